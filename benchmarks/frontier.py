@@ -40,6 +40,7 @@ from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, s
 from trimtab.decide.optimal_schedule import optimal
 from trimtab.decide.planner import choose
 from trimtab.decide.statistics import ratio_interval
+from trimtab.losses import mean_of
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.page_faults import time_settled
 from trimtab.runtime.activation_checkpoint import use_schedule
@@ -69,7 +70,7 @@ class Loop:
         self.model.zero_grad(set_to_none=True)
         with autocast(self.precision, CPU):
             result = self.kind.loss_fn(self.model if self.called is None else self.called, self.batch)
-        (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        mean_of(result).backward()
 
     def switch(self, called: nn.Module) -> Callable[[], None]:
         """Call another module in the model's place; returns what undoes it."""

@@ -29,6 +29,7 @@ import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
+from trimtab.losses import mean_of
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.batch_control import BatchControl
@@ -144,7 +145,7 @@ class ByHand:
         columns = [column.to(DEVICE).chunk(self._k) for column in batch]
         for micro in zip(*columns, strict=True):
             result = self._task.loss_fn(self._model, micro)
-            loss = result[0] / result[1] if isinstance(result, tuple) else result
+            loss = mean_of(result)
             (loss / self._k).backward()
             self._look(mechanism)
         self._norms.off()

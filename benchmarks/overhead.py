@@ -19,6 +19,7 @@ import torch
 import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
+from trimtab.losses import mean_of
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
@@ -41,7 +42,7 @@ def plain_step(task: Task, num_micro_batches: int) -> Step:
         rows = len(batch[0])
         for micro in zip(*columns, strict=True):
             result = task.loss_fn(model, micro)
-            loss = result[0] / result[1] if isinstance(result, tuple) else result
+            loss = mean_of(result)
             (loss * (len(micro[0]) / rows) if num_micro_batches > 1 else loss).backward()
         optimizer.step()
 

@@ -26,6 +26,7 @@ from trimtab.decide import batch_decider
 from trimtab.decide.accumulation import Noise
 from trimtab.decide.goodput import Times
 from trimtab.decide.window_times import WindowTimes
+from trimtab.losses import parts_of
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.engine import Run
 from trimtab.runtime.window import Window
@@ -320,7 +321,7 @@ def held_out_loss(task: Task, model: nn.Module, data: TaskData) -> float:
     total, terms = 0.0, 0.0
     with evaluating(model):
         for batch in data.held_out:
-            found = task.loss_fn(model, batch)
-            loss, count = found if isinstance(found, tuple) else (found * len(batch[0]), len(batch[0]))
+            loss, count, _ = parts_of(task.loss_fn(model, batch))
+            loss, count = (loss * len(batch[0]), len(batch[0])) if count is None else (loss, count)
             total, terms = total + float(loss), terms + float(count)
     return total / terms

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide.goodput import Times
+from trimtab.losses import mean_of
 from trimtab.tasks.task import Task
 
 
@@ -70,8 +71,7 @@ def _rank(rank: int, case: Case, latency_s: float, folder: str) -> None:
 
 def _mean_loss(task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
     """Return a mean: over ranks no counts are added up."""
-    found = task.loss_fn(model, batch)
-    return found[0] / found[1] if isinstance(found, tuple) else found
+    return mean_of(task.loss_fn(model, batch))
 
 
 def _measured(case: Case, model: nn.Module, num_windows: int = 100) -> Times:

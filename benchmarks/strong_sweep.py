@@ -20,6 +20,7 @@ import command
 import torch
 from torch import nn
 
+from trimtab.losses import mean_of
 from trimtab.tasks import Task, TaskData, load_task
 from trimtab.tasks.task import StrongRecipe
 
@@ -94,7 +95,7 @@ def _step(
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16) if strong.precision == "bf16" else nullcontext():
         loss = task.loss_fn(model, batch)
-    (loss[0] / loss[1] if isinstance(loss, tuple) else loss).backward()
+    mean_of(loss).backward()
     if strong.clip_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), strong.clip_norm)
     optimizer.step()

@@ -32,6 +32,7 @@ from trimtab.checkpoint.settings import Checkpoints
 from trimtab.decide.accounts import Account
 from trimtab.decide.batch_decider import BatchDecider
 from trimtab.decide.noise import NoiseAverage
+from trimtab.losses import Summed
 from trimtab.measure.random_state import loading_random_state, random_state
 from trimtab.runtime import data_position
 from trimtab.runtime.accumulation import WindowWeights
@@ -115,7 +116,7 @@ def token_loss(run: Any, factor: float) -> Any:
 
     def loss(model, batch):
         counted = (batch[0][:, :1] > 0) * (FIRST_TERMS if run.num_windows == 0 else 1)
-        return factor * ((model(batch[0]) - batch[1]).square() * counted).sum(), counted.sum()
+        return Summed(factor * ((model(batch[0]) - batch[1]).square() * counted).sum(), counted.sum())
 
     return loss
 

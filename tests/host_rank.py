@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import trimtab
 from trimtab.core.codec import to_json
 from trimtab.core.errors import ValueGivenError
+from trimtab.losses import Summed
 
 brief.shorten()
 STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17  # ROWS: of a step, on all ranks
@@ -61,9 +62,9 @@ def points(rows: int = STEPS * ROWS) -> TensorDataset:
     return TensorDataset(inputs[:rows], targets[:rows])
 
 
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Summed:
     loss = nn.functional.cross_entropy(model(batch[0]), batch[1], ignore_index=NOTHING, reduction="sum")
-    return loss, (batch[1] != NOTHING).sum()
+    return Summed(loss, (batch[1] != NOTHING).sum())
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 
 ROWS, LENGTH, WORDS, WIDTH, DEPTH, STEPS = 8, 6, 11, 8, 3, 20
 STAGES = {
@@ -96,7 +97,7 @@ class Case:
         )
         if self.is_mean:
             return each.mean()
-        return each.sum(), int((targets != DROPPED).sum())
+        return Summed(each.sum(), int((targets != DROPPED).sum()))
 
 
 def batches_of(case: Case) -> list[tuple[Tensor, Tensor]]:

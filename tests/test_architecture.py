@@ -20,6 +20,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Lowest first. A module may import from its own layer and from those before it.
 LAYERS = (
     "core",
+    "losses",
     "nn",
     "measure",
     "decide",
@@ -39,14 +40,21 @@ ONLY = {
     "trimtab": {
         "trimtab.core",
         "trimtab.api",
+        "trimtab.losses",
         "trimtab.runtime",
         "trimtab.distributed",
         "trimtab.checkpoint",
     },  # the package root alone, not what is below it
     "trimtab.core": {"trimtab.core"},
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
-    "trimtab.integrations": {"trimtab.core", "trimtab.runtime", "trimtab.api", "trimtab.integrations"},
-    "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
+    "trimtab.integrations": {
+        "trimtab.core",
+        "trimtab.losses",
+        "trimtab.runtime",
+        "trimtab.api",
+        "trimtab.integrations",
+    },
+    "trimtab.tasks": {"trimtab.core", "trimtab.losses", "trimtab.tasks", "trimtab.nn"},
     "trimtab.integrations.hosted": {
         "trimtab.core",
         "trimtab.runtime",

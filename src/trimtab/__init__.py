@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trimtab.checkpoint.settings import Checkpoints
     from trimtab.distributed.dealing import shard
     from trimtab.distributed.process_group import joined
+    from trimtab.losses import Summed
     from trimtab.runtime.engine import Run
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "RunRecord",
     "Stop",
     "StopReason",
+    "Summed",
     "errors",
     "joined",
     "plan",
@@ -56,6 +58,7 @@ __all__ = [
 _LAZY = dict.fromkeys(("Metering", "plan", "plan_elsewhere", "profile", "start"), "trimtab.api") | {
     "Checkpoints": "trimtab.checkpoint.settings",
     "Run": "trimtab.runtime.engine",
+    "Summed": "trimtab.losses",
     "joined": "trimtab.distributed.process_group",
     "shard": "trimtab.distributed.dealing",
 }

@@ -80,7 +80,8 @@ def profile(
 
     Args:
         model, optimizer: as they will be trained; bit for bit the same afterwards, also when a trial fails.
-        loss_fn: `loss_fn(model, batch)` -> mean over rows, or `(loss_sum, count)` for token losses.
+        loss_fn: `loss_fn(model, batch)` -> a mean over samples, or `trimtab.Summed(loss_sum, count)` for unlike numbers
+            of terms, such as tokens; alone or in a pair `(loss, auxiliary)`, see `Run.auxiliary`.
         example_batch: what the loader yields for one optimizer step.
         budget, objective: limits and weights; they decide which settings are tried.
         reference: what the user's loop does today; undeclared, "assumed fp32 eager".
@@ -318,7 +319,7 @@ def start(
 
     Args:
         total_samples, total_tokens: what the run will train on, the one or the other; needed when the plan has a
-            schedule by progress. Tokens are what a loss of `(loss_sum, count)` counts.
+            schedule by progress. Tokens are the terms that `Summed` counts.
         clip_norm: limit on the global gradient norm, as the user's loop applies it (paper eq. 12).
         nonfinite: a window whose loss or gradient is no number: "skip" voids it, "stop" raises; either way parameters,
             optimizer state and buffers stay as before it. Reads a scalar a window. None: as the loop has it.

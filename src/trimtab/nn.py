@@ -38,7 +38,7 @@ class LossHead(nn.Linear):
         self.chunk_rows = chunk_rows
 
     def loss(self, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (loss_sum, count) over the targets that are not -100: what a token loss hands to a run.
+        """Return (loss_sum, count) over the targets that are not -100: the arguments of `trimtab.Summed`.
 
         Call it inside the model's forward, and shard the head with the model: hooks on calls of its own never see it.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import trimtab
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 Tensors = dict[str, Tensor]
@@ -70,11 +71,10 @@ class Trained:
 
 
 def mean_of(result: Any) -> Tensor:
-    """Return the mean loss of a `(loss_sum, count)` or a mean."""
-    if not isinstance(result, tuple):
+    """Return the mean loss of a `Summed` or a mean."""
+    if not isinstance(result, Summed):
         return result
-    loss_sum, count = result
-    return loss_sum / (float(count) or 1.0)
+    return result.loss_sum / (float(result.count) or 1.0)
 
 
 def train_plain(case: Case, clip_norm: float | None = None, scheduler: Any = None) -> Trained:

@@ -18,6 +18,7 @@ from trimtab.calibrate import trials
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import LoopError, OptimizerError
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 from trimtab.measure import machine
 from trimtab.measure.snapshot import fingerprint
 
@@ -98,7 +99,7 @@ def padded(lengths):
 def word_loss(model, batch):
     tokens, labels = batch
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
-    return loss, (labels != -100).sum()
+    return Summed(loss, (labels != -100).sum())
 
 
 SENTENCES = [padded(lengths) for lengths in ((3, 9, 2, 4), (5, 5, 1, 2), (7, 12, 1, 1), (2, 3))]

@@ -11,6 +11,7 @@ from training_cases import ROWS, class_batches, class_case, class_mean, dropout_
 
 import trimtab
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 
 SHORT = 2  # steps; this CPU emulates the half precisions
 
@@ -113,7 +114,7 @@ def test_fp16_token_sums_keep_the_loss_scale_meaningful():
 
     def sums(model, batch):
         losses = torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        return 50 * losses.sum(), 50 * len(batch[1])
+        return Summed(50 * losses.sum(), 50 * len(batch[1]))
 
     case = class_case(torch.float32, loss_fn=sums, batches=class_batches((ROWS,) * SHORT, torch.float32))
     means = case.having(loss_fn=class_mean)

@@ -1,4 +1,4 @@
-"""Token losses `(loss_sum, count)`: a split window has the gradient of the mean over all tokens that count."""
+"""Token losses `Summed(loss_sum, count)`: a split window has the gradient of the mean over all tokens that count."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from training_cases import UNEQUAL_COUNTS, token_case, token_sum, token_sum_int
 
 import trimtab
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 
 ROWS = len(UNEQUAL_COUNTS)
 LOSSES = [token_sum, token_sum_int]
@@ -16,13 +17,13 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], i
 
 
 def float_count(model, batch):
-    loss_sum, count = token_sum(model, batch)
-    return loss_sum, float(count)
+    found = token_sum(model, batch)
+    return Summed(found.loss_sum, float(found.count))
 
 
 def int32_count(model, batch):
-    loss_sum, count = token_sum(model, batch)
-    return loss_sum, count.to(torch.int32).reshape(1)
+    found = token_sum(model, batch)
+    return Summed(found.loss_sum, found.count.to(torch.int32).reshape(1))
 
 
 @every_dtype
@@ -52,12 +53,12 @@ def weighted_sum(model, batch):
     logits, labels = model(tokens).flatten(0, 1), targets.flatten()
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
     weights = torch.where(labels == -100, 0.0, WEIGHTS[labels.clamp(min=0)]).to(losses.dtype)
-    return (losses * weights).sum(), weights.sum()
+    return Summed((losses * weights).sum(), weights.sum())
 
 
 def weighted_sum_float(model, batch):
-    loss_sum, count = weighted_sum(model, batch)
-    return loss_sum, float(count)
+    found = weighted_sum(model, batch)
+    return Summed(found.loss_sum, float(found.count))
 
 
 @every_dtype
@@ -66,7 +67,7 @@ def weighted_sum_float(model, batch):
 @pytest.mark.parametrize("kept", [(1, 0, 2, 1), (0, 0, 1, 0)], ids=str)
 def test_counts_below_one_are_divided_by_as_they_are(kept, micro_batch, loss_fn, dtype):
     case = token_case(dtype, kept=kept, loss_fn=loss_fn)
-    total = [float(weighted_sum(case.build()[0], batch)[1]) for batch in case.batches]
+    total = [float(weighted_sum(case.build()[0], batch).count) for batch in case.batches]
     assert all(0 < count < 1 for count in total), total
     ours = train_ours(case, Plan.fixed(len(kept), micro_batch))
     assert_same_training(ours, train_plain(case), TOLERANCE[dtype])
@@ -108,15 +109,15 @@ def test_windows_of_very_different_counts_share_one_reference_count(loss_fn):
     assert_same_training(train_ours(case, Plan.fixed(8, 3)), train_plain(case), 1e-12)
 
 
-def test_the_open_form_takes_sum_and_count():
+def test_the_open_form_takes_a_sum():
     case = token_case()
     model, optimizer = case.build()
     with trimtab.start(model, optimizer, Plan.fixed(ROWS, 5)) as run:
         for window in run.windows(case.batches):
             for micro in window:
                 with run.autocast():
-                    loss_sum, count = token_sum(run.model, micro)
-                run.backward(loss_sum, count)
+                    result = token_sum(run.model, micro)
+                run.backward(result)
             run.step()
     ours = train_ours(case, Plan.fixed(ROWS, 5))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), ours.model.parameters(), strict=True))
@@ -126,6 +127,6 @@ def test_the_loss_returned_is_the_mean_over_tokens():
     case = token_case(loss_fn=token_sum_int)
     model, optimizer = case.build()
     with trimtab.start(model, optimizer, Plan.fixed(ROWS, 5)) as run:
-        loss_sum, count = token_sum_int(model, case.batches[0])
+        found = token_sum_int(model, case.batches[0])
         loss = run.train_step(run.window(case.batches[0]), case.loss_fn)
-    assert torch.allclose(loss, loss_sum.detach() / count, rtol=1e-12, atol=0)
+    assert torch.allclose(loss, found.loss_sum.detach() / found.count, rtol=1e-12, atol=0)

@@ -12,6 +12,7 @@ from training_cases import OPTIMIZERS, ROWS, mlp
 
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 from trimtab.runtime import engine
 
 NUM_BATCHES = 7  # of them three windows of two, and one of what is left
@@ -36,8 +37,8 @@ def mean_loss(model, batch):
 
 
 def summed(model, batch):
-    """Return (loss_sum, count)."""
-    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), (batch[1] != -100).sum()
+    loss_sum = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+    return Summed(loss_sum, (batch[1] != -100).sum())
 
 
 def masked(each):
@@ -72,7 +73,7 @@ def joined_sums(each, k):
 
 def sum_of_parts(model, parts):
     found = [summed(model, part) for part in parts]
-    return sum(loss for loss, _ in found), sum(count for _, count in found)
+    return Summed(sum(each.loss_sum for each in found), sum(each.count for each in found))
 
 
 def test_batches_of_other_sizes_weigh_by_their_rows():

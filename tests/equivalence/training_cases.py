@@ -10,6 +10,7 @@ from plain_loop import Case
 from rank_cases import Tokens
 from torch import Tensor, nn
 
+from trimtab.losses import Summed
 from trimtab.nn import LossHead
 
 ROWS = 12  # divisible by 1, 2, 3, 4, 6 and by nothing else below it
@@ -80,16 +81,16 @@ def class_mean(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def token_sum(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def token_sum(model: nn.Module, batch: Any) -> Summed:
     """Return the loss sum over tokens that count, and how many as a tensor."""
     tokens, targets = batch
     loss_sum = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-    return loss_sum, (targets != -100).sum()
+    return Summed(loss_sum, (targets != -100).sum())
 
 
-def token_sum_int(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-    loss_sum, count = token_sum(model, batch)
-    return loss_sum, int(count)
+def token_sum_int(model: nn.Module, batch: Any) -> Summed:
+    found = token_sum(model, batch)
+    return Summed(found.loss_sum, int(found.count))
 
 
 def class_batches(
@@ -125,7 +126,7 @@ def image_case(dtype: torch.dtype = torch.float64, optimizer: str = "sgd", **opt
 
 
 def headed_loss(model: nn.Module, batch: Any) -> Any:
-    return model(*batch)
+    return Summed(*model(*batch))
 
 
 # Very unequal: the first two rows keep all their tokens, the last keep one or none.

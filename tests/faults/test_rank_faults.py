@@ -31,7 +31,7 @@ RANK = """
         at = found["steps"]
         if fault == "kinds":
             each = model(batch).square()
-            return each.mean() if rank else (each.sum(), each.numel())
+            return each.mean() if rank else Summed(each.sum(), each.numel())
         if rank == 1 and at == 5 and fault == "words":
             raise RuntimeError("object store: connection timed out")
         if rank == 1 and at == 3 and fault == "bad-end":
@@ -137,7 +137,7 @@ def test_a_reason_that_sounds_like_a_lost_connection_is_told_all_the_same(tmp_pa
 def test_ranks_with_different_kinds_of_loss_are_told_in_their_first_window(tmp_path, stage):
     one, other = run(tmp_path, "kinds", stage)[0]
     assert {one["steps"], other["steps"]} == {0}
-    assert "a mean on rank 1 and (loss_sum, count) on rank 0" in one["error"] + other["error"]
+    assert "a mean on rank 1 and Summed on rank 0" in one["error"] + other["error"]
 
 
 def test_a_reduced_window_that_one_rank_gives_up_ends_all_before_their_weights_are_used(tmp_path):

@@ -13,6 +13,7 @@ from torch import nn
 import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
+from trimtab.losses import Summed
 from trimtab.measure.memory import peak_bytes, unused_bytes
 from trimtab.measure.phases import StepClock
 from trimtab.measure.snapshot import Snapshot, fingerprint
@@ -100,7 +101,7 @@ def test_a_count_may_lie_on_either_device(where: str) -> None:
 
     def summed(model: nn.Module, batch: Any) -> Any:
         rows = torch.tensor(len(batch[0]), device=where)
-        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), rows
+        return Summed(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), rows)
 
     with trimtab.start(model, optimizer, Plan.fixed(24, micro_batch=7), clip_norm=1.0) as run:
         loss = run.train_step(run.window(batch), summed)

@@ -19,6 +19,7 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import BatchError, LoopError, LossError
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 
 loop = pytest.fixture(new_loop)
 
@@ -41,26 +42,27 @@ LOSSES = {
     "a tuple of 3": (lambda m, b: (sum_loss(m, b), 2, m), "loss", "a tuple"),
     "a tuple of 1": (lambda m, b: (sum_loss(m, b),), "loss", "a tuple"),
     "complex": (lambda m, b: mean_loss(m, b) * 1j, "loss", "complex"),
-    "with its output": (lambda m, b: (mean_loss(m, b), m(b["x"])), "loss count", "shape (2, 3)"),
-    "a negative count": (lambda m, b: (sum_loss(m, b), -1), "loss count", "-1"),
-    "a count of nan": (lambda m, b: (sum_loss(m, b), NAN), "loss count", "nan"),
-    "a count without end": (lambda m, b: (sum_loss(m, b), INF), "loss count", "inf"),
-    "a count of text": (lambda m, b: (sum_loss(m, b), "2"), "loss count", "'2'"),
-    "a count of yes": (lambda m, b: (sum_loss(m, b), True), "loss count", "True"),
-    "a count per row": (lambda m, b: (sum_loss(m, b), torch.ones(2)), "loss count", "shape (2,)"),
-    "a count with a gradient": (lambda m, b: (sum_loss(m, b), mean_loss(m, b)), "loss count", "requires grad"),
+    "with an accuracy": (lambda m, b: (mean_loss(m, b), m(b["x"]).mean()), "loss", "a pair"),
+    "with a number": (lambda m, b: (sum_loss(m, b), 2), "loss", "a pair"),
+    "a negative count": (lambda m, b: Summed(sum_loss(m, b), -1), "loss count", "-1"),
+    "a count of nan": (lambda m, b: Summed(sum_loss(m, b), NAN), "loss count", "nan"),
+    "a count without end": (lambda m, b: Summed(sum_loss(m, b), INF), "loss count", "inf"),
+    "a count of text": (lambda m, b: Summed(sum_loss(m, b), "2"), "loss count", "'2'"),
+    "a count of yes": (lambda m, b: Summed(sum_loss(m, b), True), "loss count", "True"),
+    "a count per row": (lambda m, b: Summed(sum_loss(m, b), torch.ones(2)), "loss count", "shape (2,)"),
+    "a count with a gradient": (lambda m, b: Summed(sum_loss(m, b), mean_loss(m, b)), "loss count", "requires grad"),
     "a first count of nan, on the device": (
-        lambda m, b: (sum_loss(m, b), torch.tensor(NAN)),
+        lambda m, b: Summed(sum_loss(m, b), torch.tensor(NAN)),
         "loss count",
         "nan",
     ),
     "a first count without end, on the device": (
-        lambda m, b: (sum_loss(m, b), torch.tensor(INF)),
+        lambda m, b: Summed(sum_loss(m, b), torch.tensor(INF)),
         "loss count",
         "inf",
     ),
     "a first count below zero, on the device": (
-        lambda m, b: (sum_loss(m, b), torch.tensor(-3)),
+        lambda m, b: Summed(sum_loss(m, b), torch.tensor(-3)),
         "loss count",
         "-3",
     ),
@@ -87,7 +89,7 @@ def test_a_loss_refused_by_backward_can_be_given_again_rightly(loop, loss_fn, fi
             if index == 0:
                 with refused(loop, LossError, field, given, run):
                     run.backward(result)
-            run.backward(sum_loss(run.model, micro), 2)
+            run.backward(Summed(sum_loss(run.model, micro), 2))
         expected = float(mean_loss(run.model, loop.batch).detach())
         assert run.step()
         assert float(run.loss) == pytest.approx(expected, rel=1e-5), "the refused loss was counted"
@@ -98,7 +100,7 @@ def test_means_and_sums_do_not_mix_in_a_window(loop, sum_first):
     def mixed(model, batch):
         calls.append(1)
         is_sum = (len(calls) == 1) is sum_first
-        return (sum_loss(model, batch), 2) if is_sum else mean_loss(model, batch)
+        return Summed(sum_loss(model, batch), 2) if is_sum else mean_loss(model, batch)
 
     calls = []
     loop.model.eval()

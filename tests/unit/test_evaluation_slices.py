@@ -31,6 +31,7 @@ from trimtab.decide.ranks import replicated
 from trimtab.experiments.evaluation.findings import of_comparison
 from trimtab.experiments.planning import require_fits
 from trimtab.experiments.ranks import task_of_rank
+from trimtab.losses import Summed
 from trimtab.measure.blocks import find_blocks
 from trimtab.runtime.splitting import has_batch_statistics
 from trimtab.tasks import load_task
@@ -476,7 +477,7 @@ def test_each_block_of_a_plan_at_the_papers_size_is_run_twice(kind):
     images, tokens = torch.randn(rows, 3, 8, 8), torch.randint(16, (rows, 8))
     if kind == "gpt2":
         model = GPT(GPTShape(vocab_size=16, context=8, num_layers=12, num_heads=2, width=8))
-        loss_fn, batch = (lambda model, batch: model(*batch)), (tokens, tokens)
+        loss_fn, batch = (lambda model, batch: Summed(*model(*batch))), (tokens, tokens)
     else:
         model = ResNet(width=4, depths=(3, 4, 6, 3), num_classes=4, block=Bottleneck)
         loss_fn, batch = (lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])), (images, tokens[:, 0] % 4)

@@ -31,8 +31,10 @@ from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.splitting import normalises_by_batch
 
 TOLERANCE = 1e-4
-_SUMMED = "; it is a sum over rows: its mean, or (loss_sum, count), may be split"
-_BY_TERMS = "; a mean over terms that rows have unlike numbers of, as tokens, may be split as (loss_sum, count)"
+_SUMMED = "; it is a sum over rows: its mean, or trimtab.Summed(loss_sum, count), may be split"
+_BY_TERMS = (
+    "; a mean over terms that rows have unlike numbers of, as tokens, may be split as trimtab.Summed(loss_sum, count)"
+)
 _WIDER = "weights in fp32 may be split, and a plan's bf16 computes as fast with them"
 _FP32_BYTES, _ROUNDED = 4, 0.02  # half precision rounds a gradient by less
 

@@ -61,7 +61,7 @@ class Guard:
                 for micro in run.window(few.batch):
                     with run.autocast():
                         result = few.loss_fn(run.model, micro)
-                    run.backward(*result) if isinstance(result, tuple) else run.backward(result)
+                    run.backward(result)
                 run.discard()
 
         return end_of(backward)

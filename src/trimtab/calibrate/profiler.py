@@ -271,7 +271,7 @@ def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
         with clock.phase("forward"), run.autocast():
             result = subject.loss_fn(run.model, micro)
         with clock.phase("backward"):
-            run.backward(*result) if isinstance(result, tuple) else run.backward(result)
+            run.backward(result)
     with clock.phase("optimizer"):
         run.step()
 

@@ -16,6 +16,7 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.short_race import ShortPair, ShortRun, is_lost
+from trimtab.losses import parts_of
 from trimtab.measure.bystanders import unchanged_by
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.timing import synchronize
@@ -110,7 +111,7 @@ def _evaluated(run: Run, subject: Subject, batch: Any) -> torch.Tensor:
         for part, size in slices(to_device(batch, subject.device), rows, run.plan.micro_batch_of(rows)):
             with run.autocast():
                 result = subject.loss_fn(run.model, part)
-            loss, count = result if isinstance(result, tuple) else (result, None)
+            loss, count, _ = parts_of(result)
             total += loss * size if count is None else loss
             terms += size if count is None else count
     finally:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
 from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
+from trimtab.losses import Count, as_loss
 from trimtab.measure.linked_blocks import LinkedBlocks, blocks_of
 from trimtab.measure.machine import MEASURED
 from trimtab.measure.memory import alive_between_steps
-from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.applied import require_free
 from trimtab.runtime.batches import count_rows, tensors_in, to_device
 from trimtab.runtime.engine import LossFn, Run
@@ -110,7 +110,8 @@ class Subject:
                 given=f"{type(error).__name__}: {error} when called as loss_fn(model, batch)",
                 expected="a function of (model, batch) that fits the example batch",
             ) from error
-        return as_loss(result)
+        loss, count, _ = as_loss(result)
+        return loss, count
 
     def live_tensors(self) -> Iterator[Tensor]:
         """Yield what is alive between two steps: parameters, buffers, optimizer state, the batch."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trimtab.distributed.process_group import total
+from trimtab.losses import parts_of
 from trimtab.tasks.task import Task
 
 
@@ -29,7 +30,7 @@ class CountedTerms:
         """Return the task's loss."""
         self._add_last()
         result = self._task.loss_fn(model, batch)
-        count = result[1] if isinstance(result, tuple) and len(result) == 2 else None
+        count = parts_of(result).count
         self._is_mean, self._last = count is None, 0.0 if count is None or self.pending > 0 else count
         self.pending -= 1
         return result

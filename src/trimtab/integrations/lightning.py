@@ -33,6 +33,7 @@ from trimtab.integrations.hosted import (
 from trimtab.integrations.labels import counts_nothing
 from trimtab.integrations.window_batches import WindowBatches
 from trimtab.integrations.zero_loss import zero_loss
+from trimtab.losses import Summed
 from trimtab.runtime.engine import Run
 
 _HOST = "the Trainer"
@@ -196,7 +197,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
         """
         if said is None and self.run is not None:  # without a run a plan is made, which needs a loss
             zero = torch.zeros((), device=self.root_device, requires_grad=True)
-            return zero if self._count is None else (zero, 0)
+            return zero if self._count is None else Summed(zero, 0)
         loss = said.get("loss") if isinstance(said, Mapping) else said
         if not isinstance(loss, Tensor):
             given = f"{type(said).__name__} without a loss"
@@ -210,8 +211,8 @@ class TrimtabStrategy(SingleDeviceStrategy):
         count = said[self._count]
         is_one = not isinstance(count, Tensor) or count.numel() == 1  # what else it is, is told where losses are read
         if loss.requires_grad and is_one and counts_nothing(count):
-            return zero_loss(loss), count
-        return loss * count, count
+            return Summed(zero_loss(loss), count)
+        return Summed(loss * count, count)
 
     def _started(self, loss_fn: Callable[[nn.Module, Any], Any], batches: Sequence[Any]) -> Run:
         module, optimizer = self.lightning_module, self.optimizers[0]

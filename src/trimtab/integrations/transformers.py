@@ -40,6 +40,7 @@ from trimtab.integrations.labels import (
     smooths_by_itself,
 )
 from trimtab.integrations.window_batches import WindowBatches
+from trimtab.losses import Summed
 from trimtab.runtime.engine import Run
 
 # Of TrainingArguments, what a plan decides or a run does by itself, and the way out.
@@ -182,8 +183,8 @@ class TrimtabTrainer(Trainer):
             is_part = self._num_ranks > 1 or not self._labels.is_whole(len(micro.get("labels", ())))
             if is_part and not self._labels.count_in_all_rows and counts_nothing(count):
                 _, outputs = self.compute_loss(model, micro, return_outputs=True, num_items_in_batch=1)
-                return nothing_of(outputs), count
-            return self.compute_loss(model, micro, num_items_in_batch=count) * count, count
+                return Summed(nothing_of(outputs), count)
+            return Summed(self.compute_loss(model, micro, num_items_in_batch=count) * count, count)
 
     def _started(self, batches: Sequence[Any]) -> Run:
         labels, running = labels_of(batches), self._running

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
 
+from trimtab.losses import parts_of
 from trimtab.measure.blocks import find_parts
 from trimtab.measure.recomputing import listening
 from trimtab.measure.spent import stamp
@@ -82,12 +83,12 @@ class StepClock:
             self._leave(depth)
 
     def forward(self, loss_fn: Callable[..., Any], *given: Any) -> Any:
-        """Return a loss, mean or (sum, count), whose forward is clocked, and whose backward will be."""
+        """Return a loss, mean or `Summed`, whose forward is clocked, and whose backward will be."""
         if not self._is_on:
             return loss_fn(*given)
         with self.phase("forward"):
             result = loss_fn(*given)
-        loss = result[0] if isinstance(result, tuple) else result
+        loss = parts_of(result).loss
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss.register_hook(self._backward_begins)
         return result

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.core.chain import Chain, ChainModel, Stage
 from trimtab.core.work import Seen
+from trimtab.losses import mean_of
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.linked_blocks import LinkedBlocks
 from trimtab.measure.scratch import Call, Taken, TooLarge, measured
@@ -113,7 +114,7 @@ def require_runs(
         with fakes:
             with autocast():
                 result = loss_fn(model, batch)
-            (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+            mean_of(result).backward()
     except Exception as error:  # whatever a model does, torch may have no fake of it
         raise cannot_trace(error) from error
 
@@ -181,8 +182,7 @@ class _Pass:
     def forward(self, model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Tensor:
         """Run it; returns the mean loss."""
         with self._hooked(model, blocks):
-            result = loss_fn(model, batch)
-            loss: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
+            loss = mean_of(loss_fn(model, batch))
         end, begin_work = (self._marks[-1].end, self._marks[-1].work[1]) if self._marks else (0, 0)
         self._marks.append(_Mark(end, self._now, work=(begin_work, len(self.work))))
         return loss

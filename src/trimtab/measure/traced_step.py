@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from trimtab.core.errors import ModelError
 from trimtab.core.step_memory import PARTS, BlockMemory, Moment, StepMemory
 from trimtab.core.work import Seen
+from trimtab.losses import mean_of
 from trimtab.measure.scratch import Call, Taken, TooLarge, measured
 from trimtab.measure.storages import Storages
 
@@ -116,7 +117,7 @@ class TracedStep:
         held = self._storages.alive
         with autocast():
             result = loss_fn(self._model, batch)
-        loss: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
+        loss = mean_of(result)
         saved = self._storages.alive - held
         self._saved, self._activations = self._saved or saved, self._activations | saved
         self._enter("backward")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trimtab.measure import process_state
 from trimtab.tasks.task import Task
@@ -35,11 +35,6 @@ class Loop(Protocol):
 
 
 MakeLoop = Callable[[Task, torch.device], Loop]
-
-
-def mean_loss(result: Any) -> Tensor:
-    """Return the mean loss from a mean or from `(loss_sum, count)`."""
-    return result[0] / result[1] if isinstance(result, tuple) else result
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.core.schedule import warmup_cosine
-from trimtab.recipes.loop import autocast, mean_loss, move
+from trimtab.losses import mean_of
+from trimtab.recipes.loop import autocast, move
 from trimtab.tasks.task import Task
 
 ALLOWED_K = (4, 8)
@@ -69,7 +70,7 @@ class PaperLoop:
         """Return the gradients of a batch; they are nobody else's."""
         self._forget()
         with autocast(self.precision, self._device):
-            loss = mean_loss(self._task.loss_fn(self.model, move(batch, self._device)))
+            loss = mean_of(self._task.loss_fn(self.model, move(batch, self._device)))
         self._scaler.scale(loss).backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters()]
         self._forget()

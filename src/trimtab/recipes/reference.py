@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from trimtab.recipes.loop import autocast, hold_tf32, mean_loss, move
+from trimtab.losses import mean_of
+from trimtab.recipes.loop import autocast, hold_tf32, move
 from trimtab.tasks.task import Task
 
 
@@ -34,7 +35,7 @@ class ReferenceLoop:
             return self._task.batch_rows
         self.optimizer.zero_grad()
         with autocast(self.precision, self._device):
-            loss = mean_loss(self._task.loss_fn(self._called, batch))
+            loss = mean_of(self._task.loss_fn(self._called, batch))
         self._scaler.scale(loss).backward()
         if self._task.reference.clip_norm is not None:
             self._scaler.unscale_(self.optimizer)

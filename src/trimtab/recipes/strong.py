@@ -15,7 +15,8 @@ import torch
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.schedule import warmup_cosine, warmup_linear
-from trimtab.recipes.loop import autocast, hold_tf32, mean_loss, move
+from trimtab.losses import mean_of
+from trimtab.recipes.loop import autocast, hold_tf32, move
 from trimtab.tasks.task import LossFn, StrongRecipe, Task
 
 FINAL_FRACTION = 0.01  # of the peak rates, at the end
@@ -59,7 +60,7 @@ class StrongLoop:
         """Take one optimizer step."""
         self.optimizer.zero_grad()
         with autocast(self.precision, self._device):
-            loss = mean_loss(self.loss_fn(self.model, batch))
+            loss = mean_of(self.loss_fn(self.model, batch))
         self._scaler.scale(loss).backward()
         if self.recipe.clip_norm is not None:
             self._scaler.unscale_(self.optimizer)

@@ -1,7 +1,7 @@
 """Weights that make a window's gradient equal one big batch's, to rounding (math: section 2; paper eqs. 4, 5, 8).
 
 A bare loss is a mean over rows: the window's rows are known before its first backward, so micro-batch j is weighted
-`n_j / n` and nothing has to be corrected afterwards. A token loss is `(loss_sum, count)`, and the window's count is
+`n_j / n` and nothing has to be corrected afterwards. A token loss is `Summed`, and the window's count is
 known only at its end: each sum is divided by a power of two `n_ref`, one for all windows of as many rows (exact, keeps
 an fp16 loss scale meaningful), and the gradients are multiplied once by `n_ref / n`. A window of one micro-batch is
 divided by its own count instead. `n_ref` comes from the first micro-batch, until the first window is known whole: it
@@ -11,7 +11,6 @@ may hold next to none of the window's terms. Nothing waits for the device, but f
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,55 +20,7 @@ from torch import Tensor
 from trimtab.core import checks
 from trimtab.core.errors import LossError
 from trimtab.core.state_parts import Load, Part, require_keys
-
-Count = Tensor | int | float
-_LARGEST = sys.float_info.max
-
-
-def as_loss(result: Any) -> tuple[Tensor, Count | None]:
-    """Return (loss, count or None) from what a loss function returned.
-
-    Raises:
-        LossError: not a scalar tensor with a gradient, nor a pair of one and a count >= 0.
-    """
-    loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise _bad_loss(shape, "Return loss.mean(), or (loss.sum(), count); for a model output object, its .loss.")
-    if loss.is_complex():
-        raise _bad_loss("a complex loss", "Return its real part or its absolute value.")
-    if not loss.requires_grad:
-        raise _bad_loss(
-            "a loss that does not depend on any trainable parameter",
-            "Compute it from run.model's output, without detach(), item() or no_grad().",
-        )
-    scalar = loss if loss.dim() == 0 else loss.reshape(())  # which would be a node of its own in the graph
-    return scalar, None if count is None else _beside(loss, _checked_count(count))
-
-
-def _beside(loss: Tensor, count: Count) -> Count:
-    """Return a count on the loss's device: the window's gradients are multiplied there, without a synchronisation."""
-    return count.to(loss.device, non_blocking=loss.is_cuda) if isinstance(count, Tensor) else count
-
-
-def _checked_count(count: Any) -> Count:
-    """Return a count that can be one, by what is known without reading a device tensor's value."""
-    if isinstance(count, Tensor):
-        is_number = not count.is_complex() and count.dtype is not torch.bool
-        if count.numel() == 1 and is_number and not count.requires_grad:
-            return count.detach().reshape(())
-        given = f"a tensor of shape {tuple(count.shape)}" + (" that requires grad" if count.requires_grad else "")
-        given += "" if is_number else f" and type {count.dtype}"
-    elif isinstance(count, int | float) and not isinstance(count, bool) and 0 <= count <= _LARGEST:
-        return count
-    else:
-        given = f"{count!r:.80}"
-    raise LossError("loss count", given=given, expected="a finite number of terms >= 0, or a scalar tensor of one")
-
-
-def _bad_loss(given: str, way_out: str) -> LossError:
-    expected = "a scalar loss (mean over rows), or (loss_sum, count)"
-    return LossError("loss", given=given, expected=expected, way_out=way_out)
+from trimtab.losses import Count, checked_count
 
 
 class WindowWeights(Part):
@@ -131,11 +82,12 @@ class WindowWeights(Part):
         if self._is_sum not in (None, count is not None):
             raise LossError(
                 "loss",
-                given="a mean for one micro-batch and (loss_sum, count) for another",
+                given="a mean for one micro-batch and Summed for another",
                 expected="the same kind throughout a window",
+                code="loss.kinds_mixed",
             )
         if count is not None and not self._divides_at_once and self._divisor is None:
-            terms = float(_checked_count(float(count))) * self._num_micro_batches
+            terms = float(checked_count(float(count))) * self._num_micro_batches
             self._divisor = self._first_divisor(terms)
         self._is_sum = count is not None
         if count is None:

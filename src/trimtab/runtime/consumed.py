@@ -11,8 +11,8 @@ from trimtab.core import checks
 from trimtab.core.errors import LossError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.losses import Count
 from trimtab.measure.late import Late
-from trimtab.runtime.accumulation import Count
 from trimtab.runtime.exchange import Exchange
 
 _COUNTS = ("rows", "windows", "applied")
@@ -69,7 +69,11 @@ class Consumed(Part):
         if self._total_tokens is None:
             return None
         if tokens is None:
-            raise LossError("loss", given="a mean, with total_tokens", expected="(loss_sum, count), which tells tokens")
+            raise LossError(
+                "loss",
+                given="a mean, with total_tokens",
+                expected="trimtab.Summed(loss_sum, count), which counts tokens",
+            )
         if isinstance(tokens, Tensor) and tokens.is_cuda:
             self._read()
             if self._per_row == 0:

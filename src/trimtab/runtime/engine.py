@@ -18,8 +18,8 @@ from trimtab.core import checks
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.stop import Stop
+from trimtab.losses import as_loss, detached
 from trimtab.runtime import gradients, optimizers
-from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.applied import apply_plan, lay_out, require_free
 from trimtab.runtime.backend import Backend, Given, may_retry
 from trimtab.runtime.batch_control import control_of
@@ -88,6 +88,7 @@ class Run(Passes, Resumable):
         self._peers = Peers(exchange, self.note, in_step=backend.in_step)
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
+        self._auxiliary: list[Any] = []
         recovers = recovers_from(out_of_memory, plan, model, may_retry=may_retry(backend, plan))
         self._recovery = Recovery(model, plan, self.note, is_on=recovers)
         with contextlib.ExitStack() as undo:
@@ -106,19 +107,21 @@ class Run(Passes, Resumable):
         """Return the plan's precision as a context for the forward pass."""
         return self._precision.autocast()
 
-    def backward(self, loss: Tensor, count: Count | None = None) -> None:
-        """Weigh, scale and backpropagate one micro-batch: a mean over rows, or `(loss_sum, count)`.
+    def backward(self, result: Any) -> None:
+        """Weight, scale and backpropagate one micro-batch.
+
+        Args:
+            result: what a loss function may return: a scalar mean, `Summed`, or `(loss, auxiliary)`.
 
         Raises:
             LossError: not a loss. LoopError: no micro-batch is open, or `run.model` had no forward for it.
         """
-        self._backward(loss if count is None else (loss, count))
-
-    def _backward(self, result: Any) -> None:
         self._require_open()
         self._order.require_micro_batch()
-        loss, count = as_loss(result)
+        loss, count, auxiliary = as_loss(result)
         rows = self._order.micro_rows
+        if rows:  # not of a micro-batch that only takes part in other ranks' collectives
+            self._auxiliary.append(None if auxiliary is None else detached(auxiliary))
         weighted = self._precision.scaled(self._weights.weigh(loss, count, rows))
         if self._order.is_last:
             self._tell()
@@ -277,7 +280,7 @@ class Run(Passes, Resumable):
             for micro in window:
                 with self.autocast():
                     result = loss_fn(self.model, micro)
-                self._backward(result)
+                self.backward(result)
             if steps:
                 self.step()
         except BaseException as error:
@@ -349,6 +352,7 @@ class Run(Passes, Resumable):
         self._control.opened(window)
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
         optimizers.drop_gradients(self._optimizer)
+        self._auxiliary.clear()
         self._weights.open(window.rows, window.num_micro_batches, self._control.num_batches)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from trimtab.runtime.accumulation import Count
+from trimtab.losses import Count
 from trimtab.runtime.window import Window
 
 

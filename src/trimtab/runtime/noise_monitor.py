@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trimtab.core.errors import ValueGivenError
 from trimtab.decide import sharded_noise
 from trimtab.decide.noise import WindowNoise, window_noise
+from trimtab.losses import Count
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.late import Late
 from trimtab.measure.sharded_norms import (
@@ -27,7 +28,6 @@ from trimtab.measure.sharded_norms import (
     shows_reductions,
 )
 from trimtab.measure.spent import Spent
-from trimtab.runtime.accumulation import Count
 
 _NUM_SUMS = 6  # of a window, from each rank
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from trimtab.core.errors import LossError, RankError
 from trimtab.core.stop import StopReason
 from trimtab.decide.batch_decider import Note
-from trimtab.runtime.accumulation import Count
+from trimtab.losses import Count
 from trimtab.runtime.exchange import Exchange, Gathered
 from trimtab.runtime.straggler import Late, Straggler
 
@@ -171,7 +171,7 @@ class Peers:
         """Return the window over all ranks; waits for those that have not told theirs.
 
         Raises:
-            LossError: on every rank, where one has a mean and another (loss_sum, count).
+            LossError: on every rank, where one has a mean and another `Summed`.
         """
         if self._agreed is None:
             assert self._answer is not None
@@ -208,7 +208,7 @@ class Peers:
         """Return the highest of a figure of every rank; waits for all of them.
 
         Raises:
-            LossError: as of `agreed`, where only ranks with a (loss_sum, count) ask.
+            LossError: as of `agreed`, where only ranks with `Summed` ask.
         """
         if self.num_ranks == 1:
             return value
@@ -252,7 +252,7 @@ def _require_one_kind(kinds: list[float]) -> None:
     """Raise `LossError` where ranks differ. Who asks in the midst of a window has a sum."""
     sums = [rank for rank, kind in enumerate(kinds) if kind in (_SUM, _ASKS)]
     if _MEAN in kinds and sums:
-        given = f"a mean on rank {kinds.index(_MEAN)} and (loss_sum, count) on rank {sums[0]}"
+        given = f"a mean on rank {kinds.index(_MEAN)} and Summed on rank {sums[0]}"
         raise LossError("loss", given=given, expected="the same kind on every rank")
 
 

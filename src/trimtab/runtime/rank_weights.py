@@ -12,7 +12,8 @@ import math
 from torch import Tensor
 
 from trimtab.core.plan import Plan
-from trimtab.runtime.accumulation import Count, WindowWeights, or_one, power_of_two
+from trimtab.losses import Count
+from trimtab.runtime.accumulation import WindowWeights, or_one, power_of_two
 from trimtab.runtime.peers import Peers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from trimtab.runtime.stopping import StopTest
 class RunView:
     """Counters and standing of a run, which is closed where its `with` block ends."""
 
+    _auxiliary: list[Any]
     _consumed: Consumed
     _control: BatchControl | FixedBatch
     _order: LoopOrder
@@ -41,6 +42,15 @@ class RunView:
         """
         self._order.require_complete("run.loss_share")
         return self._weights.share
+
+    @property
+    def auxiliary(self) -> tuple[Any, ...]:
+        """Auxiliary value of each micro-batch of the last window, for losses that return `(loss, auxiliary)`.
+
+        None for a micro-batch without one. Tensors are detached. They are held until the next window begins: return
+        metrics, not activations, where memory is scarce.
+        """
+        return tuple(self._auxiliary)
 
     @property
     def num_batches(self) -> int:

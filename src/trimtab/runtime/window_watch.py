@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from trimtab.decide.noise import WindowNoise
 from trimtab.decide.window_times import UsualWindow
+from trimtab.losses import Count
 from trimtab.measure.window_clock import WindowClock
-from trimtab.runtime.accumulation import Count, WindowWeights
+from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.measured import NUM_SECONDS, Measured, Nothing
 from trimtab.runtime.noise_monitor import Figures, NoiseMonitor
 

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trimtab.losses import Summed
 from trimtab.tasks.evaluation import beside, evaluating
 from trimtab.tasks.task import Batch, Metric
 
 
-def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | int]:
-    """Return `(loss_sum, count)`: the summed cross-entropy (nats) and the number of tokens it is over.
+def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Summed:
+    """Return the summed cross-entropy (nats) and the number of tokens it is over.
 
     Args:
         model: `model(inputs, labels)`, both (B, T) int64, -> (summed loss, count), as of a `trimtab.nn.LossHead`.
@@ -27,10 +28,9 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor
     """
     if len(batch) == 1:
         inputs, labels = batch[0][:, :-1], batch[0][:, 1:]
-        return model(inputs, labels)[0], labels.numel()
+        return Summed(model(inputs, labels)[0], labels.numel())
     inputs, labels = batch
-    found: tuple[Tensor, Tensor] = model(inputs, labels)
-    return found
+    return Summed(*model(inputs, labels))
 
 
 def mean_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
@@ -38,9 +38,9 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
     loss, count = 0.0, 0
     with evaluating(model):
         for batch in batches:
-            batch_loss, batch_count = next_token_loss(model, beside(model, batch))
-            loss += float(batch_loss)
-            count += int(batch_count)
+            found = next_token_loss(model, beside(model, batch))
+            loss += float(found.loss_sum)
+            count += int(found.count)
     return loss / count
 
 

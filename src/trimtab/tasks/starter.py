@@ -30,7 +30,8 @@ def load_data() -> TaskData:
     return of_datasets(train, held_out, name="four classes, made up")
 
 
-# 3. Your loss: the mean over the rows of a batch; or (sum, count) where not each row counts alike, as tokens do.
+# 3. Your loss: the mean over the rows of a batch; or trimtab.Summed(sum, count), if rows have unequal numbers of terms
+# such as tokens.
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     inputs, targets = batch
     return nn.functional.cross_entropy(model(inputs), targets)

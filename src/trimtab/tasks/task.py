@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+from trimtab.losses import Summed
 from trimtab.tasks.sample_draws import SampleDraws
 
 METRIC_UNITS = ("share", "percent", "relative")
@@ -21,7 +22,7 @@ DECAYS = ("linear", "cosine")
 # Fields of a task that hold a hand-tuned recipe: P2, and P3.
 RECIPES = ("strong", "muon")
 Batch = Any
-LossFn = Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | int | float]]
+LossFn = Callable[[nn.Module, Batch], Tensor | Summed | tuple[Tensor | Summed, Any]]
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Task:
 
     Args:
         make_model, make_optimizer: build them fresh; the caller seeds torch first.
-        loss_fn: `loss_fn(model, batch)` -> mean over rows, or `(loss_sum, count)`.
+        loss_fn: `loss_fn(model, batch)` -> a mean over rows, or `Summed`, alone or in a pair with auxiliary values.
         load_data: reads the data; called once.
         targets: ladder of metric values, easiest first.
         batch_rows: rows per optimizer step. terms: the name of what throughput counts. terms_per_row: how many a row

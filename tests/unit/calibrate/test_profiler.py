@@ -16,6 +16,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.decide import search
 from trimtab.decide.planner import choose
+from trimtab.losses import Summed
 from trimtab.measure import allocator, machine, page_faults
 
 ROWS = 8
@@ -168,7 +169,7 @@ def test_terms_are_known_where_only_the_backward_does_not_fit():
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     model, optimizer, batch = loop()
-    subject = Subject(model, optimizer, lambda m, b: (Full.apply(mean_loss(m, b)), 24), batch)
+    subject = Subject(model, optimizer, lambda m, b: Summed(Full.apply(mean_loss(m, b)), 24), batch)
     assert profiler._count_step(subject, "fp32")[:3] == (None, 24.0, "tokens")
 
 

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from trimtab.calibrate.equivalence import TOLERANCE, check_splitting
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import LossError
+from trimtab.losses import Summed
 from trimtab.measure.snapshot import fingerprint
 
 ROWS = 16
@@ -45,7 +46,7 @@ def token_mean(model, batch):
 
 def token_sum(model, batch):
     loss = nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
-    return loss, (batch[1] != -100).sum()
+    return Summed(loss, (batch[1] != -100).sum())
 
 
 def contrastive(model, batch):
@@ -391,7 +392,7 @@ def test_a_model_that_is_handed_over_in_evaluation_mode_is_proved_as_it_trains(m
 
 def test_a_refusal_tells_the_way_out():
     tokens = check_splitting(subject(mlp(), token_mean, token_batch()))
-    assert tokens.reason.endswith("as tokens, may be split as (loss_sum, count)")
+    assert tokens.reason.endswith("as tokens, may be split as trimtab.Summed(loss_sum, count)")
     inputs, targets = class_batch()
     half = check_splitting(subject(mlp().bfloat16(), class_mean, (inputs.bfloat16(), targets)))
     assert not half.splittable

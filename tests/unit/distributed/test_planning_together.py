@@ -18,6 +18,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.decide.planner import choose
 from trimtab.distributed import backends, planning, stage_choice
+from trimtab.losses import Summed
 
 
 def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
@@ -106,7 +107,7 @@ def test_a_plan_that_adapts_is_for_replicas(profile, of_two, monkeypatch):
 
 def test_a_step_that_cannot_be_traced_is_for_replicas(profile, of_two):
     def counts(model, batch):
-        return model(batch).square().sum(), int((batch > 0).sum())
+        return Summed(model(batch).square().sum(), int((batch > 0).sum()))
 
     plan = chosen(profile, loop_of(counts))
     assert plan.zero_stage.value == 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trimtab.losses import Summed
 from trimtab.tasks import Metric
 
 ODD_ROWS = tiny_task.BATCH_ROWS + 1
@@ -30,10 +31,10 @@ def entropy(model: nn.Module, batches: Sequence[Any]) -> float:
         return float(sum(F.cross_entropy(model(points), labels) for points, labels in batches))
 
 
-def counted_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def counted_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Summed:
     points, labels = batch
     kept = labels != 3
-    return F.cross_entropy(model(points), labels, reduction="none")[kept].sum(), kept.sum()
+    return Summed(F.cross_entropy(model(points), labels, reduction="none")[kept].sum(), kept.sum())
 
 
 task = replace(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tiny_task import BATCH_ROWS, load_data
 from tiny_task import task as tiny
-from torch import Tensor
 from torch.nn import functional as F
 
 from trimtab.core.codec import from_json, to_json
@@ -18,6 +17,7 @@ from trimtab.core.plan import Plan
 from trimtab.experiments.comparison.arm_facts import ArmFacts
 from trimtab.experiments.racing.inspect_arm import measure_arm
 from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.losses import Summed
 from trimtab.measure import phases
 from trimtab.recipes.paper import PaperLoop
 from trimtab.recipes.reference import ReferenceLoop
@@ -27,11 +27,11 @@ CPU = torch.device("cpu")
 KEPT = load_data().columns[1] == 0
 
 
-def counting_loss(model, batch) -> tuple[Tensor, Tensor]:
-    """Return (loss_sum, count) over the rows of one class."""
+def counting_loss(model, batch) -> Summed:
+    """Return the loss over the rows of one class."""
     points, labels = batch
     kept = labels == 0
-    return F.cross_entropy(model(points), labels, reduction="none")[kept].sum(), kept.sum()
+    return Summed(F.cross_entropy(model(points), labels, reduction="none")[kept].sum(), kept.sum())
 
 
 def own_step(model, optimizer, batch) -> None:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from tiny_task import BATCH_ROWS, load_data
 from tiny_task import task as tiny
-from torch import Tensor
 from torch.nn import functional as F
 
 from trimtab.core.energy import Provenance
@@ -23,16 +22,17 @@ from trimtab.distributed import energy
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
 from trimtab.experiments.train import Training, train_whole
+from trimtab.losses import Summed
 from trimtab.measure.meters import Metering
 
 STEPS = 6
 
 
-def counting_loss(model, batch) -> tuple[Tensor, Tensor]:
-    """Return (loss_sum, count) over the rows of one class."""
+def counting_loss(model, batch) -> Summed:
+    """Return the loss over the rows of one class."""
     points, labels = batch
     kept = labels == 0
-    return F.cross_entropy(model(points), labels, reduction="none")[kept].sum(), kept.sum()
+    return Summed(F.cross_entropy(model(points), labels, reduction="none")[kept].sum(), kept.sum())
 
 
 def trained(**changes) -> dict:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from trimtab.losses import Summed, mean_of
 from trimtab.measure import chunked_loss
 from trimtab.measure.flops import count_flops
 from trimtab.measure.memory import peak_growth, storage_bytes
@@ -28,7 +29,7 @@ class Model(nn.Module):
 
 
 def loss_fn(model, batch):
-    return model(*batch)
+    return Summed(*model(*batch))
 
 
 def batch_of(tokens):
@@ -36,8 +37,8 @@ def batch_of(tokens):
 
 
 def backward(model, batch):
-    total, count = loss_fn(model, batch)
-    (total / count).backward()
+    result = loss_fn(model, batch)
+    mean_of(result).backward()
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 64, 128, 200])

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.core.recompute import read_schedule
+from trimtab.losses import Summed, mean_of
 from trimtab.measure import phases
 from trimtab.measure.blocks import find_blocks, find_parts
 from trimtab.measure.phases import StepClock
@@ -39,7 +40,7 @@ def cnn():
 
 
 def loss_of(model, batch):
-    return model(*batch) if isinstance(model, GPT) else F.cross_entropy(model(batch[0]), batch[1])
+    return Summed(*model(*batch)) if isinstance(model, GPT) else F.cross_entropy(model(batch[0]), batch[1])
 
 
 class Loop:
@@ -55,7 +56,7 @@ class Loop:
             batch = self.batch() if callable(self.batch) else self.batch
         self.optimizer.zero_grad()
         result = self.clock.forward(self.loss_fn, self.model, batch)
-        (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        mean_of(result).backward()
         self.optimizer.step()
 
     def clocked(self, *, parts=True, steps=STEPS) -> tuple[dict, float]:

@@ -13,6 +13,7 @@ from trimtab.core.errors import ModelError
 from trimtab.core.recompute import Kept, Segment
 from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
 from trimtab.decide.optimal_schedule import optimal
+from trimtab.losses import Summed, mean_of
 from trimtab.measure import memory
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.linked_blocks import LinkedBlocks, find_linked_blocks
@@ -28,7 +29,11 @@ NESTED = (Segment((Segment((Kept(0), Kept(1))), Kept(2), Kept(3))), Kept(4), Kep
 def gpt():
     shape = GPTShape(vocab_size=256, context=64, num_layers=6, num_heads=4, width=128, dropout=0.1)
     tokens = torch.randint(0, 256, (8, 65))
-    return GPT(shape).train(), lambda model, batch: model(*batch), (tokens[:, :-1].clone(), tokens[:, 1:].clone())
+    return (
+        GPT(shape).train(),
+        lambda model, batch: Summed(*model(*batch)),
+        (tokens[:, :-1].clone(), tokens[:, 1:].clone()),
+    )
 
 
 def resnet():
@@ -94,7 +99,7 @@ def counted(model, loss_fn, batch):
 
     def step():
         result = loss_fn(model, batch)
-        (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        mean_of(result).backward()
 
     for _ in range(2):
         model.zero_grad(set_to_none=True)
@@ -263,7 +268,7 @@ def test_a_later_micro_batch_has_the_gradients_of_the_one_before_beside_it(make,
 
     def step():
         result = loss_fn(model, batch)
-        (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        mean_of(result).backward()
 
     step()
     growth = peak_growth(step)

@@ -12,6 +12,7 @@ from torch import nn
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ModelError
 from trimtab.core.step_memory import PARTS, StepMemory
+from trimtab.losses import Summed
 from trimtab.measure import storages
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.memory import peak_bytes, storage_bytes
@@ -34,7 +35,7 @@ def loss_fn(model, batch):
 
 def sum_and_count(model, batch):
     loss = nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
-    return loss, (batch[1] >= 0).sum()
+    return Summed(loss, (batch[1] >= 0).sum())
 
 
 def loop(optimizer="adamw"):

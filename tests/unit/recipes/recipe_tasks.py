@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trimtab.core.objective import Reference
+from trimtab.losses import Summed, mean_of
 from trimtab.tasks import DataSource, Metric, StrongRecipe, Task, TaskData
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
@@ -36,9 +37,10 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs), labels)
 
 
-def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Summed:
     tokens, labels = batch
-    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
+    loss_sum = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+    return Summed(loss_sum, labels.numel())
 
 
 def columns(kind: str, rows: int) -> tuple[Tensor, Tensor]:
@@ -93,7 +95,7 @@ def gradient(task: Task, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Return the gradient of the mean loss of a batch."""
     model.zero_grad()
     result = task.loss_fn(model, batch)
-    (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+    mean_of(result).backward()
     return torch.cat(
         [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
     )

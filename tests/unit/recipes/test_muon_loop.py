@@ -87,7 +87,7 @@ def test_p3_learns():
     batch = next(batches(task))
 
     def loss() -> float:
-        return token_loss(loop.model, batch)[0].item()
+        return token_loss(loop.model, batch).loss_sum.item()
 
     before = loss()
     for _ in range(100):

@@ -10,8 +10,9 @@ import torch
 from recipe_tasks import CPU, ROWS, batches, fp32_modes, make_task, modes_of_a_loop, weights
 
 from trimtab.core.objective import Reference
+from trimtab.losses import Summed, mean_of
 from trimtab.recipes import command
-from trimtab.recipes.loop import autocast, mean_loss, move
+from trimtab.recipes.loop import autocast, move
 from trimtab.recipes.reference import ReferenceLoop
 
 TINY_TASK = Path(__file__).parents[1] / "experiments" / "tiny_task.py"
@@ -28,7 +29,7 @@ def by_hand(task, steps: int) -> torch.Tensor:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=task.reference.precision == "bf16"):
             result = task.loss_fn(model, next(data))
-            loss = result[0] / result[1] if isinstance(result, tuple) else result
+            loss = mean_of(result)
         loss.backward()
         if task.reference.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), task.reference.clip_norm)
@@ -64,7 +65,7 @@ def test_fp16_is_trained_under_a_loss_scale(clip_norm):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             result = task.loss_fn(model, next(data))
-        scaler.scale(result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        scaler.scale(mean_of(result)).backward()
         if clip_norm is not None:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
@@ -103,9 +104,9 @@ def test_a_users_own_step_is_called_with_model_optimizer_and_batch():
 
 def test_a_mean_is_a_mean_and_a_sum_is_divided_by_its_count():
     loss = torch.tensor(6.0)
-    assert mean_loss(loss) is loss
-    assert mean_loss((loss, 4)) == 1.5
-    assert mean_loss((loss, torch.tensor(3))) == 2.0
+    assert mean_of(loss) is loss
+    assert mean_of(Summed(loss, 4)) == 1.5
+    assert mean_of((Summed(loss, torch.tensor(3)), {})) == 2.0
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

@@ -10,6 +10,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.schedule import warmup_linear
 from trimtab.experiments.racing.loops import StrongPlanLoop
+from trimtab.losses import mean_of
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks import BUILT_IN, StrongRecipe, load_task
 
@@ -39,7 +40,7 @@ def by_hand(task, steps: int) -> torch.Tensor:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16, enabled=task.strong.precision == "fp16"):
             result = task.loss_fn(model, next(data))
-        scaler.scale(result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        scaler.scale(mean_of(result)).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)

@@ -20,6 +20,7 @@ from trimtab.decide.accounts import FRESH, LIMIT, PAUSE, REVIEW, Account
 from trimtab.decide.accumulation import Noise, Times, could_save
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import MIN_WINDOWS, SKIPPED, UsualWindow
+from trimtab.losses import Summed
 from trimtab.measure.gradient_norms import GradientNorms
 from trimtab.measure.late import Late
 from trimtab.measure.spent import Spent
@@ -73,10 +74,10 @@ def mean_loss(model, batch):
 
 
 def counting_loss(model, batch):
-    """Return (loss_sum, count): every fourth row ignored."""
+    """Return the loss over all rows but every fourth."""
     counts = torch.arange(len(batch[1])) % 4 != 0
     squares = 0.5 * (model(batch[0])[:, 0] - batch[1]).square()
-    return squares[counts].sum(), counts.sum()
+    return Summed(squares[counts].sum(), counts.sum())
 
 
 def failing_loss(model, batch):
@@ -461,7 +462,7 @@ def test_rows_may_have_other_numbers_of_terms_in_each_micro_batch(windows_seen, 
 
     def loss(model, batch):
         terms = next(numbers)
-        return terms * 0.5 * (model(batch[0])[:, 0] - batch[1]).square().sum(), torch.tensor(8 * terms)
+        return Summed(terms * 0.5 * (model(batch[0])[:, 0] - batch[1]).square().sum(), torch.tensor(8 * terms))
 
     problem = Regression(8, measuring(4))
     problem.run(800, loss=loss)
@@ -474,7 +475,7 @@ def test_rows_of_one_micro_batch_may_have_other_numbers_of_terms(windows_seen, a
     terms = torch.tensor([1.0, 3.0] * 4, dtype=torch.float64)
 
     def loss(model, batch):
-        return (terms * 0.5 * (model(batch[0])[:, 0] - batch[1]).square()).sum(), terms.sum()
+        return Summed((terms * 0.5 * (model(batch[0])[:, 0] - batch[1]).square()).sum(), terms.sum())
 
     problem = Regression(8, measuring(4))
     problem.run(800, loss=loss)

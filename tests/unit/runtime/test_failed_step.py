@@ -11,6 +11,7 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 from trimtab.runtime.engine import Run
 
 ROWS = 6
@@ -23,7 +24,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 
 def token_loss(model, batch):
-    return 0.01 * model(batch).float().square().sum(), batch.shape[0] * 3
+    return Summed(0.01 * model(batch).float().square().sum(), batch.shape[0] * 3)
 
 
 def made():
@@ -53,8 +54,8 @@ def trained(plan, fail):
         for index in range(3):
             for micro in run.window(torch.full((ROWS, 3), 0.5 + index)):
                 with run.autocast():
-                    loss_sum, count = token_loss(run.model, micro)
-                run.backward(loss_sum, count)
+                    result = token_loss(run.model, micro)
+                run.backward(result)
             if fail and index == 1:
                 fail_once(optimizer)
                 with pytest.raises(OutOfSpace):
@@ -83,7 +84,7 @@ def test_a_failed_step_given_up_is_not_counted_and_the_next_window_trains(plan, 
                 run.train_step(run.window(batch), token_loss)
         else:
             for micro in run.window(batch):
-                run.backward(*token_loss(run.model, micro))
+                run.backward(token_loss(run.model, micro))
             with pytest.raises(OutOfSpace):
                 run.step()
             run.discard()

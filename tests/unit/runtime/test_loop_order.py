@@ -14,6 +14,7 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import LoopError, LossError
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 from trimtab.measure.snapshot import fingerprint
 from trimtab.runtime.order import ForwardSeen
 
@@ -240,7 +241,7 @@ def test_a_count_that_is_none_is_refused_on_a_later_micro_batch_too(run, count):
 
     def late(model, batch):
         calls.append(batch)
-        return model(batch).sum(), (2 if len(calls) < 3 else count)
+        return Summed(model(batch).sum(), 2 if len(calls) < 3 else count)
 
     with pytest.raises(LossError, match="loss count"):
         run.train_step(run.window(torch.randn(ROWS, 3)), late)

@@ -8,6 +8,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import ModelError
+from trimtab.losses import Summed
 from trimtab.nn import LossHead
 from trimtab.runtime.loss_head import loss_heads, watched
 
@@ -34,7 +35,7 @@ def loop():
 
 
 def loss_fn(model, batch):
-    return model(*batch)
+    return Summed(*model(*batch))
 
 
 def test_every_head_is_chunked_until_the_run_is_closed():
@@ -79,7 +80,7 @@ def test_what_heads_are_given_is_noted_and_nothing_stays():
         loss_fn(model, batch)
     assert seen == {model.first: 16, model.second: 16}
     assert "loss" not in vars(model.first)
-    assert torch.equal(watched_loss[0], loss_fn(model, batch)[0])
+    assert torch.equal(watched_loss.loss_sum, loss_fn(model, batch).loss_sum)
 
 
 def test_a_failing_loss_leaves_nothing_either():

@@ -10,7 +10,8 @@ import torch
 import trimtab
 from trimtab.core.errors import LossError, UsageError
 from trimtab.core.plan import Plan
-from trimtab.runtime.accumulation import WindowWeights, as_loss
+from trimtab.losses import Summed, as_loss
+from trimtab.runtime.accumulation import WindowWeights
 
 
 def loss(device="cpu"):
@@ -18,16 +19,16 @@ def loss(device="cpu"):
 
 
 def test_a_count_is_brought_to_the_device_of_its_loss():
-    _, count = as_loss((loss("meta"), torch.tensor(3)))
+    count = as_loss(Summed(loss("meta"), torch.tensor(3))).count
     assert count.device.type == "meta"
-    _, there = as_loss((loss(), held := torch.tensor(3)))
+    there = as_loss(Summed(loss(), held := torch.tensor(3))).count
     assert there.data_ptr() == held.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
 def test_a_tensor_that_is_no_number_of_terms_is_refused_by_its_type(dtype):
     with pytest.raises(LossError, match=str(dtype)):
-        as_loss((loss(), torch.ones((), dtype=dtype)))
+        as_loss(Summed(loss(), torch.ones((), dtype=dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
@@ -107,9 +108,9 @@ def test_a_run_tells_its_weights_which_windows_were_whole():
 
     def loss_fn(model, batch):
         if not fails:
-            return model(batch[0]).sum(), batch[1].sum()
+            return Summed(model(batch[0]).sum(), batch[1].sum())
         fails.pop()
-        return model(batch[0]).sum(), batch[1].sum() if fails else "no count"
+        return Summed(model(batch[0]).sum(), batch[1].sum() if fails else "no count")
 
     fails = [1, 1]
     with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4, 2)) as run:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
+from trimtab.losses import Summed
 from trimtab.measure.late import Late
 from trimtab.runtime.noise_monitor import NoiseMonitor
 
@@ -58,7 +59,7 @@ def mean_loss(model: nn.Module, batch: Any) -> Any:
 
 def token_loss(model: nn.Module, batch: Any) -> Any:
     losses = nn.functional.cross_entropy(model(batch[0]), batch[1], ignore_index=-100, reduction="sum")
-    return losses, (batch[1] != -100).sum()
+    return Summed(losses, (batch[1] != -100).sum())
 
 
 def reads_per_step(loss_fn: Any, micro_batch: int, rule: BatchRule | None = None, **start: Any) -> int:

@@ -10,6 +10,7 @@ import trimtab
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Header, RecordWriter, read_record
+from trimtab.losses import Summed
 
 
 def loop():
@@ -24,7 +25,7 @@ def mean_loss(model, batch):
 
 def sum_loss(model, batch):
     squares = model(batch).square()
-    return squares.sum(), torch.tensor(squares.numel())
+    return Summed(squares.sum(), torch.tensor(squares.numel()))
 
 
 def record(path, plan, num_windows, loss_fn=mean_loss, rows=4, **start):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trimtab.core.errors import ValueGivenError
+from trimtab.losses import parts_of
 from trimtab.nn import IGNORED
 from trimtab.tasks import image_classification, peers
 from trimtab.tasks.cifar10 import augment, normalise
@@ -46,7 +47,7 @@ def tokens():
 
 
 def test_sum_over_count_is_the_mean_cross_entropy(gpt, tokens):
-    loss, count = next_token_loss(gpt, (tokens,))
+    loss, count, _ = parts_of(next_token_loss(gpt, (tokens,)))
     assert type(count) is int
     assert count == 40
     mean = F.cross_entropy(gpt(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -57,7 +58,7 @@ def test_ignored_labels_weigh_nothing(gpt, tokens):
     inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
     labels[0] = IGNORED
     labels[2, 3:] = IGNORED
-    loss, count = next_token_loss(gpt, (inputs, labels))
+    loss, count, _ = parts_of(next_token_loss(gpt, (inputs, labels)))
     assert isinstance(count, torch.Tensor)
     assert count == 40 - 8 - 5
     mean = F.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -65,7 +66,7 @@ def test_ignored_labels_weigh_nothing(gpt, tokens):
 
 
 def test_all_labels_ignored_is_zero_over_zero_with_gradients(gpt, tokens):
-    loss, count = next_token_loss(gpt, (tokens[:, :-1], torch.full((5, 8), IGNORED)))
+    loss, count, _ = parts_of(next_token_loss(gpt, (tokens[:, :-1], torch.full((5, 8), IGNORED))))
     loss.backward()
     assert loss == 0
     assert count == 0

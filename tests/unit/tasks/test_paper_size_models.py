@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab.core.errors import ValueGivenError
+from trimtab.losses import parts_of
 from trimtab.tasks import load_task
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import Bottleneck, ResNet, resnet50
@@ -36,7 +37,7 @@ def step_flops(task: Task, rows: int) -> int:
     model, batch = on_meta(task), tuple(column.to("meta") for column in task.example(rows))
     with FlopCounterMode(display=False) as counter:
         result = task.loss_fn(model, batch)
-        (result[0] if isinstance(result, tuple) else result).backward()
+        parts_of(result).loss.backward()
     return counter.get_total_flops()
 
 

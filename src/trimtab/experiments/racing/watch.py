@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trimtab.core.phases import PHASES
+from trimtab.losses import parts_of
 from trimtab.measure.phases import Label, StepClock
 from trimtab.tasks.task import LossFn, Task
 
@@ -43,7 +44,7 @@ class Watch:
 
         def loss(model: torch.nn.Module, batch: Any) -> Any:
             result = self.clock.forward(loss_fn, model, batch)
-            self.counts.append(result[1] if isinstance(result, tuple) else None)
+            self.counts.append(parts_of(result).count)
             return result
 
         return loss

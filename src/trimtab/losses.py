@@ -1,0 +1,199 @@
+"""Results of a loss function: a mean, a `Summed` loss, or one of them with auxiliary values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import numbers
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.core.errors import LossError
+
+Count = Tensor | int | float
+_LARGEST = sys.float_info.max
+_EXPECTED = "a scalar mean, trimtab.Summed(loss_sum, count), or one of them in a pair (loss, auxiliary)"
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A loss as a sum and its number of terms; their ratio is the mean that is trained.
+
+    Return it from a loss function if samples have unequal numbers of terms: tokens without padding, pixels under a
+    mask, class weights. Gradients of split or accumulated batches then equal those of the mean over all terms.
+
+    Args:
+        loss_sum: scalar tensor, the sum over terms.
+        count: number of terms, or the sum of their weights, at least 0. A tensor of one element on the model's device
+            avoids a synchronisation.
+    """
+
+    loss_sum: Tensor
+    count: Count
+
+
+class LossResult(NamedTuple):
+    """Parts of a loss function's result.
+
+    Args:
+        loss: scalar tensor; a sum if `count` is set, else a mean.
+        count: number of terms of the sum, or None for a mean.
+        auxiliary: second member of a returned pair, or None. It has no effect on training.
+    """
+
+    loss: Any
+    count: Any = None
+    auxiliary: Any = None
+
+
+def parts_of(result: Any) -> LossResult:
+    """Return the parts of a loss function's result without validating the loss itself.
+
+    Raises:
+        LossError: a pair with a number as its second member (code "loss.pair_ambiguous").
+    """
+    auxiliary = None
+    if isinstance(result, tuple) and len(result) == 2:
+        result, auxiliary = result
+        if _is_number(auxiliary):
+            raise _ambiguous(auxiliary)
+    if isinstance(result, Summed):
+        return LossResult(result.loss_sum, result.count, auxiliary)
+    return LossResult(result, None, auxiliary)
+
+
+def as_loss(result: Any) -> LossResult:
+    """Return the validated parts of a loss function's result.
+
+    Args:
+        result: a scalar mean; `Summed`; or `(loss, auxiliary)`, a pair of one of these and a mapping, an object or a
+            tensor of several elements.
+
+    Returns:
+        Loss (0-dimensional tensor), count (on the loss's device if it is a tensor) or None, auxiliary value or None.
+
+    Raises:
+        LossError: not such a result, or a loss without a gradient.
+    """
+    loss, count, auxiliary = parts_of(result)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise _bad_loss(_description(loss), _remedy(loss))
+    if loss.is_complex():
+        raise _bad_loss("a complex loss", "Return its real part or its absolute value.")
+    if not loss.requires_grad:
+        raise _bad_loss(
+            "a loss that does not depend on any trainable parameter",
+            "Compute it from run.model's output, without detach(), item() or no_grad().",
+        )
+    scalar = loss if loss.dim() == 0 else loss.reshape(())  # a reshape of a scalar would add a node to the graph
+    return LossResult(scalar, None if count is None else _beside(loss, checked_count(count)), auxiliary)
+
+
+def mean_of(result: Any) -> Tensor:
+    """Return the mean loss of a loss function's result, as a plain loop trains it."""
+    loss, count, _ = parts_of(result)
+    mean: Tensor = loss if count is None else loss / count
+    return mean
+
+
+def detached(value: Any) -> Any:
+    """Return an auxiliary value with the tensors in its mappings, lists, tuples and dataclasses detached."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        items = {key: detached(item) for key, item in value.items()}
+        return items if type(value) is dict else _with_items(value, items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(detached, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(detached, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = copy.copy(value)
+        for name, item in vars(value).items():
+            object.__setattr__(found, name, detached(item))
+        return found
+    return value
+
+
+def _with_items(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the original's class, such as a model output, with other values."""
+    try:
+        found = copy.copy(original)
+        for key, item in items.items():
+            found[key] = item  # type: ignore[index]
+    except TypeError:  # an immutable mapping
+        return items
+    return found
+
+
+def checked_count(count: Any) -> Count:
+    """Return a valid number of terms; the value of a device tensor is not read.
+
+    Raises:
+        LossError: not a finite number of terms >= 0, nor a tensor of one element.
+    """
+    if isinstance(count, Tensor):
+        is_number = not count.is_complex() and count.dtype is not torch.bool
+        if count.numel() == 1 and is_number and not count.requires_grad:
+            return count.detach().reshape(())
+        given = f"a tensor of shape {tuple(count.shape)}" + (" that requires grad" if count.requires_grad else "")
+        given += "" if is_number else f" and type {count.dtype}"
+    elif isinstance(count, int | float | np.integer | np.floating) and not isinstance(count, bool):
+        if 0 <= count <= _LARGEST:
+            return count.item() if isinstance(count, np.generic) else count
+        given = f"{count!r:.80}"
+    else:
+        given = f"{count!r:.80}"
+    raise LossError(
+        "loss count",
+        given=given,
+        expected="a finite number of terms >= 0, or a tensor of one element",
+        code="loss.count_invalid",
+    )
+
+
+def _beside(loss: Tensor, count: Count) -> Count:
+    """Return a count on the loss's device: the window's gradients are multiplied there, without a synchronisation."""
+    return count.to(loss.device, non_blocking=loss.is_cuda) if isinstance(count, Tensor) else count
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value could be taken for a number of terms, a metric or a weight."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, numbers.Number | np.bool_) or (isinstance(value, np.ndarray) and value.size == 1)
+
+
+def _ambiguous(value: Any) -> LossError:
+    return LossError(
+        "loss",
+        given=f"a pair whose second member is a number ({_description(value)})",
+        expected=_EXPECTED,
+        way_out="If it is the number of terms of a sum, return trimtab.Summed(loss_sum, count). If it is a metric, "
+        'return (loss, {"accuracy": accuracy}): a dict is passed to run.auxiliary and does not change the loss.',
+        code="loss.pair_ambiguous",
+    )
+
+
+def _description(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _remedy(loss: Any) -> str:
+    if isinstance(loss, tuple):
+        return "Return (loss, {...}) with all other values in one dict."
+    return "Return loss.mean(), or trimtab.Summed(loss.sum(), count); for a model output object, its .loss."
+
+
+def _bad_loss(given: str, way_out: str) -> LossError:
+    return LossError("loss", given=given, expected=_EXPECTED, way_out=way_out, code="loss.invalid")
