@@ -17,7 +17,7 @@ from trimtab.core.plan import Plan
 from trimtab.experiments.comparison.arm_facts import ArmFacts
 from trimtab.experiments.racing.inspect_arm import measure_arm
 from trimtab.experiments.racing.loops import PlanLoop
-from trimtab.losses import Summed
+from trimtab.losses import Summed, mean_of
 from trimtab.measure import phases
 from trimtab.recipes.paper import PaperLoop
 from trimtab.recipes.reference import ReferenceLoop
@@ -35,8 +35,7 @@ def counting_loss(model, batch) -> Summed:
 
 
 def own_step(model, optimizer, batch) -> None:
-    loss, count = counting_loss(model, batch)
-    (loss / count).backward()
+    mean_of(counting_loss(model, batch)).backward()
     optimizer.step()
     optimizer.zero_grad()
 

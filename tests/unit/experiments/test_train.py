@@ -68,7 +68,7 @@ def test_tokens_per_second_are_those_the_loss_counted():
 
 def test_a_count_that_is_a_number_is_added_up_too():
     def loss_fn(model, batch):
-        return tiny.loss_fn(model, batch) * len(batch[0]), 5
+        return Summed(tiny.loss_fn(model, batch) * len(batch[0]), 5)
 
     assert trained(loss_fn=loss_fn)["tokens_per_s"] == 5 * STEPS * BATCH_ROWS / 8
 
@@ -111,7 +111,7 @@ def test_where_the_loss_is_a_mean_the_task_says_what_a_row_holds():
 @pytest.mark.parametrize("count", ["many", -1])
 def test_a_count_that_is_none_is_refused_as_ever(count):
     with pytest.raises(LossError):
-        trained(loss_fn=lambda model, batch: (tiny.loss_fn(model, batch), count))
+        trained(loss_fn=lambda model, batch: Summed(tiny.loss_fn(model, batch), count))
 
 
 # The plan of a run that was saved on other ranks.
