@@ -56,7 +56,7 @@ RANK = """
 
     def loss(model, batch):
         each = each_term(model, batch)
-        return each.mean() if losses == "means" else Summed(each.sum(), int(batch[1].sum()))
+        return each.mean() if losses == "means" else trimtab.Summed(each.sum(), int(batch[1].sum()))
 
     # by hand: each micro-batch of both ranks as one, on a model that is whole
     whole, parts, expected = build(), [batches(0), batches(1)], []

@@ -31,7 +31,7 @@ RANK = """
         at = found["steps"]
         if fault == "kinds":
             each = model(batch).square()
-            return each.mean() if rank else Summed(each.sum(), each.numel())
+            return each.mean() if rank else trimtab.Summed(each.sum(), each.numel())
         if rank == 1 and at == 5 and fault == "words":
             raise RuntimeError("object store: connection timed out")
         if rank == 1 and at == 3 and fault == "bad-end":
