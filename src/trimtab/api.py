@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.calibrate.adapting import RACED, TRAINED, RunLength, adaptations, adapted, require_adaptable
+from trimtab.calibrate.adapting import (
+    RACED,
+    TRAINED,
+    RunLength,
+    adaptations,
+    adapted,
+    batch_rule_of,
+    require_adaptable,
+)
 from trimtab.calibrate.elsewhere import profile_elsewhere
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.step_shape import step_shape
@@ -106,10 +114,10 @@ def profile(
             several ranks the loop has wrapped the model; nothing was changed.
     """
     require_plannable(model)
-    reference = _typed("reference", reference, Reference, ASSUMED_REFERENCE)
-    budget = _typed("budget", budget, Budget, Budget())
-    objective = _typed("objective", objective, Objective, Objective())
-    metering = _typed("metering", metering, Metering, Metering())
+    reference = checks.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE)
+    budget = checks.dataclass_or("budget", budget, Budget, Budget())
+    objective = checks.dataclass_or("objective", objective, Objective, Objective())
+    metering = checks.dataclass_or("metering", metering, Metering, Metering())
     batch, example = example_batch, None
     if longest_batch is not None:
         batch, example = as_many_rows(longest_batch, example_batch), example_batch
@@ -176,8 +184,8 @@ def profile_there(
         rows: of a step, where the batch is an example of other rows.
     """
     spec = absent_device(device) if isinstance(device, str) else device
-    limits = _typed("budget", budget, Budget, Budget()).within(spec.memory_bytes)
-    weights = _typed("objective", objective, Objective, Objective())
+    limits = checks.dataclass_or("budget", budget, Budget, Budget()).within(spec.memory_bytes)
+    weights = checks.dataclass_or("objective", objective, Objective, Objective())
     measurable(weights, limits, elsewhere_meter(spec.name))
     return profile_elsewhere(
         model,
@@ -185,7 +193,7 @@ def profile_there(
         loss_fn,
         example_batch,
         spec,
-        reference=_typed("reference", reference, Reference, ASSUMED_REFERENCE),
+        reference=checks.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE),
         objective=weights,
         budget=limits,
         named_blocks=checks.names("blocks", blocks),
@@ -244,9 +252,9 @@ def plan(
     freed = adaptations(adapt, data)
     trains = bool(freed & TRAINED)
     _require_races(freed, model, optimizer)
-    rule = _batch_rule("batch" in freed, batch_rule)
-    budget = _typed("budget", budget, Budget, Budget())
-    objective = _typed("objective", objective, Objective, Objective())
+    rule = batch_rule_of("batch" in freed, batch_rule)
+    budget = checks.dataclass_or("budget", budget, Budget, Budget())
+    objective = checks.dataclass_or("objective", objective, Objective, Objective())
     batch, is_shared = example_batch if longest_batch is None else longest_batch, is_to_share(model)
     if is_shared and isinstance(data, Iterator):
         given = "an iterator, which planning would draw from on one of several ranks"
@@ -358,25 +366,18 @@ def start(
         if is_to_share(model):
             warnings.warn(_APART, stacklevel=2)
     options = {"total_samples": total_samples, "total_tokens": total_tokens, "clip_norm": clip_norm}
-    options |= {"nonfinite": nonfinite, "out_of_memory": out_of_memory, "stop": _typed("stop", stop, Stop, None)}
+    options |= {
+        "nonfinite": nonfinite,
+        "out_of_memory": out_of_memory,
+        "stop": checks.dataclass_or("stop", stop, Stop, None),
+    }
     options |= {"backend": backend, "recorder": None if record is None else Recorder(record, energy)}
-    settings: Checkpoints | None = _typed("checkpoints", checkpoints, Checkpoints, None)
+    settings: Checkpoints | None = checks.dataclass_or("checkpoints", checkpoints, Checkpoints, None)
     if settings is not None:
         return kept(settings, model, optimizer, plan, options)
     if record is not None:
         record.require_own()
     return Run(model, optimizer, plan, **options)
-
-
-def _batch_rule(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
-    found: BatchRule | None = _typed("batch_rule", rule, BatchRule, BatchRule() if is_freed else None)
-    if found is not None and not is_freed and not found.only_measures:
-        raise ValueGivenError(
-            "batch_rule",
-            given=f"{found.policy} of k = {found.k}, and a batch that is not freed",
-            expected='adapt="batch" with it, or BatchRule("fixed"), which only measures',
-        )
-    return found
 
 
 def _require_races(freed: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -389,12 +390,3 @@ def _require_races(freed: Collection[str], model: nn.Module, optimizer: torch.op
             way_out="Plan in one process; the ranks start that plan on a model in DistributedDataParallel.",
         )
     require_adaptable(freed, model, optimizer)
-
-
-def _typed(field: str, value: Any, cls: type, default: Any) -> Any:
-    if value is None:
-        return default
-    if not isinstance(value, cls):
-        fields = ", ".join(f.name for f in dataclasses.fields(cls))
-        raise ValueGivenError(field, given=repr(value), expected=f"a trimtab.{cls.__name__}({fields})")
-    return value

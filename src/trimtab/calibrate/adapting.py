@@ -15,6 +15,7 @@ from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.short_race import NUM_STEPS, short_race
 from trimtab.calibrate.subject import Subject
 from trimtab.core import checks
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, KEEP_SCHEDULE, Plan
@@ -23,7 +24,8 @@ from trimtab.decide.short_race import judge
 from trimtab.decide.tier_f import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule, within
 from trimtab.runtime.data_position import length_of
 from trimtab.runtime.dropout import droppers
-from trimtab.runtime.muon import hidden_matrices
+from trimtab.runtime.muon import hidden_matrices, require_muon
+from trimtab.runtime.schedule import rate_unset
 
 ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout")
 # Of them, those that are raced by short trainings in pairs, and all that are tried by training a little.
@@ -67,6 +69,22 @@ def adaptations(adapt: str | Collection[str] | None, data: Iterable[Any] | None)
     return freed
 
 
+def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
+    """Return the rule of an adaptive batch: the given or the default one; None if the batch is the user's.
+
+    Raises:
+        ValueGivenError: not a batch rule, or a rule that changes a batch that is not adaptive.
+    """
+    found: BatchRule | None = checks.dataclass_or("batch_rule", rule, BatchRule, BatchRule() if is_freed else None)
+    if found is not None and not is_freed and not found.only_measures:
+        raise ValueGivenError(
+            "batch_rule",
+            given=f"{found.policy} of k = {found.k}, and a batch that is not freed",
+            expected='adapt="batch" with it, or BatchRule("fixed"), which only measures',
+        )
+    return found
+
+
 def require_rate(freed: Collection[str]) -> None:
     """Raise where a schedule is freed and the rate is not: a plan has one of its own only with a rate of its own."""
     if "schedule" in freed and "learning_rate" not in freed:
@@ -77,7 +95,9 @@ def require_rate(freed: Collection[str]) -> None:
 def require_adaptable(freed: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise `UsageError` where what is freed cannot be tried on this model and optimizer."""
     if "optimizer" in freed:
-        hidden_matrices(model, optimizer)
+        require_muon(hidden_matrices(model, optimizer))
+    if "learning_rate" in freed and any(group.get("lr") is None for group in optimizer.param_groups):
+        raise rate_unset("adapt", optimizer)
     if "learning_rate" in freed and not any(float(group["lr"]) for group in optimizer.param_groups):
         raise ValueGivenError(
             "optimizer",

@@ -63,7 +63,7 @@ def _check_of_batch(subject: Subject, precision: str) -> Check:
     while True:
         part = subject if rows == subject.rows else _leading(subject, rows)
         try:
-            with Snapshot(subject.model, subject.optimizer):
+            with Snapshot(subject.trained, subject.optimizer):
                 check = _check(part, precision)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -114,7 +114,7 @@ def _hint(subject: Subject, proof: _Proof) -> str:
     """Return what may be behind a gradient that a split changes, and the way out."""
     if proof.is_sum:
         return _SUMMED
-    halves = {p.dtype for p in subject.model.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
+    halves = {p.dtype for p in subject.trained.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
     if halves and proof.difference is not None and proof.difference < _ROUNDED:
         name = str(halves.pop()).removeprefix("torch.")
         return f"; its weights are {name}, and so are sums of its gradients: {_WIDER}"
@@ -135,7 +135,7 @@ def _modules_with_batch_state(subject: Subject, precision: str) -> tuple[nn.Modu
     The forward is the loop's own, gradients and precision included: its failure is the loop's, and is passed on. A
     model that was handed over in evaluation mode runs in the other too, as in the proof, whose failure is told there.
     """
-    model = subject.model
+    model = subject.trained
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     require_own_forward(subject, precision)
     if not model.training:
@@ -172,7 +172,7 @@ class _Proof:
 
 def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Proof:
     try:
-        with _without_dropout(subject.model, keep=_not_dropping(subject.model)):
+        with _without_dropout(subject.trained, keep=_not_dropping(subject.trained)):
             whole = _gradient(subject, [(subject.batch, subject.rows)])
             again = relative(whole, _gradient(subject, [(subject.batch, subject.rows)]))
             if again is None or again <= TOLERANCE:
@@ -183,7 +183,7 @@ def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Proof:
         why = f"in training mode without dropout it fails ({describe(error)})"
     mode = f"; proved in evaluation mode: {why}"
     try:
-        with _without_dropout(subject.model):
+        with _without_dropout(subject.trained):
             return replace(_compared(subject, _gradient(subject, [(subject.batch, subject.rows)]), pieces), mode=mode)
     except Exception as error:  # such as a model that returns predictions, and no loss, in evaluation mode
         _pass_on_memory(error)
@@ -217,8 +217,8 @@ def _pass_on_memory(error: Exception) -> None:
 
 
 def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> list[Tensor]:
-    parameters = [p for p in subject.model.parameters() if p.requires_grad]
-    subject.model.zero_grad(set_to_none=True)
+    parameters = [p for p in subject.trained.parameters() if p.requires_grad]
+    subject.trained.zero_grad(set_to_none=True)
     weights = WindowWeights()
     weights.open(sum(rows for _, rows in pieces), len(pieces))
     for piece, rows in pieces:

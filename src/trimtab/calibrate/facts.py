@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -10,6 +12,8 @@ from trimtab.nn import LossHead
 from trimtab.runtime.compiled import is_compiled
 from trimtab.runtime.layout import is_channels_last
 from trimtab.runtime.optimizers import is_fused, supports_fused
+from trimtab.runtime.step_check import fused_difference
+from trimtab.runtime.user_hooks import bitwise_reason, gradient_hooks
 
 
 def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, heads: dict[LossHead, int]) -> LoopFacts:
@@ -19,7 +23,7 @@ def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, he
         heads: the feature vectors that each of its loss heads is given in a step.
     """
     parameters = list(model.parameters())
-    head = _largest(heads)
+    head, bitwise_only = _largest(heads), bitwise_reason(gradient_hooks(model))
     return LoopFacts(
         num_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -31,13 +35,22 @@ def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, he
         flops_per_step=None,
         has_convolutions=any(p.dim() == 4 for p in parameters),
         has_workspaces=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
-        supports_fused=supports_fused(optimizer),
+        supports_fused=supports_fused(optimizer) and not bitwise_only,
+        bitwise_only=bitwise_only,
         is_fused=is_fused(optimizer),
         layout="channels_last" if is_channels_last(model) else "contiguous",
         is_compiled=is_compiled(model),
         head_tokens=head and head[0],
         head_words=head and head[1],
     )
+
+
+def with_tested_step(facts: LoopFacts, optimizer: torch.optim.Optimizer) -> LoopFacts:
+    """Return the facts of a loop without a fused step that differs from the plain one on this machine."""
+    if not facts.supports_fused or facts.is_fused or not (difference := fused_difference(optimizer)):
+        return facts
+    refusal = f"the fused step of {facts.optimizer} differs from its plain step: {difference}"
+    return replace(facts, supports_fused=False, fused_refusal=refusal)
 
 
 def _largest(heads: dict[LossHead, int]) -> tuple[int, int] | None:

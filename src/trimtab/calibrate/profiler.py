@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
 from trimtab.calibrate.equivalence import check_splitting
-from trimtab.calibrate.facts import loop_facts
+from trimtab.calibrate.facts import loop_facts, with_tested_step
 from trimtab.calibrate.one_at_a_time import one_at_a_time
 from trimtab.calibrate.padding import padding_saves_s
 from trimtab.calibrate.power import Power
@@ -26,6 +26,7 @@ from trimtab.calibrate.trials import run_stage
 from trimtab.core.energy import NO_METER
 from trimtab.core.errors import LoopError
 from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, is_final
 from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
@@ -43,6 +44,7 @@ from trimtab.runtime.batches import iterate, tensors_in
 from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
 from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.user_hooks import gradient_hooks, in_words, require_plannable
 from trimtab.runtime.window_start import bytes_to_begin_anew
 
 NUM_BLOCKS = 5
@@ -76,11 +78,11 @@ def profile_loop(
     _require_no_profiler()
     is_asked = objective.energy > 0 or budget.energy is not None
     metered = with_idle(metered) if metered is not None and is_asked else metered
-    with unchanged_by(subject.loss_fn, subject.model, subject.optimizer) as snapshot:
+    with unchanged_by(subject.loss_fn, subject.trained, subject.optimizer) as snapshot:
         drawn = Drawn() if data is None else draw_some(subject, data)
         progress("checking that splitting keeps the gradient")
-        check = check_splitting(subject, reference.precision)
-        subject = replace(subject, start_bytes=bytes_to_begin_anew(subject.model) if check.splittable else 0)
+        check = _checked(subject, reference.precision)
+        subject = replace(subject, start_bytes=bytes_to_begin_anew(subject.trained) if check.splittable else 0)
         facts = _facts(subject, reference.precision)
         device = device_spec(subject.device)
         asked = {"objective": objective, "budget": budget, "total_steps": total_steps}
@@ -114,6 +116,13 @@ def _require_no_profiler() -> None:
             way_out="Plan before the session starts or after it has ended.",
             code="planning.profiler_active",
         )
+
+
+def _checked(subject: Subject, precision: str) -> Check:
+    """Return whether the batch may be split: not where hooks would receive the gradients of its parts."""
+    require_plannable(hooks := gradient_hooks(subject.trained))
+    check = check_splitting(subject, precision)
+    return replace(check, splittable=False, reason=f"the model has {in_words(hooks)}") if hooks else check
 
 
 def _search(
@@ -248,7 +257,7 @@ def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, fl
     "slicing" cuts the batch into micro-batches and moves them to the device; drawing batches is timed apart. The first
     step is not counted, and fewer steps are where one is long. Leaves no trace.
     """
-    with Snapshot(subject.model, subject.optimizer), subject.start(candidate) as run:
+    with Snapshot(subject.trained, subject.optimizer), subject.start(candidate) as run:
         run.train_step(run.window(subject.batch), subject.loss_fn)
         clock, faults, steps = PhaseClock(subject.device), [page_faults.num_faults()], 0
         while steps == 0 or (steps < _PHASE_STEPS and sum(clock.seconds.values()) * (1 + 1 / steps) <= _PHASES_S):
@@ -281,7 +290,7 @@ def _facts(subject: Subject, precision: str) -> LoopFacts:
     with watched(model) as heads:
         flops, terms, kind, seen = _count_step(subject, precision)
     return replace(
-        loop_facts(model, optimizer, subject.rows, heads),
+        with_tested_step(loop_facts(subject.trained, optimizer, subject.rows, heads), optimizer),
         terms_per_step=terms,
         terms=kind,
         flops_per_step=flops,
@@ -307,7 +316,7 @@ def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, 
         loss.backward()
 
     flops: float | None = None
-    with Snapshot(subject.model, subject.optimizer):
+    with Snapshot(subject.trained, subject.optimizer):
         try:
             flops = count_flops(forward_backward)
         except Exception as error:

@@ -42,8 +42,8 @@ def range_test(
     model, optimizer = subject.model, subject.optimizer
     with (
         borrowed(batches) as lent,
-        unchanged_by(subject.loss_fn, model, optimizer),
-        Run(model, optimizer, _with_norms(plan), out_of_memory="stop", on_trial=True) as run,
+        unchanged_by(subject.loss_fn, subject.trained, optimizer),
+        Run(model, optimizer, _with_norms(plan), out_of_memory="stop", modules=subject.modules, on_trial=True) as run,
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))

@@ -57,7 +57,7 @@ def short_race(
     pairs: list[ShortPair] = []
     with (
         borrowed(batches) as lent,
-        unchanged_by(subject.loss_fn, subject.model, subject.optimizer) as snapshot,
+        unchanged_by(subject.loss_fn, subject.trained, subject.optimizer) as snapshot,
     ):
         drawn = _of_one_pass(lent, num_steps) if by_unseen else _endless(lent)
         for index in range(num_pairs):
@@ -87,7 +87,7 @@ def short_race(
 def _train(subject: Subject, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
     rows = sum(map(count_rows, data))
     losses, seconds = [], []
-    given = {"total_samples": rows, "out_of_memory": "stop", "on_trial": True}
+    given = {"total_samples": rows, "out_of_memory": "stop", "modules": subject.modules, "on_trial": True}
     with Run(subject.model, subject.optimizer, plan, **given) as run:  # type: ignore[arg-type]
         for batch in data:
             unseen = _evaluated(run, subject, batch) if by_unseen else None

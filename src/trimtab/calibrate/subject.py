@@ -20,7 +20,7 @@ from trimtab.measure.memory import alive_between_steps
 from trimtab.runtime.applied import require_free
 from trimtab.runtime.batches import count_rows, tensors_in, to_device
 from trimtab.runtime.engine import LossFn, Run
-from trimtab.runtime.optimizers import check_ownership
+from trimtab.runtime.optimizers import check_ownership, whole
 from trimtab.runtime.precision import autocast
 
 
@@ -31,7 +31,8 @@ class Subject:
     `frees_batch`: windows may span several batches, so that the first's gradients are beside the next one's forward.
     `start_bytes`: what a run of it keeps besides, to begin a window anew; trials keep nothing, and end where they fail.
     `named_blocks`: the modules that may be computed again, by name; none: those of the model's tree. `example`: what a
-    loader yields, where `batch` is the longest it has: splitting has to keep its gradient too.
+    loader yields, where `batch` is the longest it has: splitting has to keep its gradient too. `modules`: trained by
+    the same optimizer, such as a criterion with parameters.
 
     Raises:
         ModelError, OptimizerError, BatchError, ValueGivenError: these do not fit together, or cannot be measured.
@@ -47,9 +48,10 @@ class Subject:
     start_bytes: int = 0
     named_blocks: tuple[str, ...] = ()
     example: Any = None
+    modules: tuple[nn.Module, ...] = ()
 
     def __post_init__(self) -> None:
-        check_ownership(self.model, self.optimizer)
+        check_ownership(self.model, self.optimizer, self.modules, self.loss_fn)
         _check_measured(self.device)
         require_free(self.model)
         if not callable(self.loss_fn):
@@ -62,6 +64,11 @@ class Subject:
     def device(self) -> torch.device:
         """The model's device."""
         return next(self.model.parameters()).device
+
+    @functools.cached_property
+    def trained(self) -> nn.Module:
+        """The model, or a container of it and the modules that are trained with it."""
+        return whole(self.model, self.modules)
 
     @property
     def rows(self) -> int:
@@ -92,7 +99,14 @@ class Subject:
         if candidate.recompute is not None:
             plan = plan.recomputing(candidate.recompute, self.blocks.names, "on trial")
         clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Mark.DYNAMICS)
-        return Run(self.model, self.optimizer, replace(plan, clip_norm=clip), out_of_memory="stop", on_trial=True)
+        return Run(
+            self.model,
+            self.optimizer,
+            replace(plan, clip_norm=clip),
+            out_of_memory="stop",
+            modules=self.modules,
+            on_trial=True,
+        )
 
     def loss(self, batch: Any | None = None, precision: str = "fp32") -> tuple[Tensor, Count | None]:
         """Return (loss, count or None) of one batch, on the model's device, its forward under a precision's autocast.
@@ -115,7 +129,7 @@ class Subject:
 
     def live_tensors(self) -> Iterator[Tensor]:
         """Yield what is alive between two steps: parameters, buffers, optimizer state, the batch."""
-        yield from alive_between_steps(self.model, self.optimizer)
+        yield from alive_between_steps(self.trained, self.optimizer)
         yield from tensors_in(self.batch)
 
 

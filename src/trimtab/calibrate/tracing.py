@@ -126,7 +126,7 @@ def applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candi
         if candidate.loss_chunk is not None:
             undo.callback(loss_head.use_chunks(model, candidate.loss_chunk))
         if candidate.fused_optimizer and not optimizers.is_fused(optimizer):
-            undo.callback(optimizers.use_fused(optimizer))
+            undo.callback(optimizers.use_fused(optimizer, is_tested=False))
         yield
 
 

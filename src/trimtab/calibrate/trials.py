@@ -138,7 +138,7 @@ def run_stage(
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
         arms.append(_Arm(stage.candidates[0], control=True))
-    with _shared_allocator(stage), Snapshot(subject.model, subject.optimizer) as snapshot:
+    with _shared_allocator(stage), Snapshot(subject.trained, subject.optimizer) as snapshot:
         door: Door | None = None
         for arm in arms:
             if arm.control:  # the incumbent again: it has run, or failed, already
@@ -182,7 +182,7 @@ def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapsh
             with subject.start(arm.candidate) as run:
                 step_until_applied(run, subject)
             highest = max((arm.peak_bytes for arm in arms if arm.peak_bytes is not None), default=None)
-            return Snapshot(subject.model, subject.optimizer, peak_bytes=highest)  # no peak is counted of blocks
+            return Snapshot(subject.trained, subject.optimizer, peak_bytes=highest)  # no peak is counted of blocks
         except Exception:  # it ran in its warm-up; what fails now will do so in its first block, and be kept there
             continue
     return before
@@ -369,7 +369,7 @@ def _needs_a_lead(stage: Stage) -> bool:
 
 
 def _time_optimizer(subject: Subject, steps: int) -> float:
-    for parameter in subject.model.parameters():
+    for parameter in subject.trained.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 1e-3)
     subject.optimizer.step()

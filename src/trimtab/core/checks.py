@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from numbers import Real
+from typing import Any
 
 from trimtab.core.errors import ValueGivenError
 
@@ -75,3 +77,17 @@ def _finite(value: int | float) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an int too large for a float
         return False
+
+
+def dataclass_or(field: str, value: Any, cls: type, default: Any) -> Any:
+    """Return an argument that is an instance of a dataclass, or its default if it is None.
+
+    Raises:
+        ValueGivenError: the value is of another class.
+    """
+    if value is None:
+        return default
+    if not isinstance(value, cls):
+        fields = ", ".join(f.name for f in dataclasses.fields(cls))
+        raise ValueGivenError(field, given=repr(value), expected=f"a trimtab.{cls.__name__}({fields})")
+    return value

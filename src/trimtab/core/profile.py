@@ -200,6 +200,8 @@ class LoopFacts:
         logits: rows and columns of the largest that a loss is made of. padding_saves_s: seconds a step would save with
             their columns padded, as its products were timed; None: not timed.
         longest: elements of the largest batch that was drawn, in those of the example; None: none was.
+        fused_refusal: why a fused step that the optimizer has does not count as supported, or "".
+        bitwise_only: why only settings that change no bit of a gradient are tried, such as gradient hooks; or "".
         head_tokens, head_words: rows and columns of the logits of a step, where the model has a `trimtab.nn.LossHead`.
     """
 
@@ -227,6 +229,8 @@ class LoopFacts:
     padding_saves_s: float | None = None
     has_workspaces: bool = False
     longest: float | None = None
+    fused_refusal: str = ""
+    bitwise_only: str = ""
 
 
 @dataclass(frozen=True)

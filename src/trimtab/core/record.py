@@ -34,7 +34,8 @@ class StepRecord:
 
     Args:
         index: steps before this one. rows: samples in the window. terms: what the loss averaged over.
-        loss: mean loss per term. learning_rate: of the first group, as applied. wall_s: seconds since the last step.
+        loss: mean loss per term. wall_s: seconds since the last step.
+        learning_rate: of the first group, as applied; None if the optimizer sets its own, as Adafactor does.
         applied: whether the optimizer stepped. grad_norm, loss_scale: where they were computed.
         num_micro_batches: k of the window. noise_scale: N in rows, where the run measures it.
     """
@@ -43,7 +44,7 @@ class StepRecord:
     rows: int
     terms: float
     loss: float
-    learning_rate: float
+    learning_rate: float | None
     wall_s: float
     applied: bool = True
     grad_norm: float | None = None

@@ -38,7 +38,7 @@ _LAUNCHED = 4.0
 
 def graph_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate, ...]:
     """Return the fastest mode, and what is recorded on trial beside it, if anything is."""
-    if profile.loop.is_compiled or not _may_wait(profile, fastest):
+    if profile.loop.is_compiled or profile.loop.bitwise_only or not _may_wait(profile, fastest):
         return (fastest,)
     return fastest, replace(to_compile(profile, fastest), compiled=CUDA_GRAPHS)
 
@@ -115,6 +115,8 @@ def compiling_refusal(profile: Profile, fastest: Candidate) -> str | None:
     """Return why the model is not compiled on trial, or None."""
     if profile.loop.is_compiled:
         return "already compiled"
+    if profile.loop.bitwise_only:
+        return profile.loop.bitwise_only
     if profile.run_s is None:
         return "not tried: how long the run is was not said (total_steps)"
     if is_promising(profile, fastest):

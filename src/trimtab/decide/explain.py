@@ -56,7 +56,8 @@ class Told:
             found |= {value: why for value, why in self._predicted_others(name) if value not in found}
         if name == "precision":
             refusals = ((p, search.precision_refusal(self.profile.device, p)) for p in PRECISIONS)
-            found |= {p: reason for p, reason in refusals if reason is not None and p not in found}
+            refused = {p: reason or self.profile.loop.bitwise_only for p, reason in refusals}
+            found |= {p: reason for p, reason in refused.items() if reason and p not in found}
         before: Scalar = getattr(self.profile.reference_candidate, name)
         if before != chosen:
             untold = name == "fused_optimizer" and not self.profile.trials
@@ -273,13 +274,15 @@ class Told:
         loop, check = self.profile.loop, self.profile.check
         if name == "micro_batch":
             return "the user's batch: " + ("it cannot be smaller" if check.splittable else check.reason)
+        if name in ("precision", "memory_layout") and loop.bitwise_only:
+            return f"as the loop has it: {loop.bitwise_only}"
         if name == "memory_layout" and loop.layout_hazard:
             return "channels_last is not safe: " + loop.layout_hazard
         if name == "memory_layout":
             return "already channels_last" if loop.layout == "channels_last" else "the model has no convolutions"
         if name == "fused_optimizer":
             unfused = f"{loop.optimizer} as it is here has no fused step to switch on"
-            return "already fused" if loop.is_fused else unfused
+            return "already fused" if loop.is_fused else loop.bitwise_only or loop.fused_refusal or unfused
         if name == "allocator" and loop.can_retain:
             refused = search.retaining_refusal(self.profile)
             return f"as the loop has it: {refused or 'retaining memory was not tried'}"

@@ -212,6 +212,8 @@ def base_candidate(profile: Profile) -> Candidate:
 def mode_candidates(profile: Profile) -> tuple[Candidate, ...]:
     """Return the loop, then each other precision and layout worth a try, at the whole batch."""
     base = base_candidate(profile)
+    if profile.loop.bitwise_only:
+        return (base,)
     precisions = [p for p in PRECISIONS if precision_refusal(profile.device, p) is None]
     is_candidate = profile.loop.has_convolutions and profile.loop.layout != "channels_last"
     layouts = ("keep", "channels_last") if is_candidate and not profile.loop.layout_hazard else ("keep",)
@@ -355,6 +357,8 @@ def retaining_refusal(profile: Profile) -> str | None:
 def chunking_refusal(profile: Profile) -> str | None:
     """Return why the loss head is not tried in chunks, or None. What it can save are the logits, twice at the least."""
     loop = profile.loop
+    if loop.bitwise_only:
+        return loop.bitwise_only
     if not loop.head_tokens or not loop.head_words:
         return "the model has no trimtab.nn.LossHead, whose logits could be made a chunk at a time"
     logits = 2 * 4 * loop.head_tokens * loop.head_words

@@ -5,20 +5,15 @@ found, and left as they were.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trimtab.measure.held import HeldGradient, HeldTensor, is_container, tensors_of
+from trimtab.measure.closures import reached
+from trimtab.measure.held import HeldGradient, HeldTensor, tensors_of
 from trimtab.measure.snapshot import Snapshot
-
-_DEPTH = 4  # a loss, what it calls, what that is a method of, what it holds
-_MOST_ITEMS = 1000  # of a container; a longer one holds data
 
 
 class Bystanders:
@@ -66,31 +61,4 @@ def _hooks(optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Any], ...]:
 
 def modules_of(user: Any) -> Iterator[nn.Module]:
     """Yield the modules that a function refers to, or several, as far as that shows."""
-    seen, pending = set[int](), [(user, 0)]
-    while pending:
-        value, depth = pending.pop()
-        if id(value) in seen or depth > _DEPTH:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            yield value
-        else:
-            pending.extend((each, depth + 1) for each in _referred(value))
-
-
-def _referred(value: Any) -> Iterator[Any]:
-    """Yield what a function, an object of the user's or a container refers to; not what classes and packages do."""
-    if isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, types.FunctionType):
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
-            found = inspect.getclosurevars(value)
-            yield from (*found.nonlocals.values(), *found.globals.values(), *(value.__defaults__ or ()))
-            yield from (value.__kwdefaults__ or {}).values()
-    elif isinstance(value, tuple) or is_container(value):
-        if len(value) <= _MOST_ITEMS:
-            yield from value.values() if isinstance(value, dict) else value
-    elif not isinstance(value, type | types.ModuleType | Tensor):
-        yield from (*getattr(value, "__dict__", {}).values(), vars(type(value)).get("__call__"))
+    return reached(user, nn.Module)

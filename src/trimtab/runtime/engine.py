@@ -35,9 +35,10 @@ from trimtab.runtime.rank_weights import weights_of
 from trimtab.runtime.recorder import Recorder, Step
 from trimtab.runtime.recovery import Recovery, recovers_from
 from trimtab.runtime.resumable import Resumable
-from trimtab.runtime.schedule import rate_factor, scaled_rates
+from trimtab.runtime.schedule import applied_rate, rate_factor, require_rates, scaled_rates
 from trimtab.runtime.splitting import for_model
 from trimtab.runtime.stopping import StopTest
+from trimtab.runtime.user_hooks import HookWatch
 from trimtab.runtime.voids import Voids
 from trimtab.runtime.window import Window, check_call
 
@@ -68,9 +69,11 @@ class Run(Passes, Resumable):
         backend: Backend | None = None,
         recorder: Recorder | None = None,
         keeper: Keeper | None = None,
+        modules: tuple[nn.Module, ...] = (),
         on_trial: bool = False,
     ) -> None:
-        optimizers.check_ownership(model, optimizer)
+        optimizers.check_ownership(model, optimizer, modules)
+        require_rates(plan, optimizer)
         plan = gradients.with_own_limit(plan, clip_norm)
         self._clip_norm = gradients.resolve_clip(plan, clip_norm)
         self._device, self._closed = next(model.parameters()).device, False
@@ -80,6 +83,8 @@ class Run(Passes, Resumable):
         self._consumed = Consumed(plan, total_samples, total_tokens, exchange)
         self._voids = Voids(nonfinite, is_alone=not exchange.has_peers)
         require_free(model)
+        trained = optimizers.whole(model, modules)
+        self._hooks = HookWatch(trained, plan, self._clip_norm, nonfinite, out_of_memory)
         self.plan, self._recorder = for_model(plan, model), recorder
         self._keeper = keeper or NotKept()
         self._position = DataPosition(is_kept=self._keeper.keeps)
@@ -89,8 +94,9 @@ class Run(Passes, Resumable):
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
         self._auxiliary: list[Any] = []
-        recovers = recovers_from(out_of_memory, plan, model, may_retry=may_retry(backend, plan))
-        self._recovery = Recovery(model, plan, self.note, is_on=recovers)
+        can_retry = may_retry(backend, plan) and not self._hooks.found  # a hook would run twice
+        recovers = recovers_from(out_of_memory, plan, model, may_retry=can_retry)
+        self._recovery = Recovery(trained, plan, self.note, is_on=recovers)
         with contextlib.ExitStack() as undo:
             undo.push(lay_out(model, optimizer, plan))
             backend.spread(model, optimizer, plan)
@@ -120,6 +126,7 @@ class Run(Passes, Resumable):
         self._order.require_micro_batch()
         loss, count, auxiliary = as_loss(result)
         rows = self._order.micro_rows
+        self._hooks.require_mean(self._order.window, count)
         if rows:  # not of a micro-batch that only takes part in other ranks' collectives
             self._auxiliary.append(None if auxiliary is None else detached(auxiliary))
         weighted = self._precision.scaled(self._weights.weigh(loss, count, rows))
@@ -233,7 +240,7 @@ class Run(Passes, Resumable):
             self._recorder.stepped()
 
     def _record_of(self, agreed: Agreed, k: int, factor: float, applied: bool) -> Step:
-        rate = factor * self._optimizer.param_groups[0]["lr"]
+        rate = applied_rate(self._optimizer, factor)
         noise = None if self.noise is None else self.noise.scale
         return Step(agreed.rows, k, agreed.terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise)
 
@@ -345,6 +352,7 @@ class Run(Passes, Resumable):
     def open_window(self, window: Window) -> None:
         """Called by the window before its first micro-batch."""
         self._require_open()
+        self._recovery.is_on &= not self._hooks.begin(self.plan)
         self._order.open(window)
         window.match(self._peers.steps(window.num_micro_batches))
         if self._may_void or not window.rows:

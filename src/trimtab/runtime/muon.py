@@ -8,7 +8,7 @@ arXiv:2502.16982, section 2.2). torch's own Muon takes the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from trimtab.core.errors import FormatError, ModelError, OptimizerError
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
+from trimtab.runtime.step_check import muon_difference
 
 MOMENTUM = "momentum_buffer"  # torch's own name for it
 _SCALE = "match_rms_adamw"
@@ -76,7 +77,21 @@ def use_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
     Raises:
         OptimizerError, ModelError: as `hidden_matrices`; nothing was changed.
     """
-    return _Beside(hidden_matrices(model, optimizer), optimizer).end
+    matrices = hidden_matrices(model, optimizer)
+    require_muon(matrices)
+    return _Beside(matrices, optimizer).end
+
+
+def require_muon(matrices: Iterable[nn.Parameter]) -> None:
+    """Raise `OptimizerError` where Muon's step on matrices of their dtype and device is not Muon's step."""
+    if difference := muon_difference(matrices):
+        raise OptimizerError(
+            "plan.optimizer",
+            given=f"a step of torch.optim.Muon that differs from the same step in double precision: {difference}",
+            expected="the same step, to rounding",
+            way_out="Leave the optimizer as it is.",
+            code="optimizer.muon_differs",
+        )
 
 
 class _Beside:

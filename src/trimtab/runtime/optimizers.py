@@ -4,21 +4,63 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.core.errors import ModelError, OptimizerError
+from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
+from trimtab.measure.bystanders import modules_of
 from trimtab.runtime.layout import align_state
+from trimtab.runtime.step_check import fused_difference
 
 # Exactly these classes: a subclass may override the step that the switch relies on.
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless every optimizer parameter is a trainable-or-frozen parameter of the model.
+def whole(model: nn.Module, modules: Iterable[nn.Module] = ()) -> nn.Module:
+    """Return the model, or a container of the model and the modules that are trained with it."""
+    others = nn.ModuleList(modules)
+    if not others:
+        return model
+    container = nn.ModuleDict({"model": model, "auxiliary": others})
+    container.training = model.training
+    return container
+
+
+def modules_beside(model: nn.Module, modules: Any) -> tuple[nn.Module, ...]:
+    """Return the modules of `modules=[...]` that are not part of the model.
+
+    Raises:
+        ValueGivenError: not modules.
+    """
+    if not isinstance(model, nn.Module):
+        return ()  # an error of its own, by `check_ownership`
+    found = modules if isinstance(modules, Iterable) and not isinstance(modules, nn.Module) else None
+    listed = None if found is None else list(found)
+    if listed is None or not all(isinstance(module, nn.Module) for module in listed):
+        raise ValueGivenError(
+            "modules",
+            given=f"{modules!r:.80}",
+            expected="a list of torch.nn.Modules, such as modules=[criterion]",
+            code="modules.not_modules",
+        )
+    own = {id(module) for module in model.modules()}
+    return tuple({id(module): module for module in listed if id(module) not in own}.values())
+
+
+def check_ownership(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    modules: tuple[nn.Module, ...] = (),
+    loss_fn: Callable[..., Any] | None = None,
+) -> None:
+    """Raise unless every optimizer parameter belongs to the model or to a module that is trained with it.
+
+    Args:
+        modules: trained with the model, such as a criterion with parameters.
+        loss_fn: the loss, if it is known; a module that it refers to is named in the remedy.
 
     Raises:
         ModelError: not a module, or nothing to train. OptimizerError: not an optimizer, or other parameters.
@@ -26,30 +68,73 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError("model", given=f"a {type(model).__name__}", expected="a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError("optimizer", given=f"a {type(optimizer).__name__}", expected="a torch.optim.Optimizer")
+        inner = next(
+            (each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)),
+            None,
+        )
+        raise OptimizerError(
+            "optimizer",
+            given=f"a {type(optimizer).__name__}",
+            expected="a torch.optim.Optimizer",
+            way_out=""
+            if inner is None
+            else f"Make {type(optimizer).__name__} a subclass of torch.optim.Optimizer that has the param_groups and "
+            f"state of its {type(inner).__name__}.",
+            code="optimizer.not_torch",
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        expected = "one whose step() needs no closure: the loop computes the loss once"
-        raise OptimizerError("optimizer", given=type(optimizer).__name__, expected=expected)
+        raise needs_closure(optimizer)
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             "model", given="no parameter that requires a gradient", expected="at least one", way_out="Unfreeze some."
         )
-    devices = {p.device for p in model.parameters()}
+    trained = whole(model, modules)
+    devices = {p.device for p in trained.parameters()}
     if len(devices) > 1:
         raise ModelError("model", given=f"parameters on {sorted(map(str, devices))}", expected="one device")
-    owned = {id(p) for p in model.parameters()}
-    foreign = sum(id(p) not in owned for group in optimizer.param_groups for p in group["params"])
+    owned = {id(p) for p in trained.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
     if foreign:
-        raise OptimizerError(
-            "optimizer",
-            given=f"{foreign} parameters that are not the model's",
-            expected="an optimizer built from this model's parameters",
-            way_out="Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...). "
-            "Of two networks (a GAN), start a run of each with its own optimizer (docs/own_loop.md).",
-        )
+        raise _foreign(foreign, loss_fn)
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise OptimizerError("optimizer", given="only frozen parameters", expected="at least one trainable parameter")
+
+
+def needs_closure(optimizer: torch.optim.Optimizer, failure: str = "") -> OptimizerError:
+    """Return the error for an optimizer that computes the loss itself, through a closure."""
+    said = f", whose step() without a closure fails ({failure})" if failure else ", whose step() needs a closure"
+    return OptimizerError(
+        "optimizer",
+        given=type(optimizer).__name__ + said,
+        expected="one whose step() needs no closure: the loop computes the loss once",
+        way_out="Train with your own loop (docs/own_loop.md), or use an optimizer that steps by param.grad alone.",
+        code="optimizer.needs_closure",
+    )
+
+
+def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> OptimizerError:
+    """Return the error for parameters of neither model nor modules, with the remedy that fits their owner."""
+    wanted = {id(p) for p in foreign}
+    reached = () if loss_fn is None else modules_of(loss_fn)
+    owners = [m for m in reached if any(id(p) in wanted for p in m.parameters())]
+    final = "Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...)."
+    if owners:
+        names = ", ".join(sorted({type(owner).__name__ for owner in owners}))
+        way_out = f"The loss refers to {names}, which has such parameters: pass modules=[criterion] to train it too."
+    elif loss_fn is None:
+        way_out = "For a criterion with parameters of its own, pass modules=[criterion] to train it too. Else build "
+        way_out += "the optimizer after the model is in its final form: optimizer = AdamW(model.parameters(), ...)."
+    else:
+        way_out = f"{final} Of two networks (a GAN), start a run of each with its own optimizer (docs/own_loop.md)."
+    shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+    return OptimizerError(
+        "optimizer",
+        given=f"{len(foreign)} parameters that are not the model's, of shape {shapes}",
+        expected="an optimizer built from this model's parameters",
+        way_out=way_out,
+        code="optimizer.foreign_parameters",
+    )
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -85,6 +170,7 @@ def supports_fused(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     return (
         type(optimizer) in _FUSED_CLASSES
+        and not has_own_step(optimizer)
         and not any(group.get("differentiable") or group.get("capturable") for group in groups)
         and not any(group.get("momentum") and group.get("dampening") for group in groups)
         and all(p.is_floating_point() and not p.is_sparse for group in groups for p in group["params"])
@@ -114,11 +200,22 @@ def _begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
-def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Switch to the fused step, state kept; returns what switches back.
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the user replaced `optimizer.step`; torch's schedulers wrap it, and change nothing of it."""
+    step = vars(optimizer).get("step")
+    while step is not None and getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
+def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Callable[[], None]:
+    """Switch to the fused step, state kept; returns a function that switches back.
+
+    Args:
+        is_tested: whether the fused step is first compared with the plain one, on copies of parameters.
 
     Raises:
-        OptimizerError: this optimizer has no fused step that can be switched on.
+        OptimizerError: this optimizer has no fused step that can be switched on, or its fused step differs.
     """
     if not supports_fused(optimizer):
         raise OptimizerError(
@@ -127,6 +224,14 @@ def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             expected="one of " + ", ".join(cls.__name__ for cls in _FUSED_CLASSES) + " without dampening, its "
             "parameters dense and of floating point",
             way_out="Plan with fused_optimizer=False.",
+        )
+    if is_tested and (difference := fused_difference(optimizer)):
+        raise OptimizerError(
+            "plan.fused_optimizer",
+            given=f"a fused step of {type(optimizer).__name__} that differs from its plain step: {difference}",
+            expected="the same step, to rounding",
+            way_out="Plan with fused_optimizer=False, or keep these parameters in fp32.",
+            code="optimizer.fused_differs",
         )
     before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
 

@@ -33,7 +33,7 @@ class Step:
     num_micro_batches: int
     terms: Scalar
     loss: Scalar
-    rate: float
+    rate: Scalar | None
     applied: bool
     grad_norm: Scalar | None = None
     loss_scale: float | None = None
@@ -46,7 +46,7 @@ class Step:
             self.rows,
             float(self.terms),
             float(self.loss),
-            float(self.rate),
+            None if self.rate is None else float(self.rate),
             wall_s,
             self.applied,
             None if self.grad_norm is None else float(self.grad_norm),

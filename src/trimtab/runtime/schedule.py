@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from trimtab.core import checks
+from trimtab.core.errors import OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.core.schedule import factor_of
 from trimtab.core.state_parts import Load, Part, require_keys
@@ -31,6 +32,33 @@ def rate_factor(plan: Plan, progress: float | None) -> float:
     assert progress is not None
     rises = plan.warmup_fraction.value
     return scale * factor_of(str(plan.schedule.value), progress, None if rises is None else float(rises))
+
+
+def require_rates(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `OptimizerError` where a plan scales learning rates and the optimizer has none to scale."""
+    follows = (
+        plan.batch_rule is not None and not plan.batch_rule.only_measures and plan.batch_rule.learning_rate != "none"
+    )
+    scales = plan.schedule.value != "user" or plan.learning_rate_scale.value != 1.0 or follows
+    if scales and any(group.get("lr") is None for group in optimizer.param_groups):
+        raise rate_unset("plan.learning_rate_scale" if plan.schedule.value == "user" else "plan.schedule", optimizer)
+
+
+def rate_unset(field: str, optimizer: torch.optim.Optimizer) -> OptimizerError:
+    """Return the error for a learning rate of a plan's and an optimizer without one."""
+    return OptimizerError(
+        field,
+        given=f"a learning rate of the plan's, and {type(optimizer).__name__} with lr=None",
+        expected="an optimizer with a learning rate in each group, or a plan that leaves rates unchanged",
+        way_out="Give the optimizer a learning rate (Adafactor: relative_step=False), or plan without adapt=.",
+        code="optimizer.rate_unset",
+    )
+
+
+def applied_rate(optimizer: torch.optim.Optimizer, factor: float) -> float | None:
+    """Return the learning rate of the first group times a factor; None if the optimizer sets its own."""
+    own = optimizer.param_groups[0].get("lr")
+    return None if own is None else own * factor
 
 
 def normalises(optimizer: torch.optim.Optimizer) -> bool:
@@ -111,7 +139,7 @@ _CHANGED = (
 @contextlib.contextmanager
 def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
     before = [group["lr"] for group in optimizer.param_groups]
-    multiplied = [rate * factor for rate in before]
+    multiplied = [None if rate is None else rate * factor for rate in before]
     try:
         for group, rate in zip(optimizer.param_groups, multiplied, strict=True):
             group["lr"] = rate

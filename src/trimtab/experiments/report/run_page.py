@@ -51,7 +51,9 @@ def tracks(steps: Sequence[StepRecord]) -> tuple[Track, ...]:
         found.append(Track("k", "micro-batches per window", ks, is_step=True))
     if any(math.isfinite(value) for value in noise):
         found.append(Track("noise", "noise scale N, in rows", noise, is_log=True))
-    found.append(Track("rate", "learning rate, first group", tuple(step.learning_rate for step in steps)))
+    rates = tuple(math.nan if step.learning_rate is None else step.learning_rate for step in steps)
+    if not steps or any(math.isfinite(rate) for rate in rates):  # an optimizer may set its own rates
+        found.append(Track("rate", "learning rate, first group", rates))
     return tuple(found)
 
 

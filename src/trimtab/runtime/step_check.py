@@ -1,0 +1,185 @@
+"""Self-test of a step that takes the place of the user's: both step small copies of the user's parameters.
+
+The fused kernels of torch differ by device and dtype, and a few are wrong: torch 2.13's fused SGD on a CPU leaves bf16
+parameters unchanged. Copies keep what a kernel may depend on: dtype, device, order of strides and the group's options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_STEPS = 2
+_MOST = 7  # elements of a dimension: an odd number leaves a tail behind vectors of any width
+# Times the dtype's rounding error: a handful of operations, and moments that are kept in the parameter's dtype.
+_ROUNDINGS = 16.0
+# Of a step: Muon's iterations are in bf16, and amplify the rounding of small singular values.
+_MUON_APART = 0.5
+_RATE = 0.25  # of a parameter's size, so that each step is far above rounding
+_NOT_OPTIONS = ("params", "lr", "initial_lr", "fused", "foreach", "capturable")
+_MUON = {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+
+Class = type[torch.optim.Optimizer]
+Key = tuple[Any, ...]
+
+
+def fused_difference(optimizer: torch.optim.Optimizer) -> str:
+    """Return how the fused step differs from the plain one on copies of an optimizer's parameters, or "".
+
+    Results are cached by class, options and kinds of parameters. No random numbers are drawn.
+    """
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
+        test = _Test(type(optimizer), options, _samples(group["params"]), _rate_dtype(group))
+        if found := test.found(_fused_difference):
+            return found
+    return ""
+
+
+def muon_difference(matrices: Iterable[Tensor]) -> str:
+    """Return how Muon's step on copies of some matrices differs from its step on copies in double precision, or ""."""
+    return _Test(torch.optim.Muon, _MUON, _samples(matrices), None).found(_muon_difference)
+
+
+class _Test:
+    """Copies of parameters, one of each kind, and the options of their group."""
+
+    def __init__(
+        self, cls: Class, options: Mapping[str, Any], samples: Mapping[Key, Tensor], rate_dtype: torch.dtype | None
+    ) -> None:
+        self.cls, self.options, self.parameters, self.rate_dtype = cls, options, tuple(samples.values()), rate_dtype
+        self._key = cls, tuple(sorted((n, repr(v)) for n, v in options.items())), tuple(samples), rate_dtype
+
+    def found(self, difference: Callable[[_Test], str]) -> str:
+        """Return the result of a comparison of this test's copies, from the cache if it was made before."""
+        key = (difference, *self._key)
+        if key not in _results:
+            _results[key] = difference(self) if self.parameters else ""
+        return _results[key]
+
+    def stepped(self, flags: Mapping[str, Any], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Return copies of the parameters, in a dtype or their own, after steps by a new optimizer."""
+        copies = [nn.Parameter(_copy(parameter).to(dtype or parameter.dtype)) for parameter in self.parameters]
+        groups = [
+            {"params": [copy], "lr": self._rate(_copy(p))} for copy, p in zip(copies, self.parameters, strict=True)
+        ]
+        optimizer = self.cls(groups, lr=1e-3)  # type: ignore[call-arg]
+        for group in optimizer.param_groups:
+            group.update(self.options)
+            group.update(flags)
+        # Without the hooks that a process may have for the step of every optimizer.
+        step = getattr(self.cls.step, "__wrapped__", self.cls.step)
+        for number in range(_STEPS):
+            for copy, parameter in zip(copies, self.parameters, strict=True):
+                copy.grad = _gradient(copy, number).to(dtype or _grad_dtype(parameter))
+            step(optimizer)
+        return [copy.detach() for copy in copies]
+
+    def _rate(self, copy: Tensor) -> float | Tensor:
+        rate = _RATE * max(float(copy.abs().double().mean()) if copy.numel() else 0.0, 1e-3)
+        return rate if self.rate_dtype is None else torch.tensor(rate, dtype=self.rate_dtype, device=copy.device)
+
+
+_results: dict[Key, str] = {}
+
+
+def _fused_difference(test: _Test) -> str:
+    """Return how the two steps of a class differ, or ""."""
+    try:
+        plain = test.stepped({"fused": False, "foreach": None})
+        fused = test.stepped({"fused": True, "foreach": None})
+    except Exception as error:  # a kernel may refuse a dtype or a device with any error
+        return f"it fails on copies of the parameters ({_failure(error)})"
+    return _first_difference(
+        test, plain, fused, eps=0.0 if test.rate_dtype is None else torch.finfo(test.rate_dtype).eps
+    )
+
+
+def _muon_difference(test: _Test) -> str:
+    """Return how a step in the parameters' dtype differs from a step in double precision, or ""."""
+    try:
+        exact, own = test.stepped({}, torch.float64), test.stepped({})
+    except Exception as error:
+        return f"it fails on copies of the parameters ({_failure(error)})"
+    for parameter, one, other in zip(test.parameters, exact, own, strict=True):
+        moved, apart = (one - _copy(parameter)).norm(), (one - other).norm()
+        if not bool(apart <= _MUON_APART * moved):
+            return _where(parameter, float(apart / moved))
+    return ""
+
+
+def _failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}"
+
+
+def _first_difference(test: _Test, plain: Sequence[Tensor], others: Sequence[Tensor], eps: float) -> str:
+    for parameter, one, other in zip(test.parameters, plain, others, strict=True):
+        if why := _difference(_copy(parameter), one, other, eps):
+            return _where(parameter, why)
+    return ""
+
+
+def _where(parameter: Tensor, apart: float) -> str:
+    kind, shape = str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape)
+    return f"{kind} parameters of shape {shape} on {parameter.device} end up {apart:.2g} of a step away from its result"
+
+
+def _difference(before: Tensor, plain: Tensor, other: Tensor, eps: float) -> float:
+    """Return how far two results are apart, in units of the step, where that is more than rounding; else 0."""
+    if before.numel() == 0:
+        return 0.0
+    start, one, two = (each.double() for each in (before, plain, other))
+    moved, apart = (one - start).abs().max(), (one - two).abs().max()
+    allowed = _ROUNDINGS * max(eps, torch.finfo(before.dtype).eps) / 2 * (start.abs().max() + moved)
+    if bool(apart <= allowed) or torch.allclose(one, two, rtol=0.0, atol=0.0, equal_nan=True):
+        return 0.0
+    return float(apart / moved.clamp_min(1e-30))
+
+
+def _samples(parameters: Iterable[Tensor]) -> dict[Key, Tensor]:
+    """Return a parameter of each kind."""
+    return {_kind(local): local for local in map(_local, parameters) if local.requires_grad}
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a sharded parameter; any other as it is."""
+    to_local = getattr(parameter, "to_local", None)
+    local: Tensor = parameter if to_local is None else to_local()
+    return local
+
+
+def _kind(parameter: Tensor) -> Key:
+    shape = tuple(min(size, _MOST) for size in parameter.shape)
+    return parameter.dtype, parameter.device, shape, _order(parameter), _grad_dtype(parameter)
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the largest stride to the smallest."""
+    return tuple(sorted(range(tensor.dim()), key=lambda each: (-tensor.stride(each), each)))
+
+
+def _rate_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
+    return group["lr"].dtype if isinstance(group["lr"], Tensor) else None
+
+
+def _grad_dtype(parameter: Tensor) -> torch.dtype:
+    found = getattr(parameter, "grad_dtype", None)
+    return found if isinstance(found, torch.dtype) else parameter.dtype
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    """Return the first elements of a parameter in each dimension, with the same order of strides."""
+    corner = parameter.detach()[tuple(slice(_MOST) for _ in parameter.shape)]
+    order = _order(parameter)
+    permuted = corner.permute(order).clone(memory_format=torch.contiguous_format)
+    return permuted.permute([order.index(dimension) for dimension in range(corner.dim())])
+
+
+def _gradient(parameter: Tensor, step: int) -> Tensor:
+    """Return a gradient of both signs, of sizes from a half to one and a half, laid out as the parameter."""
+    index = torch.arange(parameter.numel())
+    values = (0.5 + (index.double() * 0.618034 + 0.31 * step).frac()) * torch.where(index % 3 == 0, -1.0, 1.0)
+    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(values.view(parameter.shape))

@@ -1,0 +1,278 @@
+"""The user's gradient hooks: found by inspection, and the settings that would change what they receive.
+
+A hook may clamp, log, accumulate or step. Under a loss scale it receives gradients times that scale, and in a split
+batch the gradients of each micro-batch. Hooks of torch, of trimtab and of other wrappers are part of how a model runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trimtab.core.compiled import is_recorded
+from trimtab.core.errors import ModelError, OptimizerError
+from trimtab.core.plan import Plan
+from trimtab.measure.closures import reached
+from trimtab.runtime.window import Window
+
+_WRAPPERS = ("trimtab", "deepspeed")  # packages whose hooks are part of how a model runs; torch's may wrap a function
+_CLOSURE_DEPTH = 3  # of wrappers around a function of the user's
+_BY_PARAMETER = ("_backward_hooks", "tensor hook"), ("_post_accumulate_grad_hooks", "post-accumulate-grad hook")
+_BY_MODULE = ("_backward_hooks", "backward hook"), ("_backward_pre_hooks", "backward pre-hook")
+_EVERY_MODULE = ("_global_backward_hooks", "backward hook"), ("_global_backward_pre_hooks", "backward pre-hook")
+
+
+@dataclass(frozen=True)
+class GradientHook:
+    """A hook of the user's that runs in the backward.
+
+    Attributes:
+        kind: "tensor hook", "post-accumulate-grad hook", "backward hook" or "backward pre-hook".
+        owner: the name of the parameter or module; "" is the model itself.
+        function: the qualified name of the hook.
+        optimizers: the optimizers that it refers to, and may step.
+    """
+
+    kind: str
+    owner: str
+    function: str
+    optimizers: tuple[Optimizer, ...] = ()
+
+    def __str__(self) -> str:
+        return f"a {self.kind} on {self.owner or 'the model'} ({self.function})"
+
+
+def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
+    """Return the hooks of the user's that run in the backward of a model.
+
+    Hooks on activations and on autograd nodes are registered by a forward and cannot be found by inspection.
+    """
+    found: list[GradientHook] = []
+    for name, parameter in model.named_parameters():
+        for attribute, kind in _BY_PARAMETER:
+            hooks = _users(getattr(parameter, attribute, None))
+            found += [_described(hook, kind, name, vars(parameter).values()) for hook in hooks]
+        if in_backward := vars(parameter).get("_in_backward_optimizers"):
+            function = "torch.distributed.optim._apply_optimizer_in_backward"
+            found.append(GradientHook("post-accumulate-grad hook", name, function, tuple(in_backward)))
+    for name, module in model.named_modules():
+        for attribute, kind in _BY_MODULE:
+            found += [_described(hook, kind, name) for hook in _users(getattr(module, attribute, None))]
+    for attribute, kind in _EVERY_MODULE:
+        hooks = _users(getattr(nn.modules.module, attribute, None))
+        found += [_described(hook, kind, "every module") for hook in hooks]
+    return tuple(found)
+
+
+def stepped_in_backward(hooks: Iterable[GradientHook]) -> tuple[Optimizer, ...]:
+    """Return the optimizers that hooks may step in the backward."""
+    found = itertools.chain.from_iterable(hook.optimizers for hook in hooks)
+    return tuple({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def in_words(hooks: tuple[GradientHook, ...]) -> str:
+    """Return the first hook and the number of others."""
+    more = f" and {len(hooks) - 1} more" if len(hooks) > 1 else ""
+    return f"{hooks[0]}{more}"
+
+
+def bitwise_reason(hooks: tuple[GradientHook, ...]) -> str:
+    """Return why only settings that change no bit of a gradient are tried, or ""."""
+    return f"not tried: the model has {in_words(hooks)}, which would receive other gradients" if hooks else ""
+
+
+def require_compatible(
+    hooks: tuple[GradientHook, ...],
+    plan: Plan,
+    *,
+    clip_norm: float | None = None,
+    nonfinite: str | None = None,
+    out_of_memory: str | None = None,
+) -> None:
+    """Raise where a plan or an option would change the gradients that hooks receive, or the steps that they take.
+
+    Args:
+        hooks: as `gradient_hooks` returns them. clip_norm, nonfinite, out_of_memory: as given to `trimtab.start`.
+
+    Raises:
+        ModelError: hooks would receive scaled or split gradients, or would not run. OptimizerError: hooks step
+            optimizers in the backward, to which an option of the plan or the run could not apply.
+    """
+    if not hooks:
+        return
+    given = in_words(hooks)
+    if plan.precision.value == "fp16" and plan.reference.precision != "fp16":
+        raise ModelError(
+            "plan.precision",
+            given=f"fp16, whose loss scale multiplies the gradients that hooks receive; the model has {given}",
+            expected="bf16, tf32 or fp32 for a model with gradient hooks",
+            way_out="Or remove the hooks, and change gradients between run.unscale() and run.step(). If the loop has "
+            'a loss scale of its own, plan with reference=trimtab.Reference("fp16").',
+            code="hooks.gradient_scaled",
+        )
+    if split := _split(plan, out_of_memory):
+        raise ModelError(
+            split,
+            given=f"a split batch, whose hooks receive the gradient of each part; the model has {given}",
+            expected="the whole batch in one backward, on one rank, for a model with gradient hooks",
+            way_out="Or remove the hooks, and change gradients between the window's last run.backward() and "
+            "run.step(), after run.unscale().",
+            code="hooks.gradient_split",
+        )
+    on_modules = tuple(hook for hook in hooks if not hook.kind.startswith(("tensor", "post")))
+    if is_recorded(plan.compiled.value) or (plan.compiled.value and on_modules):
+        raise ModelError(
+            "plan.compiled",
+            given=f"{plan.compiled.value}, which does not run Python hooks in each step; the model has {given}",
+            expected="a model that is run as it is written",
+            way_out="Plan with compiled=False, or remove the hooks.",
+            code="hooks.not_run",
+        )
+    if stepped := stepped_in_backward(hooks):
+        _require_unchanged_steps(stepped, given, plan, clip_norm, nonfinite)
+
+
+def _split(plan: Plan, out_of_memory: str | None) -> str:
+    """Return the argument that would have hooks receive the gradient of a part of the batch, or ""."""
+    if plan.splits:
+        return "plan.micro_batch"
+    if plan.batch_rule is not None and not plan.batch_rule.only_measures:
+        return "plan.batch_rule"
+    if plan.zero_stage.value is not None:
+        return "plan.zero_stage"
+    return "out_of_memory" if out_of_memory == "split" else ""
+
+
+def _require_unchanged_steps(
+    stepped: tuple[Optimizer, ...], given: str, plan: Plan, clip_norm: float | None, nonfinite: str | None
+) -> None:
+    """Raise `OptimizerError` for settings that act between backward and step: hooks have stepped by then."""
+    changes = {
+        "clip_norm": clip_norm is not None or plan.clip_norm.value is not None,
+        "nonfinite": nonfinite is not None,
+        "plan.schedule": plan.schedule.value != "user",
+        "plan.learning_rate_scale": plan.learning_rate_scale.value != 1.0,
+        "plan.weight_decay": plan.weight_decay.value is not None,
+        "plan.optimizer": plan.optimizer.value != "user",
+    }
+    if named := [name for name, is_set in changes.items() if is_set]:
+        raise steps_in_backward(named[0], stepped, given)
+
+
+def steps_in_backward(field: str, stepped: tuple[Optimizer, ...], given: str) -> OptimizerError:
+    """Return the error for a setting or a measurement that cannot be applied to steps in the backward."""
+    kinds = ", ".join(sorted({type(optimizer).__name__ for optimizer in stepped}))
+    return OptimizerError(
+        field,
+        given=f"optimizers that may step in the backward ({len(stepped)} of {kinds}): {given}",
+        expected="gradients that stay until optimizer.step()",
+        way_out="Start a plan that changes nothing, trimtab.Plan.fixed(batch_size); or step the optimizer after the "
+        "backward instead of in a hook.",
+        code="optimizer.steps_in_backward",
+    )
+
+
+def require_plannable(hooks: tuple[GradientHook, ...]) -> None:
+    """Raise `OptimizerError` where a backward may step: no trial could be measured without training."""
+    if stepped := stepped_in_backward(hooks):
+        raise steps_in_backward("optimizer", stepped, in_words(hooks))
+
+
+class HookWatch:
+    """The gradient hooks of a run: inspected at its start, and again before its first step.
+
+    Attributes:
+        found: the hooks.
+
+    Raises:
+        ModelError, OptimizerError: as `require_compatible`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        clip_norm: float | None = None,
+        nonfinite: str | None = None,
+        out_of_memory: str | None = None,
+    ) -> None:
+        self._model, self._has_begun = model, False
+        self._options = {"clip_norm": clip_norm, "nonfinite": nonfinite, "out_of_memory": out_of_memory}
+        self.found = self._inspected(plan)
+
+    def _inspected(self, plan: Plan) -> tuple[GradientHook, ...]:
+        found = gradient_hooks(self._model)
+        require_compatible(found, plan, **self._options)  # type: ignore[arg-type]
+        return found
+
+    def begin(self, plan: Plan) -> bool:
+        """Return whether there are hooks, as the first step begins; they may have been registered since the start."""
+        if not self._has_begun:
+            self.found, self._has_begun = self._inspected(plan), True
+        return bool(self.found)
+
+    def require_mean(self, window: Window | None, count: object) -> None:
+        """Raise `ModelError` where the terms of a window are counted after hooks received its first gradients."""
+        if self.found and count is not None and window is not None and window.num_micro_batches > 1:
+            raise ModelError(
+                "run.backward",
+                given=f"a sum with a count, over several backwards; the model has {in_words(self.found)}",
+                expected="a mean loss: the divisor of a sum is known after the last backward",
+                way_out="Return a mean, or train one batch per step, or remove the hooks.",
+                code="hooks.gradient_scaled",
+            )
+
+
+def _described(hook: Any, kind: str, owner: str, attributes: Iterable[Any] = ()) -> GradientHook:
+    optimizers = tuple(reached((hook, *attributes), Optimizer))  # type: ignore[type-abstract]
+    return GradientHook(kind, owner, _name(hook), optimizers)
+
+
+def _users(hooks: Mapping[int, Any] | None) -> Iterator[Any]:
+    """Yield the hooks that no wrapper registered for itself."""
+    for hook in () if hooks is None else list(hooks.values()):
+        packages = [_module(function).partition(".")[0] for function in _functions(hook)]
+        if packages[0] not in _WRAPPERS and not all(package == "torch" for package in packages):
+            yield hook
+
+
+def _functions(hook: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield a hook, and the functions that it wraps."""
+    if isinstance(hook, functools.partial):
+        yield from _functions(hook.func, depth)
+        inner: Iterable[Any] = (*hook.args, *hook.keywords.values())
+    else:
+        function = getattr(hook, "__func__", hook)
+        yield hook
+        inner = (cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_bound(cell))
+    if depth < _CLOSURE_DEPTH:
+        for each in inner:
+            if isinstance(each, types.FunctionType | types.MethodType | functools.partial):
+                yield from _functions(each, depth + 1)
+
+
+def _is_bound(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that is not bound yet
+        return False
+
+
+def _module(function: Callable[..., Any]) -> str:
+    """Return the module in which a function, or the class of a callable object, is defined."""
+    if isinstance(function, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+        return str(function.__module__ or "")
+    return type(function).__module__
+
+
+def _name(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
