@@ -24,8 +24,6 @@ def trained_here(monkeypatch, capsys, folder: Path) -> Iterator[Callable[..., tu
     (folder / "plan.json").write_text(to_json(Plan.fixed(32)))
     monkeypatch.chdir(folder)
     monkeypatch.setattr(meters, "rapl", lambda root: NoMeter("none that tests read"))
-    for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
-        monkeypatch.setenv(name, "6")  # which the command would set for good
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["trimtab", "train", "tiny.py:task", *map(str, arguments)])

@@ -33,8 +33,6 @@ def here(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(Bench, "_windows_of", Bench._windows_of)  # which the task changes in this process too
-    for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
-        monkeypatch.setenv(name, "6")  # which the command would set for good
 
     def run_here(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["trimtab", "scale", *arguments])

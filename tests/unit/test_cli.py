@@ -83,8 +83,6 @@ def trimtab(monkeypatch, capsys, tmp_path, traced_once):
     monkeypatch.setattr(race, "_BLOCK_S", 0.02)
     monkeypatch.setattr(gain, "_LAP_S", 0.005)
     monkeypatch.setattr(meters, "rapl", lambda root: NoMeter("none that tests read"))
-    for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
-        monkeypatch.setenv(name, "6")  # which the command would set for good
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])

@@ -39,8 +39,6 @@ def left(monkeypatch):
 
 def run(monkeypatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["trimtab", *arguments])
-    for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
-        monkeypatch.setenv(name, "6")
     cli.main()
 
 
