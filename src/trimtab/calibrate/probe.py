@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from trimtab.calibrate.child import DONE, LATE, RAISED, can_fork, end_of
 from trimtab.calibrate.subject import Subject
-from trimtab.core.errors import BatchError
 from trimtab.core.profile import Candidate
 from trimtab.core.units import format_seconds
 from trimtab.measure.timing import time_call
@@ -34,7 +33,7 @@ class Guard:
     def __init__(self, subject: Subject, incumbent: Candidate) -> None:
         rows, few = subject.rows, subject.batch
         self._is_on, self._has_begun = subject.device.type == "cpu" and can_fork(), False
-        with contextlib.suppress(BatchError):  # one that cannot be split goes whole
+        with contextlib.suppress(Exception):  # a batch that cannot be split goes whole
             few = next(slices(few, rows, min(rows, max(_FEWEST, rows // _SHARE))))[0]
         self._few, self._rows, self._incumbent = replace(subject, batch=few), rows, incumbent
         self._ends: dict[Candidate, str] = {}
@@ -75,8 +74,9 @@ class Probe:
         few = max(_FEWEST, self._rows // _SHARE)
         self._few: Subject | None = None
         if subject.device.type == "cpu" and step_s >= _WORTH_S and few < self._rows:
-            self._few = replace(subject, batch=next(slices(subject.batch, self._rows, few))[0])
-            self._base_s = self._seconds(self._few, incumbent)
+            with contextlib.suppress(Exception):  # a batch that cannot be split: the whole step will tell
+                self._few = replace(subject, batch=next(slices(subject.batch, self._rows, few))[0])
+                self._base_s = self._seconds(self._few, incumbent)
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Return why a candidate's whole step is not worth a try, or None; also where a few rows cannot tell."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
 import statistics
@@ -11,29 +13,33 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+from torch import nn
+from torch.nn.parameter import is_lazy
+
 from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts, with_tested_step
+from trimtab.calibrate.failures import describe
+from trimtab.calibrate.notes import Interrupted, Notes, interrupting, planning_failed
 from trimtab.calibrate.one_at_a_time import one_at_a_time
 from trimtab.calibrate.padding import padding_saves_s
 from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Guard
 from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.recompute_seconds import num_steps
+from trimtab.calibrate.step_counts import count_step, is_of_loss, require_plain_step
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import trace_candidates, trace_for_others
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.energy import NO_METER
-from trimtab.core.errors import LoopError
+from trimtab.core.errors import LoopError, ModelError, TrimtabError
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, is_final
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, TracedBlocks, is_final
 from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
-from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.bystanders import unchanged_by
-from trimtab.measure.flops import count_flops
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory import forget_peak, is_profiled
@@ -43,7 +49,6 @@ from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.runtime.batches import iterate, tensors_in
 from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
-from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.user_hooks import gradient_hooks, in_words, require_plannable
 from trimtab.runtime.window_start import bytes_to_begin_anew
 
@@ -69,41 +74,70 @@ def profile_loop(
 ) -> Profile:
     """Measure a loop and the candidates its search asks for; the subject is bit for bit as before, also on error.
 
-    Threads that call it wait for each other.
+    Threads that call it wait for each other. A stage that fails is left out, and the profile's notes say so.
 
     Raises:
-        LoopError: a profiler session is active on this thread.
+        LossError: the loop's plain forward or backward fails. ModelError: parameters are not initialized, or cannot be
+            restored. LoopError: a profiler session is active on this thread.
     """
-    start = time.perf_counter()
     _require_no_profiler()
+    _require_initialized(subject.trained)
+    given = {"data": data, "total_steps": total_steps, "num_blocks": num_blocks, "traces": traces, "metered": metered}
+    try:
+        return _profile(subject, reference, objective, budget, progress=interrupting(progress), **given)
+    except Interrupted as end:
+        raise end.error from None
+    except TrimtabError:
+        raise
+    except Exception as error:
+        raise planning_failed(error) from error
+
+
+def _profile(
+    subject: Subject,
+    reference: Reference,
+    objective: Objective,
+    budget: Budget,
+    *,
+    data: Iterable[Any] | None,
+    total_steps: int | None,
+    num_blocks: int,
+    traces: bool,
+    metered: Found | None,
+    progress: Callable[[str], None],
+) -> Profile:
+    start, notes = time.perf_counter(), Notes()
     is_asked = objective.energy > 0 or budget.energy is not None
     metered = with_idle(metered) if metered is not None and is_asked else metered
     with unchanged_by(subject.loss_fn, subject.trained, subject.optimizer) as snapshot:
         drawn = Drawn() if data is None else draw_some(subject, data)
         progress("checking that splitting keeps the gradient")
-        check = _checked(subject, reference.precision)
-        subject = replace(subject, start_bytes=bytes_to_begin_anew(subject.trained) if check.splittable else 0)
-        facts = _facts(subject, reference.precision)
+        check = _checked(subject, reference.precision, notes)
+        if check.splittable:
+            kept = functools.partial(bytes_to_begin_anew, subject.trained)
+            said = "memory that a run keeps to repeat a window was not counted"
+            subject = replace(subject, start_bytes=notes.attempt("memory.not_counted", said, kept, 0))
+        facts = _facts(subject, reference.precision, notes)
         device = device_spec(subject.device)
         asked = {"objective": objective, "budget": budget, "total_steps": total_steps}
         asked |= {"frees_batch": subject.frees_batch, "meter": NO_METER if metered is None else metered.facts}
         profile = Profile(
             device, facts, check, reference, environment=environment(has_gpu=subject.device.type == "cuda"), **asked
         )
-        phases, num_faults = _phases_or_none(subject, profile.reference_candidate)
+        phases, num_faults = _phases_or_none(subject, profile.reference_candidate, notes)
         fault_s = page_faults.fault_s() if facts.can_retain else None
         facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s, longest=drawn.longest)
         profile = replace(profile, loop=facts, phases_s=phases)
         power = None if metered is None or metered.facts.is_absent else Power(metered.meter, is_asked)
-        profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces, start=start, power=power)
-        profile = _with_padding(subject, profile)
+        how = {"traces": traces, "start": start, "power": power, "notes": notes}
+        profile = _search(subject, profile, num_blocks, progress, snapshot, **how)
+        profile = _with_padding(subject, profile, notes)
         if traces:
-            profile = replace(profile, elsewhere_traces=trace_for_others(subject, profile, progress))
-            profile = replace(profile, elsewhere_blocks=trace_blocks_for_others(subject, profile, progress))
+            profile = _with_traces_for_others(subject, profile, progress, notes)
     forget_peak(subject.device)  # of candidates: a run looks at its own
     if drawn.seconds is not None and phases:
         phases = {"data": _waiting_s(drawn.seconds, phases, data)} | phases
-    return replace(profile, phases_s=phases, profiling_s=time.perf_counter() - start)
+    return replace(profile, phases_s=phases, notes=notes.found, profiling_s=time.perf_counter() - start)
 
 
 def _require_no_profiler() -> None:
@@ -118,11 +152,53 @@ def _require_no_profiler() -> None:
         )
 
 
-def _checked(subject: Subject, precision: str) -> Check:
-    """Return whether the batch may be split: not where hooks would receive the gradients of its parts."""
+def _require_initialized(model: nn.Module) -> None:
+    """Raise where a lazy module has not run: its parameters have no shape, and an optimizer cannot step them."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                "model",
+                given=f"a parameter or buffer without a shape, {name} of a lazy module",
+                expected="one whose parameters are initialized",
+                way_out="Run one forward first, under torch.no_grad(), and build the optimizer after it.",
+                code="model.uninitialized",
+            )
+
+
+def _checked(subject: Subject, precision: str, notes: Notes) -> Check:
+    """Return whether the batch may be split; not where hooks would receive the gradients of its parts.
+
+    Not, and a note, where the proof itself fails.
+
+    Raises:
+        LossError: the loop's plain forward or backward fails, or its result is no loss.
+    """
     require_plannable(hooks := gradient_hooks(subject.trained))
-    check = check_splitting(subject, precision)
-    return replace(check, splittable=False, reason=f"the model has {in_words(hooks)}") if hooks else check
+    try:
+        check = check_splitting(subject, precision)
+        return replace(check, splittable=False, reason=f"the model has {in_words(hooks)}") if hooks else check
+    except Exception as error:
+        if isinstance(error, TrimtabError) and not is_of_loss(error):
+            raise
+        require_plain_step(subject, precision)
+        notes.add("splitting.not_checked", "whether the batch can be split was not checked", error)
+        return Check(False, f"splitting was not checked: {describe(error)}")
+
+
+def _with_traces_for_others(
+    subject: Subject, profile: Profile, progress: Callable[[str], None], notes: Notes
+) -> Profile:
+    """Return the profile with what other devices are planned by."""
+
+    def steps() -> tuple[Traced, ...]:
+        return trace_for_others(subject, profile, progress)
+
+    def blocks() -> tuple[TracedBlocks, ...]:
+        return trace_blocks_for_others(subject, with_steps, progress)
+
+    said = "were not traced for other devices"
+    with_steps = replace(profile, elsewhere_traces=notes.attempt("traces.not_made", f"steps {said}", steps, ()))
+    return replace(with_steps, elsewhere_blocks=notes.attempt("traces.not_made", f"blocks {said}", blocks, ()))
 
 
 def _search(
@@ -135,6 +211,7 @@ def _search(
     traces: bool,
     start: float,
     power: Power | None,
+    notes: Notes,
 ) -> Profile:
     """Return the profile with every trace and trial that its search asks for."""
     objective, budget = profile.objective, profile.budget
@@ -149,7 +226,7 @@ def _search(
             asked.update(wanted)
             profile = replace(
                 profile,
-                traces=profile.traces + trace_candidates(subject, wanted, progress, guard),
+                traces=profile.traces + trace_candidates(subject, wanted, progress, guard, notes),
             )
         elif blocks := next_recomputables(
             profile, stage := next_stage(profile, objective, budget), objective, budget, always=traces
@@ -164,7 +241,7 @@ def _search(
             is_last = is_final(stage.name)
             patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
             run_s = (profile.run_s or 0.0) if is_last else 0.0
-            how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s}
+            how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s, "notes": notes}
             found = run_stage(subject, stage, num_blocks, progress, profile.trials, **how)
             profile = profile.with_trials(found)
         snapshot.restore()
@@ -194,14 +271,18 @@ def _block_steps(profile: Profile, number: int) -> int:
     return number * num_steps((profile.run_s or 0.0) / (profile.total_steps or 1))
 
 
-def _with_padding(subject: Subject, profile: Profile) -> Profile:
+def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
     """Return the profile with what padding the vocabulary would save, in the precision that is best so far."""
     if profile.loop.logits is None or profile.hurried:
         return profile
     best = [*put_first(profile, profile.objective, profile.budget), profile.reference_candidate][0]
     rows, words = profile.loop.logits
-    saves_s = padding_saves_s(subject.model, words, rows, best.precision)
-    return replace(profile, loop=replace(profile.loop, padding_saves_s=saves_s))
+
+    def saves_s() -> float | None:
+        return padding_saves_s(subject.model, words, rows, best.precision)
+
+    found = notes.attempt("padding.not_timed", "a padded vocabulary was not timed", saves_s, None)
+    return replace(profile, loop=replace(profile.loop, padding_saves_s=found))
 
 
 class Drawn(NamedTuple):
@@ -243,12 +324,10 @@ def _waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> floa
     return max(0.0, drawing_s - sum(phases.values())) if at_once else drawing_s
 
 
-def _phases_or_none(subject: Subject, candidate: Candidate) -> tuple[dict[str, float], float | None]:
+def _phases_or_none(subject: Subject, candidate: Candidate, notes: Notes) -> tuple[dict[str, float], float | None]:
     """Return phases and page faults of a candidate; none where it cannot run, which its trials will tell."""
-    try:
-        return measure_phases(subject, candidate)
-    except Exception:
-        return {}, None
+    measured = functools.partial(measure_phases, subject, candidate)
+    return notes.attempt("phases.not_timed", "phases of a step were not timed", measured, ({}, None))
 
 
 def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, float], float | None]:
@@ -285,43 +364,25 @@ def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
         run.step()
 
 
-def _facts(subject: Subject, precision: str) -> LoopFacts:
+def _facts(subject: Subject, precision: str, notes: Notes) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
-    with watched(model) as heads:
-        flops, terms, kind, seen = _count_step(subject, precision)
+    with contextlib.ExitStack() as open_ones:
+        said = "the loss head is not tried in chunks, as it could not be watched"
+        heads = notes.attempt("loss_head.not_watched", said, lambda: open_ones.enter_context(watched(model)), {})
+        counts = count_step(subject, precision, notes)
+    hazard = notes.attempt(
+        "memory_layout.not_checked",
+        "channels_last is not tried",
+        lambda: channels_last_hazard(model),
+        "its modules could not be looked at",
+    )
     return replace(
         with_tested_step(loop_facts(subject.trained, optimizer, subject.rows, heads), optimizer),
-        terms_per_step=terms,
-        terms=kind,
-        flops_per_step=flops,
-        scores_bytes=seen.kept_bytes,
-        logits=seen.logits,
-        layout_hazard=channels_last_hazard(model),
+        terms_per_step=counts.terms,
+        terms=counts.kind,
+        flops_per_step=counts.flops,
+        scores_bytes=counts.seen.kept_bytes,
+        logits=counts.seen.logits,
+        layout_hazard=hazard,
         can_retain=subject.device.type == "cpu" and allocator.can_retain(),
     )
-
-
-def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, str, SoftmaxesSeen]:
-    """Return (FLOP of forward and backward, terms, "rows" or "tokens", softmaxes) of the example batch.
-
-    In the loop's precision. FLOP are None where they cannot be counted; terms are rows where the loss was never seen.
-    """
-    terms: list[Any] = []
-    seen = SoftmaxesSeen()
-
-    def forward_backward() -> None:
-        with seen:
-            loss, count = subject.loss(precision=precision)
-        terms.append(count)
-        loss.backward()
-
-    flops: float | None = None
-    with Snapshot(subject.trained, subject.optimizer):
-        try:
-            flops = count_flops(forward_backward)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-    count = terms[0] if terms else None
-    kind, number = ("rows", subject.rows) if count is None else ("tokens", count)
-    return flops, float(number), kind, seen

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from trimtab.calibrate.notes import Notes
 from trimtab.calibrate.probe import Guard
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ModelError, TrimtabError
@@ -33,23 +34,29 @@ HERE = torch.device("cpu")
 
 
 def trace_candidates(
-    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None], guard: Guard
+    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None], guard: Guard, notes: Notes
 ) -> tuple[Traced, ...]:
     """Return what could be traced; a candidate whose step cannot be, or a batch too small, is left to its trials.
 
-    And one that ends a process: what its operators take for themselves is found by running them.
+    And one that ends a process: what its operators take for themselves is found by running them. A step that cannot be
+    traced is noted.
     """
     found = []
     for candidate in candidates:
         if guard.refusal(candidate) is not None:
             continue
         progress(f"tracing: {candidate.describe()}")
-        with contextlib.suppress(TrimtabError), subject.start(candidate) as run:
-            how = {"autocasts": [run.autocast], "counts_scratch": subject.device.type == "cpu"}
-            batch = to_device(subject.batch, subject.device)
-            traced = _trace(run.model, subject.optimizer, subject.loss_fn, batch, **how)
-            found += [_beside(Traced(candidate, *each), subject.start_bytes) for each in traced]
+        traced = functools.partial(_trace_candidate, subject, candidate)
+        found += notes.attempt("peaks.not_traced", "peaks of sizes that were not run are unknown", traced, [])
     return tuple(found)
+
+
+def _trace_candidate(subject: Subject, candidate: Candidate) -> list[Traced]:
+    with subject.start(candidate) as run:
+        how = {"autocasts": [run.autocast], "counts_scratch": subject.device.type == "cpu"}
+        batch = to_device(subject.batch, subject.device)
+        traced = _trace(run.model, subject.optimizer, subject.loss_fn, batch, **how)
+    return [_beside(Traced(candidate, *each), subject.start_bytes) for each in traced]
 
 
 def _beside(traced: Traced, held_bytes: int) -> Traced:

@@ -24,6 +24,7 @@ import torch
 
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.graph_proof import replay_refusal
+from trimtab.calibrate.notes import Notes
 from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Door, Guard
 from trimtab.calibrate.subject import Subject
@@ -42,6 +43,7 @@ from trimtab.measure.timing import time_call
 from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.runtime.engine import Run
 from trimtab.runtime.modes import retained_memory
+from trimtab.runtime.out_of_memory import is_out_of_memory
 
 _MODES = ("modes", SLICED)
 _OTHER_KERNELS = (*_MODES, "head")  # stages whose candidates run kernels that nobody has run yet
@@ -125,6 +127,7 @@ def run_stage(
     guard: Guard | None = None,
     power: Power | None = None,
     run_s: float = 0.0,
+    notes: Notes | None = None,
 ) -> tuple[Trial, ...]:
     """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace.
 
@@ -133,7 +136,7 @@ def run_stage(
             short or a likely gain is in the noise. guard: what tells kernels that end a process; None: one of this
             stage's own.
         power: reads their watts; None: there is no meter. run_s: of a run that is long enough to pay for more blocks,
-            where it is known how long it is.
+            where it is known how long it is. notes: where a peak that could not be counted is noted.
     """
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
@@ -151,8 +154,8 @@ def run_stage(
                     arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
                     slowest = _slowest(stage, arms[0].first_s)
-                    measure_memory, paces = stage.name != ALONE, arm is arms[0]
-                    _warm_up(subject, arm, measure_memory=measure_memory, slowest=slowest, paces=paces)
+                    how = {"measure_memory": stage.name != ALONE, "slowest": slowest, "paces": arm is arms[0]}
+                    _warm_up(subject, arm, notes or Notes(), **how)
                 snapshot.restore()
         step_s = arms[0].first_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
@@ -222,7 +225,7 @@ def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
     return True
 
 
-def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: float, paces: bool) -> None:
+def _warm_up(subject: Subject, arm: _Arm, notes: Notes, *, measure_memory: bool, slowest: float, paces: bool) -> None:
     """Run a step, one more unless it says enough, then one under the memory count; a failure becomes the arm's error.
 
     A first step may hold what happens once: kernels compiled, or chosen by trying them. So a figure that would drop the
@@ -243,15 +246,27 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
             if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
                 raise _Unusable(refusal)
             if measure_memory:
-                subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
-                counted = peak_bytes(lambda: _heaviest_step(run, subject), subject.device, subject.live_tensors)
-                arm.peak_bytes = None if counted is None else counted + subject.start_bytes
-                # What is launched whole lies where no tensor is told from none.
-                arm.unused_bytes = None if is_recorded(compiled) else unused_bytes(subject.device)
+                _count_peak(run, subject, arm, notes)
     except _Unusable as error:
         arm.error = str(error)
     except Exception as error:  # the user's model or the device may fail in any way; the reason is kept
         arm.error = describe(error)
+
+
+def _count_peak(run: Run, subject: Subject, arm: _Arm, notes: Notes) -> None:
+    """Count the peak of a step. If that fails though steps run, the peak is unknown, and noted."""
+    try:
+        subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
+        counted = peak_bytes(lambda: _heaviest_step(run, subject), subject.device, subject.live_tensors)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        _step(run, subject)  # or it is the step that fails, and the trial with it
+        notes.add("memory.not_counted", f"peak memory of {arm.candidate.describe()} was not counted", error)
+        return
+    arm.peak_bytes = counted + subject.start_bytes
+    # What is launched whole lies where no tensor is told from none.
+    arm.unused_bytes = None if is_recorded(arm.candidate.compiled) else unused_bytes(subject.device)
 
 
 def _steps_until_launched(run: Run, subject: Subject, candidate: Candidate) -> list[float]:

@@ -17,6 +17,7 @@ from trimtab.core.choice import Check, Choice, FrontPoint, Mark, Measured, Rejec
 from trimtab.core.compiled import check_compiled
 from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.notes import Note
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.rank_stage import RankStage
 from trimtab.core.recompute import check_recompute
@@ -105,6 +106,7 @@ class Plan:
         meter: what counted joules while it was planned, or why nothing did.
         planning_s: seconds the planning took; search_s: the part spent on tier-F search.
         advice: what the user could gain outside of what a plan may change.
+        notes: figures and settings that planning left out, with the reasons.
     """
 
     batch_rows: int
@@ -149,6 +151,7 @@ class Plan:
     planning_s: float = 0.0
     search_s: float = 0.0
     advice: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     schema: int = PLAN_SCHEMA
 
     def __post_init__(self) -> None:
@@ -338,6 +341,7 @@ def _explain(plan: Plan) -> str:
         low, high = plan.stands_between
         lines.append(f"weights: the choice stands while memory weighs {low:.2g} to {high:.2g} of both together")
     lines += [f"advice: {text}" for text in plan.advice]
+    lines += [f"note: {note.text}" for note in plan.notes]
     if plan.planning_s:
         search = f", {format_seconds(plan.search_s)} of it search for tier F" if plan.search_s else ""
         lines.append(f"planning took {format_seconds(plan.planning_s)}{search}")

@@ -11,6 +11,7 @@ from trimtab.core.compiled import Compiled, in_words
 from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
+from trimtab.core.notes import Note
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
@@ -244,6 +245,7 @@ class Profile:
         traces: of this device's operators. elsewhere_traces and elsewhere_blocks: of CUDA's, for devices not here.
         recomputables: blocks that were measured, where memory asks for less of it.
         meter: what counted joules, or why nothing did.
+        notes: figures and settings that could not be measured or tried, with the reasons.
     """
 
     device: DeviceSpec
@@ -264,6 +266,7 @@ class Profile:
     frees_batch: bool = False
     hurried: bool = False
     meter: MeterFacts = NO_METER
+    notes: tuple[Note, ...] = ()
     schema: int = PROFILE_SCHEMA
 
     def __post_init__(self) -> None:

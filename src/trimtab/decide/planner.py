@@ -111,6 +111,7 @@ def _plan(
         meter=profile.meter,
         planning_s=profile.profiling_s,
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
+        notes=profile.notes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ class Fakes:
                 "torch", given=torch.__version__, expected="one whose fake tensors are known", way_out="Use torch 2.13."
             ) from None
         self._copies, self.mode = FakeCopyMode, FakeTensorMode()
+        self._log, self._level = logging.getLogger(FakeTensorMode.__module__), logging.NOTSET
 
     def copy(self, values: T) -> T:
         """Return a deep copy whose tensors are fakes; what was shared inside stays shared.
@@ -42,10 +44,13 @@ class Fakes:
     def __enter__(self) -> Fakes:
         self.mode.__enter__()
         stand_back()
+        self._level = self._log.level
+        self._log.setLevel(logging.CRITICAL + 1)  # an operator that fails raises; torch logs its traceback besides
         return self
 
     def __exit__(self, *error: Any) -> None:
         try:
             self.mode.__exit__(*error)
         finally:
+            self._log.setLevel(self._level)
             come_back()

@@ -1,0 +1,89 @@
+"""Measuring stages whose failure ends nothing: the figure is left out, and a note records why.
+
+The model, the loss and the data are the user's, and torch's instruments (dispatch modes, fake tensors, hooks) do not
+support every program. Only the plain training step decides whether a loop works: if that fails, planning raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from trimtab.calibrate.failures import describe
+from trimtab.core.errors import LossError, ModelError
+from trimtab.core.notes import Note
+
+T = TypeVar("T")
+
+
+class Notes:
+    """Notes of one planning, each cause once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Note, None] = {}
+
+    @property
+    def found(self) -> tuple[Note, ...]:
+        """The notes so far."""
+        return tuple(self._found)
+
+    def add(self, code: str, what: str, why: BaseException | str) -> None:
+        """Record that something was left out.
+
+        Args:
+            code: stable identifier.
+            what: clause that names the missing figure, such as "FLOP were not counted".
+            why: the error, or the reason in words.
+        """
+        reason = why if isinstance(why, str) else describe(why)
+        self._found[Note(code, f"{what}: {reason}")] = None
+
+    def attempt(self, code: str, what: str, function: Callable[[], T], default: T) -> T:
+        """Return what a function returns, or the default and a note if it raises."""
+        try:
+            return function()
+        except Exception as error:  # of the user's code, or of torch: the reason is recorded
+            self.add(code, what, error)
+            return default
+
+
+def loss_failed(error: Exception) -> LossError:
+    """Return the error of a loop whose plain forward or backward raises."""
+    return LossError(
+        "loss_fn",
+        given=f"{describe(error)} in a plain forward and backward of the example batch",
+        expected="a loss that trains in the loop without trimtab",
+        way_out="Run loss_fn(model, batch).backward() by itself, and correct the model, the loss or the batch.",
+        code="loss.failed",
+    )
+
+
+def planning_failed(error: Exception) -> ModelError:
+    """Return the error of a loop that planning cannot handle, for a cause that no check names."""
+    return ModelError(
+        "plan",
+        given=f"a loop that planning fails on ({describe(error)}); the original error is chained",
+        expected="a loop that can be measured",
+        way_out="Train with settings of your own: trimtab.Plan.fixed(batch_rows).",
+        code="planning.failed",
+    )
+
+
+class Interrupted(BaseException):
+    """Carries an exception of the user's progress callback past the handlers of measuring stages."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def interrupting(progress: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a progress callback whose exceptions end planning, as `Interrupted`."""
+
+    def report(text: str) -> None:
+        try:
+            progress(text)
+        except Exception as error:
+            raise Interrupted(error) from error
+
+    return report

@@ -1,0 +1,110 @@
+"""Counts of one plain step: FLOP, terms of the loss, softmaxes. Each is left out if its instrument fails."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple, NoReturn
+
+from trimtab.calibrate.notes import Notes, loss_failed
+from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import LossError, TrimtabError
+from trimtab.measure.attention import SoftmaxesSeen
+from trimtab.measure.flops import count_flops
+from trimtab.measure.snapshot import Snapshot
+from trimtab.runtime.out_of_memory import is_out_of_memory
+
+_REFUSED = "an operator does not run under torch's FLOP counter, or has a shape that the counter does not know"
+
+
+class StepCounts(NamedTuple):
+    """Counts of the forward and backward of the example batch, in the loop's precision.
+
+    Attributes:
+        flops: counted FLOP; None if they were not counted.
+        terms: number of terms of the loss; rows if the loss was not seen.
+        kind: "rows" or "tokens".
+        seen: softmaxes of the forward; empty if they were not watched.
+    """
+
+    flops: float | None
+    terms: float
+    kind: str
+    seen: SoftmaxesSeen
+
+
+def count_step(subject: Subject, precision: str, notes: Notes) -> StepCounts:
+    """Count one step. An instrument that the loop does not run under is left out, and noted. Leaves no trace.
+
+    Raises:
+        LossError: the plain forward or backward fails, with no instrument on.
+    """
+    flop_error: Exception | str | None = None
+    watch_error: Exception | None = None
+    for watches, counts in ((True, True), (False, True), (True, False), (False, False)):
+        try:
+            found = _counted(subject, precision, watches=watches, counts=counts)
+        except Exception as error:
+            if is_out_of_memory(error):
+                notes.add("flops.not_counted", "FLOP were not counted", error)
+                return StepCounts(None, float(subject.rows), "rows", SoftmaxesSeen())
+            if not (watches or counts):
+                _raise_of_loss(error)
+            flop_error, watch_error = flop_error or error, watch_error or error
+            continue
+        if counts and found.flops is None:
+            flop_error = flop_error or _REFUSED
+            continue
+        if not counts:
+            notes.add("flops.not_counted", "FLOP were not counted", flop_error or _REFUSED)
+        if not watches:
+            notes.add("attention.not_watched", "softmaxes were not watched", watch_error or _REFUSED)
+        return found
+    raise AssertionError("the last way counts nothing, and returns or raises")
+
+
+def require_plain_step(subject: Subject, precision: str) -> None:
+    """Run the forward and backward of the example batch with no instrument on. Leaves no trace.
+
+    Raises:
+        LossError: it fails, for another reason than memory.
+    """
+    try:
+        _counted(subject, precision, watches=False, counts=False)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            _raise_of_loss(error)
+
+
+def is_of_loss(error: Exception) -> bool:
+    """Return whether an error is one that `Subject.loss` made of an exception of the user's code."""
+    return isinstance(error, LossError) and isinstance(error.__cause__, Exception)
+
+
+def _raise_of_loss(error: Exception) -> NoReturn:
+    """Raise the typed error of a plain forward or backward that failed, with the user's exception as its cause."""
+    if isinstance(error, TrimtabError) and not is_of_loss(error):
+        raise error  # a refusal: the result is no loss
+    cause = error.__cause__ if is_of_loss(error) else error
+    assert isinstance(cause, Exception)
+    raise loss_failed(cause) from cause
+
+
+def _counted(subject: Subject, precision: str, *, watches: bool, counts: bool) -> StepCounts:
+    terms = []
+    seen = SoftmaxesSeen()
+
+    def forward_backward() -> None:
+        with seen if watches else contextlib.nullcontext():
+            loss, count = subject.loss(precision=precision)
+        terms.append(count)
+        loss.backward()
+
+    flops: float | None = None
+    with Snapshot(subject.trained, subject.optimizer):
+        if counts:
+            flops = count_flops(forward_backward)
+        else:
+            forward_backward()
+    count = terms[0] if terms else None
+    kind, number = ("rows", subject.rows) if count is None else ("tokens", count)
+    return StepCounts(flops, float(number), kind, seen)
