@@ -478,6 +478,7 @@ LOADED = {
     "trimtab.core.compiled",
     "trimtab.core.energy",
     "trimtab.core.errors",
+    "trimtab.core.notes",
     "trimtab.core.objective",
     "trimtab.core.plan",
     "trimtab.core.rank_stage",

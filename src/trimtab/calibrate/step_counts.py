@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from trimtab.calibrate.notes import Notes, loss_failed
 from trimtab.calibrate.subject import Subject
@@ -38,27 +39,28 @@ def count_step(subject: Subject, precision: str, notes: Notes) -> StepCounts:
     Raises:
         LossError: the plain forward or backward fails, with no instrument on.
     """
+    terms: list[Any] = []  # of each forward that came to its end
     flop_error: Exception | str | None = None
     watch_error: Exception | None = None
     for watches, counts in ((True, True), (False, True), (True, False), (False, False)):
         try:
-            found = _counted(subject, precision, watches=watches, counts=counts)
+            flops, seen = _run(subject, precision, terms, watches=watches, counts=counts)
         except Exception as error:
             if is_out_of_memory(error):
                 notes.add("flops.not_counted", "FLOP were not counted", error)
-                return StepCounts(None, float(subject.rows), "rows", SoftmaxesSeen())
+                return StepCounts(None, *_terms(subject, terms), SoftmaxesSeen())
             if not (watches or counts):
                 _raise_of_loss(error)
             flop_error, watch_error = flop_error or error, watch_error or error
             continue
-        if counts and found.flops is None:
+        if counts and flops is None:
             flop_error = flop_error or _REFUSED
             continue
         if not counts:
             notes.add("flops.not_counted", "FLOP were not counted", flop_error or _REFUSED)
         if not watches:
             notes.add("attention.not_watched", "softmaxes were not watched", watch_error or _REFUSED)
-        return found
+        return StepCounts(flops, *_terms(subject, terms), seen)
     raise AssertionError("the last way counts nothing, and returns or raises")
 
 
@@ -69,7 +71,7 @@ def require_plain_step(subject: Subject, precision: str) -> None:
         LossError: it fails, for another reason than memory.
     """
     try:
-        _counted(subject, precision, watches=False, counts=False)
+        _run(subject, precision, [], watches=False, counts=False)
     except Exception as error:
         if not is_out_of_memory(error):
             _raise_of_loss(error)
@@ -89,8 +91,10 @@ def _raise_of_loss(error: Exception) -> NoReturn:
     raise loss_failed(cause) from cause
 
 
-def _counted(subject: Subject, precision: str, *, watches: bool, counts: bool) -> StepCounts:
-    terms = []
+def _run(
+    subject: Subject, precision: str, terms: list[Any], *, watches: bool, counts: bool
+) -> tuple[float | None, SoftmaxesSeen]:
+    """Run forward and backward; returns FLOP and softmaxes, and appends the loss's count to the terms."""
     seen = SoftmaxesSeen()
 
     def forward_backward() -> None:
@@ -99,12 +103,14 @@ def _counted(subject: Subject, precision: str, *, watches: bool, counts: bool) -
         terms.append(count)
         loss.backward()
 
-    flops: float | None = None
     with Snapshot(subject.trained, subject.optimizer):
         if counts:
-            flops = count_flops(forward_backward)
-        else:
-            forward_backward()
-    count = terms[0] if terms else None
-    kind, number = ("rows", subject.rows) if count is None else ("tokens", count)
-    return StepCounts(flops, float(number), kind, seen)
+            return count_flops(forward_backward), seen
+        forward_backward()
+    return None, seen
+
+
+def _terms(subject: Subject, terms: Sequence[Any]) -> tuple[float, str]:
+    """Return the number of terms of the loss and their kind, by the counts of its forwards."""
+    count = terms[-1] if terms else None
+    return (float(subject.rows), "rows") if count is None else (float(count), "tokens")

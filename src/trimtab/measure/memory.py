@@ -85,9 +85,21 @@ def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return bytes of the distinct storages behind some tensors."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    """Return bytes of the distinct storages behind some tensors; tensors on the meta device have none."""
+    parts = (part for tensor in tensors for part in _strided_parts(tensor))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts if not t.is_meta}
     return sum(storages.values())
+
+
+def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that hold the memory of one, of any layout."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.values(), tensor.offsets()) if tensor.layout is torch.jagged else (tensor,)
 
 
 def peak_growth(step: Callable[[], object]) -> int:

@@ -42,11 +42,16 @@ def require_as_written(compiled: Compiled, model: nn.Module) -> None:
 def noting_calls(model: nn.Module, note: Callable[[], None]) -> Callable[[], None]:
     """Have each call of a model noted, before its forward; returns what ends that.
 
-    Of a model that is compiled in place hooks are a part of what is compiled: those that come later are not seen.
+    Of a model that is compiled in place hooks are a part of what is compiled: those that come later are not seen. A
+    model that takes no hooks, as a scripted one, is noted as it is called.
     """
     called: Any = model._compiled_call_impl
+    before = called
     if called is None:
-        return model.register_forward_pre_hook(lambda *_: note()).remove
+        try:
+            return model.register_forward_pre_hook(lambda *_: note()).remove
+        except Exception:  # of torch or of the model's own class
+            called = model._call_impl
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         note()
@@ -55,7 +60,7 @@ def noting_calls(model: nn.Module, note: Callable[[], None]) -> Callable[[], Non
     model._compiled_call_impl = noted
 
     def end() -> None:
-        model._compiled_call_impl = called
+        model._compiled_call_impl = before
 
     return end
 

@@ -140,4 +140,7 @@ class ForwardSeen:
         if model._compiled_call_impl is not None:
             return noting_calls(model, self.note)
         self._watched = weakref.ref(model)
-        return model.register_forward_pre_hook(self).remove
+        try:
+            return model.register_forward_pre_hook(self).remove
+        except Exception:  # a scripted model, or a class of the user's, takes none
+            return noting_calls(model, self.note)

@@ -24,7 +24,7 @@ class WindowStart:
         self._places = [
             (module, name, name not in module._non_persistent_buffers_set)
             for module in model.modules()
-            for name in module._buffers
+            for name in module._buffers.keys()  # noqa: SIM118 (a scripted module's are no mapping)
         ]
         self._device = next(model.parameters()).device
         self._buffers: list[Tensor | None] = []
@@ -34,7 +34,7 @@ class WindowStart:
 
     def note(self) -> None:
         """Take the state as it is now. Where it raises, the last one stands."""
-        buffers = [module._buffers.get(name) for module, name, _ in self._places]
+        buffers = [_buffer(module, name) for module, name, _ in self._places]
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
             self._sort(buffers)
         if self._always[0]:
@@ -79,7 +79,7 @@ class WindowStart:
         A cache that was made, or grew, stays: what says how large it is stands beside it in Python.
         """
         for (module, name, is_persistent), buffer in zip(self._places, self._buffers, strict=True):
-            now = module._buffers.get(name)
+            now = _buffer(module, name)
             if is_persistent and buffer is not None and now is not None and now.shape == buffer.shape:
                 module._buffers[name] = buffer
         with torch.no_grad():
@@ -87,6 +87,10 @@ class WindowStart:
                 buffer.copy_(copy)
             for each in self._watched:
                 each.restore()
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor | None:
+    return module._buffers[name] if name in module._buffers else None  # noqa: SIM401 (as above)
 
 
 def bytes_to_begin_anew(model: nn.Module) -> int:

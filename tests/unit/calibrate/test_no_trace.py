@@ -184,7 +184,7 @@ def number_of_calls(model):
 
 @pytest.mark.parametrize("model", [Dense, Normalised])
 def test_a_loss_that_fails_on_any_call_leaves_no_trace(model):
-    """In the check, the count, a warm-up (where it is the candidate's failure), a timed block, the phases."""
+    """The check and the count are left out if the plain step works; a warm-up or a timed block is a failed trial."""
     total = number_of_calls(model)
     made, chosen, batch = loop(model)
     before, there = fingerprint(made, chosen), members(made)
@@ -193,13 +193,11 @@ def test_a_loss_that_fails_on_any_call_leaves_no_trace(model):
         try:
             trimtab.plan(made, chosen, Failing(n), batch, num_blocks=3)
             outcomes.add("planned")
-        except FloatingPointError:
-            outcomes.add("raised")
         except InfeasibleError:  # it was the reference's own warm-up in the last stage
             outcomes.add("no plan")
         assert fingerprint(made, chosen) == before, f"call {n}"
         assert members(made) == there, f"call {n}"
-    assert {"planned", "raised"} <= outcomes
+    assert "planned" in outcomes
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])

@@ -11,6 +11,8 @@ from torch import nn
 
 import trimtab
 from trimtab.calibrate import profiler, trials
+from trimtab.calibrate.notes import Notes
+from trimtab.calibrate.step_counts import count_step
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
@@ -170,7 +172,7 @@ def test_terms_are_known_where_only_the_backward_does_not_fit():
 
     model, optimizer, batch = loop()
     subject = Subject(model, optimizer, lambda m, b: Summed(Full.apply(mean_loss(m, b)), 24), batch)
-    assert profiler._count_step(subject, "fp32")[:3] == (None, 24.0, "tokens")
+    assert count_step(subject, "fp32", Notes())[:3] == (None, 24.0, "tokens")
 
 
 def test_a_loop_is_counted_in_its_own_precision():
