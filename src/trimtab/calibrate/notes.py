@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from trimtab.calibrate.failures import describe
-from trimtab.core.errors import LossError, ModelError
+from trimtab.core.errors import LossError, ModelError, TrimtabError
 from trimtab.core.notes import Note
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Notes:
             what: clause that names the missing figure, such as "FLOP were not counted".
             why: the error, or the reason in words.
         """
-        reason = why if isinstance(why, str) else describe(why)
+        reason = why.given if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
         self._found[Note(code, f"{what}: {reason}")] = None
 
     def attempt(self, code: str, what: str, function: Callable[[], T], default: T) -> T:
