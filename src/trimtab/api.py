@@ -329,8 +329,9 @@ def start(
         total_samples, total_tokens: what the run will train on, the one or the other; needed when the plan has a
             schedule by progress. Tokens are the terms that `Summed` counts.
         clip_norm: limit on the global gradient norm, as the user's loop applies it (paper eq. 12).
-        nonfinite: a window whose loss or gradient is no number: "skip" voids it, "stop" raises; either way parameters,
-            optimizer state and buffers stay as before it. Reads a scalar a window. None: as the loop has it.
+        nonfinite: for steps with a non-finite loss or gradient. "skip" drops the step, "stop" raises `NonFiniteError`
+            before it is applied; both wait for the device in each step. "warn" (also None) warns once after such a
+            step, "error" raises; both read the loss a step later, without waiting. "continue" checks nothing.
         out_of_memory: in `run.train_step`, "split" runs the window again in smaller micro-batches, "stop" raises. None:
             split in one process, unless the plan's check found that splitting changes the maths, or the model has batch
             statistics. Of several ranks only one that holds the whole model can (zero_stage 0), without a batch rule.

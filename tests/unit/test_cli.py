@@ -590,9 +590,11 @@ def test_energy_that_is_weighed_without_a_meter_is_refused_estimated_or_left_out
 def test_a_diverged_run_is_still_one_json_object(trimtab, tmp_path):
     Path("plan.json").write_text(json.dumps(PLAN))
     name = changed(tmp_path, "diverging", "lr=3e-3", "lr=1e30")
-    done = trimtab("train", name, "--plan", "plan.json", "--steps", 5, "--json")
+    done = trimtab("train", name, "--plan", "plan.json", "--steps", 5, "--nonfinite", "continue", "--json")
     assert done.code == 0
     assert done.json["loss"] in ("nan", "inf")
+    refused = trimtab("train", name, "--plan", "plan.json", "--steps", 5, "--json")
+    assert (refused.code, refused.out) == (1, "")
 
 
 # compare and report

@@ -298,6 +298,14 @@ def _step(folder: Path) -> int | None:
         return None
 
 
+def _is_finite(folder: Path) -> bool:
+    """Return whether a folder's parameters are finite; False if its manifest cannot be read."""
+    try:
+        return manifest_of(folder).is_finite
+    except FormatError:
+        return False
+
+
 def _place(folder: Path) -> tuple[float, bool, str]:
     """Return a folder's place in their order: by its name where its manifest is lost, else before all.
 
@@ -310,6 +318,8 @@ def _place(folder: Path) -> tuple[float, bool, str]:
 
 def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
     """Delete all but the newest `step-N`, once the newest is found whole; returns what was deleted.
+
+    Of those with finite parameters the newest is kept too, however old.
 
     Args:
         written: the name of one that was committed just now, and needs no second reading.
@@ -325,6 +335,9 @@ def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
         return []
     if newest.name != written:
         verify(newest)
+    if not any(map(_is_finite, (newest, *others[: keep_last - 1]))):
+        last_finite = next(filter(_is_finite, old), None)
+        old = [folder for folder in old if folder != last_finite]
     for folder in old:
         try:
             remove(folder)

@@ -17,7 +17,7 @@ from trimtab.checkpoint import envelope, journal, shard_files
 from trimtab.checkpoint.background import Background
 from trimtab.checkpoint.envelope import Found, Refused, name_of, newest_good, put_aside, retain, settle
 from trimtab.checkpoint.journal import Journal
-from trimtab.checkpoint.lock import Lock, locked
+from trimtab.checkpoint.lock import Lock, opened
 from trimtab.checkpoint.pace import Pace
 from trimtab.checkpoint.ranks import KeptRanks, found_of, is_in_shards, require_kept
 from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
@@ -28,12 +28,12 @@ from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensor_files import require_library
 from trimtab.checkpoint.tensors import require_packable, snapshot
 from trimtab.checkpoint.world import changes, device_of, in_words, parted, require_accepted, world_of
-from trimtab.core.appended import sync
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
+from trimtab.measure.finite import nonfinite_parameter
 from trimtab.runtime.engine import Run
 from trimtab.runtime.keeping import Decided
 
@@ -94,7 +94,7 @@ class KeptRun:
 
     def _looked_for(self) -> Found | None:
         settings = self._settings
-        self._lock = _opened(settings.path)
+        self._lock = opened(settings.path)
         envelope.clean(settings.path)
         settings.require_as_asked()
         if settings.resume == "never":
@@ -236,15 +236,24 @@ class KeptRun:
         with self._told(self._last_begun):
             self._background.wait()
         self._pace.begun(windows, is_saved=False)
+        finite = self._is_finite(windows)
         with self._told(windows):
             taken = self._ranks.together(self._taken, f"taken/{windows}")
             passes = f"pass {taken[0]['data']['passes']}"
             expected = "one pass: all leave it, and hold no run.windows(); or call run.interrupt()"
             self._ranks.require_alike(passes, "checkpoint", expected)
-            write = self._writing(*taken, windows)
+            write = self._writing(*taken, windows, finite=finite)
             self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()
             self._pace.begun(windows, is_saved=True)
+
+    def _is_finite(self, windows: int) -> bool:
+        """Return whether all parameters are finite, on every rank; raises if the run is to end otherwise."""
+        assert self._run is not None
+        found = self._ranks.each(nonfinite_parameter(self._run.model) or "", f"finite/{windows}")
+        if name := next(filter(None, found), ""):
+            self._run.report_nonfinite(f"NaN or infinity in parameter {name} after {windows} steps")
+        return not name
 
     @contextlib.contextmanager
     def _told(self, windows: int) -> Iterator[None]:
@@ -282,7 +291,9 @@ class KeptRun:
         self._journal.sync()
         return self._ranks.own(state, self._whole.buffers)
 
-    def _writing(self, state: Mapping[str, Any], tensors: dict[str, Tensor] | None, windows: int) -> Callable[[], None]:
+    def _writing(
+        self, state: Mapping[str, Any], tensors: dict[str, Tensor] | None, windows: int, *, finite: bool
+    ) -> Callable[[], None]:
         """Return what writes a state; it may be called while the run goes on, where it is of copies.
 
         Args:
@@ -292,7 +303,7 @@ class KeptRun:
         assert run is not None
         plan = to_jsonable(self._plan)
         now = (windows, run.consumed_rows, self._world, plan, self._in_shards, self._accepted, self._noted)
-        about = to_jsonable(Said(*now))
+        about = to_jsonable(Said(*now, finite=finite))
         taken = snapshot(state) if settings.background else state
         shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
 
@@ -379,17 +390,3 @@ def kept(
 
 def _nothing() -> None:
     """Put nothing back: this rank has none of it."""
-
-
-def _opened(folder: Path) -> Lock:
-    """Return the lock of a run's folder, made where it is not there."""
-    try:
-        missing = [each for each in (folder, *folder.parents) if not each.exists()]
-        if missing:
-            folder.mkdir(parents=True, exist_ok=True)  # another run may make it too, and the lock says whose it is
-        for each in missing:
-            sync(each.parent)  # or a power cut takes it, with all that is in it by then
-        return locked(folder)
-    except OSError as error:
-        given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
-        raise FormatError("checkpoints.folder", given=given, expected=expected) from None

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from trimtab.core.appended import sync
 from trimtab.core.errors import FormatError
 
 NAME = "run.lock"
@@ -87,6 +88,24 @@ class Lock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.release()
+
+
+def opened(folder: Path) -> Lock:
+    """Return the lock of a run's folder, which is made where it is not there.
+
+    Raises:
+        FormatError: it cannot be made or written; or as of `locked`.
+    """
+    try:
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        if missing:
+            folder.mkdir(parents=True, exist_ok=True)  # another run may make it too, and the lock says whose it is
+        for each in missing:
+            sync(each.parent)  # or a power cut takes it, with all that is in it by then
+        return locked(folder)
+    except OSError as error:
+        given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
+        raise FormatError("checkpoints.folder", given=given, expected=expected) from None
 
 
 def locked(folder: Path) -> Lock:

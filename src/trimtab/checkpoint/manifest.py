@@ -25,6 +25,7 @@ from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
 SCHEMA = 2
 NAME = "manifest.json"
 STEP = "step"  # the one thing every folder has to say: how far it is
+FINITE = "finite"  # whether every saved parameter is; true if it is not given
 WORLD = "world"  # what a run's folder says of ranks, by name
 _RANKS = re.compile("[1-9][0-9]{0,8}")  # as `str` writes a number: `int` would read more, and digits of other scripts
 _LONGEST = 2**26
@@ -81,6 +82,11 @@ class Manifest:
     def step(self) -> int:
         """How far the folder is: of two, the one with more is newer, whatever clocks say."""
         return int(self.about[STEP])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every parameter in the folder is finite, as far as the folder says."""
+        return self.about.get(FINITE) is not False
 
     @property
     def num_ranks(self) -> int:

@@ -20,7 +20,7 @@ class Said:
     Args:
         step: windows. rows: samples. world: what must be as it was, by name. plan: as JSON. in_shards: whether no rank
             held the whole. accepted: what had changed since the run began and was accepted, in words. noted: what had
-            changed and is refused for nothing.
+            changed and is refused for nothing. finite: whether every parameter was finite.
     """
 
     step: int
@@ -30,6 +30,7 @@ class Said:
     in_shards: bool
     accepted: Mapping[str, str]
     noted: Mapping[str, str] = field(default_factory=dict)
+    finite: bool = True
 
     def __post_init__(self) -> None:
         checks.integer("rows", self.rows, low=0)

@@ -51,6 +51,13 @@ Resume = Annotated[
 Accept = Annotated[
     str | None, typer.Option(help="what may have changed since: torch,threads,device,fp32,ranks,plan,optimizer,data")
 ]
+NonFinite = Annotated[
+    str,
+    typer.Option(
+        help="on a non-finite loss or parameter: error (the default; seen one step later), stop (before the step is "
+        "applied; waits for each step), skip (drop the step), warn or continue"
+    ),
+]
 TrialRows = Annotated[int | None, typer.Option(min=1, help="rows a step, in place of the task's: a trial run")]
 Judged = Annotated[int | None, typer.Option(min=1, help="held-out batches to judge by; all by default")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")]

@@ -20,6 +20,7 @@ from trimtab.cli.options import (
     Judged,
     KeptIn,
     Memory,
+    NonFinite,
     PlanFile,
     Ranks,
     Record,
@@ -58,6 +59,7 @@ def train(
     every: Every = None,
     resume: Resume = None,
     accept: Accept = None,
+    nonfinite: NonFinite = "error",
     when_clean: WhenClean = None,
     by: By = None,
     pauses: Pauses = None,
@@ -68,15 +70,18 @@ def train(
 ) -> None:
     """Train a task through a plan, and evaluate it; now, or when a forecast says that energy is clean."""
     from trimtab.api import Metering
+    from trimtab.core.checks import one_of
     from trimtab.core.objective import Budget
     from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import joined, place
     from trimtab.experiments.ranks import ranks_of_job, task_of_rank
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
     from trimtab.experiments.train_record import require_trackers
+    from trimtab.runtime.voids import POLICIES
     from trimtab.tasks import load_task
 
     here, limits = place(), Budget(memory)
+    one_of("--nonfinite", nonfinite, POLICIES)
     grid = intensity(carbon, carbon_kind) if carbon or not when_clean else None
     loaded = load_task(task).shortened(batch_rows=rows, judged_batches=judged)
     kept, tracks = kept_in(loaded.name, checkpoints, every, resume, accept), tuple(track or ())
@@ -95,6 +100,7 @@ def train(
     with joined():
         plan = {"file": plan_file, "kept": kept, "budget": limits, "adapt": adaptation(adapt), "rehearse": rehearse}
         how = {"seed": seed, "record": record, "metering": Metering(energy_watts), "grid": grid, "tracks": tracks}
+        how |= {"nonfinite": nonfinite}
         made = partial(plan_of_run, loaded, steps, **plan)
         found = train_or_tell(loaded, steps, made, hours, say, checkpoints=kept, **how)
     if here.rank == 0:

@@ -62,11 +62,11 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
             given=f"{stage}, for a model that the loop has wrapped",
             expected="the model itself, which the plan wraps; or none, to keep the loop's own",
         )
-    if plan.engine.value == "deepspeed" and options.get("nonfinite") is not None:
+    if plan.engine.value == "deepspeed" and options.get("nonfinite") in ("skip", "stop"):
         raise ValueGivenError(
             "nonfinite",
             given=f"{options['nonfinite']} with DeepSpeed, which skips such steps by itself",
-            expected="None with this engine",
+            expected="warn, error or continue with this engine",
         )
     if stage >= 2 or plan.engine.value == "deepspeed":
         _require_no_layout(model, plan)

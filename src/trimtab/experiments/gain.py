@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trimtab.core.errors import ModelError
+from trimtab.core.errors import ModelError, NonFiniteError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.phases import ArmPhases, Gain, Lap, Roof
 from trimtab.core.plan import Plan
@@ -22,7 +22,7 @@ from trimtab.decide.roofline import roof_of
 from trimtab.decide.turns import turns
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import rows_of_rank, shard
-from trimtab.experiments.racing.loops import PlanLoop, settling_steps
+from trimtab.experiments.racing.loops import PlanLoop, nonfinite_in, settling_steps
 from trimtab.experiments.racing.watch import Watch, by_part, by_phase
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.process_state import ProcessState
@@ -80,6 +80,7 @@ class _Arm:
     ) -> None:
         own = rows_of_rank(task.batch_rows, together.rank, together.num_ranks)
         self._task, self._device, self._rows = task, device, own.stop - own.start
+        self._together = together
         self._traced, self._micro_rows = traced, min(traced.micro_rows or self._rows, self._rows)
         self._watch = Watch(task, device, self._rows, waits=together.num_ranks > 1)
         torch.manual_seed(0)
@@ -146,6 +147,22 @@ class _Arm:
         roofs = {phase: roof.times(times.get(phase, several)) for phase, roof in found.items() if roof is not None}
         return (roofs, "") if len(roofs) == len(found) else ({}, f"no roof is known: of {spec.name} not all peaks are")
 
+    def require_finite(self, name: str) -> None:
+        """Raise if the loop has become non-finite on some rank, each of which calls it: its times explain no gain.
+
+        Raises:
+            NonFiniteError: it has.
+        """
+        found = nonfinite_in(self._loop)
+        if any(self._together.each(float(bool(found)))):
+            raise NonFiniteError(
+                name,
+                given=found or "a non-finite loss or parameter on another rank",
+                expected="finite values",
+                way_out="Look for NaN or infinity in the data and in the loss, and lower the learning rate.",
+                code="training.nonfinite",
+            )
+
     def close(self) -> None:
         """Undo what the loop changed."""
         self._state.restore()
@@ -182,6 +199,8 @@ def measure_gain(
             progress(f"phases of {task.name}: lap {index + 1} of {number}", index / number)
             for arm in turns(arms, index, 0):
                 arm.lap(steps, clocked_first=index % 4 < 2)
+        for arm, name in zip(arms, ("the plain loop", "the plan's loop"), strict=True):
+            arm.require_finite(name)
         spec = device_spec(device)
         found, is_over = [arm.found(spec) for arm in arms], True
     finally:

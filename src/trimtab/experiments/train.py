@@ -26,6 +26,7 @@ from trimtab.experiments.kept_batches import KeptBatches
 from trimtab.experiments.train_figures import Part, figures_of, told_carbon
 from trimtab.experiments.train_record import record_of
 from trimtab.measure.energy import EnergyClock
+from trimtab.measure.finite import nonfinite_parameter
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.engine import Run
@@ -41,7 +42,8 @@ class Training:
 
     Args:
         steps: windows. record: a new file; or this run's own, where there are checkpoints. tracks: what follows that
-            record, as `tracker_named` reads it. grid: grams per kWh, by which carbon is told.
+            record, as `tracker_named` reads it. grid: grams per kWh, by which carbon is told. nonfinite: what a
+            non-finite loss or parameter does, as in `trimtab.start`.
 
     Raises:
         FormatError: the plan was made for another batch, or other ranks.
@@ -56,6 +58,7 @@ class Training:
     checkpoints: Checkpoints | None = None
     grid: Intensity | None = None
     tracks: tuple[str, ...] = ()
+    nonfinite: str = "error"
 
     @property
     def begins_record(self) -> bool:
@@ -104,7 +107,7 @@ def train_part(
     clock = EnergyClock(metered.meter)
     recorded = None if writer is None or metered.own.is_absent else clock
     begin = time.perf_counter()
-    kept = {"record": writer, "energy": recorded, "checkpoints": asked.checkpoints}
+    kept = {"record": writer, "energy": recorded, "checkpoints": asked.checkpoints, "nonfinite": asked.nonfinite}
     with writer or contextlib.nullcontext(), start(model, optimizer, plan, total_samples=rows, **kept) as run:
         for note in notes:
             run.note(*note)
@@ -120,6 +123,7 @@ def train_part(
         energy = metered.of_all(clock.read(), total)
         carbon = None if asked.grid is None else told_carbon(seconds, energy, asked.grid)
         ended = -(-run.consumed_rows // task.batch_rows)
+        _check_parameters(run)
         said = (seconds, counted.terms(run.consumed_rows - before), energy, carbon, float(run.loss))
         value = _paused(run) if is_paused else _evaluated(run, task, model, data.held_out)
     return Part(before, ended, *said, value, data.source, where)
@@ -135,6 +139,13 @@ def _trained(run: Run, batches: Any, asked: Training, counted: CountedTerms, bef
         yield done
         if done == asked.steps and asked.checkpoints is not None:  # before its data are over: more may follow
             run.checkpoint()
+
+
+def _check_parameters(run: Run) -> None:
+    """Report non-finite parameters of any rank, by the run's policy; every rank calls it."""
+    name = nonfinite_parameter(run.model)
+    if total(0.0 if name is None else 1.0):
+        run.report_nonfinite(f"NaN or infinity in parameter {name or 'of another rank'} at the end of training")
 
 
 def _evaluated(run: Run, task: Task, model: torch.nn.Module, held_out: Sequence[Any]) -> float:

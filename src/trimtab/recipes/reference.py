@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.losses import mean_of
 from trimtab.recipes.loop import autocast, hold_tf32, move
@@ -16,10 +17,15 @@ from trimtab.tasks.task import Task
 
 
 class ReferenceLoop:
-    """The plain loop: whole batch, the declared precision, the task's optimizer; or the user's own step function."""
+    """The plain loop: whole batch, the declared precision, the task's optimizer; or the user's own step function.
+
+    Attributes:
+        loss: of the last step, on the device; None before it, and of the user's own step function.
+    """
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
+        self.loss: Tensor | None = None
         self.precision = task.reference.precision
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
@@ -37,6 +43,7 @@ class ReferenceLoop:
         with autocast(self.precision, self._device):
             loss = mean_of(self._task.loss_fn(self._called, batch))
         self._scaler.scale(loss).backward()
+        self.loss = loss.detach()
         if self._task.reference.clip_norm is not None:
             self._scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._task.reference.clip_norm)

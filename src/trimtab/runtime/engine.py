@@ -81,7 +81,8 @@ class Run(Passes, Resumable):
         self._backend = backend = backend or Given()
         exchange = backend.exchange
         self._consumed = Consumed(plan, total_samples, total_tokens, exchange)
-        self._voids = Voids(nonfinite, is_alone=not exchange.has_peers)
+        policy = "continue" if on_trial else nonfinite
+        self._voids = Voids(policy, self.note, is_alone=not exchange.has_peers)
         require_free(model)
         trained = optimizers.whole(model, modules)
         self._hooks = HookWatch(trained, plan, self._clip_norm, nonfinite, out_of_memory)
@@ -238,6 +239,8 @@ class Run(Passes, Resumable):
                 self._note_precision(reason)
         if self._recorder is not None:
             self._recorder.stepped()
+        if applied and window.rows:
+            self._voids.applied(self._consumed.windows - 1, self.loss)
 
     def _record_of(self, agreed: Agreed, k: int, factor: float, applied: bool) -> Step:
         rate = applied_rate(self._optimizer, factor)
@@ -335,6 +338,8 @@ class Run(Passes, Resumable):
         optimizers.drop_gradients(self._optimizer)
         self._closed = True
         with contextlib.ExitStack() as last:  # each, whatever another raises; the record after all that may note in it
+            if error is None:
+                last.callback(self._voids.over)
             last.callback(self._position.let_go)
             last.callback(self._end_record, error)
             last.callback(self._keeper.close, error)

@@ -47,6 +47,17 @@ class Resumable:
         """
         return {name: part.state_dict() for name, part in self._parts()}
 
+    def report_nonfinite(self, what: str) -> None:
+        """Warn that something has become non-finite, or raise, by the run's policy.
+
+        Args:
+            what: for a person, such as "NaN or infinity in parameter fc.weight".
+
+        Raises:
+            NonFiniteError: the policy is "error" or "stop".
+        """
+        self._voids.report(what)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`.
 

@@ -1,4 +1,7 @@
-"""Windows whose gradients are no numbers: skipped or stopped at, and the precision that is left when it keeps failing.
+"""Steps with non-finite losses or gradients: warned of, skipped or stopped at; and giving up a precision that fails.
+
+"skip" and "stop" look before a step is applied, and wait for the device for it. "warn" and "error" read the loss of an
+applied step while the next one runs, and wait for nothing.
 
 Under fp16 an overflow voids a window and lowers the loss scale, which a first few windows are for. Where the loss
 itself is no number, no lower scale mends it, and the scale stays: the cause lies in data, loss or weights, or a value
@@ -9,6 +12,8 @@ meets nothing else stops.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +23,10 @@ from torch import Tensor
 from trimtab.core import checks
 from trimtab.core.errors import NonFiniteError
 from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.measure.late import Late
 
-POLICIES = ("skip", "stop")
+POLICIES = ("warn", "error", "skip", "stop", "continue")
+_BEFORE_THE_STEP = ("skip", "stop")
 # Skipped windows in a row after which a run stops.
 PATIENCE = 25
 # The loss scale per mean loss below which an overflow is not one.
@@ -28,22 +35,34 @@ SCALE_FLOOR = 2.0**-4
 # are, or so many of these in a row.
 _LOOK_BACK, _TOO_MANY = 64, 0.5
 _TOO_MANY_LOST, _LOST_IN_A_ROW = 0.25, 8
+_LATE = (
+    "Look for NaN or infinity in the data and for a log, a root or a division in the loss; lower the learning rate or "
+    'set clip_norm where training diverged. nonfinite="skip" drops such steps, "stop" ends the run before one is '
+    "applied. Steps since then may have been applied: resume from an earlier checkpoint."
+)
 _COUNTS = ("in_a_row", "lost_in_a_row", "total")
 _BEYOND = "a value of the forward may be beyond fp16's 65504"
+
+
+Note = Callable[[str, Mapping[str, Any]], None]
 
 
 class Voids(Part):
     """Counts a run's void windows, and says what becomes of it.
 
     Args:
-        policy: None, "skip" or "stop".
+        policy: of `POLICIES`; None: "warn".
+        note: records an event.
         is_alone: whether the loss can be looked at: one of several ranks knows its own only, and they have to agree.
     """
 
-    def __init__(self, policy: str | None, *, is_alone: bool = True) -> None:
+    def __init__(self, policy: str | None, note: Note | None = None, *, is_alone: bool = True) -> None:
         if policy is not None:
             checks.one_of("nonfinite", policy, POLICIES)
-        self._own, self._policy, self._is_alone = policy, policy, is_alone
+        before_the_step = policy if policy in _BEFORE_THE_STEP else None
+        self._own, self._policy, self._is_alone = before_the_step, before_the_step, is_alone
+        self._asked, self._note, self._has_warned = policy or "warn", note, False
+        self._late: tuple[int, Late] | None = None
         self.in_a_row = self.total = 0
         self._windows = self._share = self._lost = 0.0
         self._lost_in_a_row = 0
@@ -120,6 +139,55 @@ class Voids(Part):
             self._policy = self._policy or "skip"
         return reason
 
+    @property
+    def _ends_the_run(self) -> bool:
+        return self._asked in ("error", "stop")
+
+    def applied(self, step: int, loss: Tensor) -> None:
+        """Look at the loss of the applied step before this one, and remember this one's.
+
+        On a CPU this one's is looked at: it is there already.
+
+        Raises:
+            NonFiniteError: it is non-finite, and the policy is "error".
+        """
+        if self._asked != "error" and (self._asked != "warn" or self._has_warned):
+            return
+        before, self._late = self._late, (step, Late(loss))
+        if loss.device.type == "cpu":
+            before, self._late = self._late, None
+        self._look_at(before)
+
+    def over(self) -> None:
+        """Look at the loss of the last step: the run is closed.
+
+        Raises:
+            NonFiniteError: as of `applied`.
+        """
+        before, self._late = self._late, None
+        self._look_at(before)
+
+    def _look_at(self, before: tuple[int, Late] | None) -> None:
+        if before is not None and not math.isfinite(value := before[1].read()[0]):
+            self.report(f"a loss of {value:g} in step {before[0]}")
+
+    def report(self, what: str) -> None:
+        """Report that something has become non-finite: `what`, such as a parameter by its name. Warns once.
+
+        Raises:
+            NonFiniteError: the policy is "error" or "stop".
+        """
+        if self._asked == "continue" or (self._has_warned and not self._ends_the_run):
+            return
+        if self._note is not None and not self._has_warned:
+            self._note("nonfinite", {"found": what, "policy": self._asked})
+        self._late, self._has_warned = None, True
+        if self._ends_the_run:
+            raise NonFiniteError(
+                "training", given=what, expected="finite values", way_out=_LATE, code="training.nonfinite"
+            )
+        warnings.warn(f"Training has become non-finite: {what}. {_LATE}", RuntimeWarning, stacklevel=4)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
         counts = {"in_a_row": self.in_a_row, "lost_in_a_row": self._lost_in_a_row, "total": self.total}
@@ -150,4 +218,5 @@ def _error(given: str) -> NonFiniteError:
         expected="numbers",
         way_out="Look for a nan or inf in the data and for a log, a root or a division in the loss; a lower learning "
         "rate or clip_norm where training diverged. Parameters and optimizer state are as before the window.",
+        code="step.nonfinite",
     )

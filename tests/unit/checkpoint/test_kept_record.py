@@ -39,7 +39,7 @@ def start(writer, folder=None, width: int = 4):
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     keep = None if folder is None else trimtab.Checkpoints(folder, every_steps=1, every_s=None)
-    return trimtab.start(model, optimizer, PLAN, record=writer, checkpoints=keep)
+    return trimtab.start(model, optimizer, PLAN, record=writer, checkpoints=keep, nonfinite="continue")
 
 
 def train(writer, folder, windows: int) -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from torch import nn
 from tiny_task import BATCH_ROWS, BUDGET_ROWS, EVAL_EVERY_ROWS, load_data, task
 from torch import Tensor
 
@@ -199,9 +200,9 @@ class Clock:
 
 
 class Timed:
-    """A loop without a model, whose every step takes `step_s`."""
+    """A loop of a model without parameters, whose every step takes `step_s`."""
 
-    model = optimizer = None
+    model, optimizer = nn.Module(), None
 
     def __init__(self, clock: Clock, step_s: float, rows: int = 10, turns: list[str] | None = None, name: str = ""):
         self._clock, self._step_s, self._rows = clock, step_s, rows

@@ -23,12 +23,14 @@ from trimtab.experiments.comparison.rows import (
     interval_of,
     resolution_of,
     target_object,
+    verdict_object,
 )
 
 
 def ablation_object(ablation: Ablation) -> dict[str, Any]:
     """Return the object of every benchmark; a row is flat but for its pairs, ratios are with a change over without."""
     run = {"command": ablation.command, "data_sha256": ablation.data_source.get("sha256")}
+    run |= verdict_object(ablation.headline)
     found = {
         "schema": ROWS_SCHEMA,
         "name": "ablate",

@@ -27,8 +27,10 @@ def headline(
         plan: that of tier S. failed: of each arm that failed, where. Its tier brings no gain, whatever the races show
             that it survived. ranks: what is said of those that trained together, or "".
     """
-    same = _failure("keeps the maths", failed.get("plan_S")) or _same_maths(_find(ratios, "plan_S", "throughput"), plan)
-    freed = _failure("changes the training", failed.get("plan_F")) or _freed(
+    found = _find(ratios, "plan_S", "throughput")
+    same = _failure("The plan that keeps the maths", failed.get("plan_S"))
+    same = same or (None if found else _failure("The reference", failed.get("reference"))) or _same_maths(found, plan)
+    freed = _failure("The plan that changes the training", failed.get("plan_F")) or _freed(
         targets, _find(ratios, "plan_F", "final_metric_difference")
     )
     kind = "gain" if same.kind != "harm" and freed.kind == "gain" else same.kind
@@ -38,7 +40,7 @@ def headline(
 
 
 def _failure(what: str, where: str | None) -> Verdict | None:
-    return Verdict(NO_VERDICT, f"The plan that {what} failed {where}: no verdict.") if where else None
+    return Verdict(NO_VERDICT, f"{what} failed {where}: no verdict.") if where else None
 
 
 def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:

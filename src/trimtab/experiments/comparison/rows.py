@@ -11,7 +11,7 @@ from trimtab.core.energy import NO_METER
 from trimtab.core.plan import Plan
 from trimtab.experiments.comparison.arms import PLAN_ARMS
 from trimtab.experiments.comparison.gain_rows import gain_rows, third_rows_flat
-from trimtab.experiments.comparison.result import Comparison, Ratio, RatioRow, TargetRow, limits_of
+from trimtab.experiments.comparison.result import Comparison, Ratio, RatioRow, TargetRow, Verdict, limits_of
 from trimtab.experiments.comparison.stats import bounds
 
 ROWS_SCHEMA = 1
@@ -43,10 +43,15 @@ def benchmark_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _run(comparison: Comparison) -> dict[str, Any]:
-    """Return what was run, on what data."""
+    """Return what was run, on what data, and the verdict."""
     sha256 = comparison.data_source.get("sha256")
     energy = {} if comparison.meter == NO_METER else {"energy": comparison.meter.describe()}
-    return {"command": comparison.command, "data_sha256": sha256} | energy
+    return {"command": comparison.command, "data_sha256": sha256} | verdict_object(comparison.headline) | energy
+
+
+def verdict_object(headline: Verdict) -> dict[str, str]:
+    """Return the verdict read first, and why it is the one."""
+    return {"verdict": headline.kind, "verdict_why": headline.sentence}
 
 
 def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any]:

@@ -53,6 +53,12 @@ def failed_in(races: Races, arm: str) -> str:
     return f"in {sum(map(bool, errors))} of {len(errors)} races" if any(errors) else ""
 
 
+def failed_with(races: Races, arm: str) -> str:
+    """Return `in 1 of 5 races (a loss of nan)` of an arm that failed in some, with the first error; or ""."""
+    errors = [text for race in races.values() if arm in race and (text := failed(race[arm]))]
+    return f"{failed_in(races, arm)} ({errors[0]:.200})" if errors else ""
+
+
 def is_brief(record: RunRecord) -> bool:
     """Return whether an arm was only timed for a few steps."""
     return bool(record.header.detail.get(BRIEF))
@@ -63,7 +69,7 @@ def failed(record: RunRecord) -> str:
     if record.end is None:
         return ""
     if record.end.reason == "diverged":
-        return "its held-out metric was not finite"
+        return str(record.end.detail.get("error") or "its held-out metric was not finite")
     return str(record.end.detail.get("error", "")) if record.end.reason == "error" else ""
 
 

@@ -101,8 +101,8 @@ def _control(races: stats.Races, again: Sequence[float]) -> Interval | None:
 
 
 def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, str]:
-    """Return where each arm that failed did."""
-    raced = {name: stats.failed_in(races, name) for name in ARMS}
+    """Return where each arm that failed did, and what was the first error."""
+    raced = {name: stats.failed_with(races, name) for name in ARMS}
     early = {name: "before the first race" for name, fact in facts.items() if fact.error}
     return early | {name: where for name, where in raced.items() if where}
 

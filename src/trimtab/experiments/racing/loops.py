@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.api import start
 from trimtab.core.plan import Plan
+from trimtab.measure.finite import nonfinite_parameter
 from trimtab.recipes.loop import Loop
 from trimtab.recipes.strong import StrongLoop
 from trimtab.runtime.compile_check import WINDOWS
@@ -23,6 +25,18 @@ def settling_steps(loop: Loop) -> int:
     A dozen of those run as the model was: a large part of a few dozen steps, and next to none of a run.
     """
     return getattr(loop, "settling_steps", 1)
+
+
+def nonfinite_in(loop: Loop) -> str:
+    """Return what of a loop is NaN or infinite: its last loss, or a parameter; "" if nothing is. Waits for the device.
+
+    Of several ranks each sees its own. Under fp16 a loss is not looked at: a forward that overflows is a skipped step.
+    """
+    loss = None if getattr(loop, "precision", "") == "fp16" else getattr(loop, "loss", None)
+    if isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
+        return f"a loss of {float(loss):g}"
+    name = nonfinite_parameter(loop.model)
+    return "" if name is None else f"NaN or infinity in parameter {name}"
 
 
 def _settling(plan: Plan) -> int:
@@ -50,6 +64,11 @@ class PlanLoop:
         drawn = list(itertools.islice(batches, self._run.num_batches))
         self._run.train_step(self._run.window(*drawn), self._task.loss_fn)
         return len(drawn) * self._task.batch_rows
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss of the last step, on the device."""
+        return self._run.loss
 
     def close(self) -> None:
         """Close the run."""

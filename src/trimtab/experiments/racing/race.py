@@ -34,7 +34,7 @@ from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import shard
 from trimtab.experiments.comparison.stats import GIVEN_ROWS
 from trimtab.experiments.racing.failures import end_with
-from trimtab.experiments.racing.loops import settling_steps
+from trimtab.experiments.racing.loops import nonfinite_in, settling_steps
 from trimtab.experiments.racing.meter import RaceMeter
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
@@ -158,6 +158,7 @@ class Racer:
         if self.rows >= (due if self.entry.is_timed_only else stop):
             self._evaluate()
         self._finish_if_due(cap_s)
+        self._leave_if_nonfinite()
         self._state = ProcessState.capture()
 
     def _evaluate(self) -> None:
@@ -175,6 +176,15 @@ class Racer:
             self.end = "budget"
         elif self.train_s >= cap_s:
             self.end = "cap"
+
+    def _leave_if_nonfinite(self) -> None:
+        """Leave the race if loss or parameters are non-finite, whatever the held-out metric says of them.
+
+        NaN logits have an accuracy, and steps over NaN take as long as others.
+        """
+        found = nonfinite_in(self.loop)
+        if any(self._together.each(float(bool(found)))):
+            self.end, self.error = "diverged", found or "a non-finite loss or parameter on another rank"
 
     def record(self, seed: int, environment: dict[str, str]) -> RunRecord:
         """Return what happened."""

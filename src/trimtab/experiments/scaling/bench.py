@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from trimtab.api import FREED, default_rule
+from trimtab.core.errors import NonFiniteError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
@@ -25,9 +26,9 @@ from trimtab.decide.turns import turns
 from trimtab.distributed.dealing import shard
 from trimtab.distributed.process_group import place, slowest, total
 from trimtab.experiments.racing.inspect_arm import held_at_most
-from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.experiments.racing.loops import PlanLoop, nonfinite_in
 from trimtab.experiments.scaling.plans import told_bytes
-from trimtab.experiments.scaling.result import RECIPES, Sharing, Timed, TimedArm
+from trimtab.experiments.scaling.result import RECIPES, Refused, Sharing, Timed, TimedArm
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import Loop, MakeLoop
@@ -81,6 +82,12 @@ class _Stepped:
         self._loop.model.zero_grad(set_to_none=True)
         self._state = ProcessState.capture()
 
+    @property
+    def nonfinite(self) -> str:
+        """What of the loop is NaN or infinite, on any rank; "" if nothing is. Every rank asks."""
+        found = nonfinite_in(self._loop)
+        return (found or "a non-finite loss or parameter on another rank") if total(float(bool(found))) else ""
+
     def end(self) -> None:
         """Close the loop."""
         self.enter()
@@ -88,7 +95,11 @@ class _Stepped:
 
 
 class Bench:
-    """All arms of one mode, timed in turns: each with its communication and without."""
+    """All arms of one mode, timed in turns: each with its communication and without.
+
+    Attributes:
+        refused: recipes that have become non-finite, so that their times say nothing; known after `arms`.
+    """
 
     def __init__(
         self,
@@ -102,9 +113,15 @@ class Bench:
     ) -> None:
         self._task, self._data, self._device = task, data, device
         self._mode, self._number, self._settings, self._progress = mode, number, settings, progress
+        self._nonfinite: dict[str, str] = {}
+        self.refused: list[Refused] = []
 
     def arms(self, plan: Plan | None) -> list[TimedArm]:
-        """Return what was timed of each recipe; without a plan, of the plain loop."""
+        """Return what was timed of each recipe; without a plan, of the plain loop.
+
+        Raises:
+            NonFiniteError: the plain loop has become non-finite: there is nothing to compare with.
+        """
         outside, makes = ProcessState.capture(), self._makes(plan)
         try:
             loops = {name: self._loop(name, make, outside) for name, make in makes.items()}
@@ -117,6 +134,9 @@ class Bench:
         for recipe in RECIPES:
             if recipe not in timed:
                 continue
+            if why := self._nonfinite.get(recipe) or self._nonfinite.get(f"{recipe} alone"):
+                self._refuse(recipe, why)
+                continue
             together, windows = timed[recipe]
             own = timed.get(f"{recipe} alone", (None, 0))[0]
             of_plan = plan if recipe.startswith("plan") else None
@@ -124,6 +144,18 @@ class Bench:
             rows, peak = sum(together.rows) / windows, peaks.get(recipe)
             found.append(TimedArm(recipe, self._mode, together, own, rows, says, settled[recipe], sharing, peak))
         return found
+
+    def _refuse(self, recipe: str, why: str) -> None:
+        if recipe == "baseline":
+            raise NonFiniteError(
+                "the plain loop",
+                given=why,
+                expected="finite values",
+                way_out="Look for NaN or infinity in the data and in the loss, and lower the learning rate.",
+                code="training.nonfinite",
+            )
+        said = f"it became non-finite: {why}"
+        self.refused.append(Refused(recipe, self._mode, place().num_ranks, said, nonfinite=True))
 
     def _makes(self, plan: Plan | None) -> dict[str, MakeLoop]:
         several = place().num_ranks > 1
@@ -181,6 +213,8 @@ class Bench:
                 seconds[name].append(taken_s)
                 last = name
                 if lap == self._settings.blocks - 1:
+                    if why := loops[name].nonfinite:
+                        self._nonfinite[name] = why
                     loops.pop(name).end()
                     gc.collect()  # a run refers to itself, and would stay for a while
         blocks = self._settings.blocks

@@ -39,6 +39,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         found = _planned(whole, share, data, device, folder, settings, progress)
         bench = Bench(whole, data, device, mode, number, settings, progress)
         arms += bench.arms(found.plan)
+        refused += bench.refused
         refused += [] if found.plan is not None else [Refused("plan", mode, here.num_ranks, found.refusal)]
     link = _link(device) if here.num_ranks > 1 and not number else None  # once: it takes seconds over a slow one
     shared = crowded()

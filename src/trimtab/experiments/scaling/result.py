@@ -82,12 +82,17 @@ class TimedArm:
 
 @dataclass(frozen=True)
 class Refused:
-    """A recipe that jobs of so many ranks did not time, and why."""
+    """A recipe that jobs of so many ranks have no times of, and why.
+
+    Args:
+        nonfinite: whether its loss or parameters became NaN or infinite; else there was no plan.
+    """
 
     recipe: str
     mode: str
     ranks: int
     why: str
+    nonfinite: bool = False
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,12 @@ def tables(found: Scaling) -> dict[str, tuple[tuple[str, ...], ...]]:
 
 
 def _refused_cells(row: Refused) -> tuple[str, ...]:
-    found = (row.mode if row.ranks > 1 else "", row.recipe, f"{row.ranks}", "", "no plan: see below")
+    found = (row.mode if row.ranks > 1 else "", row.recipe, f"{row.ranks}", "", f"{'non-finite' if row.nonfinite else 'no plan'}: see below")
     return (*found, *("" for _ in _COLUMNS[len(found) :]))
+
+
+def _why(row: Refused) -> str:
+    return f"{'' if row.nonfinite else 'no plan meets the limit: '}{row.why}"
 
 
 def _cells(row: ScalingRow) -> tuple[str, ...]:
@@ -109,7 +113,7 @@ def notes(found: Scaling) -> list[str]:
     said = [f"{recipe}: {RECIPES[recipe]}" for recipe in recipes]
     said += [f"{row.recipe}, {_where(row.ranks, row.mode)}: {row.says}" for row in found.rows if row.says]
     said += [
-        f"{row.recipe}, {_where(row.ranks, row.mode)}: no plan meets the limit: {row.why}" for row in found.refused
+        f"{row.recipe}, {_where(row.ranks, row.mode)}: {_why(row)}" for row in found.refused
     ]
     said += [f"link: {link.name}, {_speed(link)}" for link in found.links]
     said.append(f"threads of a rank: {', '.join(map(str, found.threads))}")
