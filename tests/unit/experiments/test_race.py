@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from torch import nn
 from tiny_task import BATCH_ROWS, BUDGET_ROWS, EVAL_EVERY_ROWS, load_data, task
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan

@@ -490,7 +490,7 @@ def test_figures_are_read_in_a_later_window_than_they_were_made_in(monkeypatch, 
     monkeypatch.setattr(Late, "__init__", lambda self, values: (made.append(len(windows)), begin(self, values))[1])
     monkeypatch.setattr(Late, "read", lambda self: (read.append(len(windows)), look(self))[1])
     problem = Regression(8, measuring(4))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(problem.model, problem.optimizer, problem.plan, nonfinite="continue") as run:
         for window in itertools.islice(run.windows(problem.batches()), 20 + FRESH):
             windows.append(window)
             run.train_step(window, mean_loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trimtab.decide.ablation import PLAN, REFERENCE
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
@@ -19,18 +19,23 @@ def headline(
     whole: Sequence[RatioRow],
     control: Interval | None = None,
     unit: str = "share",
+    failed: Mapping[str, str] | None = None,
 ) -> Verdict:
     """Return the verdict read first.
 
     Args:
-        control: of interactions. unit: of the metric.
+        control: of interactions. unit: of the metric. failed: arm -> why it has no figures.
     """
     if not changes:
         return NOTHING
     rows = {row.metric: row for row in whole if (row.arm, row.against) == (PLAN, REFERENCE)}
     row, quality = rows.get(THROUGHPUT), rows.get(QUALITY)
     if row is None:
-        return Verdict("no verdict", "The plan as a whole was not timed: see every arm as it ran.")
+        errors = failed or {}
+        why = "; ".join(f"{arm} failed: {errors[arm]:.200}" for arm in (REFERENCE, PLAN) if arm in errors)
+        return Verdict(
+            "no verdict", f"The plan as a whole was not timed: {why.rstrip('.') or 'see every arm as it ran'}."
+        )
     many = f"Its {len(changes)} changes together" if len(changes) > 1 else f"Its one change ({changes[0].says})"
     sentences = [
         _whole(row, many),

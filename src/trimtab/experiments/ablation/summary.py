@@ -68,7 +68,7 @@ def summarise(task: Task, data: TaskData, raced: Raced, command: str, notes: Seq
         data,
         plan,
         command,
-        headline=headline(changes, effects, whole, evidence.interaction_control, metric.unit),
+        headline=headline(changes, effects, whole, evidence.interaction_control, metric.unit, raced.failed),
         num_seeds=len(raced.races),
         changes=changes,
         arms=tuple(_arm(name, label, task, raced) for name, label in labels.items()),

@@ -29,7 +29,13 @@ def tables(found: Scaling) -> dict[str, tuple[tuple[str, ...], ...]]:
 
 
 def _refused_cells(row: Refused) -> tuple[str, ...]:
-    found = (row.mode if row.ranks > 1 else "", row.recipe, f"{row.ranks}", "", f"{'non-finite' if row.nonfinite else 'no plan'}: see below")
+    found = (
+        row.mode if row.ranks > 1 else "",
+        row.recipe,
+        f"{row.ranks}",
+        "",
+        f"{'non-finite' if row.nonfinite else 'no plan'}: see below",
+    )
     return (*found, *("" for _ in _COLUMNS[len(found) :]))
 
 
@@ -112,9 +118,7 @@ def notes(found: Scaling) -> list[str]:
     recipes = list(dict.fromkeys(row.recipe for row in found.rows))
     said = [f"{recipe}: {RECIPES[recipe]}" for recipe in recipes]
     said += [f"{row.recipe}, {_where(row.ranks, row.mode)}: {row.says}" for row in found.rows if row.says]
-    said += [
-        f"{row.recipe}, {_where(row.ranks, row.mode)}: {_why(row)}" for row in found.refused
-    ]
+    said += [f"{row.recipe}, {_where(row.ranks, row.mode)}: {_why(row)}" for row in found.refused]
     said += [f"link: {link.name}, {_speed(link)}" for link in found.links]
     said.append(f"threads of a rank: {', '.join(map(str, found.threads))}")
     said.append("waiting: of a window, what the same loop does not take without the other ranks")

@@ -1,0 +1,152 @@
+"""Commands whose loops become non-finite: an error, or no verdict, with the reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tiny_task import BATCH_ROWS, BUDGET_ROWS, load_data, make_model
+from tiny_task import task as tiny
+from torch import nn
+
+from trimtab.core.errors import NonFiniteError
+from trimtab.core.plan import Plan
+from trimtab.core.progress import silent
+from trimtab.experiments.ablation.headline import headline as ablation_headline
+from trimtab.experiments.ablation.result import Change
+from trimtab.experiments.comparison import stats
+from trimtab.experiments.comparison.headline import headline
+from trimtab.experiments.comparison.ratio_rows import throughput_row
+from trimtab.experiments.gain import measure_gain
+from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.experiments.racing.race import Entry, race
+from trimtab.experiments.scaling.bench import Bench, JobSettings
+from trimtab.experiments.train import Training, train_whole
+from trimtab.recipes.reference import ReferenceLoop
+
+PLAN = Plan.fixed(BATCH_ROWS, 8)
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:Training has become non-finite:RuntimeWarning")
+
+
+class Breaking(nn.Module):
+    """A model whose output is NaN from some training step on."""
+
+    def __init__(self, steps: int = 3):
+        super().__init__()
+        self.layers, self.steps, self.calls = make_model(), steps, 0
+
+    def forward(self, points):
+        self.calls += self.training and torch.is_grad_enabled()
+        return self.layers(points) * (math.nan if self.training and self.calls > self.steps else 1.0)
+
+
+def breaking_data():
+    data = load_data()
+    points, labels = data.columns
+    points = points.clone()
+    points[5, 3] = math.nan
+    return replace(data, columns=(points, labels))
+
+
+TASKS = {
+    "a NaN in the data": replace(tiny, load_data=breaking_data),
+    "a rate that diverges": replace(tiny, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e30)),
+    "a model that breaks": replace(tiny, make_model=Breaking),
+}
+
+
+@pytest.mark.parametrize("cause", TASKS)
+def test_train_ends_with_an_error_unless_another_policy_is_asked_for(cause):
+    with pytest.raises(NonFiniteError):
+        train_whole(Training(TASKS[cause], PLAN, 20), silent)
+    assert train_whole(Training(TASKS[cause], PLAN, 20, nonfinite="continue"), silent)["steps"] == 20
+
+
+def test_train_checks_parameters_that_no_loss_has_told_of():
+    """The last step has a finite loss, and a gradient that is not."""
+
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.scale = make_model(), nn.Parameter(torch.zeros(()))
+
+        def forward(self, points):
+            return self.layers(points) + self.scale.square().sqrt()  # whose gradient at zero is NaN
+
+    with pytest.raises(NonFiniteError):
+        train_whole(Training(replace(tiny, make_model=Root), PLAN, 1), silent)
+
+
+def races(task, arms) -> stats.Races:
+    entries = [Entry(name, make, BUDGET_ROWS) for name, make in arms.items()]
+    found = {seed: race(entries, task, task.load_data(), seed, CPU) for seed in range(2)}
+    return {seed: {each.header.name: each for each in records} for seed, records in found.items()}
+
+
+@pytest.mark.parametrize("cause", TASKS)
+def test_a_race_of_non_finite_arms_has_no_verdict_and_says_why(cause):
+    found = races(TASKS[cause], {"reference": ReferenceLoop, "plan_S": partial(PlanLoop, plan=PLAN)})
+    assert {record.end.reason for race in found.values() for record in race.values()} == {"diverged"}
+    assert throughput_row(found, "plan_S", "reference", "S", None) is None
+    verdict = headline([], [], PLAN, {name: stats.failed_with(found, name) for name in ("reference", "plan_S")})
+    assert verdict.kind == "no verdict"
+    assert stats.failed(found[0]["plan_S"])[:40] in verdict.sentence
+    alone = headline([], [], PLAN, {"reference": stats.failed_with(found, "reference")})
+    assert alone.kind == "no verdict"
+    assert stats.failed(found[0]["reference"])[:40] in alone.sentence
+
+
+def test_arms_that_are_only_timed_are_checked_too():
+    entries = [Entry(n, ReferenceLoop, BUDGET_ROWS, is_timed_only=True) for n in ("reference", "self")]
+    task = TASKS["a NaN in the data"]
+    found = race(entries, task, task.load_data(), 0, CPU)
+    assert {record.end.reason for record in found} == {"diverged"}
+
+
+def test_one_arm_that_breaks_leaves_the_others():
+    def breaks(task, device):
+        return ReferenceLoop(TASKS["a model that breaks"], device)
+
+    found = races(tiny, {"reference": ReferenceLoop, "plan_S": breaks})
+    assert {race["reference"].end.reason for race in found.values()} == {"budget"}
+    assert {race["plan_S"].end.reason for race in found.values()} == {"diverged"}
+
+
+def test_an_ablation_of_non_finite_arms_says_why_it_has_no_verdict():
+    change = Change("precision", "precision bf16", "S")
+    verdict = ablation_headline([change], [], [], failed={"plan": "a loss of nan"})
+    assert verdict.kind == "no verdict"
+    assert "a loss of nan" in verdict.sentence
+
+
+def bench(task) -> Bench:
+    return Bench(task, task.load_data(), CPU, "weak", 0, JobSettings(("weak",), 1, 0.0), silent)
+
+
+def test_a_scaling_table_has_no_row_of_a_plan_that_breaks(monkeypatch):
+    its = bench(tiny)
+    makes = {
+        "baseline": ReferenceLoop,
+        "plan": lambda task, device: ReferenceLoop(TASKS["a model that breaks"], device),
+    }
+    monkeypatch.setattr(its, "_makes", lambda plan: makes)
+    assert [arm.recipe for arm in its.arms(PLAN)] == ["baseline"]
+    (refused,) = its.refused
+    assert (refused.recipe, refused.nonfinite) == ("plan", True)
+
+
+def test_a_scaling_job_whose_plain_loop_breaks_is_an_error():
+    with pytest.raises(NonFiniteError) as raised:
+        bench(TASKS["a NaN in the data"]).arms(None)
+    assert raised.value.code == "training.nonfinite"
+
+
+def test_phases_of_a_loop_that_breaks_are_an_error():
+    task = TASKS["a model that breaks"]
+    with pytest.raises(NonFiniteError) as raised:
+        measure_gain(task, task.load_data(), CPU, PLAN, rounds=2)
+    assert raised.value.code == "training.nonfinite"
