@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.adapting import (
-    RACED,
     TRAINED,
     RunLength,
     adaptations,
@@ -47,6 +46,7 @@ from trimtab.measure.energy import EnergyClock
 from trimtab.measure.meters import Metering, elsewhere_meter, find_meter, measurable
 from trimtab.runtime.batches import as_many_rows
 from trimtab.runtime.engine import LossFn, Run
+from trimtab.runtime.optimizers import modules_beside, require_alone
 from trimtab.runtime.recorder import Recorder
 
 MOST_BATCHES = 16
@@ -79,6 +79,7 @@ def profile(
     total_steps: int | None = None,
     frees_batch: bool = False,
     blocks: Iterable[str] = (),
+    modules: Iterable[nn.Module] = (),
     num_blocks: int = NUM_BLOCKS,
     traces: bool = False,
     metering: Metering | None = None,
@@ -103,6 +104,8 @@ def profile(
             beside a forward, and peaks are of windows of two batches.
         blocks: names of the modules that may compute their activations again in the backward, where those found in the
             model's tree are not the ones. Each runs once in a forward, and none lies in another.
+        modules: trained by the same optimizer in addition to the model, such as a criterion with parameters. Those
+            without parameters of the optimizer's are restored after planning.
         num_blocks: interleaved blocks of steps per candidate, at least 3. A gain is accepted from 5 blocks on.
         traces: whether to trace peaks though memory is neither limited nor weighed, so that the profile can be decided
             under other limits and for other devices.
@@ -122,9 +125,8 @@ def profile(
     if longest_batch is not None:
         batch, example = as_many_rows(longest_batch, example_batch), example_batch
     named = checks.names("blocks", blocks)
-    subject = Subject(
-        model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, named_blocks=named, example=example
-    )
+    given = {"named_blocks": named, "example": example, "modules": modules_beside(model, modules)}
+    subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, **given)
     if not model.training:
         warnings.warn(_IN_EVALUATION, stacklevel=2)
     metered = find_meter(subject.device, metering)
@@ -132,8 +134,8 @@ def profile(
     metered = dataclasses.replace(metered, facts=facts)
     times = checks.integer("num_blocks", num_blocks, low=3)
     steps = None if total_steps is None else checks.integer("total_steps", total_steps)
-    given = {"data": data, "total_steps": steps, "num_blocks": times, "traces": traces, "progress": progress}
-    return profile_loop(subject, reference, objective, budget, metered=metered, **given)
+    asked = {"data": data, "total_steps": steps, "num_blocks": times, "traces": traces, "progress": progress}
+    return profile_loop(subject, reference, objective, budget, metered=metered, **asked)
 
 
 def plan_elsewhere(
@@ -217,6 +219,7 @@ def plan(
     data: Iterable[Any] | None = None,
     total_steps: int | None = None,
     blocks: Iterable[str] = (),
+    modules: Iterable[nn.Module] = (),
     num_blocks: int = NUM_BLOCKS,
     metering: Metering | None = None,
     rehearse: bool = True,
@@ -249,9 +252,10 @@ def plan(
             silent, or ranks failed, as where memory runs out, after they had sent unlike much in such windows.
     """
     require_plannable(model)
-    freed = adaptations(adapt, data)
+    beside, freed = modules_beside(model, modules), adaptations(adapt, data)
+    require_alone(beside, is_alone=not is_to_share(model))
     trains = bool(freed & TRAINED)
-    _require_races(freed, model, optimizer)
+    require_adaptable(freed, model, optimizer, is_alone=not has_peers())
     rule = batch_rule_of("batch" in freed, batch_rule)
     budget = checks.dataclass_or("budget", budget, Budget, Budget())
     objective = checks.dataclass_or("objective", objective, Objective, Objective())
@@ -273,6 +277,7 @@ def plan(
             data=None if trains and isinstance(data, Iterator) else data,  # whole for what trains on it
             total_steps=total_steps,
             blocks=blocks,
+            modules=beside,
             frees_batch=rule is not None and rule.spans_batches,
             num_blocks=num_blocks,
             metering=metering,
@@ -282,7 +287,7 @@ def plan(
     def made(found: Profile, kept: str = "") -> Made:
         chosen = of_replicas(of_any_rank(found) if is_shared else found, kept)
         if trains and data is not None:
-            loop = Subject(model, optimizer, loss_fn, example_batch)
+            loop = Subject(model, optimizer, loss_fn, example_batch, modules=beside)
             chosen = adapted(loop, chosen, freed, data, progress, RunLength.of(data, total_steps), found.budget)
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
@@ -322,6 +327,7 @@ def start(
     record: RecordWriter | None = None,
     energy: EnergyClock | None = None,
     checkpoints: Checkpoints | None = None,
+    modules: Iterable[nn.Module] = (),
 ) -> Run:
     """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
 
@@ -339,6 +345,8 @@ def start(
         record: where to write a line per step; stays open for its owner.
         energy: what counts joules for that record, a line about every ten seconds; None: they are not in it.
         checkpoints: where the run is kept, and gone on from; needs `run.windows(loader)`, which knows its place.
+        modules: trained by the same optimizer in addition to the model, such as a criterion with parameters; in one
+            process. Checkpoints include them.
 
     Raises:
         UsageError: the plan does not fit this model, optimizer or device; nothing was changed.
@@ -354,7 +362,8 @@ def start(
         plan,
         {"clip_norm": clip_norm, "nonfinite": nonfinite, "total_samples": total_samples, "total_tokens": total_tokens},
     )
-    exchange = backend.exchange
+    exchange, beside = backend.exchange, modules_beside(model, modules)
+    require_alone(beside, is_alone=not exchange.has_peers)
     if exchange.num_ranks == 1 and exchange.has_peers:  # gradients may be reduced by hand, and other ranks would wait
         out_of_memory = out_of_memory or "stop"
         if plan.batch_rule is not None:
@@ -372,22 +381,10 @@ def start(
         "out_of_memory": out_of_memory,
         "stop": checks.dataclass_or("stop", stop, Stop, None),
     }
-    options |= {"backend": backend, "recorder": None if record is None else Recorder(record, energy)}
+    options |= {"modules": beside, "backend": backend, "recorder": None if record is None else Recorder(record, energy)}
     settings: Checkpoints | None = checks.dataclass_or("checkpoints", checkpoints, Checkpoints, None)
     if settings is not None:
         return kept(settings, model, optimizer, plan, options)
     if record is not None:
         record.require_own()
     return Run(model, optimizer, plan, **options)
-
-
-def _require_races(freed: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise where what is freed cannot be tried: before anything is measured."""
-    if (raced := sorted(freed & RACED)) and has_peers():
-        raise ValueGivenError(
-            "adapt",
-            given=f"{raced[0]}, on one of several ranks",
-            expected="one process: its race trains alone",
-            way_out="Plan in one process; the ranks start that plan on a model in DistributedDataParallel.",
-        )
-    require_adaptable(freed, model, optimizer)

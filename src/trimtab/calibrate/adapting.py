@@ -92,8 +92,21 @@ def require_rate(freed: Collection[str]) -> None:
         raise ValueGivenError("adapt", given=given, expected=expected)
 
 
-def require_adaptable(freed: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UsageError` where what is freed cannot be tried on this model and optimizer."""
+def require_adaptable(
+    freed: frozenset[str], model: nn.Module, optimizer: torch.optim.Optimizer, *, is_alone: bool
+) -> None:
+    """Raise `UsageError` where a setting cannot be adapted for this model, optimizer and number of ranks.
+
+    Args:
+        is_alone: whether this process is the only rank.
+    """
+    if (raced := sorted(freed & RACED)) and not is_alone:
+        raise ValueGivenError(
+            "adapt",
+            given=f"{raced[0]}, on one of several ranks",
+            expected="one process: its race trains alone",
+            way_out="Plan in one process; the ranks start that plan on a model in DistributedDataParallel.",
+        )
     if "optimizer" in freed:
         require_muon(hidden_matrices(model, optimizer))
     if "learning_rate" in freed and any(group.get("lr") is None for group in optimizer.param_groups):

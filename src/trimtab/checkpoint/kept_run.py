@@ -43,7 +43,7 @@ class KeptRun:
 
     Args:
         plan: what is started. ranks: that start it, each calling this and all that follows. in_shards: whether no rank
-            of them holds all of it.
+            of them holds all of it. modules: trained in addition to the model.
 
     Raises:
         FormatError: the folder cannot be one of a run, or another run holds it. DependencyError: without safetensors.
@@ -60,12 +60,15 @@ class KeptRun:
         ranks: KeptRanks,
         *,
         in_shards: bool,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         require_library()
         self._settings, self._plan, self._ranks = settings, plan, ranks
         self._shards = Shards(model, optimizer)
         self._in_shards, self._whole = in_shards, ModelState(model)
         self._parts: dict[str, Any] = {"model": self._whole, "optimizer": OptimizerState(optimizer)}
+        if modules:
+            self._parts["modules"] = ModelState(nn.ModuleList(modules), "modules")
         self._cut: dict[str, Any] = {"model": WithoutParameters(model), "shards": self._shards}
         self._also = Given(settings.also)
         self._last_begun = 0
@@ -372,7 +375,8 @@ def kept(
     exchange = options["backend"].exchange
     require_kept(model, optimizer, plan, exchange, background=settings.background)
     in_shards = is_in_shards(model, plan, exchange)
-    keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange), in_shards=in_shards)
+    modules = options.get("modules", ())
+    keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange), in_shards=in_shards, modules=modules)
     try:
         run = Run(model, optimizer, plan, keeper=keeper, **options)
     except BaseException as error:

@@ -22,10 +22,14 @@ _HIDDEN = "hidden"  # buffers that a model keeps out of its state_dict, and trai
 
 
 class ModelState(Part):
-    """A model's parameters and buffers, and what else its modules put into `state_dict()`."""
+    """A model's parameters and buffers, and what else its modules put into `state_dict()`.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Args:
+        name: of the part, for errors.
+    """
+
+    def __init__(self, model: nn.Module, name: str = "model") -> None:
+        self._model, self._name = model, name
 
     def state_dict(self) -> dict[str, Any]:
         """Return values where they lie, not copies."""
@@ -54,8 +58,8 @@ class ModelState(Part):
         Raises:
             ModelError: other names, shapes or types than the model's. Hidden buffers may have grown, or come later.
         """
-        require_keys("state.model", state, ("own", _HIDDEN))
-        _require_alike("model", state["own"], self._own())
+        require_keys(f"state.{self._name}", state, ("own", _HIDDEN))
+        _require_alike(self._name, state["own"], self._own())
         load_hidden = loading_hidden(self._model, state[_HIDDEN])
 
         def load() -> None:

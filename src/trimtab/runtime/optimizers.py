@@ -50,6 +50,18 @@ def modules_beside(model: nn.Module, modules: Any) -> tuple[nn.Module, ...]:
     return tuple({id(module): module for module in listed if id(module) not in own}.values())
 
 
+def require_alone(modules: tuple[nn.Module, ...], *, is_alone: bool) -> None:
+    """Raise `ModelError` for modules beside the model on one of several ranks: their gradients would not be reduced."""
+    if modules and not is_alone:
+        raise ModelError(
+            "modules",
+            given=f"{type(modules[0]).__name__} beside the model, on one of several ranks",
+            expected="one process: gradients are reduced of the model alone",
+            way_out="Make the criterion a submodule of the model, whose forward computes the loss.",
+            code="modules.several_ranks",
+        )
+
+
 def check_ownership(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -85,11 +97,11 @@ def check_ownership(
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise needs_closure(optimizer)
-    if not any(p.requires_grad for p in model.parameters()):
+    trained = whole(model, modules)
+    if not any(p.requires_grad for p in trained.parameters()):
         raise ModelError(
             "model", given="no parameter that requires a gradient", expected="at least one", way_out="Unfreeze some."
         )
-    trained = whole(model, modules)
     devices = {p.device for p in trained.parameters()}
     if len(devices) > 1:
         raise ModelError("model", given=f"parameters on {sorted(map(str, devices))}", expected="one device")
