@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from trimtab.core.errors import RankError
 from trimtab.distributed.heartbeat import Silence, awaited, beating, say
-from trimtab.distributed.process_group import from_first, job_store, time_limit_s
+from trimtab.distributed.process_group import SILENT, from_first, job_store, time_limit_s
 
 
 def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
@@ -46,4 +46,5 @@ def _word_of(store: dist.Store, rank: int, key: str, limit_s: float) -> str:
             given=str(silence),
             expected="its part of what all do",
             way_out="It was stopped, killed, or its machine is gone: look at its own log and its machine's.",
+            code=SILENT,
         ) from silence

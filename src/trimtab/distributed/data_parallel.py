@@ -50,7 +50,8 @@ class DataParallel(Torch):
         own = {"bucket_cap_mb": _bucket_mib(plan), "gradient_as_bucket_view": True, BUFFERS: False}
         with _without_buffers(model):
             self.model = DistributedDataParallel(model, **own)
-        self._sync = GradientSync(self.model)
+        self._sync = GradientSync(self.model, self.exchange)
+        self._sync.require_all(optimizer, of_user=False)
         broadcast_buffers(model)
         if plan.powersgd_rank.value is not None:
             self.model.register_comm_hook(_powersgd(int(plan.powersgd_rank.value)), powerSGD_hook.powerSGD_hook)
@@ -67,9 +68,10 @@ class DataParallel(Torch):
         self._sync.begin(last=last)
 
     def backward(self, loss: Tensor) -> None:
-        """Have a micro-batch's backward; names a rank that is lost in it."""
+        """Run a micro-batch's backward, complete the reduction after a window's last; names a rank that is lost."""
         with self.exchange.explaining():
             super().backward(loss)
+            self._sync.complete()
 
     def end(self) -> None:
         """Reduce again."""

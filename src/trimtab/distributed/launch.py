@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimtab.core.errors import RankError
+from trimtab.distributed.process_group import ENDED
 
 # What a rank runs: the command itself, with what it was called with. `-P`, as `-m` alone would import first from the
 # current folder whatever has the name of a package; a task of the user's is found there by its own name.
@@ -72,4 +73,6 @@ def _error_of(failed: Any) -> RankError:
         way_out = "Where it was killed, the machine may have run out of memory: look at its log."
     else:
         how, way_out = f"ended with status {first.exitcode}", "What it said stands above."
-    return RankError("rank", given=f"rank {rank}, which {how}", expected="all ranks to end well", way_out=way_out)
+    return RankError(
+        "rank", given=f"rank {rank}, which {how}", expected="all ranks to end well", way_out=way_out, code=ENDED
+    )

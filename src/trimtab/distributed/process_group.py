@@ -18,9 +18,12 @@ from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words,
 
 # A rank that is waited for longer than this is taken for dead. torch's own limits are 10 and 30 minutes.
 TIMEOUT_S = 60.0
+# Codes of errors that report another rank's end.
+ENDED, SILENT = "ranks.ended", "ranks.silent"
 # What NCCL waits beyond it: it ends its process without a word, which is to be over with its own reasons by then.
 _AFTER_S = 30.0
 _numbers = itertools.count()  # the same on every rank, which ask in the same order
+_MADE = "what it makes for all"
 _is_apart = False
 _joined_s: float | None = None
 _has_joined = False
@@ -241,11 +244,11 @@ def from_first(make: Callable[[], str], topic: str = "") -> str:
         found = awaited(store, key, time_limit_s())
     except Silence as silence:
         way_out = "It was stopped, killed, or its machine is gone: look at its own log and its machine's."
-        lost = RankError("rank 0", given=str(silence), expected="what it makes for all", way_out=way_out)
+        lost = RankError("rank 0", given=str(silence), expected=_MADE, way_out=way_out, code=SILENT)
         raise (lost if dist.get_rank() == 1 else lost.echoed()) from silence
     if found[0] == "!":
         way_out = "Mend that; the others wait for it."
-        raise RankError("rank 0", given=found[1:], expected="what it makes for all", way_out=way_out).echoed()
+        raise RankError("rank 0", given=found[1:], expected=_MADE, way_out=way_out, code=ENDED).echoed()
     return found[1:]
 
 

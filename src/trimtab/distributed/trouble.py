@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from trimtab.core.errors import RankError
-from trimtab.distributed.process_group import job_store
+from trimtab.distributed.process_group import ENDED, SILENT, job_store
+from trimtab.runtime.gradient_sync import UNREDUCED
 
 # What a rank has to answer a roll call in. All are called that failed to wait for one: they do within moments of each
 # other, but for those whose own time limit began later.
@@ -28,8 +29,8 @@ class Trouble:
         self._has_told = False
 
     def tell(self, error: BaseException) -> None:
-        """Say what ends this rank, unless it is what another said."""
-        if not isinstance(error, RankError):
+        """Publish the error that ends this rank, unless another rank is behind it or raises it too."""
+        if not (isinstance(error, RankError) and error.code != UNREDUCED):
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
             with self._store() as store:
                 store.set(f"{self._prefix}/{self._rank}", text)
@@ -52,10 +53,11 @@ class Trouble:
         said, silent = self._roll_call()
         if said:
             given = "; ".join(f"rank {rank} with {text}" for rank, text in said.items())
-            return RankError("rank", given=f"the end of {given}", expected="all ranks to go on", way_out=_SAID).echoed()
+            how = {"expected": "all ranks to go on", "way_out": _SAID, "code": ENDED}
+            return RankError("rank", given=f"the end of {given}", **how).echoed()
         if silent:
             given = f"no answer from rank {', '.join(map(str, silent))}, of {self._ranks}"
-            found = RankError("rank", given=given, expected="all ranks to go on", way_out=_SILENT)
+            found = RankError("rank", given=given, expected="all ranks to go on", way_out=_SILENT, code=SILENT)
             is_first = all(rank in silent for rank in range(self._rank))
             return found if is_first else found.echoed()
         return error

@@ -107,8 +107,10 @@ class Given(Torch):
         self.may_retry = self.exchange.num_ranks == 1
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Change nothing."""
-        self.model, self.optimizer, self._sync = model, optimizer, GradientSync(model)
+        """Change nothing; raises where a model in DDP would not be reduced as a whole."""
+        self.model, self.optimizer, self._sync = model, optimizer, GradientSync(model, self.exchange)
+        self._sync.require_no_static_graph(plan)
+        self._sync.require_all(optimizer, of_user=True)
 
     def settle(self) -> None:
         """Have buckets laid out anew."""
@@ -117,6 +119,11 @@ class Given(Torch):
     def begin(self, *, last: bool) -> None:
         """Keep it from being reduced, unless it is the last."""
         self._sync.begin(last=last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a micro-batch's backward; after a window's last every gradient is reduced."""
+        super().backward(loss)
+        self._sync.complete()
 
     def end(self) -> None:
         """Reduce again."""

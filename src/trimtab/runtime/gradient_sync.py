@@ -1,14 +1,31 @@
-"""One gradient reduction a window: ranks wait for each other in its last micro-batch alone."""
+"""One gradient reduction per window with `DistributedDataParallel`, complete on every rank.
+
+DDP reduces in the last micro-batch's backward, and only once every parameter has taken part in that backward. A layer
+that this micro-batch did not use would leave its bucket, and all later ones, unreduced. The parameters that DDP still
+waits for are therefore handed to it after the backward: with the gradient of earlier micro-batches, or with zeros.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import warnings
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trimtab.core.errors import ModelError, OptimizerError, RankError
+from trimtab.core.plan import Plan
+from trimtab.runtime.exchange import Exchange, Figures, Gathered
 from trimtab.runtime.optimizers import drop_gradients
+
+UNREDUCED = "ranks.gradient_unreduced"
+_BITS = 52  # of a mask per figure: a float64 holds integers up to 2**53 exactly
+# torch reports the parameters that DDP waits for in the text of an error alone.
+_WAITS_FOR = re.compile(r"did not receive grad for rank \d+:([\d ,]+)")
+_NAMED = 5  # parameters in a message
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
@@ -17,35 +34,244 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
 
 
 class GradientSync:
-    """Keeps a `DistributedDataParallel` from reducing before the last micro-batch; nothing to do for other models.
+    """Has a `DistributedDataParallel` reduce once per window, whatever layers the micro-batches use.
 
-    Set before each forward: DDP decides there whether the backward will reduce.
+    `begin` is called before each forward: DDP decides there whether the backward will reduce.
+
+    Args:
+        model: nothing is done for a model without DDP.
+        exchange: with the other ranks of that DDP.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = data_parallel(model)
+    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+        self._model, self._exchange = data_parallel(model), exchange
         self._skipping = contextlib.ExitStack()
-        self._has_begun = self._is_settled = False
+        self._has_begun = self._is_settled = self._is_last = False
+        self._sent: int | None = None
+        if self._model is not None:
+            self._reduced = _reduced_parameters(self._model)
+            self._sparse = _sparse_indices(self._model, self._reduced)
+            known = {p for _, p in self._reduced} | _left_to_the_user(self._model)
+            self._outside = [(name, p) for name, p in model.named_parameters() if p not in known]
+
+    def require_all(self, optimizer: torch.optim.Optimizer, *, of_user: bool) -> None:
+        """Require that DDP reduces every parameter that the optimizer trains.
+
+        Args:
+            of_user: the user made the DDP and may reduce other parameters by hand: a warning instead of an error.
+
+        Raises:
+            OptimizerError: a trainable parameter is outside of DDP.
+        """
+        if self._model is None or self._exchange.num_ranks == 1:
+            return
+        known = {p for _, p in self._reduced} | _left_to_the_user(self._model)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        left = [p for p in trained if p not in known]
+        if not left:
+            return
+        names = {p: name for name, p in self._outside}
+        called = _listed([names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in left])
+        expected = "every trained parameter inside DistributedDataParallel, which reduces gradients over ranks"
+        way_out = "Put it into the wrapped model, and set requires_grad before the model is wrapped."
+        error = OptimizerError(
+            "optimizer", given=f"{called}, outside of it", expected=expected, way_out=way_out, code=UNREDUCED
+        )
+        if not of_user:
+            raise error
+        warnings.warn(str(error), RuntimeWarning, stacklevel=4)
+        self._outside = [(name, p) for name, p in self._outside if p not in set(left)]
+
+    def require_no_static_graph(self, plan: Plan) -> None:
+        """Raise `ModelError` for accumulation in a DDP with `static_graph=True`, whose first backward has to reduce."""
+        if self._model is not None and self._model.static_graph and (plan.num_micro_batches > 1 or plan.batch_rule):
+            raise ModelError(
+                "model",
+                given="DistributedDataParallel(static_graph=True), and windows of several micro-batches",
+                expected="a plan with one micro-batch per window, or DDP without static_graph",
+                way_out="Leave static_graph out.",
+                code="ranks.static_graph",
+            )
 
     def begin(self, *, last: bool) -> None:
         """A micro-batch is about to be handed out."""
-        if self._model is not None:
-            self._has_begun = True
-            self._skipping.close()
-            if not last:
-                self._skipping.enter_context(self._model.no_sync())
+        if self._model is None:
+            return
+        self._has_begun, self._is_last = True, last
+        self._skipping.close()
+        if not last:
+            self._skipping.enter_context(self._model.no_sync())
+        else:
+            self._sent = _num_collectives(self._model)
+
+    def complete(self) -> None:
+        """After a backward: after a window's last, hand DDP the parameters that it still waits for.
+
+        A parameter that no rank used keeps no gradient (None), so that the optimizer skips it as in a plain loop.
+        Ranks that used all of their layers do not wait for the others here.
+
+        Raises:
+            RankError: gradients are still not reduced.
+        """
+        if self._model is None or not self._is_last:
+            return
+        self._is_last = False
+        self._require_none_outside()
+        missing = self._missing()
+        unused = [i for i in missing if self._parameter(i).grad is None]
+        answer = self._tell(unused)
+        if not missing:
+            return
+        if self._model.static_graph:  # which takes no parameter that its first backward did not use
+            raise self._unreduced([self._name(i) for i in missing])
+        self._hand_over(missing)
+        if left := self._missing():
+            raise self._unreduced([self._name(i) for i in left])
+        if unused:
+            by_all = set.intersection(*(_unpacked(each) for each in answer()))
+            for index in by_all.intersection(unused):
+                self._parameter(index).grad = None
 
     def end(self) -> None:
         """The window was given up."""
         self._skipping.close()
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Between two windows: after the first, have DDP lay out its buckets anew, which every rank has to do at once.
+        """Between two windows: after the first, have DDP lay out its buckets again, on every rank at the same point.
 
-        By itself it does so in its next forward, where a rank without data comes only once it knows that others go on.
+        Otherwise DDP does so in its next forward, which a rank without data enters only if other ranks have data.
         """
         if self._model is None or self._is_settled or not self._has_begun:
             return
         self._is_settled = True
         drop_gradients(optimizer)  # which hold the old buckets
         self._model.reducer._rebuild_buckets()
+
+    def _missing(self) -> list[int]:
+        """Return the indices of the parameters that DDP waits for; none if it has reduced."""
+        assert self._model is not None
+        try:
+            self._model.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            found = _WAITS_FOR.search(str(error))
+            indices = [] if found is None else [int(each) for each in re.findall(r"\d+", found.group(1))]
+            if not indices:
+                raise self._unreduced(["unknown parameters"]) from error
+            return indices
+        if self._sent is None or _num_collectives(self._model) != self._sent:
+            return []
+        # No collective since the last forward: the backward reached no parameter, and the reducer has not even begun.
+        self._sent = None
+        if self._model.static_graph:
+            return list(range(len(self._reduced)))
+        with contextlib.suppress(RuntimeError):  # the first parameter has been marked as unused
+            self._call_reducer([0])
+        return self._missing()
+
+    def _hand_over(self, indices: Sequence[int]) -> None:
+        """Mark parameters as ready, on which DDP reduces the buckets that are then complete."""
+        for index in indices:
+            parameter = self._parameter(index)
+            if parameter.grad is None and index in self._sparse:
+                parameter.grad = _sparse_zero(parameter)
+        self._call_reducer(indices)
+
+    def _call_reducer(self, indices: Sequence[int]) -> None:
+        """Call DDP's own hook of parameters, inside a backward: the reducer queues its end there."""
+        assert self._model is not None
+        reducer = self._model.reducer
+
+        def mark(gradient: Tensor) -> None:
+            for index in indices:
+                reducer._autograd_hook(index)
+
+        root = torch.zeros((), device=self._parameter(0).device, requires_grad=True)
+        root.register_hook(mark)
+        root.backward()
+
+    def _tell(self, unused: Sequence[int]) -> Callable[[], Gathered]:
+        """Send the parameters that this rank's window has no gradient of."""
+        return self._exchange.ask(_packed(unused, len(self._reduced)))
+
+    def _require_none_outside(self) -> None:
+        """Raise `RankError` for a gradient of a parameter that DDP does not know: unfrozen after it was wrapped."""
+        found = [name for name, parameter in self._outside if parameter.grad is not None]
+        if found and self._exchange.num_ranks > 1:
+            raise self._unreduced(found)
+
+    def _unreduced(self, names: Sequence[str]) -> RankError:
+        given = f"{_listed(names)}, whose gradient in this window is not reduced over the ranks"
+        expected = "every gradient reduced by DistributedDataParallel before the optimizer's step"
+        way_out = (
+            "Use these parameters in every micro-batch, wrap the model with find_unused_parameters=True and without "
+            "static_graph, and set requires_grad before it is wrapped."
+        )
+        return RankError("model", given=given, expected=expected, way_out=way_out, code=UNREDUCED)
+
+    def _parameter(self, index: int) -> nn.Parameter:
+        return self._reduced[index][1]
+
+    def _name(self, index: int) -> str:
+        return self._reduced[index][0]
+
+
+def _left_to_the_user(model: DistributedDataParallel) -> set[nn.Parameter]:
+    """Return parameters that the user has told DDP to ignore, and reduces in another way."""
+    ignored = model.parameters_to_ignore
+    return {p for name, p in model.module.named_parameters() if name in ignored}
+
+
+def _reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    """Return names and parameters in the order of DDP's reducer.
+
+    The reducer holds the parameters that required a gradient when the model was wrapped, which may have changed since.
+    """
+    try:
+        held = {id(each) for bucket in model.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()}
+    except RuntimeError:  # buckets of sparse gradients have no memory to show
+        held = {id(each) for each in model.module.parameters() if each.requires_grad} - set(
+            map(id, _left_to_the_user(model))
+        )
+    return [(name, p) for name, p in model.module.named_parameters() if id(p) in held]
+
+
+def _sparse_indices(model: DistributedDataParallel, reduced: Sequence[tuple[str, nn.Parameter]]) -> set[int]:
+    """Return the indices of the parameters that DDP expects a sparse gradient of."""
+    layers = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    weights = {layer.weight for layer in layers}
+    return {index for index, (_, parameter) in enumerate(reduced) if parameter in weights}
+
+
+def _sparse_zero(weight: nn.Parameter) -> Tensor:
+    """Return a sparse gradient of zeros with one row: gloo aborts the process at one without rows."""
+    where = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+    return torch.sparse_coo_tensor(where, torch.zeros_like(weight[:1]), weight.shape)
+
+
+def _num_collectives(model: DistributedDataParallel) -> int | None:
+    """Return how many collectives this rank has begun on DDP's process group; None if its backend does not count."""
+    try:
+        backend = model.process_group._get_backend(next(model.module.parameters()).device)
+        return int(backend._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
+
+
+def _packed(indices: Sequence[int], number: int) -> Figures:
+    """Return a bit mask over so many indices as figures."""
+    masks = [0] * -(-number // _BITS)
+    for index in indices:
+        masks[index // _BITS] |= 1 << index % _BITS
+    return masks
+
+
+def _unpacked(figures: Figures) -> set[int]:
+    """Return the indices of a bit mask."""
+    return {
+        place * _BITS + bit for place, figure in enumerate(figures) for bit in range(_BITS) if int(figure) >> bit & 1
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

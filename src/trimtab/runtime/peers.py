@@ -265,6 +265,7 @@ def _require_together(counted: list[int]) -> None:
             given=f"{counted[fewest]} windows stepped, and {max(counted)} on rank {counted.index(max(counted))}",
             expected="every rank to step the same windows",
             way_out="A window that others have reduced cannot be given up by one rank: have all of them discard it.",
+            code="ranks.windows_differ",
         )
 
 

@@ -1,0 +1,87 @@
+"""Layers that only some micro-batches or ranks use: every gradient is reduced, or every rank stops with an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conditional_rank import CASES
+from ranks import TESTS, run_program, started
+
+PROGRAM = TESTS / "conditional_rank.py"
+EXACT = 1e-12  # relative, per parameter, in double precision
+SOME = ("first", "drawn", "whole-drawn", "used-by-none", "heads", "last-without-graph", "clipped")
+DENSE = tuple(name for name in CASES if name not in ("sparse", "unfrozen-later"))
+# By wrap: trimtab's own of stages 0 and 1, and DistributedDataParallel as the user made it.
+TRAINED = [
+    *(f"ddp/{name}" for name in (*DENSE, "sparse")),
+    *(f"zero-1/{name}" for name in SOME),
+    *(f"own/{name}" for name in (*DENSE, "sparse")),
+    *(f"own-views/{name}" for name in SOME),
+    *(f"own-unused/{name}" for name in DENSE),
+    *(f"own-unused-views/{name}" for name in SOME),
+    *(f"own-small/{name}" for name in (*SOME, "sparse")),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("conditional")
+    run_program(PROGRAM, folder, "|".join(f"^{name}$" for name in TRAINED))
+    return reports(folder)
+
+
+@pytest.fixture(scope="module")
+def on_three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    run_program(PROGRAM, folder, "^(ddp|own)/(drawn|heads-drawn|whole-drawn)$", ranks=3)
+    return reports(folder, ranks=3)
+
+
+def reports(folder: Path, ranks: int = 2) -> list[dict]:
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def check(found: list[dict], name: str) -> None:
+    ranks = [each[name] for each in found]
+    assert all("error" not in each for each in ranks), ranks
+    assert max(each["difference"] for each in ranks) <= EXACT, ranks
+    assert all(each["sums"] == ranks[0]["sums"] for each in ranks)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_weights_equal_those_of_a_plain_loop_over_whole_windows(trained, name):
+    check(trained, name)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "own"])
+@pytest.mark.parametrize("name", ["drawn", "heads-drawn", "whole-drawn"])
+def test_three_ranks_do_too(on_three, wrap, name):
+    check(on_three, f"{wrap}/{name}")
+
+
+def failed(folder: Path, pattern: str) -> list[dict]:
+    """Return what each rank reports of one case that ends in an error; the ranks may have been killed."""
+    arguments = [(rank, 2, folder, pattern) for rank in range(2)]
+    with started(PROGRAM.read_text(), folder, arguments, name=str(PROGRAM)) as running:
+        for each in running:
+            each.wait(30)
+    return [each for report in reports(folder) for each in report.values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("own-static/drawn", "ranks.static_graph"),
+        ("own-static/whole-without-graph", "ranks.gradient_unreduced"),
+        ("own/unfrozen-later", "ranks.gradient_unreduced"),
+        ("ddp/unfrozen-later", "ranks.gradient_unreduced"),
+    ],
+)
+def test_gradients_that_cannot_be_reduced_end_every_rank_before_the_step(tmp_path, name, code):
+    found = failed(tmp_path, f"^{name}$")
+    assert len(found) == 2
+    assert all("error" in each for each in found), found
+    assert code in {each["code"] for each in found}
+    assert all(each["code"] != "untyped" for each in found), found
