@@ -116,6 +116,7 @@ class Case:
     Args:
         to: expert of each row of a window; None: drawn. Ranks have equal parts of the rows, rank 0 the first.
         k: micro-batches per window.
+        later: windows before the first that is so; in these every expert has a row on every rank.
         unfreezes: the frozen layer is trained from the third window on.
     """
 
@@ -126,6 +127,7 @@ class Case:
     optimizer: str = "adamw"
     options: dict = field(default_factory=dict)
     unfreezes: bool = False
+    later: int = 0
 
 
 CASES = {
@@ -143,6 +145,8 @@ CASES = {
     "last-without-graph": Case((0, 1, 1, 1, 0, 0, 0, 0), loss=valid_loss),
     "whole-without-graph": Case((1, 1, 1, 1, 0, 1, 0, 0), k=1, loss=valid_loss),
     "sparse": Case((1, 1, 0, 0, 2, 2, 0, 0), model=Words, optimizer="sgd"),
+    "unlike-later": Case((1, 1, 0, 0, 2, 2, 0, 0), k=1, later=4),
+    "unused-later": Case((1, 1, 0, 0, 2, 2, 0, 0), k=1, later=4, model=Heads),
     "unfrozen-later": Case((0,) * 8, k=1, unfreezes=True),
     "clipped": Case((1, 1, 0, 0, 2, 2, 0, 0), options={"clip_norm": 0.05}),
 }
@@ -171,10 +175,11 @@ WRAPS = {
 def batches_of(case: Case) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     found = []
-    for _ in range(WINDOWS):
+    for window in range(WINDOWS):
         x = torch.randn(ROWS, 4, dtype=torch.float64, generator=generator)
         drawn = torch.multinomial(torch.tensor([0.7, 0.2, 0.1]), ROWS, replacement=True, generator=generator)
-        found.append({"x": x, "to": drawn if case.to is None else torch.tensor(case.to)})
+        to = (0, 1, 2, 0) * 2 if window < case.later else case.to
+        found.append({"x": x, "to": drawn if to is None else torch.tensor(to)})
     return found
 
 
@@ -209,7 +214,7 @@ def ours(case: Case, backend: str, ranks: int) -> nn.Module:
     if backend in WRAPS:
         model = DistributedDataParallel(model, **WRAPS[backend])
     elif backend == "own-shards":
-        for expert in model.experts:
+        for expert in list(getattr(model, "experts", ()))[1:]:  # the first shares its weight
             fully_shard(expert)
         fully_shard(model)
     optimizer = optimizer_of(case, model)

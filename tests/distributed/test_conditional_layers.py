@@ -13,6 +13,8 @@ PROGRAM = TESTS / "conditional_rank.py"
 EXACT = 1e-12  # relative, per parameter, in double precision
 SOME = ("first", "drawn", "whole-drawn", "used-by-none", "heads", "last-without-graph", "clipped")
 DENSE = tuple(name for name in CASES if name not in ("sparse", "unfrozen-later"))
+# FSDP2: every rank runs the same blocks in a micro-batch, if not all of their parameters.
+ALIKE = ("first", "used-by-none")
 # By wrap: trimtab's own of stages 0 and 1, and DistributedDataParallel as the user made it.
 TRAINED = [
     *(f"ddp/{name}" for name in (*DENSE, "sparse")),
@@ -21,6 +23,8 @@ TRAINED = [
     *(f"own-views/{name}" for name in SOME),
     *(f"own-unused/{name}" for name in DENSE),
     *(f"own-unused-views/{name}" for name in SOME),
+    *(f"{stage}/{name}" for stage in ("zero-2", "zero-2-each", "zero-3", "zero-3-each") for name in ALIKE),
+    *(f"own-shards/{name}" for name in (*ALIKE, "heads", "heads-drawn", "whole-heads", "unused-later")),
     *(f"own-small/{name}" for name in (*SOME, "sparse")),
 ]
 
@@ -77,6 +81,15 @@ def failed(folder: Path, pattern: str) -> list[dict]:
         ("own-static/whole-without-graph", "ranks.gradient_unreduced"),
         ("own/unfrozen-later", "ranks.gradient_unreduced"),
         ("ddp/unfrozen-later", "ranks.gradient_unreduced"),
+        ("zero-2/drawn", "ranks.gradient_unreduced"),
+        ("zero-3/first-of-one-rank", "ranks.gradient_unreduced"),
+        ("zero-3/heads", "ranks.gradient_unreduced"),
+        ("zero-3-each/unlike-later", "ranks.gradient_unreduced"),
+        ("own-shards/last-of-one-rank", "ranks.gradient_unreduced"),
+        ("deepspeed-1/heads", "ranks.gradient_unreduced"),
+        ("deepspeed-1/used-by-none", "ranks.gradient_unreduced"),
+        ("deepspeed-2/unlike", "ranks.gradient_unreduced"),
+        ("deepspeed-2/unused-later", "ranks.gradient_unreduced"),
     ],
 )
 def test_gradients_that_cannot_be_reduced_end_every_rank_before_the_step(tmp_path, name, code):

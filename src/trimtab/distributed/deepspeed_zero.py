@@ -24,6 +24,7 @@ from trimtab.distributed.data_parallel import broadcast_buffers
 from trimtab.distributed.deepspeed_state import clean, put_state, take
 from trimtab.distributed.exchange import RankExchange
 from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.used_parameters import EveryParameter
 
 
 class DeepSpeedZero:
@@ -59,6 +60,7 @@ class DeepSpeedZero:
                 model=model, optimizer=optimizer, config=self.config, dist_init_required=False
             )[0]
         self._zero: Any = self._engine.optimizer
+        self._used, self._is_last = EveryParameter(model, self.exchange), False
         if had:
             put_state(self._zero, had)
 
@@ -67,15 +69,21 @@ class DeepSpeedZero:
 
     def begin(self, *, last: bool) -> None:
         """Say, before its forward, whether the micro-batch is its window's last."""
+        self._is_last = last
         self._zero.clear_backward_seen_flag()  # as the engine's own forward does
         if not self._once:
             self._engine.set_gradient_accumulation_boundary(last)
         elif not self._engine.inside_no_sync_ctxt:
             self._window.enter_context(self._engine.coalesce_grad_reduction())
 
+    def begin_backward(self, loss: Tensor) -> None:
+        """In the first windows, require that ranks used the same parameters."""
+        self._used.begin_backward(loss)
+
     def backward(self, loss: Tensor) -> None:
-        """Have it, of the loss as it is."""
+        """Run it, of the loss as it is; after a window's last every parameter has a gradient on every rank."""
         self._engine.backward(loss, scale_wrt_gas=False)
+        self._used.end_backward(last=self._is_last)
 
     def multiply(self, factor: float | Tensor) -> None:
         """Refuse: the window's gradient lies in DeepSpeed's shards, where no loop can look at it."""
@@ -104,6 +112,7 @@ class DeepSpeedZero:
 
     def end(self) -> None:
         """Give the window up, on every rank between the same two micro-batches."""
+        self._used.reset()
         self.model.zero_grad(set_to_none=True)
         self._window.close()  # finds no gradient, and reduces nothing
         zero = self._zero
@@ -135,6 +144,7 @@ class DeepSpeedZero:
 
     def gather(self, error: BaseException | None) -> None:
         """Take DeepSpeed off the model and the optimizer, which have whole parameters and state again."""
+        self._used.close()
         if error is not None:
             self.exchange.failed(error)
             self.exchange.close()

@@ -20,6 +20,7 @@ from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.repoint import names_of, point_at
 from trimtab.measure.blocks import find_blocks
 from trimtab.runtime.backend import Torch
+from trimtab.runtime.used_parameters import ShardedUse
 
 
 class Shards:
@@ -132,25 +133,33 @@ class FullySharded(Torch):
         )
         self._shards.make(model, plan.recompute_blocks)
         self.model = model
+        self._used = ShardedUse(model, self.exchange)
         point_at(optimizer, names, dict(model.named_parameters()), _sharded_like)
         self.optimizer = optimizer
 
     def begin(self, *, last: bool) -> None:
         """Say what becomes of parameters and gradients after the micro-batch's backward."""
         self._shards.begin(last=last)
+        self._used.begin(last=last)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """In the first windows, require that ranks used the same layers."""
+        self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Have a micro-batch's backward; names a rank that is lost in it."""
+        """Run a micro-batch's backward; names a rank that is lost in it."""
         with self.exchange.explaining():
-            super().backward(loss)
+            self._used.backward(lambda: super(FullySharded, self).backward(loss))
 
     def end(self) -> None:
         """Be as for the last micro-batch."""
         self.begin(last=True)
+        self._used.reset()
 
     def gather(self, error: BaseException | None) -> None:
         """Leave the model sharded."""
         self.end()
+        self._used.close()
         if error is not None:
             self.exchange.failed(error)
         self.exchange.close()

@@ -13,6 +13,7 @@ from trimtab.runtime import gradients
 from trimtab.runtime.exchange import Alone, Exchange
 from trimtab.runtime.gradient_sync import GradientSync
 from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.used_parameters import ShardedUse
 
 
 class Backend(Protocol):
@@ -38,6 +39,9 @@ class Backend(Protocol):
 
     def begin(self, *, last: bool) -> None:
         """A micro-batch is about to be handed out."""
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """A micro-batch's forward has run; ranks have not yet exchanged metadata of the window."""
 
     def backward(self, loss: Tensor) -> None:
         """Have a micro-batch's backward, which reduces the window's gradient in its last one."""
@@ -77,6 +81,9 @@ class Torch:
     def settle(self) -> None:
         """Do nothing."""
 
+    def begin_backward(self, loss: Tensor) -> None:
+        """Do nothing."""
+
     def backward(self, loss: Tensor) -> None:
         """Have a micro-batch's backward."""
         loss.backward()
@@ -111,6 +118,7 @@ class Given(Torch):
         self.model, self.optimizer, self._sync = model, optimizer, GradientSync(model, self.exchange)
         self._sync.require_no_static_graph(plan)
         self._sync.require_all(optimizer, of_user=True)
+        self._used = ShardedUse(model, self.exchange)
 
     def settle(self) -> None:
         """Have buckets laid out anew."""
@@ -119,18 +127,25 @@ class Given(Torch):
     def begin(self, *, last: bool) -> None:
         """Keep it from being reduced, unless it is the last."""
         self._sync.begin(last=last)
+        self._used.begin(last=last)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """In the first windows of a sharded model, require that ranks used the same layers."""
+        self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
         """Run a micro-batch's backward; after a window's last every gradient is reduced."""
-        super().backward(loss)
+        self._used.backward(lambda: super(Given, self).backward(loss))
         self._sync.complete()
 
     def end(self) -> None:
         """Reduce again."""
         self._sync.end()
+        self._used.reset()
 
     def gather(self, error: BaseException | None) -> None:
-        """Change nothing."""
+        """Change nothing of model and optimizer."""
+        self._used.close()
         if error is not None:
             self.exchange.failed(error)
         self.exchange.close()

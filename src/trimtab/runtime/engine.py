@@ -131,6 +131,7 @@ class Run(Passes, Resumable):
         if rows:  # not of a micro-batch that only takes part in other ranks' collectives
             self._auxiliary.append(None if auxiliary is None else detached(auxiliary))
         weighted = self._precision.scaled(self._weights.weigh(loss, count, rows))
+        self._backend.begin_backward(weighted)
         if self._order.is_last:
             self._tell()
         self._control.backward_begins()

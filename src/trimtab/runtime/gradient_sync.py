@@ -71,7 +71,7 @@ class GradientSync:
         if not left:
             return
         names = {p: name for name, p in self._outside}
-        called = _listed([names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in left])
+        called = listed([names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in left])
         expected = "every trained parameter inside DistributedDataParallel, which reduces gradients over ranks"
         way_out = "Put it into the wrapped model, and set requires_grad before the model is wrapped."
         error = OptimizerError(
@@ -128,7 +128,7 @@ class GradientSync:
         if left := self._missing():
             raise self._unreduced([self._name(i) for i in left])
         if unused:
-            by_all = set.intersection(*(_unpacked(each) for each in answer()))
+            by_all = set.intersection(*(unpacked(each) for each in answer()))
             for index in by_all.intersection(unused):
                 self._parameter(index).grad = None
 
@@ -191,7 +191,7 @@ class GradientSync:
 
     def _tell(self, unused: Sequence[int]) -> Callable[[], Gathered]:
         """Send the parameters that this rank's window has no gradient of."""
-        return self._exchange.ask(_packed(unused, len(self._reduced)))
+        return self._exchange.ask(packed(unused, len(self._reduced)))
 
     def _require_none_outside(self) -> None:
         """Raise `RankError` for a gradient of a parameter that DDP does not know: unfrozen after it was wrapped."""
@@ -200,7 +200,7 @@ class GradientSync:
             raise self._unreduced(found)
 
     def _unreduced(self, names: Sequence[str]) -> RankError:
-        given = f"{_listed(names)}, whose gradient in this window is not reduced over the ranks"
+        given = f"{listed(names)}, whose gradient in this window is not reduced over the ranks"
         expected = "every gradient reduced by DistributedDataParallel before the optimizer's step"
         way_out = (
             "Use these parameters in every micro-batch, wrap the model with find_unused_parameters=True and without "
@@ -257,7 +257,7 @@ def _num_collectives(model: DistributedDataParallel) -> int | None:
         return None
 
 
-def _packed(indices: Sequence[int], number: int) -> Figures:
+def packed(indices: Sequence[int], number: int) -> Figures:
     """Return a bit mask over so many indices as figures."""
     masks = [0] * -(-number // _BITS)
     for index in indices:
@@ -265,13 +265,13 @@ def _packed(indices: Sequence[int], number: int) -> Figures:
     return masks
 
 
-def _unpacked(figures: Figures) -> set[int]:
+def unpacked(figures: Figures) -> set[int]:
     """Return the indices of a bit mask."""
     return {
         place * _BITS + bit for place, figure in enumerate(figures) for bit in range(_BITS) if int(figure) >> bit & 1
     }
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,304 @@
+"""Which parameters a window's backwards reach, for backends whose collectives every rank has to enter alike.
+
+FSDP2 and DeepSpeed send the gradients that a rank has, in the order in which they come. Ranks that use other layers
+send each other's gradients into the wrong parameters where sizes match, and wait for ever where they do not. Hooks note
+on the host which parameters were reached, without a device synchronisation, and ranks compare this once per window.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from trimtab.core.errors import RankError
+from trimtab.measure.sharded_norms import is_sharded_itself
+from trimtab.runtime.exchange import Exchange
+from trimtab.runtime.gradient_sync import UNREDUCED, listed, packed, unpacked
+
+# Windows in which ranks also compare before each collective: unlike layers then raise instead of waiting for ever.
+_CHECKED_WINDOWS = 3
+_BACKWARD = -1
+_IN_FSDP = "Have every rank run the same blocks in every micro-batch, or use zero_stage=0 (DistributedDataParallel)."
+UNLIKE = "which some ranks used in this window and others did not"
+_IN_DEEPSPEED = "Use every trainable parameter in every window on every rank, or use zero_stage=0."
+
+
+class Reached:
+    """The parameters that a window's backwards reach.
+
+    Args:
+        names: of the parameters, the same on every rank.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.in_window, self.in_micro_batch = set[int](), set[int]()
+        self._handles: list[Any] = []
+        self._leaves: list[Tensor | None] = [None] * len(names)
+
+    def watch(self, index: int, leaf: Tensor) -> None:
+        """Note when a gradient of a parameter is accumulated."""
+        self._leaves[index], note = leaf, self.in_micro_batch.add
+
+        def reached(_: Tensor) -> None:
+            note(index)
+
+        self._handles.append(leaf.register_post_accumulate_grad_hook(reached))
+
+    def end_micro_batch(self) -> None:
+        """A backward has run."""
+        self.in_window |= self.in_micro_batch
+        self.in_micro_batch.clear()
+
+    def reset(self) -> None:
+        """A window begins."""
+        self.in_window.clear()
+        self.in_micro_batch.clear()
+
+    def unreached(self) -> list[int]:
+        """Return the parameters that no backward of the window reached."""
+        return [index for index in range(len(self.names)) if index not in self.in_window]
+
+    def require_alike(
+        self, loss: Tensor, exchange: Exchange, way_out: str, groups: Sequence[int] | None = None
+    ) -> None:
+        """Before a backward, require that every rank's would reach the same parameters; walks the graph.
+
+        Args:
+            groups: number of each parameter's group; parameters of one group may stand for each other.
+
+        Raises:
+            RankError: on every rank, if they would not.
+        """
+        ahead = _leaves(loss)
+        groups = range(len(self.names)) if groups is None else groups
+        reached = {group for group, leaf in zip(groups, self._leaves, strict=True) if id(leaf) in ahead}
+        unreached = [index for index, group in enumerate(groups) if group not in reached]
+        each = [unpacked(figures) for figures in exchange.share(packed(unreached, len(self.names)))]
+        if unlike := set.union(*each) - set.intersection(*each):
+            raise self.error(sorted(unlike), UNLIKE, way_out)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def error(self, indices: Sequence[int], found: str, way_out: str) -> RankError:
+        """Return an error that names parameters."""
+        expected = "every gradient reduced over the ranks before the optimizer's step"
+        given = f"{listed([self.names[index] for index in indices])}, {found}"
+        return RankError("model", given=given, expected=expected, way_out=way_out, code=UNREDUCED)
+
+
+def _leaves(loss: Tensor) -> set[int]:
+    """Return the identities of the leaves that a backward of a loss reaches."""
+    found, seen, queue = set[int](), set[Any](), deque([loss.grad_fn])
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        queue.extend(following for following, _ in node.next_functions)
+    return found
+
+
+class EveryParameter:
+    """Requires that every trainable parameter is reached in every window: DeepSpeed reduces and steps all of them."""
+
+    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._exchange, self._reached = exchange, Reached([name for name, _ in trained])
+        for index, (_, parameter) in enumerate(trained):
+            self._reached.watch(index, parameter)
+        self._windows = 0
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Before a backward; in the first windows the ranks compare what it will reach.
+
+        Raises:
+            RankError: on every rank, if they use unlike parameters.
+        """
+        if self._windows < _CHECKED_WINDOWS:
+            self._reached.require_alike(loss, self._exchange, _IN_DEEPSPEED)
+
+    def end_backward(self, *, last: bool) -> None:
+        """After a backward; after a window's last the ranks compare what it reached.
+
+        Raises:
+            RankError: on every rank, if one of them has no gradient of a parameter.
+        """
+        self._reached.end_micro_batch()
+        if not last:
+            return
+        unreached = self._reached.unreached()
+        self._reached.reset()
+        self._windows += 1
+        each = [unpacked(figures) for figures in self._exchange.share(packed(unreached, len(self._reached.names)))]
+        if any(each):
+            rank = next(rank for rank, indices in enumerate(each) if indices)
+            found = f"which no micro-batch of the window used on rank {rank}"
+            raise self._reached.error(sorted(each[rank]), found, _IN_DEEPSPEED)
+
+    def reset(self) -> None:
+        """The window was given up."""
+        self._reached.reset()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._reached.close()
+
+
+class ShardedUse:
+    """The parameters that a window of a model in FSDP2 reaches.
+
+    A parameter that a rank did not use, in a block that it ran, is reduced as zeros with those of the other ranks; one
+    that no rank used has no gradient, so that the optimizer skips it. Ranks that run unlike blocks stop before the
+    step. A torch before 2.13 cannot reduce zeros: there, ranks stop if they used unlike parameters.
+
+    Args:
+        model: nothing is done for a model of which FSDP2 holds no module, or a torch whose FSDP2 is unknown.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._modules: list[Any] = [module for module in model.modules() if is_sharded_itself(module)]
+        self._groups = _groups_of(self._modules) if exchange.num_ranks > 1 else []
+        held = [(number, each) for number, group in enumerate(self._groups) for each in group.fsdp_params]
+        names = {p: name for name, p in model.named_parameters()}
+        self._held = [(number, each) for number, each in held if each.sharded_param.requires_grad]
+        self._reached = Reached([names.get(each.sharded_param, "a parameter") for _, each in self._held])
+        self._unwatched = list(range(len(self._held)))
+        self._blocks: list[list[int]] = []
+        self._is_last = self._in_forward = False
+        self._windows, self._hooks = 0, list[Any]()
+        if self._groups and not _is_compiled(model):
+            places = {module: name for name, module in model.named_modules()}
+            self._names = [places[module] or type(module).__name__ for module in self._modules]
+            for place, module in enumerate(self._modules):
+                self._hooks.append(module.register_forward_pre_hook(self._entering(place), prepend=True))
+        self._fills = [group for group in self._groups if hasattr(group, "reduce_scatter_unused_params")]
+        self._before = [group.reduce_scatter_unused_params for group in self._fills]
+        for group in self._fills:
+            group.reduce_scatter_unused_params = True
+
+    def begin(self, *, last: bool) -> None:
+        """A micro-batch is about to be handed out."""
+        self._is_last, self._in_forward = last, True
+
+    def _entering(self, place: int) -> Callable[..., None]:
+        return lambda *_: self._require_same(place)
+
+    def _require_same(self, place: int) -> None:
+        """In the first windows, require that every rank's forward enters the same block."""
+        if not (self._in_forward and self._hooks):
+            return
+        places = [int(figures[0]) for figures in self._exchange.share([place])]
+        if len(set(places)) > 1:
+            self._in_forward = False
+            where = [
+                f"{'the backward' if each == _BACKWARD else self._names[each]} on rank {r}"
+                for r, each in enumerate(places)
+            ]
+            expected = "the same blocks in the same order on every rank, as FSDP2 gathers each from all of them"
+            raise RankError("model", given=", ".join(where), expected=expected, way_out=_IN_FSDP, code=UNREDUCED)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """A forward has run; in the first windows the ranks compare what its backward will reach.
+
+        Raises:
+            RankError: on every rank, if they used unlike layers.
+        """
+        if self._unwatched:
+            self._watch()
+        if self._hooks:
+            self._require_same(_BACKWARD)
+            groups = [group for group, _ in self._held] if self._fills else None
+            self._reached.require_alike(loss, self._exchange, _IN_FSDP, groups)
+        self._in_forward = False
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run a backward; after a window's last the ranks compare what they used.
+
+        Raises:
+            RankError: on every rank, if gradients were not reduced.
+        """
+        if not self._groups:
+            run()
+            return
+        run()
+        self._blocks.append(sorted({self._held[index][0] for index in self._reached.in_micro_batch}))
+        self._reached.end_micro_batch()
+        if self._is_last:
+            self._compare()
+
+    def _watch(self) -> None:
+        """Watch the whole parameters, which FSDP2 makes in their first forward and keeps."""
+        for index in self._unwatched:
+            if (whole := getattr(self._held[index][1], "_unsharded_param", None)) is not None:
+                self._reached.watch(index, whole)
+        self._unwatched = [index for index in self._unwatched if not hasattr(self._held[index][1], "_unsharded_param")]
+
+    def _compare(self) -> None:
+        self._windows += 1
+        if self._windows == _CHECKED_WINDOWS:
+            self._end_checks()
+        unreached, blocks = self._reached.unreached(), self._blocks
+        self._reached.reset()
+        self._blocks = []
+        own = [zlib.crc32(repr(blocks).encode()), *packed(unreached, len(self._held))]
+        said = self._exchange.share(own)
+        each = [unpacked(figures[1:]) for figures in said]
+        by_none, by_some = set.intersection(*each), set.union(*each)
+        if len({figures[0] for figures in said}) > 1 or (by_none != by_some and not self._fills):
+            unlike = sorted(by_some - by_none) or unreached or list(range(len(self._held)))
+            raise self._reached.error(unlike, UNLIKE, _IN_FSDP)
+        left = [index for index, (_, held) in enumerate(self._held) if _is_left(held)]
+        if left:
+            found = "which an earlier micro-batch of the window used and the last did not"
+            raise self._reached.error(left, found, _IN_FSDP)
+        for index in by_none:
+            self._held[index][1].sharded_param.grad = None
+
+    def reset(self) -> None:
+        """The window was given up."""
+        self._reached.reset()
+        self._blocks, self._in_forward = [], False
+
+    def _end_checks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def close(self) -> None:
+        """Take the hooks off, and have FSDP2 treat parameters without a gradient as before."""
+        self._end_checks()
+        self._reached.close()
+        for group, before in zip(self._fills, self._before, strict=True):
+            group.reduce_scatter_unused_params = before
+
+
+def _groups_of(modules: Sequence[Any]) -> list[Any]:
+    """Return FSDP2's groups of parameters, in an order that is the same on every rank; none if torch hides them."""
+    states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]
+    found: list[Any] = []
+    for state in states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+        found += [group for group in groups if hasattr(group, "fsdp_params") and group not in found]
+    return found
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in model.modules())
+
+
+def _is_left(held: Any) -> bool:
+    """Return whether a gradient of earlier micro-batches waits to be reduced."""
+    return getattr(held, "unsharded_accumulated_grad", None) is not None
