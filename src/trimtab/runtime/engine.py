@@ -130,8 +130,8 @@ class Run(Passes, Resumable):
         self._hooks.require_mean(self._order.window, count)
         if rows:  # not of a micro-batch that only takes part in other ranks' collectives
             self._auxiliary.append(None if auxiliary is None else detached(auxiliary))
+        self._backend.begin_backward(loss)  # before the weights, for which some ranks may ask the others
         weighted = self._precision.scaled(self._weights.weigh(loss, count, rows))
-        self._backend.begin_backward(weighted)
         if self._order.is_last:
             self._tell()
         self._control.backward_begins()
