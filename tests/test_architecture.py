@@ -471,6 +471,7 @@ LOADED = {
     "trimtab",
     "trimtab.core",
     "trimtab.core.appended",
+    "trimtab.core.locks",
     "trimtab.core.batch_rule",
     "trimtab.core.checks",
     "trimtab.core.choice",

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, Room, crc32_of_chunks
 from trimtab.checkpoint.file_names import TENSORS, TREE, prefix_of
-from trimtab.checkpoint.lock import try_lock
 from trimtab.checkpoint.manifest import (
     NAME,
     File,
@@ -37,6 +36,7 @@ from trimtab.checkpoint.manifest import (
 from trimtab.core import checks
 from trimtab.core.appended import TEMPORARY, not_written, set_apart, sync, write_over
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
+from trimtab.core.locks import try_lock
 
 LATEST = "latest"
 DAMAGED = ".damaged-"

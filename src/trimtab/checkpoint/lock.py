@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import functools
 import json
 import os
@@ -16,9 +14,9 @@ from types import TracebackType
 
 from trimtab.core.appended import sync
 from trimtab.core.errors import FormatError
+from trimtab.core.locks import holder_pid, in_use, is_at, lock_if_possible, try_lock
 
 NAME = "run.lock"
-_HELD = (errno.EAGAIN, errno.EACCES)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -59,8 +57,9 @@ class Lock:
         recovered: who held it and was killed; None where the last one let go of it.
     """
 
-    def __init__(self, descriptor: int, recovered: Holder | None) -> None:
+    def __init__(self, descriptor: int, folder: int, recovered: Holder | None) -> None:
         self._descriptor: int | None = descriptor
+        self._folder = folder
         self.recovered = recovered
         _forget_in_children()
         _LOCKS.add(self)
@@ -78,9 +77,10 @@ class Lock:
                 self.forget()
 
     def forget(self) -> None:
-        """Close the file alone: a forked child's copy of it would hold the folder after its parent's end."""
+        """Close the file and the folder: a forked child's copy of them would keep the lock beyond its parent's end."""
         if self._descriptor is not None:
             os.close(self._descriptor)
+            os.close(self._folder)
             self._descriptor = None
 
     def __enter__(self) -> Lock:
@@ -90,8 +90,11 @@ class Lock:
         self.release()
 
 
-def opened(folder: Path) -> Lock:
+def opened(folder: Path, field: str = "checkpoints.folder") -> Lock:
     """Return the lock of a run's folder, which is made where it is not there.
+
+    Args:
+        field: what an error is about.
 
     Raises:
         FormatError: it cannot be made or written; or as of `locked`.
@@ -105,57 +108,57 @@ def opened(folder: Path) -> Lock:
         return locked(folder)
     except OSError as error:
         given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
-        raise FormatError("checkpoints.folder", given=given, expected=expected) from None
+        raise FormatError(field, given=given, expected=expected) from None
 
 
 def locked(folder: Path) -> Lock:
     """Hold a folder for this process.
 
+    The folder itself is locked, and in it a file that names the holder: deleting the file does not free the folder.
+
     Raises:
-        FormatError: another process holds it, and which; or its file system has no locks. OSError: it is no folder
-            that can be written.
+        InUseError: another run, of this process or another, holds it. FormatError: its file system has no locks.
+        OSError: it is no folder that can be written.
     """
-    descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    whole = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        holder = _taken(folder, descriptor)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(Holder.here())).encode(), 0)
+        descriptor, holder = _locked_file(folder, whole)
     except BaseException:
-        os.close(descriptor)
+        os.close(whole)
         raise
-    return Lock(descriptor, holder)
+    return Lock(descriptor, whole, holder)
 
 
-def _taken(folder: Path, descriptor: int) -> Holder | None:
+def _locked_file(folder: Path, whole: int) -> tuple[int, Holder | None]:
+    """Return the locked file of a folder, and who held it and ended without a word."""
+    is_free = lock_if_possible(whole)  # some file systems lock files alone
+    while True:
+        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            holder = _taken(folder, descriptor, is_free=is_free, whole=whole)
+            if is_at(descriptor, folder / NAME):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(asdict(Holder.here())).encode(), 0)
+                return descriptor, holder
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # it was deleted or replaced between the two calls
+
+
+def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> Holder | None:
     """Lock an open file; returns who held it and ended without a word."""
-    expected = "one run a folder"
     try:
-        is_free = try_lock(descriptor)
+        is_free = try_lock(descriptor) and is_free
     except OSError as error:
         given = f"a file system that has no locks ({error.strerror})"
         way_out = "Choose a folder on a disk of this machine."
-        raise FormatError(str(folder), given=given, expected=expected, way_out=way_out) from None
+        raise FormatError(str(folder), given=given, expected="one run a folder", way_out=way_out) from None
     holder = Holder.said(os.pread(descriptor, 1000, 0))
     if not is_free:
-        given = f"a folder that another run holds ({holder or 'it does not say which'})"
-        way_out = "Wait for its end, or choose another folder."
-        raise FormatError(str(folder), given=given, expected=expected, way_out=way_out)
+        pid = holder.pid if holder is not None else holder_pid(whole)
+        raise in_use(folder, pid, "" if holder is None else str(holder))
     return holder
-
-
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder; returns False where another process holds it.
-
-    Raises:
-        OSError: its file system has no locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            return False
-        raise
-    return True
 
 
 _LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()

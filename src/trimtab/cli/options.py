@@ -171,10 +171,15 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
     """Raise where a record cannot be written, or is another's, before anything is measured.
 
     Raises:
-        FormatError: as said.
+        FormatError: as said. InUseError: another run writes there, or in the checkpoints' folder.
     """
+    from trimtab.core.locks import require_unlocked
     from trimtab.core.record import Header, require_own
 
+    if record is not None:
+        require_unlocked(record)
+    if kept is not None:
+        require_unlocked(kept.path)
     if kept is None:
         require_new(record)
     elif record is not None and record.exists():

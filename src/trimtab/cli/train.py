@@ -88,7 +88,7 @@ def train(
     beside = {"pauses": pauses, "takes": takes, "watts": energy_watts, "idle_watts": idle_watts, "is_dry": dry_run}
     process = {"is_kept": kept is not None, "num_ranks": ranks_of_job(ranks)}
     hours = clean_hours(when_clean, carbon_kind, by, **beside, **process)
-    require_record(None if here.rank else record, kept, loaded.name, seed)
+    require_record(*(None, None) if here.rank else (record, kept), loaded.name, seed)
     require_trackers(tracks, record)
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
+import stat
 import uuid
+import weakref
+from io import FileIO
 from pathlib import Path
 
 from trimtab.core.errors import SaveError
+from trimtab.core.locks import holder_pid, in_use, is_at, lock_if_possible
 
 TEMPORARY = ".tmp-"  # in the names of what is not there yet, or no more
 
@@ -19,22 +24,52 @@ class Appended:
     What was written and not flushed is held in memory; in a forked process it is the parent's to flush.
 
     Args:
-        path: made where it is not there. is_new: it must not be.
+        path: made where it is not there. is_new: it must not be. is_exclusive: whether the file is locked until it is
+            closed, so that no second one of this or another process adds to it.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: it cannot be opened. InUseError: it is locked already.
     """
 
-    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+    def __init__(self, path: Path, *, is_new: bool = False, is_exclusive: bool = False) -> None:
         self.path, self._process = path, os.getpid()
         self._waiting: list[bytes] = []
         self._torn_at: int | None = None
-        self._file = open(  # noqa: SIM115 - see close()
-            path,
+        self._is_exclusive = is_exclusive
+        self._file = self._opened(is_new)
+        while is_exclusive and not self._locked():
+            self._file.close()
+            self._file = self._opened(False)
+
+    def _opened(self, is_new: bool) -> FileIO:
+        return open(
+            self.path,
             "xb" if is_new else "ab",
             buffering=0,
             opener=lambda name, flags: os.open(name, flags | os.O_APPEND, 0o666),
         )
+
+    def _locked(self) -> bool:
+        """Lock the open file; returns False if the path has another one by now."""
+        descriptor = self._file.fileno()
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or a device, which several may write
+            return True
+        if not lock_if_possible(descriptor):
+            pid = holder_pid(descriptor)
+            self._file.close()
+            raise in_use(self.path, pid)
+        _release_in_children()
+        _EXCLUSIVE.add(self)
+        return is_at(descriptor, self.path)
+
+    def release_in_child(self) -> None:
+        """Let go of the file in a forked process, whose copy of it would keep the lock beyond its parent's end."""
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.dup2(null, self._file.fileno(), inheritable=False)
+            finally:
+                os.close(null)
 
     def write(self, data: bytes) -> None:
         """Hold what the next flush brings to the file; raises `ValueError` where it was closed."""
@@ -98,6 +133,8 @@ class Appended:
         try:
             new = written_beside(self.path, b"", is_synced=False)
             try:
+                if self._is_exclusive:
+                    lock_if_possible(new._file.fileno())
                 _exchange(self.path, path, new)
             except BaseException:
                 new.abandon()
@@ -130,6 +167,14 @@ class Appended:
         if hasattr(self, "_file"):  # it was opened
             with contextlib.suppress(SaveError):
                 self.close()
+
+
+_EXCLUSIVE: weakref.WeakSet[Appended] = weakref.WeakSet()
+
+
+@functools.cache  # once, and not at import
+def _release_in_children() -> None:
+    os.register_at_fork(after_in_child=lambda: [file.release_in_child() for file in _EXCLUSIVE])
 
 
 def _exchange(path: Path, aside: Path, new: Appended) -> None:

@@ -10,6 +10,7 @@
     │   ├── LoopError         a step of the loop was called out of order    (also a RuntimeError)
     │   └── FormatError       a file or mapping is not what its schema says (also a ValueError)
     │       ├── DamagedError  a file is not as it was written
+    │       ├── InUseError    another run holds an output
     │       └── RecordExistsError  a file is where a record was to be made       (also a FileExistsError)
     ├── InfeasibleError       no plan meets the budget; names the nearest that exists
     ├── MemoryLimitError      memory ran out where no smaller micro-batch helps (also a MemoryError)
@@ -88,6 +89,12 @@ class FormatError(UsageError, ValueError):
 
 class DamagedError(FormatError):
     """A file is not as it was written: cut short, changed, missing, or one too many."""
+
+
+class InUseError(FormatError):
+    """Another run holds an output. `pid`: of its process; None if unknown."""
+
+    pid: int | None = None
 
 
 class RecordExistsError(FormatError, FileExistsError):

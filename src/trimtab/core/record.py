@@ -145,12 +145,13 @@ class RecordWriter:
             there is stays beside it, as `NAME.1`.
 
     Raises:
-        FormatError: a file is there, and it does not continue; a `FileExistsError` too. OSError: none can be made.
+        FormatError: a file is there, and it does not continue; a `FileExistsError` too. InUseError: another writer, of
+            this process or another, has the file open. OSError: none can be made.
     """
 
     def __init__(self, path: str | Path, header: Header, *, continues: bool = False) -> None:
         try:
-            self._file = Appended(Path(path), is_new=not continues)
+            self._file = Appended(Path(path), is_new=not continues, is_exclusive=True)
         except FileExistsError as error:
             raise _there(path, error) from None
         self._header, self._is_open_ended, self._is_named = header, continues, False

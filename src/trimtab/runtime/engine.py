@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.core import checks
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.stop import Stop
@@ -81,8 +80,7 @@ class Run(Passes, Resumable):
         self._backend = backend = backend or Given()
         exchange = backend.exchange
         self._consumed = Consumed(plan, total_samples, total_tokens, exchange)
-        policy = "continue" if on_trial else nonfinite
-        self._voids = Voids(policy, self.note, is_alone=not exchange.has_peers)
+        self._voids = Voids("continue" if on_trial else nonfinite, self.note, is_alone=not exchange.has_peers)
         require_free(model)
         trained = optimizers.whole(model, modules)
         self._hooks = HookWatch(trained, plan, self._clip_norm, nonfinite, out_of_memory)
@@ -312,14 +310,6 @@ class Run(Passes, Resumable):
             self.plan = in_place(self.plan, after, reason)
             self.note("precision", {"from": before, "to": after, "reason": reason})
 
-    def evaluated(self, value: float, name: str = "metric") -> None:
-        """Say what an evaluation found: it is recorded, and may meet the `Stop` condition. The same on every rank."""
-        self._require_open()
-        value = checks.figure("run.evaluated", value)
-        self._stopping.evaluated(value)
-        if self._recorder is not None:
-            self._recorder.evaluation(self.consumed_rows, name, value)
-
     def note(self, name: str, detail: Mapping[str, Any]) -> None:
         """Record something that happened."""
         if self._recorder is not None:
@@ -339,8 +329,7 @@ class Run(Passes, Resumable):
         optimizers.drop_gradients(self._optimizer)
         self._closed = True
         with contextlib.ExitStack() as last:  # each, whatever another raises; the record after all that may note in it
-            if error is None:
-                last.callback(self._voids.over)
+            last.callback(self._voids.over, error)
             last.callback(self._position.let_go)
             last.callback(self._end_record, error)
             last.callback(self._keeper.close, error)

@@ -63,6 +63,14 @@ class Passes(RunView):
         """What writes the run's record, if it has one."""
         return self._recorder
 
+    def evaluated(self, value: float, name: str = "metric") -> None:
+        """Record the result of an evaluation, which may meet the `Stop` condition. The same on every rank."""
+        self._require_open()
+        value = checks.figure("run.evaluated", value)
+        self._stopping.evaluated(value)
+        if self._recorder is not None:
+            self._recorder.evaluation(self.consumed_rows, name, value)
+
     def checkpoint(self) -> None:
         """Save the run as it is between two windows, whether that is due or not.
 

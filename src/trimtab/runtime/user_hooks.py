@@ -20,6 +20,7 @@ from trimtab.core.compiled import is_recorded
 from trimtab.core.errors import ModelError, OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.measure.closures import reached
+from trimtab.runtime.voids import BEFORE_THE_STEP
 from trimtab.runtime.window import Window
 
 _WRAPPERS = ("trimtab", "deepspeed")  # packages whose hooks are part of how a model runs; torch's may wrap a function
@@ -156,7 +157,7 @@ def _require_unchanged_steps(
     """Raise `OptimizerError` for settings that act between backward and step: hooks have stepped by then."""
     changes = {
         "clip_norm": clip_norm is not None or plan.clip_norm.value is not None,
-        "nonfinite": nonfinite is not None,
+        "nonfinite": nonfinite in BEFORE_THE_STEP,
         "plan.schedule": plan.schedule.value != "user",
         "plan.learning_rate_scale": plan.learning_rate_scale.value != 1.0,
         "plan.weight_decay": plan.weight_decay.value is not None,

@@ -26,7 +26,7 @@ from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.measure.late import Late
 
 POLICIES = ("warn", "error", "skip", "stop", "continue")
-_BEFORE_THE_STEP = ("skip", "stop")
+BEFORE_THE_STEP = ("skip", "stop")
 # Skipped windows in a row after which a run stops.
 PATIENCE = 25
 # The loss scale per mean loss below which an overflow is not one.
@@ -59,7 +59,7 @@ class Voids(Part):
     def __init__(self, policy: str | None, note: Note | None = None, *, is_alone: bool = True) -> None:
         if policy is not None:
             checks.one_of("nonfinite", policy, POLICIES)
-        before_the_step = policy if policy in _BEFORE_THE_STEP else None
+        before_the_step = policy if policy in BEFORE_THE_STEP else None
         self._own, self._policy, self._is_alone = before_the_step, before_the_step, is_alone
         self._asked, self._note, self._has_warned = policy or "warn", note, False
         self._late: tuple[int, Late] | None = None
@@ -158,14 +158,14 @@ class Voids(Part):
             before, self._late = self._late, None
         self._look_at(before)
 
-    def over(self) -> None:
-        """Look at the loss of the last step: the run is closed.
+    def over(self, error: BaseException | None = None) -> None:
+        """Look at the loss of the last step, unless the run ended with an error.
 
         Raises:
             NonFiniteError: as of `applied`.
         """
         before, self._late = self._late, None
-        self._look_at(before)
+        self._look_at(before if error is None else None)
 
     def _look_at(self, before: tuple[int, Late] | None) -> None:
         if before is not None and not math.isfinite(value := before[1].read()[0]):

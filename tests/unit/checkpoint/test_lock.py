@@ -13,7 +13,7 @@ import pytest
 from saving import forked
 
 from trimtab.checkpoint.lock import NAME, Holder, locked
-from trimtab.core.errors import FormatError
+from trimtab.core.errors import FormatError, InUseError
 
 
 def child(work) -> tuple[int, int]:
@@ -63,8 +63,9 @@ def test_a_folder_is_held_once_and_let_go_of(tmp_path):
 
 
 def test_another_process_is_named_and_its_kill_frees_the_folder(tmp_path, held_elsewhere):
-    with pytest.raises(FormatError, match=rf"\(process {held_elsewhere} .*Wait for its end, or choose another folder"):
+    with pytest.raises(InUseError, match=rf"\(process {held_elsewhere} ") as refused:
         locked(tmp_path)
+    assert (refused.value.pid, refused.value.code) == (held_elsewhere, "output.in_use")
     kill(held_elsewhere)
     with locked(tmp_path) as lock:
         assert (lock.recovered.pid, lock.recovered.host) == (held_elsewhere, socket.gethostname())

@@ -107,7 +107,7 @@ def test_every_stage_leaves_its_result(finished):
     folder, _, lines = finished
     told = [name for name in ARMS if not name.endswith("_again")]
     races = {f"race-{seed}/{arm}.jsonl" for seed in (0, 1) for arm in ARMS}
-    assert set(files(folder)) == {"settings.json", *(f"arm-{arm}.json" for arm in told)} | races
+    assert set(files(folder)) == {"run.lock", "settings.json", *(f"arm-{arm}.json" for arm in told)} | races
     assert "memory and phases of reference" in lines
     assert "memory of with_micro_batch" in lines
 

@@ -310,7 +310,7 @@ def test_every_stage_leaves_its_result(finished):
     folder, found, lines = finished
     arms = ["reference", "self", "plan_S", "plan_F"]
     races = {f"race-{seed}/{arm}.jsonl" for seed in (0, 1) for arm in arms}
-    others = {"settings.json", "plans.json", "gain.json", "memory-reference.json", "memory-plan_S.json"}
+    others = {"run.lock", "settings.json", "plans.json", "gain.json", "memory-reference.json", "memory-plan_S.json"}
     assert set(files(folder)) == others | {f"arm-{arm}.json" for arm in arms} | races
     assert lines[0] == "reading tiny"
     assert any(line.startswith("race 2 of 2: reference") for line in lines)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from trimtab.checkpoint.lock import opened
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
@@ -84,13 +85,30 @@ def ablate(
 
     Args:
         budget: that the plan is made under. plan: what is ablated, in place of one that is made here.
+
+    Raises:
+        InUseError: another ablation runs in the folder.
     """
-    begun, device, budget = time.perf_counter(), device_here(), budget or Budget()
+    begun, budget = time.perf_counter(), budget or Budget()
     if plan is not None:
         require_fits(task, plan)
+    with opened(out, "--out"):
+        return _ablated(task, out, settings, command, budget, plan, progress, begun)
+
+
+def _ablated(
+    task: Task,
+    out: Path,
+    settings: AblateSettings,
+    command: str,
+    budget: Budget,
+    plan: Plan | None,
+    progress: Progress,
+    begun: float,
+) -> Ablation:
+    """Return what `ablate` does, in a folder that is locked."""
     progress(f"reading {task.name}")
-    data = task.load_data()
-    out.mkdir(parents=True, exist_ok=True)
+    device, data = device_here(), task.load_data()
     fixed = {name: value for name, value in asdict(settings).items() if not name.endswith("_seeds")}
     claim(out, task, data, {"ablation": fixed}, budget, Objective(), plan)
     kept = RaceFolder(out, task, data, device, progress)

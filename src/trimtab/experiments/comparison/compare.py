@@ -9,6 +9,7 @@ was cut off. Several ranks run the same one in step; rank 0 alone reads and writ
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from trimtab.api import Metering
+from trimtab.checkpoint.lock import opened
 from trimtab.core.codec import read_json, to_json, to_jsonable, write_whole
 from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.objective import Budget, Objective
@@ -66,7 +68,28 @@ def compare(
     Args:
         plan: what is raced, in place of one that is made here. together: the ranks that run it, each calling this.
         metering: how joules are known; by default by the meters there are.
+
+    Raises:
+        InUseError: another comparison runs in the folder.
     """
+    with contextlib.ExitStack() as held:
+        return _compared(task, out, settings, command, budget, objective, plan, progress, together, metering, held)
+
+
+def _compared(
+    task: Task,
+    out: Path,
+    settings: Settings,
+    command: str,
+    budget: Budget | None,
+    objective: Objective | None,
+    plan: Plan | None,
+    progress: Progress,
+    together: Together,
+    metering: Metering | None,
+    held: contextlib.ExitStack,
+) -> Comparison:
+    """Return what `compare` does; `held` keeps the folder locked."""
     require_peers(task, settings.raced if settings.against is not None else ())
     begun = time.perf_counter()
     device = device_here()
@@ -78,7 +101,7 @@ def compare(
 
     def claimed() -> Plans | None:
         given = None if plan is None else given_plan(task_of_rank(task, ranks), replicated(plan, ranks), ranks)
-        out.mkdir(parents=True, exist_ok=True)
+        held.enter_context(opened(out, "--out"))
         claim(out, task, data, asdict(settings), budget or Budget(), objective or Objective(), plan, ranks)
         return given
 

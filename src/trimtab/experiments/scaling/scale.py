@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from trimtab.checkpoint.lock import opened
 from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import ValueGivenError
@@ -68,16 +69,20 @@ def scale(task: Task, out: Path, settings: ScaleSettings, launch: Launch, progre
 
     Args:
         launch: `launch(ranks, round)` runs `one_job` on so many ranks, and waits for them.
+
+    Raises:
+        InUseError: another table is made in the folder.
     """
     _require_possible(task, settings)
-    take(task, out, settings.job)
-    for number in range(settings.rounds):
-        order = settings.ranks if number % 2 == 0 else settings.ranks[::-1]
-        for i, ranks in enumerate(order):
-            if not path_of(out, number, ranks).exists():
-                done = (number + i / len(order)) / settings.rounds
-                progress(f"round {number + 1} of {settings.rounds}: {ranks} ranks", done)
-                launch(ranks, number)
+    with opened(out, "--out"):
+        take(task, out, settings.job)
+        for number in range(settings.rounds):
+            order = settings.ranks if number % 2 == 0 else settings.ranks[::-1]
+            for i, ranks in enumerate(order):
+                if not path_of(out, number, ranks).exists():
+                    done = (number + i / len(order)) / settings.rounds
+                    progress(f"round {number + 1} of {settings.rounds}: {ranks} ranks", done)
+                    launch(ranks, number)
     return summarise(task.name, jobs_in(out), environment())
 
 
