@@ -1,0 +1,168 @@
+"""Outcome of training a pattern through a plan, compared with its plain loop: equal, warned, refused, or a fault."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+import trimtab
+from training_patterns.script import PATTERNS, PLANS, Pattern, Script, trimtab_loop
+
+TORCH = str(Path(torch.__file__).parent)
+# Autocast rounds after every layer, and a split or a recomputation does not change what it computes.
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a training run.
+
+    Args:
+        kind: "equal", "warned" or "refused"; a fault: "differs", "untyped" (another error than trimtab's), "changed" (a
+            refusal after something had changed), or "unexpected" (trimtab trains what the plain loop cannot).
+        detail: the largest differences, the warnings or the error.
+    """
+
+    kind: str
+    detail: str = ""
+
+
+def outcome(name: str, plan_name: str) -> Outcome:
+    """Train a pattern through a plan set by hand, and compare."""
+    pattern = PATTERNS[name]
+    return outcome_of(pattern, plan_name, lambda script: pattern.plan(plan_name))
+
+
+def outcome_of(pattern: Pattern, plan_name: str, planned: Callable[[Script], trimtab.Plan]) -> Outcome:
+    """Train a pattern through the plan that `planned` returns, and compare with the plain loop for `plan_name`."""
+    script = pattern.made()
+    before, generators = values(script), states_of_generators()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            plan = planned(script)
+            if states_of_generators() != generators:
+                return Outcome("changed", "planning moved a random generator")
+            (script.through or trimtab_loop)(script, plan)
+        except trimtab.errors.TrimtabError as error:
+            changed = [key for key, value in values(script).items() if not same(value, before.get(key))]
+            changed += ["random generators"] if states_of_generators() != generators else []
+            said = f"{type(error).__name__}[{error.code}] {error}"
+            return (
+                Outcome("changed", f"{', '.join(changed[:MOST_NAMED])}: {said}")
+                if changed
+                else Outcome("refused", said)
+            )
+        except Exception as error:  # any error that is not trimtab's is a fault
+            if isinstance(plain(pattern.name, plan_name), str):
+                return Outcome("refused", f"as the plain loop: {error}")
+            return Outcome("untyped", f"{type(error).__name__}: {error}")
+    reference = plain(pattern.name, plan_name)
+    if isinstance(reference, str):
+        return Outcome("unexpected", f"the plain loop raises {reference}")
+    found = differences(values(script), reference, before, pattern.rounding)
+    if not found:
+        return Outcome("equal")
+    said = [str(each.message) for each in seen if not each.filename.startswith(TORCH)]
+    return Outcome("warned", " | ".join(said)) if said else Outcome("differs", "; ".join(found[:MOST_NAMED]))
+
+
+@functools.cache
+def plain(name: str, plan_name: str) -> dict[str, Any] | str:
+    """Return the values after plain training, or the error that it raises."""
+    pattern = PATTERNS[name]
+    if (same_as := reference_of(pattern, plan_name)) != plan_name:
+        return plain(name, same_as)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return values(pattern.train_plain(plan_name))
+        except Exception as error:  # the plain loop decides what can be trained
+            return f"{type(error).__name__}: {error}"
+
+
+def reference_of(pattern: Pattern, plan_name: str) -> str:
+    """Return the first plan with the same plain loop."""
+    settings, loop = PLANS[plan_name]
+    splits = pattern.draws and "micro_batch" in settings
+    for name, (others, other) in PLANS.items():
+        if other == loop and splits == (pattern.draws and "micro_batch" in others):
+            return name
+    raise AssertionError(plan_name)
+
+
+def values(script: Script) -> dict[str, Any]:
+    """Return copies of parameters, buffers and the optimizer's tensors by name."""
+    found = {}
+    for prefix, module in {"model": script.model, **script.others}.items():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found[f"{prefix}.{name}"] = tensor.detach().clone()
+    for index, (_, state) in enumerate(optimizer_states(script.optimizer)):
+        found |= {f"optimizer.{index}.{key}": copied(value) for key, value in state.items()}
+    return found
+
+
+def optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the state of each parameter, in the order of groups."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, optimizer.state.get(parameter, {})
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a tensor, or the value."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def same(value: Any, other: Any) -> bool:
+    """Return whether two values are the same to the bit."""
+    if not isinstance(value, Tensor):
+        return isinstance(other, type(value)) and (value is other or bool(value == other))
+    return isinstance(other, Tensor) and value.shape == other.shape and torch.equal(value, other)
+
+
+def states_of_generators() -> tuple[Any, ...]:
+    """Return the states of torch's, NumPy's and Python's global generators."""
+    kind, keys, *rest = numpy.random.get_state()
+    return bytes(torch.get_rng_state().numpy()), kind, keys.tobytes(), tuple(rest), random.getstate()
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], before: dict[str, Any], rounding: float) -> list[str]:
+    """Return parameters and buffers that are further from the reference than rounding, the furthest first.
+
+    A difference is relative to the distance that training moved the tensor. What hardly moved is compared with a
+    hundred units in the last place of its values instead: fifty sums of twenty steps.
+    """
+    far = []
+    for name, reference in expected.items():
+        if name.startswith("optimizer."):
+            continue
+        value = found.get(name)
+        if not isinstance(value, Tensor) or value.shape != reference.shape or value.dtype != reference.dtype:
+            far.append((float("inf"), f"{name} is missing or of another kind"))
+            continue
+        if not value.is_floating_point() and not value.is_complex():
+            if not torch.equal(value, reference):
+                far.append(
+                    (float("inf"), f"{name} is {value.flatten()[:4].tolist()}, not {reference.flatten()[:4].tolist()}")
+                )
+            continue
+        off, unit = float((value - reference).norm()), torch.finfo(reference.dtype).eps
+        start = before.get(name)
+        moved = (
+            float((reference - start).norm()) if isinstance(start, Tensor) and start.shape == reference.shape else 0.0
+        )
+        limit = max(rounding * moved, 100 * unit * float(reference.norm()))
+        if not off <= limit:
+            share = off / moved if moved else float("inf")
+            far.append((share, f"{name} is off by {share:.2g} of the distance that it moves"))
+    return [text for _, text in sorted(far, reverse=True)]
