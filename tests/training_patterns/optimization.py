@@ -145,8 +145,12 @@ def clipped_by_tensor_hooks():
 def clipped_by_post_accumulate_hooks():
     """Each gradient's norm clipped by a hook after it is accumulated."""
     model = mlp()
+
+    def clip(parameter):
+        nn.utils.clip_grad_norm_([parameter], 1e-2)
+
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: nn.utils.clip_grad_norm_([p], 1e-2))
+        parameter.register_post_accumulate_grad_hook(clip)
     return Script(model, sgd(model), cross_entropy, classes())
 
 

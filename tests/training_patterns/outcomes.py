@@ -18,7 +18,6 @@ import trimtab
 from training_patterns.script import PATTERNS, PLANS, Pattern, Script, trimtab_loop
 
 TORCH = str(Path(torch.__file__).parent)
-# Autocast rounds after every layer, and a split or a recomputation does not change what it computes.
 MOST_NAMED = 3
 
 
@@ -63,9 +62,8 @@ def outcome_of(pattern: Pattern, plan_name: str, planned: Callable[[Script], tri
                 else Outcome("refused", said)
             )
         except Exception as error:  # any error that is not trimtab's is a fault
-            if isinstance(plain(pattern.name, plan_name), str):
-                return Outcome("refused", f"as the plain loop: {error}")
-            return Outcome("untyped", f"{type(error).__name__}: {error}")
+            raised = f"{type(error).__name__}: {error}"
+            return Outcome("refused" if raised == plain(pattern.name, plan_name) else "untyped", raised)
     reference = plain(pattern.name, plan_name)
     if isinstance(reference, str):
         return Outcome("unexpected", f"the plain loop raises {reference}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +106,9 @@ def plain_loop(script: Script, loop: Loop) -> None:
 def trimtab_loop(script: Script, plan: trimtab.Plan) -> None:
     """Train the same through a plan."""
     with trimtab.start(script.model, script.optimizer, plan, **script.options()) as run:
-        for window in run.windows(script.batches) if script.per_step == 1 else of_batches(run, script):
+        if script.per_step > 1:
+            run.of_batches(script.per_step)
+        for window in run.windows(script.batches):
             if script.before_step is None:
                 run.train_step(window, script.loss_fn)
             else:
@@ -115,11 +117,6 @@ def trimtab_loop(script: Script, plan: trimtab.Plan) -> None:
                 script.before_step()
                 run.step()
             script.after_step()
-
-
-def of_batches(run: Any, script: Script) -> Iterable[Any]:
-    """Return windows of several loader batches."""
-    return run.of_batches(script.per_step).windows(script.batches)
 
 
 def in_parts(batch: Any, parts: int) -> list[Any]:
@@ -145,7 +142,8 @@ PLANS: dict[str, tuple[dict[str, Any], Loop]] = {
     "fp16": ({"precision": "fp16"}, Loop(torch.float16)),
     "together": ({"micro_batch": 2, "fused_optimizer": True, "recompute": "every_block"}, Loop()),
 }
-OUTCOMES = ("equal", "warned", "refused")
+REFUSED = dict.fromkeys(PLANS, "refused")
+NOT_FUSED = {"fused": "refused", "together": "refused"}  # optimizers without a fused step
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trimtab
-from training_patterns.script import STEPS, Script, adamw, classes, cross_entropy, images, mlp, pattern, sgd
+from training_patterns.script import REFUSED, STEPS, Script, adamw, classes, cross_entropy, images, mlp, pattern, sgd
 
 
 @pattern()
@@ -186,7 +186,7 @@ def deep_supervision():
     return Script(model, sgd(model), loss_fn, classes())
 
 
-@pattern(**dict.fromkeys(("unchanged", "half", "fused", "recompute", "bf16", "fp16", "together"), "refused"))
+@pattern(**REFUSED)
 def loss_and_accuracy():
     """`return loss, accuracy`: a pair of numbers, refused in every plan."""
     model = mlp()
