@@ -42,7 +42,7 @@ GROUPS = {
     "What is asked of a plan or a run": _of("trimtab", *_ASKED),
     "Records": _of("trimtab", "RecordWriter", "Header", "RunRecord", "read_record"),
     "Several ranks": _of("trimtab", "joined", "shard"),
-    "Errors": _of("trimtab", "errors"),
+    "Errors": _of("trimtab", "errors", "UnprovedSplitWarning"),
     "A module that a model may adopt": _of("trimtab.nn", "LossHead"),
     "Tasks": _of("trimtab.tasks", *_TASKS),
     "In others' loops": (

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trimtab.distributed.process_group import joined
     from trimtab.losses import Summed
     from trimtab.runtime.engine import Run
+    from trimtab.runtime.splitting import UnprovedSplitWarning
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Stop",
     "StopReason",
     "Summed",
+    "UnprovedSplitWarning",
     "errors",
     "joined",
     "plan",
@@ -59,6 +61,7 @@ _LAZY = dict.fromkeys(("Metering", "plan", "plan_elsewhere", "profile", "start")
     "Checkpoints": "trimtab.checkpoint.settings",
     "Run": "trimtab.runtime.engine",
     "Summed": "trimtab.losses",
+    "UnprovedSplitWarning": "trimtab.runtime.splitting",
     "joined": "trimtab.distributed.process_group",
     "shard": "trimtab.distributed.dealing",
 }

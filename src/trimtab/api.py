@@ -48,6 +48,7 @@ from trimtab.runtime.batches import as_many_rows
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.optimizers import modules_beside, require_alone
 from trimtab.runtime.recorder import Recorder
+from trimtab.runtime.splitting import warn_of_unproved_split
 
 MOST_BATCHES = 16
 FREED = (
@@ -364,6 +365,7 @@ def start(
     )
     exchange, beside = backend.exchange, modules_beside(model, modules)
     require_alone(beside, is_alone=not exchange.has_peers)
+    warn_of_unproved_split(plan)
     if exchange.num_ranks == 1 and exchange.has_peers:  # gradients may be reduced by hand, and other ranks would wait
         out_of_memory = out_of_memory or "stop"
         if plan.batch_rule is not None:

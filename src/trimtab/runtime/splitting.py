@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 from torch import nn
 
 from trimtab.core.plan import Mark, Plan
+
+
+class UnprovedSplitWarning(UserWarning):
+    """A started plan splits the batch, and no check proves that this keeps the gradient: the plan was set by hand."""
+
+
+def warn_of_unproved_split(plan: Plan) -> None:
+    """Warn the caller of the caller if a plan splits the batch without a check that proves it."""
+    if not plan.splits or plan.proves_splitting:
+        return
+    split = f"plan.micro_batch: {plan.micro_batch.value} of {plan.batch_rows} samples"
+    if plan.check is None:
+        text = (
+            f"{split} is set by hand and not proved. A loss or layer that computes over the whole batch (a contrastive "
+            "loss, batch statistics, a mean over tokens) trains differently on parts. trimtab.plan(...) proves a split."
+        )
+    else:
+        text = f"{split}, though splitting this batch changes training: {plan.check.reason}."
+    warnings.warn(text, UnprovedSplitWarning, stacklevel=3)
 
 
 def keeps_maths(plan: Plan, model: nn.Module) -> bool:
