@@ -19,6 +19,7 @@ from trimtab.calibrate.adapting import (
     batch_rule_of,
     require_adaptable,
 )
+from trimtab.calibrate.drawing import require_restorable
 from trimtab.calibrate.elsewhere import profile_elsewhere
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.step_shape import step_shape
@@ -96,9 +97,9 @@ def profile(
         budget, objective: limits and weights; they decide which settings are tried.
         reference: what the user's loop does today; undeclared, "assumed fp32 eager".
         longest_batch: the longest batch the data holds, if lengths vary, of as many rows: everything is measured on it.
-        data: the loop's loader; a few batches are drawn from it, to see how long the loop waits for them. Its torch
-            generators are put back and workers started for this end, so that its next epochs are as without it. An
-            iterator is that much further on afterwards.
+        data: the loop's loader; a few batches are drawn to time the wait for them. Loader, sampler, dataset and random
+            generators are restored and workers started for this end, so that its next epochs are as without planning.
+            Nothing is drawn from an iterator or from data that hold one; the profile's notes say so.
         total_steps: optimizer steps of the whole run, where they are known: they say how long measuring may take, and
             whether compiling the model can pay.
         frees_batch: whether windows may span several batches, as with `adapt="batch"`. Their gradients are then held
@@ -244,7 +245,8 @@ def plan(
             several of them.
         batch_rule: how, with "batch"; by default goodput, in windows of up to 16 loader batches. Without, one that only
             measures: `BatchRule("fixed")`.
-        data: training batches, as in `profile`, and to train on a little; needed with all but "batch".
+        data: training batches, as in `profile`, and to train on a little; needed with all but "batch". The first
+            batches of an iterator are used up by that.
         rehearse: whether several ranks run plans before one is chosen; without, what is predicted is taken.
         The rest as in `profile`.
 
@@ -256,6 +258,8 @@ def plan(
     beside, freed = modules_beside(model, modules), adaptations(adapt, data)
     require_alone(beside, is_alone=not is_to_share(model))
     trains = bool(freed & TRAINED)
+    if trains:
+        require_restorable(data)
     require_adaptable(freed, model, optimizer, is_alone=not has_peers())
     rule = batch_rule_of("batch" in freed, batch_rule)
     budget = checks.dataclass_or("budget", budget, Budget, Budget())

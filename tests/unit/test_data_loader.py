@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
+import os
+import queue
+import random
 
+import numpy
 import pytest
 import torch
 from refusals import mean_loss, new_loop
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from trimtab.core.errors import TrimtabError
+from trimtab.core.errors import TrimtabError, ValueGivenError
 
 NUM_ROWS, BATCH_ROWS = 60, 6
 loop = pytest.fixture(new_loop)
@@ -159,24 +172,237 @@ def test_an_order_is_put_back_after_a_range_test_that_failed(loop, monkeypatch, 
     assert order(loader) == order(shuffled())
 
 
-def test_an_iterator_is_further_on_afterwards(loop):
-    """And so is what it draws from: put back, it would yield the same rows twice."""
+class Endless:
+    """An iterator that draws from a generator of its own."""
 
-    class Endless:
+    def __init__(self):
+        self.generator = seeded()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return {"x": torch.randn(BATCH_ROWS, 4, generator=self.generator), "y": torch.zeros(BATCH_ROWS).long()}
+
+
+def batches():
+    return [{"x": torch.full((BATCH_ROWS, 4), float(index)), "y": torch.zeros(BATCH_ROWS).long()} for index in range(9)]
+
+
+class Once(IterableDataset):
+    """A stream that cannot begin again."""
+
+    def __init__(self):
+        self.items = iter(torch.arange(4.0 * NUM_ROWS).reshape(NUM_ROWS, 4))
+
+    def __iter__(self):
+        return ({"x": row, "y": 0} for row in self.items)
+
+
+class Lines:
+    """What reads on where a generator of its own is."""
+
+    def __init__(self):
+        self.lines = (each for each in batches())
+
+    def __iter__(self):
+        return iter(self.lines)
+
+
+class Prefetched:
+    """A loader with a queue that a producer fills."""
+
+    def __init__(self):
+        self.queue = queue.Queue()
+        for each in batches():
+            self.queue.put(each)
+
+    def __iter__(self):
+        while not self.queue.empty():
+            yield self.queue.get()
+
+
+def shared_generator():
+    feed = iter(batches())
+
+    class Feeding:
+        def __iter__(self):
+            return (each for each in feed)
+
+    return Feeding()
+
+
+ONE_SHOT = {
+    "an iterator": Endless,
+    "a generator": lambda: (each for each in batches()),
+    "itertools.cycle": lambda: itertools.cycle(batches()),
+    "a dataset with an iterator": lambda: DataLoader(Once(), BATCH_ROWS),
+    "a loader with a generator": Lines,
+    "a loader with a queue": Prefetched,
+    "a generator in a closure": shared_generator,
+    "an iterator of a loader": lambda: iter(DataLoader(Rows(), BATCH_ROWS)),
+}
+ITERATORS = {"an iterator", "a generator", "itertools.cycle", "an iterator of a loader"}
+
+
+@pytest.mark.parametrize("door", ["profile", "plan"])
+@pytest.mark.parametrize("make", ONE_SHOT.values(), ids=ONE_SHOT)
+def test_nothing_is_drawn_from_one_shot_data(loop, make, door):
+    data, other = make(), make()
+    found = DOORS[door](loop, data)
+    assert [note.code for note in found.notes] == ["data.not_drawn"]
+    assert torch.equal(next(iter(data))["x"], next(iter(other))["x"])
+
+
+@pytest.mark.parametrize("name", sorted(ONE_SHOT.keys() - ITERATORS))
+def test_one_shot_data_that_are_no_iterator_are_not_trained_on(loop, name):
+    data, other = ONE_SHOT[name](), ONE_SHOT[name]()
+    with pytest.raises(ValueGivenError) as caught:
+        DOORS["adapt"](loop, data)
+    assert caught.value.code == "data.one_shot"
+    assert torch.equal(next(iter(data))["x"], next(iter(other))["x"])
+
+
+def from_file(path):
+    class Handle(IterableDataset):
+        """A stream over an open file, read from where it is."""
+
         def __init__(self):
-            self.generator = seeded()
+            self.file = path.open()
+
+        def __del__(self):
+            self.file.close()
 
         def __iter__(self):
-            return self
+            while line := self.file.readline():
+                yield {"x": torch.full((4,), float(line)), "y": 0}
 
-        def __next__(self):
-            return {"x": torch.randn(BATCH_ROWS, 4, generator=self.generator), "y": torch.zeros(BATCH_ROWS).long()}
+    path.write_text("".join(f"{index}\n" for index in range(NUM_ROWS)))
+    return DataLoader(Handle(), BATCH_ROWS)
 
-    drawn, planned = Endless(), Endless()
-    for _ in range(9):
-        next(drawn)
-    loop.profile(data=planned, num_blocks=3)
-    assert torch.equal(next(planned)["x"], next(drawn)["x"])
+
+class Augmented(Rows):
+    """Rows with noise of a generator of NumPy's, and a count of what was read."""
+
+    total = 0
+
+    def __init__(self):
+        self.random, self.count, self.seen = numpy.random.default_rng(0), 0, []
+        self.by_python = random.Random(0)
+
+    def __getitem__(self, index):
+        self.count += 1
+        Augmented.total += 1
+        self.seen.append(index)
+        noise = self.random.random() + self.by_python.random() + self.count + self.total
+        return {"x": torch.full((4,), index + noise), "y": index % 3}
+
+
+class OfEpochs(Sampler):
+    """A sampler that counts its epochs, and shuffles an array in place."""
+
+    def __init__(self):
+        self.epoch, self.order = 0, numpy.arange(NUM_ROWS)
+
+    def __iter__(self):
+        self.epoch += 1
+        numpy.random.default_rng(self.epoch).shuffle(self.order)
+        return iter(self.order.tolist())
+
+    def __len__(self):
+        return NUM_ROWS
+
+
+def counting_in_a_closure():
+    epoch = 0
+
+    def collate(rows):
+        nonlocal epoch
+        epoch += 1
+        return {"x": torch.stack([row["x"] for row in rows]) + epoch, "y": torch.tensor([row["y"] for row in rows])}
+
+    return DataLoader(Rows(), BATCH_ROWS, collate_fn=collate)
+
+
+SAID = 0
+
+
+class OfGlobal:
+    """A loader that counts in a variable of its module."""
+
+    def __iter__(self):
+        global SAID
+        for each in batches():
+            SAID += 1
+            yield {**each, "x": each["x"] + SAID}
+
+
+class WithSlots:
+    """A loader whose place is in a slot, and is kept from one epoch to the next."""
+
+    __slots__ = ("at",)
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        for each in batches():
+            self.at += 1
+            yield {**each, "x": each["x"] + self.at}
+
+
+STATEFUL = {
+    "a dataset's generators and counts": lambda path: DataLoader(Augmented(), BATCH_ROWS),
+    "a sampler's epoch": lambda path: DataLoader(Rows(), BATCH_ROWS, sampler=OfEpochs()),
+    "a closure": lambda path: counting_in_a_closure(),
+    "a global": lambda path: OfGlobal(),
+    "a slot": lambda path: WithSlots(),
+    "an open file": from_file,
+}
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL)
+def test_state_of_the_datas_own_is_as_before_planning(loop, make, door, tmp_path, monkeypatch):
+    def forget():
+        monkeypatch.setattr(Augmented, "total", 0)
+        monkeypatch.setitem(globals(), "SAID", 0)
+
+    forget()
+    expected = order(make(tmp_path / "a"))
+    forget()
+    loader = make(tmp_path / "b")
+    found = door(loop, loader)
+    assert found.notes == ()
+    assert order(loader) == expected
+
+
+def test_batches_that_come_from_elsewhere_are_noted(loop, tmp_path):
+    """A file that is opened anew by its descriptor goes on where it was: nothing shows that in the loader."""
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(range(200)))
+    number = os.open(path, os.O_RDONLY)
+
+    class OfDescriptor:
+        def __iter__(self):
+            while read := os.read(number, BATCH_ROWS):
+                yield {"x": torch.tensor(list(read)).float()[:, None].repeat(1, 4), "y": torch.zeros(len(read)).long()}
+
+    try:
+        found = loop.profile(data=OfDescriptor(), num_blocks=3)
+    finally:
+        os.close(number)
+    assert [note.code for note in found.notes] == ["data.not_repeatable"]
+
+
+def test_a_loader_that_fails_is_noted_and_left_to_the_loop(loop):
+    class Failing(Rows):
+        def __getitem__(self, index):
+            raise OSError("the disk's own")
+
+    found = loop.profile(data=DataLoader(Failing(), BATCH_ROWS), num_blocks=3)
+    assert [note.code for note in found.notes] == ["data.not_drawn"]
+    assert "data" not in found.phases_s
 
 
 def with_workers(persistent):

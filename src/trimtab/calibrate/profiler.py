@@ -8,15 +8,15 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
+from trimtab.calibrate.drawing import Drawn, draw_some, waiting_s
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts, with_tested_step
 from trimtab.calibrate.failures import describe
@@ -40,13 +40,11 @@ from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.bystanders import unchanged_by
-from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory import forget_peak, is_profiled
 from trimtab.measure.meters import Found, with_idle
 from trimtab.measure.snapshot import Snapshot
-from trimtab.measure.timing import PhaseClock, time_call
-from trimtab.runtime.batches import iterate, tensors_in
+from trimtab.measure.timing import PhaseClock
 from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
 from trimtab.runtime.user_hooks import gradient_hooks, in_words, require_plannable
@@ -54,7 +52,6 @@ from trimtab.runtime.window_start import bytes_to_begin_anew
 
 NUM_BLOCKS = 5
 _PHASE_STEPS, _PHASES_S = 3, 3.0
-_DATA_BATCHES = 8
 _NO_TIME = "there was no time left to measure its blocks"
 
 
@@ -110,7 +107,7 @@ def _profile(
     is_asked = objective.energy > 0 or budget.energy is not None
     metered = with_idle(metered) if metered is not None and is_asked else metered
     with unchanged_by(subject.loss_fn, subject.trained, subject.optimizer) as snapshot:
-        drawn = Drawn() if data is None else draw_some(subject, data)
+        drawn = Drawn() if data is None else draw_some(subject, data, notes)
         progress("checking that splitting keeps the gradient")
         check = _checked(subject, reference.precision, notes)
         if check.splittable:
@@ -136,7 +133,7 @@ def _profile(
             profile = _with_traces_for_others(subject, profile, progress, notes)
     forget_peak(subject.device)  # of candidates: a run looks at its own
     if drawn.seconds is not None and phases:
-        phases = {"data": _waiting_s(drawn.seconds, phases, data)} | phases
+        phases = {"data": waiting_s(drawn.seconds, phases, data)} | phases
     return replace(profile, phases_s=phases, notes=notes.found, profiling_s=time.perf_counter() - start)
 
 
@@ -283,45 +280,6 @@ def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
 
     found = notes.attempt("padding.not_timed", "a padded vocabulary was not timed", saves_s, None)
     return replace(profile, loop=replace(profile.loop, padding_saves_s=found))
-
-
-class Drawn(NamedTuple):
-    """What a few batches of a loader say.
-
-    Attributes:
-        seconds: that drawing one takes; None where there are not even two. longest: elements of the largest, in those
-            of the example.
-    """
-
-    seconds: float | None = None
-    longest: float | None = None
-
-
-def draw_some(subject: Subject, data: Iterable[Any]) -> Drawn:
-    """Draw a few batches in a row.
-
-    The first is drawn before the clock starts: it opens files and starts workers. A loader is left as `borrowed` says.
-
-    Raises:
-        BatchError: there is nothing to iterate over.
-    """
-    with borrowed(data) as lent:
-        batches = islice(iterate("data", lent), 1 + _DATA_BATCHES)
-        elements = [_elements(batch) for batch in islice(batches, 1)]
-        seconds = time_call(lambda: elements.extend(map(_elements, batches)), subject.device)
-    num, example = len(elements) - 1, _elements(subject.batch)
-    return Drawn(seconds / num if num > 0 else None, max(elements, default=0) / example if example else None)
-
-
-def _elements(batch: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(batch))
-
-
-def _waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> float:
-    """Return seconds per step that a loop waits for its data: workers of a loader draw while the step runs."""
-    num_workers = getattr(data, "num_workers", 0)
-    at_once = isinstance(num_workers, int) and num_workers > 0
-    return max(0.0, drawing_s - sum(phases.values())) if at_once else drawing_s
 
 
 def _phases_or_none(subject: Subject, candidate: Candidate, notes: Notes) -> tuple[dict[str, float], float | None]:

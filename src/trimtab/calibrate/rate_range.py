@@ -11,7 +11,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.learning_rate import RatePoint, has_diverged
 from trimtab.measure.bystanders import unchanged_by
-from trimtab.measure.loader_state import borrowed
+from trimtab.measure.data_state import undisturbed
 from trimtab.runtime.batches import iterate
 from trimtab.runtime.engine import Run
 from trimtab.runtime.schedule import scaled_rates
@@ -32,8 +32,8 @@ def range_test(
     """Return loss and norm of gradients at rates rising from the user's own to `widest` times it. Leaves no trace.
 
     Args:
-        batches: training batches; at least `num_steps` of them, or the test ends early. A loader is left as `borrowed`
-            says.
+        batches: training batches; at least `num_steps` of them, or the test ends early. A loader is left as
+            `undisturbed` says.
 
     Raises:
         ValueGivenError: there are no batches. BatchError: there is nothing to iterate over.
@@ -41,7 +41,7 @@ def range_test(
     points: list[RatePoint] = []
     model, optimizer = subject.model, subject.optimizer
     with (
-        borrowed(batches) as lent,
+        undisturbed(batches) as lent,
         unchanged_by(subject.loss_fn, subject.trained, optimizer),
         Run(model, optimizer, _with_norms(plan), out_of_memory="stop", modules=subject.modules, on_trial=True) as run,
     ):

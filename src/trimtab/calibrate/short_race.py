@@ -18,7 +18,7 @@ from trimtab.core.plan import Plan
 from trimtab.decide.short_race import ShortPair, ShortRun, is_lost
 from trimtab.losses import parts_of
 from trimtab.measure.bystanders import unchanged_by
-from trimtab.measure.loader_state import borrowed
+from trimtab.measure.data_state import undisturbed
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.batches import count_rows, iterate, slices, to_device
 from trimtab.runtime.engine import Run
@@ -46,7 +46,7 @@ def short_race(
     others.
 
     Args:
-        batches: training batches; gone through again where they end. A loader is left as `borrowed` says.
+        batches: training batches; gone through again where they end. A loader is left as `undisturbed` says.
         by_unseen: whether what counts is the loss of each batch in evaluation mode before it is trained on, and not
             that of its own step, in which what is raced may change what a loss is. No training goes over data again.
         same_step: whether a step of the two takes the same, whatever was measured: samples alone are compared.
@@ -56,7 +56,7 @@ def short_race(
     """
     pairs: list[ShortPair] = []
     with (
-        borrowed(batches) as lent,
+        undisturbed(batches) as lent,
         unchanged_by(subject.loss_fn, subject.trained, subject.optimizer) as snapshot,
     ):
         drawn = _of_one_pass(lent, num_steps) if by_unseen else _endless(lent)

@@ -1,0 +1,128 @@
+"""A few batches of the loop's data, drawn to time the wait for them and to see how their sizes differ.
+
+The data are left as they were: their state is restored, and one-shot data are not drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trimtab.calibrate.notes import Notes
+from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import TrimtabError, ValueGivenError
+from trimtab.measure.data_state import DataState, undisturbed
+from trimtab.measure.process_state import ProcessState
+from trimtab.measure.timing import time_call
+from trimtab.runtime.batches import iterate, tensors_in
+
+_BATCHES = 8
+_NOT_DRAWN = "the wait for data was not timed"
+_CHANGED = (
+    "two epochs began with different batches though the state of the data was restored: either each epoch seeds a "
+    "generator of its own, or something keeps state where planning does not see it"
+)
+
+
+class Drawn(NamedTuple):
+    """What a few batches of a loader say.
+
+    Attributes:
+        seconds: that drawing one takes; None where there are not even two. longest: elements of the largest, in those
+            of the example.
+    """
+
+    seconds: float | None = None
+    longest: float | None = None
+
+
+def draw_some(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
+    """Draw a few batches in a row, and put them back. Nothing is drawn from an iterator or other one-shot data.
+
+    The first is drawn before the clock starts: it opens files and starts workers.
+
+    Raises:
+        BatchError: there is nothing to iterate over.
+    """
+    if reason := one_shot(data):
+        notes.add("data.not_drawn", _NOT_DRAWN, reason)
+        return Drawn()
+    try:
+        return _drawn(subject, data, notes)
+    except TrimtabError:
+        raise
+    except Exception as error:  # of the loader, the dataset or the collation: the loop will see it too
+        notes.add("data.not_drawn", _NOT_DRAWN, error)
+        return Drawn()
+
+
+def one_shot(data: Any) -> str:
+    """Return why data cannot be drawn from without taking batches away from the first epoch; "" if they can."""
+    if isinstance(data, Iterator):
+        return "the data are an iterator, and what is drawn from it is gone"
+    state = DataState(data)
+    return f"the data hold {state.one_shot}, and what is drawn from it is gone" if state.one_shot else ""
+
+
+def require_restorable(data: Any) -> None:
+    """Raise for data that training on a little takes batches from in silence; an iterator is known to be used up.
+
+    Raises:
+        ValueGivenError: one-shot data that are no iterator.
+    """
+    if not isinstance(data, Iterator) and (reason := one_shot(data)):
+        raise ValueGivenError(
+            "data",
+            given=reason,
+            expected="data that can begin again, as adapt=... trains on some of them",
+            way_out="Pass data whose dataset makes its iterators in __iter__; or iter(data), whose first batches adapt "
+            "then uses up.",
+            code="data.one_shot",
+        )
+
+
+def _drawn(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
+    process = ProcessState.capture(wakes_cuda=False)
+    first = None
+    if not isinstance(data, list | tuple) and not getattr(data, "num_workers", 0):  # workers draw in their own copies
+        with undisturbed(data) as lent:
+            first = next(iterate("data", lent), None)
+        process.restore()
+    with undisturbed(data) as lent:
+        batches = islice(iterate("data", lent), 1 + _BATCHES)
+        again = next(batches, None)
+        if first is not None and not _are_equal(first, again):
+            notes.add("data.not_repeatable", "the first epoch may differ from that without planning", _CHANGED)
+        del first
+        elements = [] if again is None else [_elements(again)]
+        seconds = time_call(lambda: elements.extend(map(_elements, batches)), subject.device)
+    num, example = len(elements) - 1, _elements(subject.batch)
+    return Drawn(seconds / num if num > 0 else None, max(elements, default=0) / example if example else None)
+
+
+def _elements(batch: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(batch))
+
+
+def _are_equal(ours: Any, theirs: Any) -> bool:
+    pairs = list(tensors_in(ours)), list(tensors_in(theirs))
+    return len(pairs[0]) == len(pairs[1]) and all(map(_is_same, *pairs))
+
+
+def _is_same(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype or left.layout is not right.layout:
+        return False
+    if left.layout is not torch.strided:
+        return True  # not compared
+    return torch.equal(left, right) or bool(torch.equal(left.isnan(), right.isnan()) and left.isnan().any())
+
+
+def waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> float:
+    """Return seconds per step that a loop waits for its data: workers of a loader draw while the step runs."""
+    num_workers = getattr(data, "num_workers", 0)
+    at_once = isinstance(num_workers, int) and num_workers > 0
+    return max(0.0, drawing_s - sum(phases.values())) if at_once else drawing_s
