@@ -10,7 +10,7 @@ from torch import nn
 from trimtab.core.profile import LoopFacts
 from trimtab.nn import LossHead
 from trimtab.runtime.compiled import is_compiled
-from trimtab.runtime.layout import is_channels_last
+from trimtab.runtime.layout import is_channels_last, sparse_module
 from trimtab.runtime.optimizers import is_fused, supports_fused
 from trimtab.runtime.step_check import fused_difference
 from trimtab.runtime.user_hooks import bitwise_reason, gradient_hooks
@@ -35,7 +35,7 @@ def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, he
         flops_per_step=None,
         has_convolutions=any(p.dim() == 4 for p in parameters),
         has_workspaces=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
-        supports_fused=supports_fused(optimizer) and not bitwise_only,
+        supports_fused=supports_fused(optimizer) and not bitwise_only and not sparse_module(model, optimizer),
         bitwise_only=bitwise_only,
         is_fused=is_fused(optimizer),
         layout="channels_last" if is_channels_last(model) else "contiguous",

@@ -37,6 +37,8 @@ def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> c
     compiled.require_as_written(plan.compiled.value, model)
     with contextlib.ExitStack() as undo:
         if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
+            if sparse := layout.sparse_module(model, optimizer):
+                raise layout.sparse_gradient(sparse)
             undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
         if plan.weight_decay.value is not None:
             undo.callback(use_weight_decay(optimizer, plan.weight_decay.value))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.core.errors import ModelError
+from trimtab.core.errors import ModelError, OptimizerError
 from trimtab.measure.held import shares_rows
 
 _FEW_CHANNELS = 16
@@ -80,12 +80,38 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def align_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Lay out gradients as a fused step's parameters: autograd's are, those that a loop makes itself may not be."""
+    """Lay out gradients as a fused step's parameters: autograd's are, those that a loop makes itself may not be.
+
+    Raises:
+        OptimizerError: a gradient is sparse.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             grad = parameter.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise sparse_gradient()
             if grad is not None and grad.stride() != parameter.stride() and not _lie_alike(parameter, grad):
                 _align_grad(parameter)
+
+
+def sparse_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the first embedding whose gradients are sparse and stepped; "" if there is none."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and id(module.weight) in stepped:
+            return name or "model"
+    return ""
+
+
+def sparse_gradient(of: str = "") -> OptimizerError:
+    """Return the error for a sparse gradient that a fused step would get."""
+    return OptimizerError(
+        "plan.fused_optimizer",
+        given=f"a sparse gradient, of {of}" if of else "a sparse gradient",
+        expected="dense gradients: torch's fused steps take no others",
+        way_out="Plan with fused_optimizer=False.",
+        code="optimizer.sparse_gradient",
+    )
 
 
 def _lie_alike(one: Tensor, other: Tensor) -> bool:

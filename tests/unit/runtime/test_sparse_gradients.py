@@ -91,3 +91,49 @@ def test_a_window_whose_sparse_gradient_is_no_number_is_skipped(make):
             run.train_step(window, lambda *given, factor=math.nan if index == 1 else 1.0: factor * loss_fn(*given))
             assert torch.equal(model.weight, before) is (index == 1)
         assert run.applied_steps == WINDOWS - 1
+
+
+class Table(nn.Module):
+    """An embedding written by hand, whose gradients are sparse in a way that shows in the backward alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, 4))
+
+    def forward(self, words):
+        return nn.functional.embedding(words, self.weight, sparse=True)
+
+
+@pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding])
+def test_a_fused_step_is_refused_before_anything_is_changed(kind):
+    model = nn.Sequential(nn.Identity(), kind(WORDS, 4, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(trimtab.errors.OptimizerError, match="1") as error:
+        trimtab.start(model, optimizer, Plan.fixed(ROWS, fused_optimizer=True))
+    assert error.value.code == "optimizer.sparse_gradient"
+    assert not optimizer.param_groups[0]["fused"]
+
+
+def test_a_fused_step_of_a_gradient_that_turns_out_sparse_is_refused_with_the_weights_as_they_were():
+    model = Table()
+    before = model.weight.detach().clone()
+    with (
+        trimtab.start(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(ROWS, fused_optimizer=True)
+        ) as run,
+        pytest.raises(trimtab.errors.OptimizerError) as error,
+    ):
+        run.train_step(run.window(batches()[0]), loss_fn)
+    assert error.value.code == "optimizer.sparse_gradient"
+    assert torch.equal(model.weight, before)
+
+
+def test_a_fused_step_of_other_parameters_is_not_refused():
+    model = nn.Sequential(nn.Embedding(WORDS, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    trimtab.start(model, optimizer, Plan.fixed(ROWS, fused_optimizer=True)).close()
+
+
+def test_a_fused_step_is_not_planned():
+    model, optimizer = loop(torch.optim.SGD, sparse=True)
+    assert not trimtab.profile(model, optimizer, loss_fn, batches()[0], num_blocks=3).loop.supports_fused
