@@ -39,7 +39,7 @@ from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Tr
 from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
-from trimtab.measure.bystanders import unchanged_by
+from trimtab.measure.loop_state import unchanged_by
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory import forget_peak, is_profiled
 from trimtab.measure.meters import Found, with_idle

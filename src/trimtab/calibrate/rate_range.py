@@ -10,8 +10,8 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.learning_rate import RatePoint, has_diverged
-from trimtab.measure.bystanders import unchanged_by
 from trimtab.measure.data_state import undisturbed
+from trimtab.measure.loop_state import unchanged_by
 from trimtab.runtime.batches import iterate
 from trimtab.runtime.engine import Run
 from trimtab.runtime.schedule import scaled_rates

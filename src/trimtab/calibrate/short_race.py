@@ -17,8 +17,8 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.short_race import ShortPair, ShortRun, is_lost
 from trimtab.losses import parts_of
-from trimtab.measure.bystanders import unchanged_by
 from trimtab.measure.data_state import undisturbed
+from trimtab.measure.loop_state import unchanged_by
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.batches import count_rows, iterate, slices, to_device
 from trimtab.runtime.engine import Run

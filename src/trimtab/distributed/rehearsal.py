@@ -35,7 +35,7 @@ from trimtab.distributed.process_group import slowest, time_limit_s, words_of_al
 from trimtab.distributed.rehearsed_run import DidNotFit, RehearsedRun, rehearsing
 from trimtab.distributed.sent import num_sent
 from trimtab.distributed.stage_choice import RankLoop
-from trimtab.measure.bystanders import unchanged_by
+from trimtab.measure.loop_state import unchanged_by
 from trimtab.measure.memory import alive_between_steps, storage_bytes
 from trimtab.measure.process_state import ProcessState
 from trimtab.runtime.engine import LossFn

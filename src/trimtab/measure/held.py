@@ -1,25 +1,25 @@
-"""Containers, tensors and gradients that objects hold by reference: found, copied, and put back in place.
-
-Dicts, lists, tuples, sets and deques are followed, to any depth and through cycles. Other objects are not entered and
-not copied: what a trial changes inside them stays.
-"""
+"""Copies of single objects that a training step can change: each reports a change and restores the object in place."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+import contextlib
+import random
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
-# Exactly these: a subclass may refuse to be emptied and filled again.
-_CONTAINERS = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
+_ROOTS_OF_CONTAINERS = (OrderedDict, dict, list, set, deque, bytearray)
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
 
 def is_container(value: Any) -> bool:
-    """Return whether a value is one of the containers that can be refilled in place."""
-    return type(value) in _CONTAINERS
+    """Return whether a value is a mutable container, or of a class derived from one."""
+    return isinstance(value, _ROOTS_OF_CONTAINERS)
 
 
 def reachable(roots: Iterable[Any]) -> Iterator[Any]:
@@ -39,58 +39,334 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor's values; a CUDA tensor's lies on the host, and adds nothing to the device's peak."""
+    """Return a copy of a tensor's values; the copy of a CUDA tensor is on the host and adds nothing to a GPU's peak."""
     data = tensor.data
     return data.to("cpu", copy=True) if data.is_cuda else data.clone()
 
 
 def device_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor's values where they lie: of a GPU's it is put back many times as fast."""
+    """Return a copy of a tensor's values on its own device, from which a GPU restores them many times faster."""
     return tensor.data.clone()
 
 
 class HeldTensor:
-    """A tensor's storage, strides and values, to be put back on the same object."""
+    """Storage, strides, values and `requires_grad` of a tensor.
 
-    def __init__(self, tensor: Tensor, copied: Callable[[Tensor], Tensor] = host_copy) -> None:
+    Args:
+        copied: makes the copy of the values; None holds a checksum, which finds a change and cannot restore it.
+    """
+
+    def __init__(self, tensor: Tensor, copied: Callable[[Tensor], Tensor | None] | None = host_copy) -> None:
         self.tensor = tensor
         self._data = tensor.data
-        self._copy = copied(tensor) if can_write(tensor) else None
+        self._version = _version(tensor)
+        self._wants_grad = tensor.requires_grad if tensor.is_leaf else None
+        self._sum = _checksum(self._data) if copied is None else None
+        self._copy = copied(tensor) if copied is not None and can_write(tensor) and _has_memory(tensor) else None
+
+    @property
+    def is_checked_only(self) -> bool:
+        """Whether a checksum is held and no copy."""
+        return self._sum is not None
+
+    def has_changed(self) -> bool:
+        """Return whether shape, dtype, values or `requires_grad` differ; the memory format is no change."""
+        tensor, data = self.tensor, self._data
+        if self._wants_grad is not None and tensor.requires_grad is not self._wants_grad:
+            return True
+        if tensor.shape != data.shape or tensor.dtype != data.dtype or tensor.device != data.device:
+            return True
+        if self._copy is not None and (same := same_values(self._copy, tensor)) is not None:
+            return not same
+        if self._sum is not None:
+            return _checksum(tensor.data) != self._sum
+        return _version(tensor) != self._version
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the tensor in place."""
         self.tensor.data = self._data
         if self._copy is not None:
+            if not _has_memory(self._data):
+                self._data.untyped_storage().resize_(_last_byte(self._data))
             self._data.copy_(self._copy)
+        if self._wants_grad is not None and self.tensor.requires_grad is not self._wants_grad:
+            self.tensor.requires_grad_(self._wants_grad)
 
 
 class HeldGradient:
-    """A tensor's gradient and its values, to be put back on the same object; also that it has none."""
+    """The gradient of a tensor and its values; also the absence of a gradient."""
 
     def __init__(self, owner: Tensor, copied: Callable[[Tensor], Tensor] = host_copy) -> None:
         self._owner, self._grad = owner, owner.grad
         self._copy = None if owner.grad is None else copied(owner.grad)
 
+    def has_changed(self) -> bool:
+        """Return whether there is another gradient than before."""
+        now, copy = self._owner.grad, self._copy
+        if now is None or copy is None:
+            return now is not copy
+        return now.shape != copy.shape or now.dtype != copy.dtype or same_values(copy, now) is False
+
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the gradient on the same object."""
         grad, copy = self._grad, self._copy
         self._owner.grad = grad if grad is None or copy is None else grad.copy_(copy)
 
 
+_NO_KEYS: dict[Any, Any] = {}
+
+
 class HeldContainer:
-    """A container's items, to be put back into the same object."""
+    """The items of a container, restored in order into the same object.
+
+    Methods of the built-in class are called, so that a derived class that refuses changes can be restored too.
+    """
 
     def __init__(self, container: Any) -> None:
-        self._container = container
-        self._items = dict(container) if isinstance(container, dict) else list(container)
+        self.container = container
+        self._kind: Any = type(container)
+        if self._kind not in (dict, OrderedDict, list):
+            self._kind = next(kind for kind in _ROOTS_OF_CONTAINERS if isinstance(container, kind))
+        self.items = self._items()
+
+    def _items(self) -> Any:
+        if not self.container:  # as most dicts of hooks are
+            return _NO_KEYS if isinstance(self.container, dict) else ()
+        if isinstance(self.container, dict):
+            return dict(self._kind.items(self.container))
+        return list(self._kind.__iter__(self.container))
+
+    def changes(self) -> Iterator[Any]:
+        """Yield the keys whose values differ; `MISSING` stands for the container as a whole."""
+        before, now = self.items, self._items()
+        if isinstance(now, dict):
+            for key, value in before.items():
+                if (other := now.get(key, MISSING)) is not value and not same_value(value, other):
+                    yield key
+            yield from (key for key in now if key not in before)
+            if isinstance(self.container, OrderedDict) and list(before) != list(now) and before.keys() == now.keys():
+                yield MISSING
+        elif isinstance(self.container, set):
+            if set(before) != set(now):
+                yield MISSING
+        elif len(before) != len(now) or not all(map(same_value, before, now)):
+            yield MISSING
 
     def restore(self) -> None:
-        """Put everything back, in order."""
-        self._container.clear()
-        if isinstance(self._container, dict | set):
-            self._container.update(self._items)
+        """Restore the items, if others are in their place."""
+        before, now = self.items, self._items()
+        if _has_same_objects(before, now):
+            return
+        self._kind.clear(self.container)
+        if isinstance(self.container, dict):
+            for key, value in before.items():  # not `update`, which a Counter overrides and an OrderedDict shares
+                self._kind.__setitem__(self.container, key, value)
+        elif isinstance(self.container, set):
+            self._kind.update(self.container, before)
         else:
-            self._container.extend(self._items)
+            self._kind.extend(self.container, before)
+
+
+def _has_same_objects(before: Any, now: Any) -> bool:
+    if len(before) != len(now):
+        return False
+    if isinstance(before, dict):
+        return all(map(_is, before, now)) and all(map(_is, before.values(), now.values()))
+    return all(map(_is, before, now))
+
+
+def _is(left: Any, right: Any) -> bool:
+    return left is right
+
+
+class HeldBinding:
+    """A name's value: of a closure's cell, a module's global, a class attribute or a slot.
+
+    Args:
+        get: returns the value, or `MISSING`.
+        put: sets it, and deletes it for `MISSING`.
+    """
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        self._get, self._put = get, put
+        self.value = get()
+
+    def has_changed(self) -> bool:
+        """Return whether the name has another value."""
+        return not same_value(self.value, self._get())
+
+    def restore(self) -> None:
+        """Set the name to the object that it had."""
+        if self._get() is not self.value:
+            self._put(self.value)
+
+
+class HeldGenerator:
+    """The state of a random generator of torch, Python or NumPy."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self.state = state_of(generator)
+
+    def has_changed(self) -> bool:
+        """Return whether numbers were drawn."""
+        return not same_state(self.state, state_of(self._generator))
+
+    def restore(self) -> None:
+        """Restore the state."""
+        set_state_of(self._generator, self.state)
+
+
+class HeldArray:
+    """The values of a NumPy array."""
+
+    def __init__(self, array: numpy.ndarray[Any, Any]) -> None:
+        self._array, self._copy = array, array.copy()
+
+    def has_changed(self) -> bool:
+        """Return whether shape, dtype or values differ."""
+        now, before = self._array, self._copy
+        if now.shape != before.shape or now.dtype != before.dtype:
+            return True
+        return now.tobytes() != before.tobytes() if now.dtype != object else list(now.flat) != list(before.flat)
+
+    def restore(self) -> None:
+        """Restore the values in place; an array that cannot be written has not changed."""
+        if self._array.shape != self._copy.shape:
+            self._array.resize(self._copy.shape, refcheck=False)
+        if self._array.flags.writeable:
+            numpy.copyto(self._array, self._copy)
+
+
+# Random generators.
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether a value is a random generator with a state that can be restored."""
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    return isinstance(
+        value, torch.Generator | numpy.random.Generator | numpy.random.RandomState | numpy.random.BitGenerator
+    )
+
+
+def state_of(generator: Any) -> Any:
+    """Return a copy of a generator's state."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator | numpy.random.RandomState):
+        return generator.get_state()
+    return (generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator).state
+
+
+def set_state_of(generator: Any, state: Any) -> None:
+    """Restore a generator's state."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator | numpy.random.RandomState):
+        generator.set_state(state)
+    else:
+        (generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator).state = state
+
+
+def same_state(left: Any, right: Any) -> bool:
+    """Return whether two states of one generator are equal."""
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_state(left[key], right[key]) for key in left)
+    if isinstance(left, numpy.ndarray):
+        return bool(numpy.array_equal(left, right))
+    if isinstance(left, tuple) and isinstance(right, tuple) and len(left) < 10:
+        return len(left) == len(right) and all(map(same_state, left, right))
+    return bool(left == right)
+
+
+# Comparison by value.
+
+
+def same_value(left: Any, right: Any, depth: int = 0) -> bool:
+    """Return whether two objects are equal for a training step: the same scalars, values of tensors, or items."""
+    if left is right:
+        return True
+    if type(left) is not type(right) or depth > 20:
+        return False
+    if isinstance(left, _SCALARS):
+        return bool(left == right or (left != left and right != right))
+    if isinstance(left, Tensor):
+        return left.shape == right.shape and left.dtype == right.dtype and same_values(left.data, right) is True
+    if isinstance(left, numpy.ndarray | numpy.generic):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if type(left) in (torch.dtype, torch.device, range, slice, frozenset):
+        return bool(left == right)
+    if isinstance(left, dict):
+        values = zip((*left, *left.values()), (*right, *right.values()), strict=True)
+        return len(left) == len(right) and all(same_value(a, b, depth + 1) for a, b in values)
+    if isinstance(left, tuple | list | deque):
+        return len(left) == len(right) and all(same_value(a, b, depth + 1) for a, b in zip(left, right, strict=True))
+    if isinstance(left, set):
+        return left == right
+    if hasattr(left, "__func__") and hasattr(left, "__self__"):  # bound methods are made at each access
+        return left.__func__ is right.__func__ and left.__self__ is right.__self__
+    return False
+
+
+def same_values(copy: Tensor, tensor: Tensor) -> bool | None:
+    """Return whether two tensors of one shape and dtype are bitwise equal; None if they have no values, as on meta."""
+    if not _has_memory(tensor):
+        return False
+    left, right = _local(copy), _local(tensor.data)
+    try:
+        if left.device != right.device:
+            right = right.to(left.device)
+        if torch.equal(left, right):
+            return True
+        if left.layout is not torch.strided or left.shape != right.shape:
+            return False
+        return torch.equal(_bytes(left), _bytes(right))  # NaN equals no NaN
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+_CHUNK = 2**24  # elements whose 64-bit integers exist at a time
+
+
+def _checksum(tensor: Tensor) -> int | None:
+    """Return a sum over a tensor's bytes as integers; None if it cannot be read."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        flat = _local(tensor).detach().reshape(-1)
+        size = flat.element_size()
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
+        parts = flat.view(whole).split(_CHUNK)
+        return sum((index + 1) * int(part.sum(dtype=torch.int64)) for index, part in enumerate(parts))
+    return None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor's storage holds all of its elements; not if it was freed or shrunk in place."""
+    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):  # others hold their values elsewhere
+        return True
+    return tensor.untyped_storage().nbytes() >= _last_byte(tensor)
+
+
+def _last_byte(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

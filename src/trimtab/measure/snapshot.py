@@ -1,82 +1,20 @@
-"""Everything a trial may change, held so that it can be put back bit for bit, on the very same tensors."""
+"""A digest of a model, its optimizer and the process, for comparison before and after."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.measure.held import (
-    HeldContainer,
-    HeldGradient,
-    HeldTensor,
-    device_copy,
-    host_copy,
-    is_container,
-    reachable,
-    tensors_of,
-)
-from trimtab.measure.memory import most_bytes
+from trimtab.measure.held import reachable, tensors_of
+from trimtab.measure.loop_state import LoopState
 from trimtab.measure.process_state import ProcessState
 
-_ROOM = 3  # times what is copied that a GPU has to have beside a peak: for what a trial takes once, as to record it
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-
-
-class Snapshot:
-    """Values of a model, its optimizer and the process: parameters, buffers, gradients, optimizer state and groups,
-    and what else modules and optimizer hold in tensors and containers, however nested.
-
-    Usable as a context manager: the state is put back on leaving, also after an error.
-
-    Args:
-        peak_bytes: of a GPU, what runs while it is held: copies lie there too if there is room beside that, and are put
-            back many times as fast. None: on the host, where they are in no peak that is counted meanwhile.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, peak_bytes: int | None = None) -> None:
-        self._process = ProcessState.capture(wakes_cuda=False)
-        copied = host_copy if peak_bytes is None or not _has_room(model, optimizer, peak_bytes) else device_copy
-        self._grads = [HeldGradient(tensor, copied) for tensor in tensors_of(model)]
-        named = {id(t): t for t in tensors_of(model)}
-        others = list(reachable(_roots(model, optimizer)))
-        named |= {id(value): value for value in others if isinstance(value, Tensor)}
-        self._containers = [HeldContainer(value) for value in others if is_container(value)]
-        self._tensors = [HeldTensor(tensor, copied) for tensor in named.values()]
-
-    def restore(self) -> None:
-        """Put everything back; may be called again and again."""
-        for container in self._containers:
-            container.restore()
-        for tensor in self._tensors:
-            tensor.restore()
-        for grad in self._grads:
-            grad.restore()
-        self._process.restore()
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.restore()
-
-
-def _has_room(model: nn.Module, optimizer: torch.optim.Optimizer, peak_bytes: int) -> bool:
-    """Return whether each GPU that holds any of it has room beside such a peak for `_ROOM` times what is copied."""
-    held = Counter[torch.device]()
-    for tensor in {id(t): t for t in (*tensors_of(model), *_tensors(optimizer.state))}.values():
-        for each in (tensor, tensor.grad):
-            if each is not None and each.is_cuda:
-                held[each.device] += each.numel() * each.element_size()
-    return all(peak_bytes + _ROOM * size < most_bytes(device) for device, size in held.items())
-
-
-def _tensors(root: Any) -> Iterator[Tensor]:
-    return (value for value in reachable([root]) if isinstance(value, Tensor))
+Snapshot = LoopState  # of a model and its optimizer alone
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

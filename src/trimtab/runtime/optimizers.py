@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
-from trimtab.measure.bystanders import modules_of
+from trimtab.measure.reach import modules_of
 from trimtab.runtime.layout import align_state
 from trimtab.runtime.step_check import fused_difference
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.measure import snapshot as module
+from trimtab.measure import loop_state as module
 from trimtab.measure.memory import forget_peak
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.snapshot import Snapshot, fingerprint

@@ -1,0 +1,232 @@
+"""The state that a training step can change, held so that changes can be found, named and undone.
+
+One walk (`measure.reach`) finds parameters, buffers, attributes and containers of modules, closures and globals of the
+loss, of forwards and of hooks, random generators, optimizers, gradients and the batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from trimtab.measure.held import (
+    MISSING,
+    HeldArray,
+    HeldBinding,
+    HeldContainer,
+    HeldGenerator,
+    HeldGradient,
+    HeldTensor,
+    device_copy,
+    host_copy,
+    is_generator,
+    reachable,
+    same_state,
+    tensors_of,
+)
+from trimtab.measure.memory import most_bytes
+from trimtab.measure.places import ChangeKind, Place, Reached
+from trimtab.measure.process_state import ProcessState
+from trimtab.measure.reach import Walk
+
+__all__ = ["Change", "ChangeKind", "LoopState", "unchanged_by"]
+
+_ROOM = 3  # times the bytes of the copies that a GPU must have free beside a peak: recording a trial needs some too
+_MOST_BESIDE = 2**30  # bytes copied of tensors beside the model; of others a checksum is kept
+
+_TEXTS = {
+    ChangeKind.FROZEN_PARAMETER: "parameter without gradient",
+    ChangeKind.CLOSURE: "variable",
+    ChangeKind.GENERATOR: "random generator",
+    ChangeKind.GRADIENT: "gradient of",
+    ChangeKind.OPTIMIZER: "optimizer state",
+    ChangeKind.BATCH: "the batch:",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """An object that differs from the held state.
+
+    Attributes:
+        path: where it is, such as "teacher.0.weight", "memory.queue", "bag in loss_fn" or "Python's random".
+        kind: what sort of object it is.
+    """
+
+    path: str
+    kind: ChangeKind
+
+    def __str__(self) -> str:
+        return f"{_TEXTS.get(self.kind, self.kind.value)} {self.path}"
+
+
+class LoopState:
+    """Everything that a forward, a loss or an optimizer step can change, copied once.
+
+    Usable as a context manager: the state is restored on leaving, also after an error.
+
+    Args:
+        model: its modules, and the functions that their forwards and hooks refer to, are followed.
+        optimizer: its state, groups and hooks.
+        loss_fn: followed through closures, globals, default arguments, partials and methods.
+        batch: tensors and containers that the loss is called with.
+        modules: other modules that are trained, such as a criterion with parameters; by name, or in a sequence.
+        peak_bytes: peak memory of a GPU while the state is held: copies stay on the GPU if there is room beside that
+            peak, and are restored many times faster. None: on the host, where they count in no peak.
+        most_bytes_copied: tensors of the model that are larger are held by their version, which shows changes in place
+            except through `.data`; they are not restored. None: all are copied.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        batch: Any = None,
+        modules: Sequence[nn.Module] | Mapping[str, nn.Module] = (),
+        peak_bytes: int | None = None,
+        most_bytes_copied: int | None = None,
+    ) -> None:
+        self._process = ProcessState.capture(wakes_cuda=False)
+        self._copied = host_copy if peak_bytes is None or not _has_room(model, optimizer, peak_bytes) else device_copy
+        self._most_bytes, self._beside = most_bytes_copied, 0
+        self._tensors: list[tuple[HeldTensor, Place]] = []
+        self._gradients: list[tuple[HeldGradient, Place]] = []
+        self._containers: list[tuple[HeldContainer, Reached]] = []
+        self._others: list[tuple[HeldBinding | HeldArray | HeldGenerator, Place]] = []
+        for each in _walked(model, optimizer, loss_fn, batch, modules):
+            self._hold(each)
+
+    def _hold(self, reached: Reached) -> None:
+        value, place = reached.value, reached.place
+        if reached.get is not None and reached.put is not None:
+            self._others.append((HeldBinding(reached.get, reached.put), place))
+        elif isinstance(value, dict):
+            self._containers.append((HeldContainer(value), reached))
+        elif isinstance(value, Tensor):
+            self._tensors.append((HeldTensor(value, self._copier(value, reached)), place))
+            if value.is_leaf:
+                gradient = place.then("", ChangeKind.GRADIENT)
+                self._gradients.append((HeldGradient(value, self._copied), gradient))
+        elif isinstance(value, numpy.ndarray):
+            self._others.append((HeldArray(value), place))
+        elif is_generator(value):
+            self._others.append((HeldGenerator(value), place))
+        else:
+            self._containers.append((HeldContainer(value), reached))
+
+    def _copier(self, tensor: Tensor, reached: Reached) -> Callable[[Tensor], Tensor] | None:
+        if reached.is_beside:
+            self._beside += tensor.nbytes if tensor.layout is torch.strided else 0
+            return None if self._beside > _MOST_BESIDE else self._copied
+        if self._most_bytes is not None and tensor.layout is torch.strided and tensor.nbytes > self._most_bytes:
+            return _by_version
+        return self._copied
+
+    def changes(self) -> list[Change]:
+        """Return what differs now from the held state: by value, in the order in which it was found."""
+        return list(dict.fromkeys(self._changes()))
+
+    def _changes(self) -> Iterator[Change]:
+        for tensor, place in self._tensors:
+            if tensor.has_changed():
+                yield Change(place.path(), place.kind)
+        for container, reached in self._containers:
+            for key in container.changes():
+                more = "" if key is MISSING else f".{key}" if reached.is_named else f"[{key!r:.40}]"
+                yield Change(reached.place.path(more), reached.place.kind)
+        for gradient, place in self._gradients:
+            if gradient.has_changed():
+                yield Change(place.path(), place.kind)
+        for other, place in self._others:
+            if other.has_changed():
+                yield Change(place.path(), place.kind)
+        for name in self._drawn():
+            yield Change(name, ChangeKind.GENERATOR)
+
+    def _drawn(self) -> Iterator[str]:
+        """Yield the global generators that numbers were drawn from."""
+        before, now = self._process, ProcessState.capture(wakes_cuda=False)
+        if not same_state(before.cpu_rng, now.cpu_rng):
+            yield "torch's generator"
+        if len(before.cuda_rng) == len(now.cuda_rng) and not all(map(same_state, before.cuda_rng, now.cuda_rng)):
+            yield "torch's CUDA generator"
+        if not same_state(before.python_rng, now.python_rng):
+            yield "Python's random"
+        if not same_state(before.numpy_rng, now.numpy_rng):
+            yield "numpy.random"
+
+    def restore(self) -> None:
+        """Restore everything bit for bit, on the same objects; repeatable."""
+        for container, _ in self._containers:
+            container.restore()
+        for tensor, place in self._tensors:
+            tensor.restore()
+            if tensor.is_checked_only and tensor.has_changed():
+                self._warn_of(place)
+        for gradient, _ in self._gradients:
+            gradient.restore()
+        for other, _ in self._others:
+            other.restore()
+        self._process.restore()
+
+    def _warn_of(self, place: Place) -> None:
+        text = f"{Change(place.path(), place.kind)} was changed and cannot be restored: it is too large to be copied."
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def __enter__(self) -> LoopState:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.restore()
+
+
+def _walked(
+    model: nn.Module, optimizer: Any, loss_fn: Any, batch: Any, modules: Sequence[Any] | Mapping[str, Any]
+) -> list[Reached]:
+    walk = Walk()
+    walk.enter(model, "", ChangeKind.ATTRIBUTE)
+    named = modules if isinstance(modules, Mapping) else {_name_of(each, i): each for i, each in enumerate(modules)}
+    for name, module in named.items():
+        walk.enter(module, name, ChangeKind.ATTRIBUTE)
+    if optimizer is not None:
+        walk.enter_optimizer(optimizer)
+    walk.enter(batch, "batch", ChangeKind.BATCH)
+    if loss_fn is not None:
+        walk.enter_function(loss_fn)
+    return walk.found
+
+
+def _name_of(module: nn.Module, index: int) -> str:
+    return f"{type(module).__name__} (modules[{index}])"
+
+
+def unchanged_by(loss_fn: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> LoopState:
+    """Return a context manager that restores a loop on leaving, with everything that its loss and hooks refer to."""
+    return LoopState(model, optimizer, loss_fn=loss_fn)
+
+
+def _by_version(tensor: Tensor) -> None:
+    """Hold no copy."""
+
+
+def _has_room(model: nn.Module, optimizer: torch.optim.Optimizer | None, peak_bytes: int) -> bool:
+    """Return whether each GPU that holds any of it has room beside such a peak for `_ROOM` times the copies."""
+    held = Counter[torch.device]()
+    for tensor in {id(t): t for t in (*tensors_of(model), *_tensors(getattr(optimizer, "state", {})))}.values():
+        for each in (tensor, tensor.grad):
+            if each is not None and each.is_cuda:
+                held[each.device] += each.numel() * each.element_size()
+    return all(peak_bytes + _ROOM * size < most_bytes(device) for device, size in held.items())
+
+
+def _tensors(root: Any) -> Iterator[Tensor]:
+    return (value for value in reachable([root]) if isinstance(value, Tensor))

@@ -1,0 +1,103 @@
+"""Names that code can bind to another value: globals of functions, closure cells, slots and class attributes."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from trimtab.measure.held import MISSING
+
+
+@functools.cache
+def is_library(module: str) -> bool:
+    """Return whether code of a module is torch's, NumPy's, the standard library's or trimtab's own machinery."""
+    top, _, rest = module.partition(".")
+    if top == "trimtab":
+        return rest.partition(".")[0] not in ("nn", "tasks", "recipes", "experiments")
+    return top in sys.stdlib_module_names or top in ("torch", "numpy", "torchvision", "triton")
+
+
+@functools.cache
+def is_package(module: str) -> bool:
+    """Return whether code of a module is an installed package's, and not the user's own."""
+    file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def globals_of(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield (namespace, name) of the globals that a function reads or writes, also in modules of the user's."""
+    space = function.__globals__
+    names, stored = _names_in(function.__code__)
+    for name in names:
+        if name in space:
+            value = space[name]
+            yield space, name
+            if isinstance(value, types.ModuleType) and not (is_library(value.__name__) or is_package(value.__name__)):
+                yield from ((vars(value), other) for other in names if other in vars(value))
+        elif name in stored:
+            yield space, name
+
+
+@functools.lru_cache(4096)
+def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return names of globals and attributes in a function's code and in functions it defines; and globals it sets."""
+    names, stored = dict.fromkeys(code.co_names), set[str]()
+    if any(each in _STORES for each in code.co_code[::2]):
+        stored = {each.argval for each in dis.get_instructions(code) if each.opcode in _STORES}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            more, also = _names_in(constant)
+            names |= dict.fromkeys(more)
+            stored |= also
+    return tuple(names), frozenset(stored)
+
+
+_STORES = {dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                private = name.startswith("__") and not name.endswith("__")
+                yield f"_{each.__name__.lstrip('_')}{name}" if private else name
+
+
+def put_slot(owner: Any, name: str, value: Any) -> None:
+    if value is MISSING:
+        object.__delattr__(owner, name)
+    else:
+        object.__setattr__(owner, name, value)
+
+
+def put_attribute(owner: type, name: str, value: Any) -> None:
+    if value is MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def put_item(space: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        space.pop(name, None)
+    else:
+        space[name] = value
+
+
+def value_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return MISSING
+
+
+def put_cell(cell: types.CellType, value: Any) -> None:
+    if value is MISSING:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value

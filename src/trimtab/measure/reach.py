@@ -1,0 +1,386 @@
+"""Objects that a training step can change: everything reachable from a model, its optimizer, its loss and a batch.
+
+Followed are attributes of modules and of plain objects, containers, closures, globals, default arguments, partials,
+bound methods, hooks and the methods of the user's own classes. Not entered are code of torch and of the standard
+library, datasets, loaders, iterators, files, and long containers beside the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trimtab.measure.held import MISSING, is_container, is_generator
+from trimtab.measure.names import (
+    globals_of,
+    is_library,
+    is_package,
+    put_attribute,
+    put_cell,
+    put_item,
+    put_slot,
+    slots_of,
+    value_of,
+)
+from trimtab.measure.places import ChangeKind, Place, Reached
+
+_DEPTH = 5  # functions and objects between a root and what they refer to
+_MOST_ITEMS, _MOST_HELD = 1000, 1_000_000  # entered, and held, of a container beside the model; longer ones are data
+
+
+class Walk:
+    """Finds each object once, the model's own first.
+
+    Attributes:
+        found: in the order in which they were reached. modules: likewise.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Reached] = []
+        self.modules: list[nn.Module] = []
+        self._seen: set[int] = set()
+        self._followed: set[Any] = set()  # functions, cells, and names of globals
+        self._alive: list[Any] = []  # an id is taken for another object's once its object is freed
+        self._pending: deque[tuple[Any, Place, bool]] = deque()
+        self._functions: deque[tuple[Any, Place]] = deque()  # followed after what holds its objects by name
+
+    def enter(self, root: Any, label: str, kind: ChangeKind, *, is_beside: bool = False) -> None:
+        """Find what a root refers to."""
+        self._pending.append((root, Place(label, kind), is_beside))
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._pending or self._functions:
+            while self._pending:
+                self._visit(*self._pending.popleft())
+            if self._functions:
+                self._follow(*self._functions.popleft())
+
+    def enter_optimizer(self, optimizer: Any) -> None:
+        """Find what an optimizer holds, whatever its class."""
+        self._seen.add(id(optimizer))
+        self._optimizer(optimizer, Place("optimizer", ChangeKind.OPTIMIZER), False)
+        self._drain()
+
+    def enter_function(self, function: Any) -> None:
+        """Find what a loss refers to: a function, method or partial, or an object that is called; of any package."""
+        place = Place("loss_fn", ChangeKind.CLOSURE)
+        inner = function.__func__ if isinstance(function, types.MethodType) else function
+        if isinstance(inner, types.FunctionType):
+            self._function(inner, 0, always=True)
+        elif _handler_of(type(function)) is None:
+            self._object(function, place, True)
+        self.enter(function, "loss_fn", ChangeKind.CLOSURE, is_beside=True)
+
+    def _visit(self, value: Any, place: Place, is_beside: bool) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._alive.append(value)
+        handler = _handler_of(type(value))
+        if handler is not None:
+            handler(self, value, place, is_beside)
+
+    def _push(self, value: Any, place: Place, is_beside: bool) -> None:
+        if type(value) not in _IGNORED:
+            self._pending.append((value, place, is_beside))
+
+    # Handlers, by the type of the value.
+
+    def _tensor(self, tensor: Tensor, place: Place, is_beside: bool) -> None:
+        self.found.append(Reached(tensor, place, is_beside))
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if hooks := getattr(tensor, name, None):
+                self._push(hooks, place.then(f".{name}", ChangeKind.ATTRIBUTE), is_beside)
+        if isinstance(tensor, nn.Parameter):
+            self._names(vars(tensor), place.then("", ChangeKind.ATTRIBUTE), is_beside)
+
+    def _names(self, held: dict[str, Any], place: Place, is_beside: bool, *, deeper: bool = False) -> None:
+        """Find what the attributes of an object refer to."""
+        self._seen.add(id(held))
+        self.found.append(Reached(held, place, is_beside, is_named=True))
+        for name, each in held.items():
+            if type(each) not in _IGNORED:
+                self._pending.append((each, place.then(f".{name}", deeper=deeper), is_beside))
+
+    def _container(self, value: Any, place: Place, is_beside: bool) -> None:
+        size = len(value)
+        if is_beside and size > _MOST_HELD:
+            return
+        self.found.append(Reached(value, place, is_beside))
+        if is_beside and size > _MOST_ITEMS:
+            return
+        self._items(value, place, is_beside)
+
+    def _items(self, value: Any, place: Place, is_beside: bool) -> None:
+        kind = ChangeKind.CONTAINER if place.kind is ChangeKind.ATTRIBUTE else place.kind
+        pairs = dict.items(value) if isinstance(value, dict) else enumerate(tuple(value))
+        for key, item in pairs:
+            if type(item) not in _IGNORED:
+                self._pending.append((item, place.then(f"[{key!r:.40}]", kind), is_beside))
+
+    def _tuple(self, value: Any, place: Place, is_beside: bool) -> None:
+        if not is_beside or len(value) <= _MOST_ITEMS:
+            self._items(value, place, is_beside)
+
+    def _module(self, module: nn.Module, place: Place, is_beside: bool) -> None:
+        self.modules.append(module)
+        held = vars(module)
+        here = Place("", ChangeKind.ATTRIBUTE, place)  # its own objects are entered at any depth
+        self.found.append(Reached(held, here, is_beside, is_named=True))
+        self._seen.add(id(held))
+        for name, value in held.items():
+            if type(value) in _IGNORED:
+                continue
+            if name in _TABLES and isinstance(value, dict):
+                self._named(name, value, here, is_beside)
+            elif not _is_full(value) and id(value) not in self._seen:  # most hooks: milliseconds in all
+                self._seen.add(id(value))
+                self.found.append(Reached(value, here.then(f".{name}"), is_beside))
+            else:
+                self._pending.append((value, here.then(f".{name}"), is_beside))
+        if isinstance(module, torch.jit.ScriptModule):
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                kind = _kind_of(tensor) if isinstance(tensor, nn.Parameter) else ChangeKind.BUFFER
+                self._pending.append((tensor, here.then(f".{name}", kind), is_beside))
+            return
+        self._methods(type(module), here)
+
+    def _named(self, name: str, value: dict[str, Any], here: Place, is_beside: bool) -> None:
+        kind = _TABLES[name]
+        self._seen.add(id(value))
+        self.found.append(Reached(value, here.then("", kind), is_beside, is_named=True))
+        for key, each in value.items():
+            if each is not None:
+                of_it = _kind_of(each) if kind is ChangeKind.PARAMETER else kind
+                self._pending.append((each, here.then(f".{key}", of_it), is_beside))
+
+    def _optimizer(self, optimizer: Any, place: Place, is_beside: bool) -> None:
+        here = Place(place.label, ChangeKind.OPTIMIZER, place.parent, place.function, place.depth)
+        self._object(optimizer, here, is_beside)
+        for name in ("state", "param_groups"):  # of a wrapper they may not be among its own attributes
+            self._push(getattr(optimizer, name, None), here.then(f".{name}"), is_beside)
+
+    def _object(self, value: Any, place: Place, is_beside: bool) -> None:
+        if place.depth > _DEPTH:
+            return
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            self._names(held, place, is_beside, deeper=True)
+        for name in slots_of(type(value)):
+            get = functools.partial(getattr, value, name, MISSING)
+            self._binding(get, functools.partial(put_slot, value, name), place.then(f".{name}"), is_beside)
+        self._methods(type(value), place)
+
+    def _package_object(self, value: Any, place: Place, is_beside: bool) -> None:
+        """Enter an object of an installed package if it is plain data; else what it holds that can be trained."""
+        held = getattr(value, "__dict__", None)
+        if not isinstance(held, dict) or place.depth > _DEPTH:
+            return
+        if all(map(_is_data, held.values())):
+            self._object(value, place, is_beside)
+            return
+        for name, each in held.items():
+            if isinstance(each, nn.Module | Optimizer | Tensor):
+                self._pending.append((each, place.then(f".{name}", deeper=True), is_beside))
+
+    def _generator(self, value: Any, place: Place, is_beside: bool) -> None:
+        self.found.append(Reached(value, place.then("", ChangeKind.GENERATOR), is_beside))
+
+    def _array(self, value: Any, place: Place, is_beside: bool) -> None:
+        self.found.append(Reached(value, place, is_beside))
+
+    def _class(self, value: type, place: Place, is_beside: bool) -> None:
+        self._methods(value, place)
+
+    def _callable(self, value: Any, place: Place, is_beside: bool) -> None:
+        self._functions.append((value, place))
+
+    def _binding(self, get: Callable[[], Any], put: Callable[[Any], None], place: Place, is_beside: bool) -> None:
+        value = get()
+        if not isinstance(value, _CODE):
+            self.found.append(Reached(value, place, is_beside, get=get, put=put))
+        self._push(value, place, is_beside)
+
+    # Functions.
+
+    def _methods(self, kind: type, place: Place) -> None:
+        """Follow the functions and plain attributes of a class of the user's; of a package's class, its forward."""
+        for each in kind.__mro__:
+            if id(each) in self._seen or is_library(each.__module__):
+                continue
+            self._seen.add(id(each))
+            if is_package(each.__module__):
+                self._functions.append((vars(each).get("forward"), place))
+                continue
+            for name, value in tuple(vars(each).items()):
+                if isinstance(value, type):
+                    self._push(value, place, True)
+                elif isinstance(value, _CODE) or hasattr(value, "__wrapped__"):
+                    self._functions.append((value, place))
+                elif not (name.startswith("__") and name.endswith("__")) and not isinstance(value, _DESCRIPTORS):
+                    get = functools.partial(vars(each).get, name, MISSING)
+                    here = Place(f"{each.__name__}.{name}", ChangeKind.CLOSURE, depth=place.depth)
+                    self._binding(get, functools.partial(put_attribute, each, name), here, True)
+
+    def _follow(self, value: Any, place: Place) -> None:
+        self._alive.append(value)
+        if place.depth > _DEPTH or value is None:
+            return
+        if isinstance(value, types.FunctionType):
+            self._function(value, place.depth + 1)
+        elif isinstance(value, functools.partial):
+            positional = {f"argument {index}": each for index, each in enumerate(value.args)}
+            self._parts(value.func, positional | value.keywords, place)
+        elif isinstance(value, types.MethodType):
+            self._parts(value.__func__, {"self": value.__self__}, place)
+        elif isinstance(value, types.BuiltinMethodType):
+            if is_generator(value.__self__):
+                self._push(value.__self__, place, True)
+        elif isinstance(value, property):
+            self._functions.extend((each, place) for each in (value.fget, value.fset))
+        elif isinstance(value, staticmethod | classmethod):
+            self._functions.append((value.__func__, place))
+        elif (wrapped := getattr(value, "__wrapped__", None)) is not None:  # functools.cache, and decorators
+            self._functions.append((wrapped, place))
+
+    def _parts(self, function: Any, others: Mapping[str, Any], place: Place) -> None:
+        self._functions.append((function, place))
+        name = getattr(function, "__qualname__", "")
+        for label, each in others.items():
+            self._push(each, Place(label, ChangeKind.CLOSURE, function=name, depth=place.depth + 1), True)
+
+    def _function(self, function: types.FunctionType, depth: int, *, always: bool = False) -> None:
+        if id(function) in self._followed:
+            return
+        self._followed.add(id(function))
+        if not always and is_library(
+            function.__globals__.get("__name__", "")
+        ):  # a decorator's wrapper, such as of torch.no_grad
+            self._functions.append((getattr(function, "__wrapped__", None), Place("", ChangeKind.CLOSURE, depth=depth)))
+            return
+        name = function.__qualname__
+
+        def at(label: str) -> Place:
+            return Place(label, ChangeKind.CLOSURE, function=name, depth=depth)
+
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._followed:
+                self._followed.add(id(cell))
+                self._binding(functools.partial(value_of, cell), functools.partial(put_cell, cell), at(variable), True)
+        for space, variable in globals_of(function):
+            if (key := (id(space), variable)) not in self._followed:
+                self._followed.add(key)
+                get = functools.partial(space.get, variable, MISSING)
+                self._binding(get, functools.partial(put_item, space, variable), at(variable), True)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._push(default, at("default argument"), True)
+        self._names(vars(function), at(function.__name__), True)
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """Return the modules that a function refers to, their submodules too."""
+    walk = Walk()
+    walk.enter_function(function)
+    return walk.modules
+
+
+def _is_full(value: Any) -> bool:
+    """Return whether there may be something in a value."""
+    return type(value) not in _HOOKS or bool(value)
+
+
+def _kind_of(parameter: Tensor) -> ChangeKind:
+    return ChangeKind.PARAMETER if parameter.requires_grad else ChangeKind.FROZEN_PARAMETER
+
+
+_TABLES = {
+    "_parameters": ChangeKind.PARAMETER,
+    "_buffers": ChangeKind.BUFFER,
+    "_modules": ChangeKind.ATTRIBUTE,
+}
+_HOOKS = (dict, OrderedDict, set)
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property)
+_CODE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    type,
+    property,
+    staticmethod,
+    classmethod,
+)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
+_IGNORED = {*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format, type(MISSING), range, slice}
+_DATA = (*_PLAIN, Tensor, numpy.ndarray, numpy.generic, tuple, frozenset, type, torch.dtype, torch.device, Enum)
+_NEVER = (
+    Enum,
+    Dataset,
+    DataLoader,
+    Sampler,
+    io.IOBase,
+    weakref.ReferenceType,
+    types.ModuleType,
+    torch.jit.ScriptFunction,
+)
+_Handler = Callable[[Walk, Any, Place, bool], None]
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_data, value[:8]))
+    if isinstance(value, _DATA) or is_container(value):
+        return True
+    held = getattr(value, "__dict__", None)
+    return isinstance(held, dict) and not callable(value) and all(isinstance(each, _DATA) for each in held.values())
+
+
+@functools.cache
+def _handler_of(kind: type) -> _Handler | None:
+    """Return how objects of a class are entered; None if they are not."""
+    if kind in _IGNORED or issubclass(kind, _NEVER) or issubclass(kind, numpy.generic):
+        return None
+    handlers: Mapping[Any, _Handler] = {
+        Tensor: Walk._tensor,
+        nn.Module: Walk._module,
+        Optimizer: Walk._optimizer,
+        (torch.Generator, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator): Walk._generator,
+        (tuple, frozenset): Walk._tuple,
+        numpy.ndarray: Walk._array,
+        (types.FunctionType, types.MethodType, functools.partial, types.BuiltinMethodType): Walk._callable,
+        type: Walk._class,
+        LRScheduler: Walk._object,
+    }
+    for kinds, handler in handlers.items():
+        if issubclass(kind, kinds):
+            return handler
+    return _handler_of_object(kind)
+
+
+def _handler_of_object(kind: type) -> _Handler | None:
+    if issubclass(kind, random.Random):
+        return None if issubclass(kind, random.SystemRandom) else Walk._generator
+    if issubclass(kind, (dict, list, set, deque, bytearray)):
+        return Walk._container
+    if hasattr(kind, "__next__") or hasattr(kind, "__wrapped__"):
+        return None
+    module = kind.__module__
+    if module.startswith("torch.amp") or kind in (types.SimpleNamespace,) or module in ("argparse", "collections"):
+        return Walk._object
+    if is_library(module):
+        return None
+    return Walk._package_object if is_package(module) else Walk._object
