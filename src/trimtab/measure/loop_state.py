@@ -82,6 +82,8 @@ class LoopState:
             peak, and are restored many times faster. None: on the host, where they count in no peak.
         most_bytes_copied: tensors of the model that are larger are held by their version, which shows changes in place
             except through `.data`; they are not restored. None: all are copied.
+        logs: hold containers too that the functions found only add to and none of them reads. For a part of a loop,
+            whose other parts may read them.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class LoopState:
         modules: Sequence[nn.Module] | Mapping[str, nn.Module] = (),
         peak_bytes: int | None = None,
         most_bytes_copied: int | None = None,
+        logs: bool = False,
     ) -> None:
         self._process = ProcessState.capture(wakes_cuda=False)
         self._copied = host_copy if peak_bytes is None or not _has_room(model, optimizer, peak_bytes) else device_copy
@@ -102,7 +105,7 @@ class LoopState:
         self._gradients: list[tuple[HeldGradient, Place]] = []
         self._containers: list[tuple[HeldContainer, Reached]] = []
         self._others: list[tuple[HeldBinding | HeldArray | HeldGenerator, Place]] = []
-        for each in _walked(model, optimizer, loss_fn, batch, modules):
+        for each in _walked(model, optimizer, loss_fn, batch, modules, logs=logs):
             self._hold(each)
 
     def _hold(self, reached: Reached) -> None:
@@ -190,9 +193,15 @@ class LoopState:
 
 
 def _walked(
-    model: nn.Module, optimizer: Any, loss_fn: Any, batch: Any, modules: Sequence[Any] | Mapping[str, Any]
+    model: nn.Module,
+    optimizer: Any,
+    loss_fn: Any,
+    batch: Any,
+    modules: Sequence[Any] | Mapping[str, Any],
+    *,
+    logs: bool,
 ) -> list[Reached]:
-    walk = Walk()
+    walk = Walk(skips_logs=not logs)
     walk.enter(model, "", ChangeKind.ATTRIBUTE)
     named = modules if isinstance(modules, Mapping) else {_name_of(each, i): each for i, each in enumerate(modules)}
     for name, module in named.items():

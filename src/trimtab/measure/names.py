@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -40,6 +41,23 @@ def globals_of(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], s
                 yield from ((vars(value), other) for other in names if other in vars(value))
         elif name in stored:
             yield space, name
+
+
+_FILLS = {"append", "appendleft", "add", "extend", "extendleft", "insert", "update"}
+
+
+@functools.lru_cache(4096)
+def is_log(code: types.CodeType, name: str) -> bool:
+    """Return whether a function only adds to the container of a name and never reads it, as one does for a log."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    steps = list(dis.get_instructions(code)) if name in (*code.co_names, *code.co_freevars, *code.co_cellvars) else []
+    for step, after in itertools.pairwise(steps):
+        if step.argval != name or step.opname in ("LOAD_CLOSURE", "MAKE_CELL", "COPY_FREE_VARS"):
+            continue
+        fills = after.opname in ("LOAD_METHOD", "LOAD_ATTR") and after.argval in _FILLS
+        if not (fills and step.opname in ("LOAD_DEREF", "LOAD_GLOBAL")):
+            return False
+    return all(is_log(each, name) for each in inner)
 
 
 @functools.lru_cache(4096)

@@ -28,6 +28,7 @@ from trimtab.measure.held import MISSING, is_container, is_generator
 from trimtab.measure.names import (
     globals_of,
     is_library,
+    is_log,
     is_package,
     put_attribute,
     put_cell,
@@ -42,14 +43,22 @@ _DEPTH = 5  # functions and objects between a root and what they refer to
 _MOST_ITEMS, _MOST_HELD = 1000, 1_000_000  # entered, and held, of a container beside the model; longer ones are data
 
 
+_Get, _Put = Callable[[], Any], Callable[[Any], None]
+
+
 class Walk:
     """Finds each object once, the model's own first.
+
+    Args:
+        skips_logs: containers beside the model that functions only add to, and none that is followed reads, are left
+            out: no step depends on them.
 
     Attributes:
         found: in the order in which they were reached. modules: likewise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, skips_logs: bool = False) -> None:
+        self._skips_logs = skips_logs
         self.found: list[Reached] = []
         self.modules: list[nn.Module] = []
         self._seen: set[int] = set()
@@ -210,7 +219,13 @@ class Walk:
     def _callable(self, value: Any, place: Place, is_beside: bool) -> None:
         self._functions.append((value, place))
 
-    def _binding(self, get: Callable[[], Any], put: Callable[[Any], None], place: Place, is_beside: bool) -> None:
+    def _variable(self, function: types.FunctionType, key: Any, get: _Get, put: _Put, place: Place) -> None:
+        is_left_out = self._skips_logs and is_container(get()) and is_log(function.__code__, place.label)
+        if key not in self._followed and not is_left_out:
+            self._followed.add(key)
+            self._binding(get, put, place, True)
+
+    def _binding(self, get: _Get, put: _Put, place: Place, is_beside: bool) -> None:
         value = get()
         if not isinstance(value, _CODE):
             self.found.append(Reached(value, place, is_beside, get=get, put=put))
@@ -279,14 +294,11 @@ class Walk:
             return Place(label, ChangeKind.CLOSURE, function=name, depth=depth)
 
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if id(cell) not in self._followed:
-                self._followed.add(id(cell))
-                self._binding(functools.partial(value_of, cell), functools.partial(put_cell, cell), at(variable), True)
+            get = functools.partial(value_of, cell)
+            self._variable(function, id(cell), get, functools.partial(put_cell, cell), at(variable))
         for space, variable in globals_of(function):
-            if (key := (id(space), variable)) not in self._followed:
-                self._followed.add(key)
-                get = functools.partial(space.get, variable, MISSING)
-                self._binding(get, functools.partial(put_item, space, variable), at(variable), True)
+            get, put = functools.partial(space.get, variable, MISSING), functools.partial(put_item, space, variable)
+            self._variable(function, (id(space), variable), get, put, at(variable))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._push(default, at("default argument"), True)
         self._names(vars(function), at(function.__name__), True)

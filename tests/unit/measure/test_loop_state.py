@@ -79,7 +79,7 @@ def counted(x):
     global CALLS
     CALLS += 1
     BAG.append(1)
-    return x
+    return x if BAG else None
 
 
 counted.calls = 0
@@ -364,6 +364,42 @@ def test_trained_modules_beside_the_model_are_held_by_name():
     assert state.changes() == [Change("criterion.weight", K.PARAMETER)]
     state.restore()
     assert state.changes() == []
+
+
+def test_a_log_that_nobody_reads_is_no_state():
+    seen, totals, read = [], {}, []
+
+    def loss_fn(model, batch):
+        seen.append(1)
+        totals.update(last=2)
+        read.append(3)
+        return len(read)
+
+    state = LoopState(nn.Linear(2, 2), loss_fn=loss_fn)
+    loss_fn(None, None)
+    assert [each.path.partition(" in ")[0] for each in state.changes()] == ["read"]
+    state.restore()
+    assert (seen, totals, read) == ([1], {"last": 2}, [])
+
+
+class Filling(nn.Module):
+    def __init__(self, bag):
+        super().__init__()
+        self.fills = lambda x: bag.append(x) or x
+
+    def forward(self, x):
+        return self.fills(x)
+
+
+def test_what_a_forward_fills_is_state_where_the_loss_reads_it_or_is_not_known():
+    bag = []
+    model = Filling(bag)
+    for how in ({"loss_fn": lambda model, batch: sum(bag)}, {"logs": True}):
+        state = LoopState(model, **how)
+        model(1)
+        assert [each.path.partition(" in ")[0] for each in state.changes()] == ["bag"]
+        state.restore()
+        assert bag == []
 
 
 def test_data_are_not_entered():
