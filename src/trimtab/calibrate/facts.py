@@ -13,17 +13,24 @@ from trimtab.runtime.compiled import is_compiled
 from trimtab.runtime.layout import is_channels_last, sparse_module
 from trimtab.runtime.optimizers import is_fused, supports_fused
 from trimtab.runtime.step_check import fused_difference
-from trimtab.runtime.user_hooks import bitwise_reason, gradient_hooks
+from trimtab.runtime.user_hooks import GradientHook, bitwise_reason, gradient_hooks
 
 
-def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, heads: dict[LossHead, int]) -> LoopFacts:
+def loop_facts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: int,
+    heads: dict[LossHead, int],
+    hooks: tuple[GradientHook, ...] | None = None,
+) -> LoopFacts:
     """Return the facts of a loop of `rows` a step, each of which is a term.
 
     Args:
         heads: the feature vectors that each of its loss heads is given in a step.
+        hooks: gradient hooks; None: those that inspection of the model finds.
     """
     parameters = list(model.parameters())
-    head, bitwise_only = _largest(heads), bitwise_reason(gradient_hooks(model))
+    head, bitwise_only = _largest(heads), bitwise_reason(gradient_hooks(model) if hooks is None else hooks)
     return LoopFacts(
         num_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),

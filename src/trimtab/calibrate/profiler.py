@@ -17,24 +17,22 @@ from torch.nn.parameter import is_lazy
 
 from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
 from trimtab.calibrate.drawing import Drawn, draw_some, waiting_s
-from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts, with_tested_step
-from trimtab.calibrate.failures import describe
 from trimtab.calibrate.notes import Interrupted, Notes, interrupting, planning_failed
 from trimtab.calibrate.one_at_a_time import one_at_a_time
+from trimtab.calibrate.own_step import checked
 from trimtab.calibrate.padding import padding_saves_s
 from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Guard
 from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.recompute_seconds import num_steps
-from trimtab.calibrate.step_counts import count_step, is_of_loss, require_plain_step
+from trimtab.calibrate.step_counts import count_step
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import trace_candidates, trace_for_others
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.energy import NO_METER
 from trimtab.core.errors import LoopError, ModelError, TrimtabError
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, TracedBlocks, is_final
 from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
@@ -47,7 +45,7 @@ from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock
 from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
-from trimtab.runtime.user_hooks import gradient_hooks, in_words, require_plannable
+from trimtab.runtime.user_hooks import GradientHook
 from trimtab.runtime.window_start import bytes_to_begin_anew
 
 NUM_BLOCKS = 5
@@ -109,12 +107,12 @@ def _profile(
     with unchanged_by(subject.loss_fn, subject.trained, subject.optimizer) as snapshot:
         drawn = Drawn() if data is None else draw_some(subject, data, notes)
         progress("checking that splitting keeps the gradient")
-        check = _checked(subject, reference.precision, notes)
+        check, hooks = checked(subject, reference.precision, notes, snapshot.restore)
         if check.splittable:
             kept = functools.partial(bytes_to_begin_anew, subject.trained)
             said = "memory that a run keeps to repeat a window was not counted"
             subject = replace(subject, start_bytes=notes.attempt("memory.not_counted", said, kept, 0))
-        facts = _facts(subject, reference.precision, notes)
+        facts = _facts(subject, reference.precision, notes, hooks)
         device = device_spec(subject.device)
         asked = {"objective": objective, "budget": budget, "total_steps": total_steps}
         asked |= {"frees_batch": subject.frees_batch, "meter": NO_METER if metered is None else metered.facts}
@@ -160,26 +158,6 @@ def _require_initialized(model: nn.Module) -> None:
                 way_out="Run one forward first, under torch.no_grad(), and build the optimizer after it.",
                 code="model.uninitialized",
             )
-
-
-def _checked(subject: Subject, precision: str, notes: Notes) -> Check:
-    """Return whether the batch may be split; not where hooks would receive the gradients of its parts.
-
-    Not, and a note, where the proof itself fails.
-
-    Raises:
-        LossError: the loop's plain forward or backward fails, or its result is no loss.
-    """
-    require_plannable(hooks := gradient_hooks(subject.trained))
-    try:
-        check = check_splitting(subject, precision)
-        return replace(check, splittable=False, reason=f"the model has {in_words(hooks)}") if hooks else check
-    except Exception as error:
-        if isinstance(error, TrimtabError) and not is_of_loss(error):
-            raise
-        require_plain_step(subject, precision)
-        notes.add("splitting.not_checked", "whether the batch can be split was not checked", error)
-        return Check(False, f"splitting was not checked: {describe(error)}")
 
 
 def _with_traces_for_others(
@@ -322,7 +300,7 @@ def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
         run.step()
 
 
-def _facts(subject: Subject, precision: str, notes: Notes) -> LoopFacts:
+def _facts(subject: Subject, precision: str, notes: Notes, hooks: tuple[GradientHook, ...]) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
     with contextlib.ExitStack() as open_ones:
         said = "the loss head is not tried in chunks, as it could not be watched"
@@ -335,7 +313,7 @@ def _facts(subject: Subject, precision: str, notes: Notes) -> LoopFacts:
         "its modules could not be looked at",
     )
     return replace(
-        with_tested_step(loop_facts(subject.trained, optimizer, subject.rows, heads), optimizer),
+        with_tested_step(loop_facts(subject.trained, optimizer, subject.rows, heads, hooks), optimizer),
         terms_per_step=counts.terms,
         terms=counts.kind,
         flops_per_step=counts.flops,

@@ -24,12 +24,13 @@ from trimtab.runtime.backend import Backend, Given, may_retry
 from trimtab.runtime.batch_control import control_of
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.data_position import DataPosition
+from trimtab.runtime.hook_watch import HookWatch
 from trimtab.runtime.joining import Joining
 from trimtab.runtime.keeping import Keeper, NotKept
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.passes import Passes
 from trimtab.runtime.peers import Agreed, Peers, Share
-from trimtab.runtime.precision import MixedPrecision, in_place
+from trimtab.runtime.precision import MixedPrecision
 from trimtab.runtime.rank_weights import weights_of
 from trimtab.runtime.recorder import Recorder, Step
 from trimtab.runtime.recovery import Recovery, recovers_from
@@ -37,7 +38,6 @@ from trimtab.runtime.resumable import Resumable
 from trimtab.runtime.schedule import applied_rate, rate_factor, require_rates, scaled_rates
 from trimtab.runtime.splitting import for_model
 from trimtab.runtime.stopping import StopTest
-from trimtab.runtime.user_hooks import HookWatch
 from trimtab.runtime.voids import Voids
 from trimtab.runtime.window import Window, check_call
 
@@ -287,7 +287,7 @@ class Run(Passes, Resumable):
         """Run a window; returns what memory's allocator said where it ran out and the window can be run again."""
         try:
             for micro in window:
-                with self.autocast():
+                with self.autocast(), self._hooks.first_forward(self.plan):
                     result = loss_fn(self.model, micro)
                 self.backward(result)
             if steps:
@@ -302,13 +302,6 @@ class Run(Passes, Resumable):
                 raise
             return failure
         return None
-
-    def _note_precision(self, reason: str) -> None:
-        """Say in plan and record that another precision is computed in than planned."""
-        before, after = self.plan.precision.value, self._precision.name
-        if before != after:
-            self.plan = in_place(self.plan, after, reason)
-            self.note("precision", {"from": before, "to": after, "reason": reason})
 
     def note(self, name: str, detail: Mapping[str, Any]) -> None:
         """Record something that happened."""
@@ -354,7 +347,7 @@ class Run(Passes, Resumable):
             self._recovery.note_start()
         self._control.opened(window)
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
-        optimizers.drop_gradients(self._optimizer)
+        optimizers.drop_gradients(self._optimizer, between_steps=True)
         self._auxiliary.clear()
         self._weights.open(window.rows, window.num_micro_batches, self._control.num_batches)
 

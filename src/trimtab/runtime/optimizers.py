@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
 from trimtab.measure.reach import modules_of
+from trimtab.runtime.closure_check import closure_failure
 from trimtab.runtime.layout import align_state
 from trimtab.runtime.step_check import fused_difference
 
@@ -97,6 +98,8 @@ def check_ownership(
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise needs_closure(optimizer)
+    if failure := closure_failure(optimizer):
+        raise needs_closure(optimizer, failure)
     trained = whole(model, modules)
     if not any(p.requires_grad for p in trained.parameters()):
         raise ModelError(
@@ -149,22 +152,50 @@ def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> Optim
     )
 
 
-def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Do as `optimizer.zero_grad(set_to_none=True)`, without what torch's does besides: half its time (docs/LOG.md)."""
+def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = False) -> None:
+    """Do as `optimizer.zero_grad(set_to_none=True)`, without what torch's does besides: half its time (docs/LOG.md).
+
+    Args:
+        between_steps: whether the loop calls `zero_grad` here. If the user's own keeps gradients, the loop means to
+            accumulate them over steps.
+
+    Raises:
+        OptimizerError: the user's own `zero_grad` keeps gradients between steps.
+    """
     if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
-        if _says_to_none(type(optimizer)):
-            optimizer.zero_grad(set_to_none=True)
+        groups = optimizer.param_groups if between_steps else []
+        before = [(p.grad, p.grad._version, p) for group in groups for p in group["params"] if p.grad is not None]
+        is_replaced = "zero_grad" in vars(optimizer)
+        sets_to_none = _takes_to_none(optimizer.zero_grad) if is_replaced else _says_to_none(type(optimizer))
+        optimizer.zero_grad(set_to_none=True) if sets_to_none else optimizer.zero_grad()
+        kept = [p for grad, version, p in before if p.grad is grad and grad._version == version]
+        if any(bool(p.grad.any()) for p in kept if p.grad is not None):  # `grad.data.zero_()` counts no version
+            raise _keeps_gradients(optimizer, len(kept))
+        if sets_to_none:
             return
-        optimizer.zero_grad()
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = None
 
 
+def _keeps_gradients(optimizer: torch.optim.Optimizer, number: int) -> OptimizerError:
+    return OptimizerError(
+        "optimizer.zero_grad",
+        given=f"a zero_grad of {type(optimizer).__name__} that keeps the gradients of {number} parameters",
+        expected="gradients of None or zero before each step's first backward",
+        way_out="To accumulate gradients over several batches, call run.of_batches(n) instead.",
+        code="optimizer.keeps_gradients",
+    )
+
+
 @functools.cache
 def _says_to_none(cls: type[torch.optim.Optimizer]) -> bool:
     """Return whether an optimizer's own `zero_grad` takes what torch's does: Apex's takes nothing."""
-    taken = inspect.signature(cls.zero_grad).parameters
+    return _takes_to_none(cls.zero_grad)
+
+
+def _takes_to_none(zero_grad: Callable[..., Any]) -> bool:
+    taken = inspect.signature(zero_grad).parameters
     return "set_to_none" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
 
 

@@ -15,7 +15,7 @@ from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.muon import Momentum
-from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.precision import MixedPrecision, in_place
 from trimtab.runtime.recovery import Recovery
 from trimtab.runtime.stopping import StopTest
 from trimtab.runtime.voids import Voids
@@ -86,5 +86,12 @@ class Resumable:
         yield "precision", self._precision
 
     def _note_precision(self, reason: str) -> None:
-        """Say that another precision is computed in than planned, where it is."""
+        """Say in plan and record that another precision is computed in than planned."""
+        before, after = self.plan.precision.value, self._precision.name
+        if before != after:
+            self.plan = in_place(self.plan, after, reason)
+            self.note("precision", {"from": before, "to": after, "reason": reason})
+
+    def note(self, name: str, detail: Mapping[str, Any]) -> None:
+        """Record something that happened."""
         raise NotImplementedError

@@ -21,7 +21,6 @@ from trimtab.core.errors import ModelError, OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.measure.closures import reached
 from trimtab.runtime.voids import BEFORE_THE_STEP
-from trimtab.runtime.window import Window
 
 _WRAPPERS = ("trimtab", "deepspeed")  # packages whose hooks are part of how a model runs; torch's may wrap a function
 _CLOSURE_DEPTH = 3  # of wrappers around a function of the user's
@@ -58,17 +57,17 @@ def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
     found: list[GradientHook] = []
     for name, parameter in model.named_parameters():
         for attribute, kind in _BY_PARAMETER:
-            hooks = _users(getattr(parameter, attribute, None))
-            found += [_described(hook, kind, name, vars(parameter).values()) for hook in hooks]
+            hooks = users(getattr(parameter, attribute, None))
+            found += [described(hook, kind, name, vars(parameter).values()) for hook in hooks]
         if in_backward := vars(parameter).get("_in_backward_optimizers"):
             function = "torch.distributed.optim._apply_optimizer_in_backward"
             found.append(GradientHook("post-accumulate-grad hook", name, function, tuple(in_backward)))
     for name, module in model.named_modules():
         for attribute, kind in _BY_MODULE:
-            found += [_described(hook, kind, name) for hook in _users(getattr(module, attribute, None))]
+            found += [described(hook, kind, name) for hook in users(getattr(module, attribute, None))]
     for attribute, kind in _EVERY_MODULE:
-        hooks = _users(getattr(nn.modules.module, attribute, None))
-        found += [_described(hook, kind, "every module") for hook in hooks]
+        hooks = users(getattr(nn.modules.module, attribute, None))
+        found += [described(hook, kind, "every module") for hook in hooks]
     return tuple(found)
 
 
@@ -186,62 +185,21 @@ def require_plannable(hooks: tuple[GradientHook, ...]) -> None:
         raise steps_in_backward("optimizer", stepped, in_words(hooks))
 
 
-class HookWatch:
-    """The gradient hooks of a run: inspected at its start, and again before its first step.
-
-    Attributes:
-        found: the hooks.
-
-    Raises:
-        ModelError, OptimizerError: as `require_compatible`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        clip_norm: float | None = None,
-        nonfinite: str | None = None,
-        out_of_memory: str | None = None,
-    ) -> None:
-        self._model, self._has_begun = model, False
-        self._options = {"clip_norm": clip_norm, "nonfinite": nonfinite, "out_of_memory": out_of_memory}
-        self.found = self._inspected(plan)
-
-    def _inspected(self, plan: Plan) -> tuple[GradientHook, ...]:
-        found = gradient_hooks(self._model)
-        require_compatible(found, plan, **self._options)  # type: ignore[arg-type]
-        return found
-
-    def begin(self, plan: Plan) -> bool:
-        """Return whether there are hooks, as the first step begins; they may have been registered since the start."""
-        if not self._has_begun:
-            self.found, self._has_begun = self._inspected(plan), True
-        return bool(self.found)
-
-    def require_mean(self, window: Window | None, count: object) -> None:
-        """Raise `ModelError` where the terms of a window are counted after hooks received its first gradients."""
-        if self.found and count is not None and window is not None and window.num_micro_batches > 1:
-            raise ModelError(
-                "run.backward",
-                given=f"a sum with a count, over several backwards; the model has {in_words(self.found)}",
-                expected="a mean loss: the divisor of a sum is known after the last backward",
-                way_out="Return a mean, or train one batch per step, or remove the hooks.",
-                code="hooks.gradient_scaled",
-            )
-
-
-def _described(hook: Any, kind: str, owner: str, attributes: Iterable[Any] = ()) -> GradientHook:
+def described(hook: Any, kind: str, owner: str, attributes: Iterable[Any] = ()) -> GradientHook:
+    """Return a hook that is registered on an owner, which may have optimizers as attributes."""
     optimizers = tuple(reached((hook, *attributes), Optimizer))  # type: ignore[type-abstract]
     return GradientHook(kind, owner, _name(hook), optimizers)
 
 
-def _users(hooks: Mapping[int, Any] | None) -> Iterator[Any]:
+def users(hooks: Mapping[int, Any] | None) -> Iterator[Any]:
     """Yield the hooks that no wrapper registered for itself."""
-    for hook in () if hooks is None else list(hooks.values()):
-        packages = [_module(function).partition(".")[0] for function in _functions(hook)]
-        if packages[0] not in _WRAPPERS and not all(package == "torch" for package in packages):
-            yield hook
+    return filter(is_users, () if hooks is None else list(hooks.values()))
+
+
+def is_users(hook: Any) -> bool:
+    """Return whether a hook is the user's, and not a wrapper's own."""
+    packages = [_module(function).partition(".")[0] for function in _functions(hook)]
+    return packages[0] not in _WRAPPERS and not all(package == "torch" for package in packages)
 
 
 def _functions(hook: Any, depth: int = 0) -> Iterator[Any]:

@@ -350,3 +350,83 @@ def test_a_plan_of_a_model_with_hooks_changes_no_bit(install):
     assert set(plan.changes) <= {"allocator", "recompute"}
     assert all("hook" in getattr(plan, name).reason for name in ("micro_batch", "precision", "fused_optimizer"))
     trimtab.start(model, sgd(model), plan).close()
+
+
+# Hooks that a forward registers on its tensors.
+
+
+class Clamping(nn.Module):
+    """A model whose forward clamps the gradient of a hidden tensor."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(clamp)
+        return self.last(hidden)
+
+
+class Gathering(Clamping):
+    """One that collects gradients of several tensors."""
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        if hidden.requires_grad:
+            torch.autograd.graph.register_multi_grad_hook((hidden,), lambda grads: None)
+        return self.last(hidden)
+
+
+FORWARDS = {"a tensor hook": Clamping, "a hook of several tensors": Gathering}
+every_forward = pytest.mark.parametrize("make", FORWARDS.values(), ids=FORWARDS)
+
+
+@every_forward
+@pytest.mark.parametrize(
+    ("plan", "code"),
+    [
+        (Plan.fixed(ROWS, 4), "hooks.gradient_split"),
+        (Plan.fixed(ROWS, precision="fp16"), "hooks.gradient_scaled"),
+    ],
+)
+def test_hooks_of_the_forward_are_seen_before_the_first_backward(make, plan, code):
+    model = make()
+    before = [p.clone() for p in model.parameters()]
+    with trimtab.start(model, sgd(model), plan) as run, pytest.raises(ModelError) as caught:
+        run.train_step(run.window(batches()[0]), loss_fn)
+    assert caught.value.code == code
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@every_forward
+def test_hooks_of_the_forward_keep_a_plan_bitwise(make):
+    model = make()
+    plan = trimtab.plan(model, sgd(model), loss_fn, batches()[0], num_blocks=3)
+    assert plan.check is not None
+    assert not plan.check.splittable
+    assert set(plan.changes) <= {"allocator", "recompute"}
+    reference = make()
+    optimizer = sgd(reference)
+    for batch in batches():
+        optimizer.zero_grad()
+        loss_fn(reference, batch).backward()
+        optimizer.step()
+    with trimtab.start(model, sgd(model), plan) as run:
+        for window in run.windows(batches()):
+            run.train_step(window, loss_fn)
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+
+
+def test_a_forward_that_checkpoints_its_activations_has_no_hooks_of_the_users():
+    class Checkpointed(Clamping):
+        def forward(self, x):
+            hidden = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=False)
+            hidden.retain_grad()
+            return self.last(hidden)
+
+    model = Checkpointed()
+    with trimtab.start(model, sgd(model), Plan.fixed(ROWS, 4)) as run:
+        run.train_step(run.window(batches()[0]), loss_fn)

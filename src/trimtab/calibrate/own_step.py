@@ -1,0 +1,94 @@
+"""One plain optimizer step of the loop, before anything is measured: what the backward and the step do besides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from trimtab.calibrate.equivalence import check_splitting
+from trimtab.calibrate.failures import describe
+from trimtab.calibrate.notes import Notes
+from trimtab.calibrate.step_counts import is_of_loss, require_plain_step
+from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import OptimizerError, TrimtabError
+from trimtab.core.plan import Check
+from trimtab.runtime.compiled import is_compiled
+from trimtab.runtime.hook_watch import HooksOfForward
+from trimtab.runtime.optimizers import drop_gradients
+from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.user_hooks import GradientHook, gradient_hooks, in_words, require_plannable
+
+
+def checked(
+    subject: Subject, precision: str, notes: Notes, restore: Callable[[], None]
+) -> tuple[Check, tuple[GradientHook, ...]]:
+    """Return whether the batch may be split, and gradient hooks, which would receive the gradients of its parts.
+
+    Not, and a note, where the proof itself fails.
+
+    Args:
+        restore: restores the loop after a step.
+
+    Raises:
+        LossError: the loop's plain forward or backward fails, or its result is no loss. OptimizerError: its step fails,
+            or steps are taken in the backward.
+    """
+    require_plannable(hooks := gradient_hooks(subject.trained))
+    hooks += _hooks_of_own_step(subject, precision)
+    restore()
+    try:
+        check = check_splitting(subject, precision)
+        found = replace(check, splittable=False, reason=f"the model has {in_words(hooks)}") if hooks else check
+        return found, hooks
+    except Exception as error:
+        if isinstance(error, TrimtabError) and not is_of_loss(error):
+            raise
+        require_plain_step(subject, precision)
+        notes.add("splitting.not_checked", "whether the batch can be split was not checked", error)
+        return Check(False, f"splitting was not checked: {describe(error)}"), hooks
+
+
+def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, ...]:
+    """Take a plain step of the example batch; returns the gradient hooks that its forward registers.
+
+    The loop is changed by it, and to be restored. A forward or backward that fails is left to the proof of splitting.
+
+    Raises:
+        OptimizerError: parameters change in the backward, the step fails, or `zero_grad` keeps gradients.
+    """
+    watch = HooksOfForward()
+    try:
+        with contextlib.nullcontext() if is_compiled(subject.model) else watch:
+            loss, *_ = subject.loss(precision=precision)
+        versions = [(name, p, p._version) for name, p in subject.trained.named_parameters()]
+        loss.backward()
+    except Exception:  # of the user's forward; the proof of splitting has the same failure, and reports it
+        return ()
+    if changed := [name for name, p, version in versions if p._version != version]:
+        raise OptimizerError(
+            "optimizer",
+            given=f"parameters that change in the backward: {changed[0]} and {len(changed) - 1} more",
+            expected="parameters that stay until optimizer.step(): trials repeat backwards",
+            way_out="Start a plan that changes nothing, trimtab.Plan.fixed(batch_size).",
+            code="optimizer.steps_in_backward",
+        )
+    try:
+        subject.optimizer.step()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise _failed(subject, error) from error
+    else:
+        drop_gradients(subject.optimizer, between_steps=True)
+    return tuple(watch.found)
+
+
+def _failed(subject: Subject, error: Exception) -> OptimizerError:
+    return OptimizerError(
+        "optimizer",
+        given=f"a step of {type(subject.optimizer).__name__} that fails after the backward: {describe(error)}",
+        expected="an optimizer whose step() needs no argument and uses param.grad",
+        way_out="Call loss_fn(model, batch).backward() and optimizer.step() by themselves, and correct what fails. An "
+        "optimizer that needs a closure trains in your own loop (docs/own_loop.md).",
+        code="optimizer.step_failed",
+    )

@@ -1,0 +1,114 @@
+"""Whether an optimizer's step needs a closure that its signature calls optional, as SAM's does.
+
+A step of the user's that reads its closure is tried on a copy of the optimizer, with small stand-ins for parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+import types
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.measure.closures import references
+
+_MOST = 4  # elements of a dimension of a stand-in
+_PLAIN = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, str, int, float, bool, type(None))
+
+
+def closure_failure(optimizer: torch.optim.Optimizer) -> str:
+    """Return the error of a step without a closure, if a step with one succeeds; else "".
+
+    Nothing of the optimizer, its parameters or its state is changed. "" too for steps that cannot be tried safely: they
+    refer to other objects of the user's.
+    """
+    if optimizer not in _known:
+        _known[optimizer] = _closure_failure(optimizer)
+    return _known[optimizer]
+
+
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+
+
+def _closure_failure(optimizer: torch.optim.Optimizer) -> str:
+    steps = list(_own_steps(optimizer))
+    if not any(map(_may_need, steps)) or not all(map(_is_self_contained, steps)) or "step" in vars(optimizer):
+        return ""
+    without = _tried(optimizer, with_closure=False)
+    return without if without and _tried(optimizer, with_closure=True) == "" else ""
+
+
+def _own_steps(optimizer: torch.optim.Optimizer) -> Iterator[types.FunctionType]:
+    """Yield the step functions of an optimizer's classes that are not torch's."""
+    for cls in type(optimizer).__mro__:
+        step = vars(cls).get("step")
+        found = inspect.unwrap(step) if callable(step) else None
+        if isinstance(found, types.FunctionType) and not cls.__module__.startswith("torch."):
+            yield found
+
+
+def _may_need(step: types.FunctionType) -> bool:
+    """Return whether a step function has a closure, and reads it."""
+    has_closure = "closure" in inspect.signature(step).parameters
+    return has_closure and any(each.argval == "closure" for each in dis.get_instructions(step))
+
+
+def _is_self_contained(step: types.FunctionType) -> bool:
+    """Return whether a step function refers to nothing outside of its optimizer that it could change."""
+    return all(isinstance(value, _PLAIN) for value in references(step))
+
+
+def _tried(optimizer: torch.optim.Optimizer, *, with_closure: bool) -> str:
+    """Return the error of a step on a copy of an optimizer, or ""; "not copied" if there is no copy."""
+    try:
+        stood_in, copied = _copied(optimizer)
+    except Exception:  # attributes of the user's may refuse to be copied, in any way
+        return "not copied" if with_closure else ""
+
+    def closure() -> Tensor:
+        loss = sum((p.float() if not p.is_complex() else p.abs()).square().sum() for p in stood_in)
+        for p in stood_in:
+            p.grad = torch.full_like(p, 1e-3)
+        return torch.as_tensor(loss).detach()
+
+    closure()
+    step: Callable[..., Any] = type(copied).step
+    try:
+        with torch.enable_grad():
+            step(copied, closure) if with_closure else step(copied)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.100}"
+    return ""
+
+
+def _copied(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Return stand-ins for parameters, and a copy of an optimizer that has them, with state of its own.
+
+    Raises:
+        ValueError: it holds a module, whose copy would be large.
+    """
+    memo: dict[int, Any] = {}
+    stood_in = []
+    held = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")}
+    inner = [value for value in held.values() if isinstance(value, torch.optim.Optimizer)]
+    if any(isinstance(value, nn.Module) for value in held.values()):
+        raise ValueError("it holds a module")
+    for each in (optimizer, *inner):
+        memo[id(each.state)] = defaultdict(dict)
+        for p in (p for group in each.param_groups for p in group["params"]):
+            if id(p) not in memo:
+                shape = [min(size, _MOST) for size in p.shape]
+                values = torch.full(shape, 0.5, dtype=p.dtype, device=p.device)
+                memo[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+                stood_in += [memo[id(p)]] if p.requires_grad else []
+    copied = object.__new__(type(optimizer))
+    vars(copied).update({name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")})
+    vars(copied).update(copy.deepcopy(held, memo))  # torch's own copy leaves a subclass's attributes out
+    return stood_in, copied
