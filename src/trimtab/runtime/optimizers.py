@@ -133,15 +133,16 @@ def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> Optim
     wanted = {id(p) for p in foreign}
     reached = () if loss_fn is None else modules_of(loss_fn)
     owners = [m for m in reached if any(id(p) in wanted for p in m.parameters())]
-    final = "Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...)."
+    networks = "Of two networks{}, start a run of each with its own optimizer (docs/own_loop.md)."
     if owners:
         names = ", ".join(sorted({type(owner).__name__ for owner in owners}))
         way_out = f"The loss refers to {names}, which has such parameters: pass modules=[criterion] to train it too."
     elif loss_fn is None:
         way_out = "For a criterion with parameters of its own, pass modules=[criterion] to train it too. Else build "
-        way_out += "the optimizer after the model is in its final form: optimizer = AdamW(model.parameters(), ...)."
+        way_out += "the optimizer after the model is in its final form. " + networks.format("")
     else:
-        way_out = f"{final} Of two networks (a GAN), start a run of each with its own optimizer (docs/own_loop.md)."
+        way_out = "Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...). "
+        way_out += networks.format(" (a GAN)")
     shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3]) + (", ..." if len(foreign) > 3 else "")
     return OptimizerError(
         "optimizer",
