@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trimtab
-from trimtab.calibrate import probe, profiler, recomputation, step_counts, tracing, trials
+from trimtab.calibrate import own_step, probe, profiler, recomputation, step_counts, tracing, trials
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import LossError, ModelError, TrimtabError
 from trimtab.core.plan import Plan
@@ -66,7 +66,7 @@ def codes(found):
 LIMITED = {"budget": trimtab.Budget(memory="1GiB")}
 # Of each stage: what is made to raise, the code of its note, and what of the profile is left at its default.
 STAGES = {
-    "proof": (profiler, "check_splitting", "splitting.not_checked", {}, lambda p: not p.check.splittable),
+    "proof": (own_step, "check_splitting", "splitting.not_checked", {}, lambda p: not p.check.splittable),
     "flops": (step_counts, "count_flops", "flops.not_counted", {}, lambda p: p.loop.flops_per_step is None),
     "attention": (SoftmaxesSeen, "__torch_dispatch__", "attention.not_watched", {}, lambda p: p.loop.logits is None),
     "head": (profiler, "watched", "loss_head.not_watched", {}, lambda p: p.loop.head_tokens is None),
