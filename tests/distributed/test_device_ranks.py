@@ -34,7 +34,7 @@ def test_a_figure_lies_where_the_group_can_send_it_from(monkeypatch):
 def ended(monkeypatch):
     """How a job's groups were ended that `joined` began, on what looks like two devices; and the limit they had."""
     found = []
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import brief
@@ -180,6 +184,74 @@ def test_a_rank_that_ends_ends_the_job_with_one_reason(folder, fault, said):
     assert done.stderr.count(said) == 1
     assert "Traceback" not in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("sys.exit(0)", "task: given sys.exit(0)"),
+        ("os._exit(0)", "rank 1"),
+    ],
+)
+def test_a_rank_that_leaves_early_is_named_whatever_its_status(folder, fault, said):
+    (folder / "faulty.py").write_text(FAULTY.replace("import os", "import os, sys").replace("FAULT", fault))
+    path = written(folder, batch_rows=-(-rows() // 2), num_ranks=2, zero_stage=0)
+    done = train(folder, "faulty:task", "--steps", 6, "--plan", path, "--ranks", 2)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "rank 0, which" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+
+if "RANK" in os.environ:
+    Path(f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    WAIT
+from tiny import task
+"""
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "time.sleep(60)",
+        "os.environ['RANK'] == '1' and time.sleep(60)",  # rank 0 waits for it where ranks meet
+    ],
+)
+def test_ranks_end_with_a_launcher_that_is_killed_during_start_up(folder, wait):
+    (folder / "slow.py").write_text(SLOW.replace("WAIT", wait))
+    command = [sys.executable, "-m", "trimtab.cli", "train", "slow:task", "--steps", "2", "--ranks", "2"]
+    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    how = {"cwd": folder, "env": os.environ | {"PYTHONPATH": paths}, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([*command, "--plan", str(written(folder))], **how) as launcher:
+        found = [folder / f"rank-{rank}.pid" for rank in range(2)]
+        wait_until(lambda: all(path.exists() and path.read_text() for path in found), 120)
+        launcher.kill()
+    ranks = [int(path.read_text()) for path in found]
+    try:
+        wait_until(lambda: not any(map(runs, ranks)), 5)
+    finally:
+        for process in filter(runs, ranks):
+            os.kill(process, signal.SIGKILL)
+
+
+def runs(process: int) -> bool:
+    """Return whether a process runs; one that has ended and is not yet waited for does not."""
+    try:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(is_so, limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end, f"not so after {limit_s:g} s"
+        time.sleep(0.05)
 
 
 def test_more_ranks_than_rows_are_refused(folder):

@@ -3,5 +3,8 @@
 from __future__ import annotations
 
 from trimtab.cli import main
+from trimtab.distributed.launched import Launched
 
-main()
+launched = Launched()
+launched.follow()
+main(launched)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import typer
 
 from trimtab.cli import checkpoint, init, observe, prove, train
 from trimtab.cli.leaving import leave
-from trimtab.core.errors import RankError, TrimtabError
+from trimtab.core.errors import RankError, TrimtabError, UsageError
+from trimtab.distributed.launched import Launched
+
+
+def no_early_exit(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that ends with an error if a task calls `sys.exit(0)` before the command has finished."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except SystemExit as end:
+            if end.code:
+                raise
+            raise UsageError(
+                "task",
+                given="sys.exit(0) before the command had finished",
+                expected="code that returns, or raises an error",
+                way_out="Remove the call from the task; TRIMTAB_TRACEBACK=1 shows where.",
+                code="task.exits",
+            ) from end
+
+    return run
+
 
 app = typer.Typer(
     add_completion=False,
@@ -30,23 +56,27 @@ for command in (
     prove.scale,
     prove.report,
 ):
-    app.command()(command)
+    app.command()(no_early_exit(command))
 app.add_typer(checkpoint.app, name="checkpoint")
 
 
-def main() -> None:
-    """Run the command; errors are explained without a traceback (`TRIMTAB_TRACEBACK=1` shows it)."""
+def main(launched: Launched | None = None) -> None:
+    """Run the command; errors are explained without a traceback (`TRIMTAB_TRACEBACK=1` shows it).
+
+    Args:
+        launched: this process as a rank, which reports how it ends.
+    """
     try:
-        _explained()
+        _explained(launched or Launched())
     except BaseException as end:
         if _was_a_rank():
             leave(end)
         raise
 
 
-def _explained() -> None:
+def _explained(launched: Launched) -> None:
     try:
-        app()
+        _reporting(launched)
     except (TrimtabError, OSError) as error:
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
@@ -62,6 +92,18 @@ def _explained() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _reporting(launched: Launched) -> None:
+    try:
+        app()
+    except SystemExit as end:
+        if not end.code:
+            launched.done()
+        raise
+    except Exception as error:
+        launched.failed(error)
+        raise
 
 
 def _was_a_rank() -> bool:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from trimtab.core.errors import RankError
 from trimtab.distributed.heartbeat import Silence, awaited, beating, say
-from trimtab.distributed.process_group import SILENT, from_first, job_store, time_limit_s
+from trimtab.distributed.launched import SILENT
+from trimtab.distributed.process_group import from_first, job_store, time_limit_s
 
 
 def words_at_work(make: Callable[[], str], topic: str) -> list[str]:

@@ -18,7 +18,8 @@ from trimtab.distributed.alone import M, Pace, T, Together
 from trimtab.distributed.at_work import words_at_work
 from trimtab.distributed.crowding import crowded
 from trimtab.distributed.exchange import RankExchange
-from trimtab.distributed.process_group import ENDED, from_first, time_limit_s, words_of_all
+from trimtab.distributed.launched import ENDED
+from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
 
 # Apart by more than any two seeds of races are.
 _STREAMS = 1_000_003

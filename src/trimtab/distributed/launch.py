@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import RankError
-from trimtab.distributed.process_group import ENDED
+from trimtab.distributed.launched import ENDED, LAUNCHER, REPORTS, reports_in
 
 # What a rank runs: the command itself, with what it was called with. `-P`, as `-m` alone would import first from the
 # current folder whatever has the name of a package; a task of the user's is found there by its own name.
 _PROGRAM = ("-P", "-m", "trimtab.cli")
 
+_LEFT = "Remove the call of os._exit or exec from the task."
+EARLY = "ranks.ended_early"
+# Statuses that another rank's end has: SIGTERM by the launcher, SIGABRT in a thread of gloo that lost its peer.
+_FOLLOWS = (-signal.SIGTERM, -signal.SIGABRT)
+_NAMED = re.compile(r"(?:the end of|no answer from) rank (\d+)")  # in an error that reports another rank's
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> None:
-    """Run `trimtab ARGUMENTS` as so many ranks, and wait for all: one thread each, unless OMP_NUM_THREADS says else.
+    """Run `trimtab ARGUMENTS` as ranks and wait for all; one thread each unless OMP_NUM_THREADS is set.
+
+    Ranks end when this process does.
 
     Raises:
-        RankError: a rank ended by an error or a signal; the others were then ended too.
+        RankError: a rank ended by an error, by a signal, or before its command had finished; the others were then
+            ended too.
         KeyboardInterrupt, SystemExit: this process was sent SIGINT, or another signal, and ended them.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -32,7 +42,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="trimtab-ranks-") as logs:
+    with tempfile.TemporaryDirectory(prefix="trimtab-ranks-") as logs, _told_of(Path(logs) / "reports") as reports:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -48,9 +58,22 @@ def launch(arguments: Sequence[str], num_ranks: int) -> None:
             with _own_handlers():
                 elastic_launch(config, sys.executable)(*_PROGRAM, *arguments)
         except ChildFailedError as failed:
-            raise _error_of(failed) from None
+            raise _error_of(failed, reports) from None
         except SignalException as sent:
             raise (KeyboardInterrupt() if sent.sigval == signal.SIGINT else SystemExit(128 + sent.sigval)) from None
+        _require_done(reports, num_ranks)
+
+
+@contextlib.contextmanager
+def _told_of(reports: Path) -> Iterator[Path]:
+    """Have the ranks that start inside know this process and a folder for their reports."""
+    reports.mkdir()
+    os.environ |= {LAUNCHER: str(os.getpid()), REPORTS: str(reports)}
+    try:
+        yield reports
+    finally:
+        for name in (LAUNCHER, REPORTS):
+            del os.environ[name]
 
 
 @contextlib.contextmanager
@@ -65,14 +88,45 @@ def _own_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _error_of(failed: Any) -> RankError:
-    """Return what a rank ended with: the first that did, by what the launcher saw."""
-    rank, first = failed.get_first_failure()
-    if first.exitcode < 0:
-        how = f"was ended by {signal.Signals(-first.exitcode).name}"
+def _require_done(reports: Path, num_ranks: int) -> None:
+    """Raise `RankError` for ranks that ended with status 0 before their command had finished."""
+    finished = reports_in(reports)
+    if early := [rank for rank in range(num_ranks) if rank not in finished]:
+        raise RankError(
+            "rank",
+            given=f"rank {', '.join(map(str, early))}, which ended with status 0 before the command had finished",
+            expected="all ranks to end well",
+            way_out=_LEFT,
+            code=EARLY,
+        )
+
+
+def _error_of(failed: Any, reports: Path) -> RankError:
+    """Return the error of the rank that the job failed by: the launcher may see one first that only lost that rank."""
+    rank, text = _behind(failed, reports)
+    status = failed.failures[rank].exitcode if rank in failed.failures else 0
+    if status == 0:
+        how, way_out = "ended with status 0 before the command had finished", _LEFT
+    elif text and status in _FOLLOWS:
+        how, way_out = "failed first", text
+    elif status < 0:
+        how = f"was ended by {signal.Signals(-status).name}"
         way_out = "Where it was killed, the machine may have run out of memory: look at its log."
     else:
-        how, way_out = f"ended with status {first.exitcode}", "What it said stands above."
-    return RankError(
-        "rank", given=f"rank {rank}, which {how}", expected="all ranks to end well", way_out=way_out, code=ENDED
-    )
+        how, way_out = f"ended with status {status}", text or "What it said stands above."
+    given = f"rank {rank}, which {how}"
+    return RankError("rank", given=given, expected="all ranks to end well", way_out=way_out, code=ENDED)
+
+
+def _behind(failed: Any, reports: Path) -> tuple[int, str]:
+    """Return the rank that the job failed by, and what another reports of its end if it reports nothing itself."""
+    said, by_status = reports_in(reports), {rank: each.exitcode for rank, each in failed.failures.items()}
+    if killed := [rank for rank, status in by_status.items() if status < 0 and status not in _FOLLOWS]:
+        return killed[0], ""
+    if own := [each for each in said.values() if not (each.is_done or each.is_echo)]:
+        return min(own, key=lambda each: each.at_s).rank, ""
+    for each in said.values():
+        if each.is_echo and (found := _NAMED.search(each.text)):
+            return int(found.group(1)), each.text
+    silent = [rank for rank, status in by_status.items() if rank not in said and status != -signal.SIGTERM]
+    return (silent or [failed.get_first_failure()[0]])[0], ""

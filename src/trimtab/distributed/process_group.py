@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,13 +16,13 @@ import torch.distributed as dist
 from trimtab.core import checks
 from trimtab.core.errors import RankError, ValueGivenError
 from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words, say
+from trimtab.distributed.launched import ENDED, SILENT
 
 # A rank that is waited for longer than this is taken for dead. torch's own limits are 10 and 30 minutes.
 TIMEOUT_S = 60.0
-# Codes of errors that report another rank's end.
-ENDED, SILENT = "ranks.ended", "ranks.silent"
 # What NCCL waits beyond it: it ends its process without a word, which is to be over with its own reasons by then.
 _AFTER_S = 30.0
+ENVIRONMENT = "ranks.environment"  # code of errors in what launchers set
 _numbers = itertools.count()  # the same on every rank, which ask in the same order
 _MADE = "what it makes for all"
 _is_apart = False
@@ -48,12 +49,14 @@ def place(environment: Mapping[str, str] | None = None) -> Place:
     """Return where a launcher put this process; the only one, where none did.
 
     Raises:
-        ValueGivenError: a launcher's variables are no numbers.
+        ValueGivenError: a launcher's variables are not whole numbers, or name a rank that the job does not have.
     """
     variables = os.environ if environment is None else environment
     for rank, number, local in _LAUNCHERS.values():
         if rank in variables and number in variables:
-            return Place(*(_number(name, variables.get(name, "0")) for name in (rank, number, local)))
+            found = Place(*(_number(name, variables.get(name, "0")) for name in (rank, number, local)))
+            _require_rank(rank, number, found)
+            return found
     return Place()
 
 
@@ -133,7 +136,21 @@ def _require_meeting_point() -> None:
             given="nothing, on one of several ranks",
             expected="the address of rank 0's machine, and a free port there, the same on every rank",
             way_out="torchrun sets both; before srun: export MASTER_ADDR=$(hostname) MASTER_PORT=29500.",
+            code=ENVIRONMENT,
         )
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", os.environ["MASTER_PORT"])
+    if not 0 < port < 2**16:
+        raise ValueGivenError("MASTER_PORT", given=str(port), expected="from 1 to 65535", code=ENVIRONMENT)
+    try:
+        socket.getaddrinfo(address, port)  # torch's own attempts go on for minutes
+    except (OSError, UnicodeError) as error:
+        raise ValueGivenError(
+            "MASTER_ADDR",
+            given=f"{address!r}, which this machine cannot resolve ({error})",
+            expected="the host name or IP address of rank 0's machine",
+            way_out="Check its spelling and this machine's DNS, or set the IP address.",
+            code=ENVIRONMENT,
+        ) from error
 
 
 @contextlib.contextmanager
@@ -153,9 +170,21 @@ def time_limit_s() -> float:
 
 
 def _number(name: str, value: str) -> int:
-    if not value.isdigit():
-        raise ValueGivenError(name, given=repr(value), expected="a whole number, as the launcher sets it")
+    if not (value.isascii() and value.isdigit()):
+        expected = "a whole number, as the launcher sets it"
+        raise ValueGivenError(name, given=repr(value), expected=expected, code=ENVIRONMENT)
     return int(value)
+
+
+def _require_rank(rank: str, number: str, found: Place) -> None:
+    if found.rank >= found.num_ranks:
+        raise ValueGivenError(
+            rank,
+            given=f"{found.rank} with {number}={found.num_ranks}",
+            expected=f"from 0 to {number} - 1, another on each process",
+            way_out="Start the ranks with torchrun or srun, which set both.",
+            code=ENVIRONMENT,
+        )
 
 
 def job_store() -> dist.Store:

@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from trimtab.core.errors import RankError
-from trimtab.distributed.process_group import ENDED, SILENT, job_store
+from trimtab.distributed.launched import ENDED, SILENT
+from trimtab.distributed.process_group import job_store
 from trimtab.runtime.gradient_sync import UNREDUCED
 
 # What a rank has to answer a roll call in. All are called that failed to wait for one: they do within moments of each

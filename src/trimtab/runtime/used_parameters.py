@@ -215,8 +215,7 @@ class ShardedUse:
         Raises:
             RankError: on every rank, if they used unlike layers.
         """
-        if self._unwatched:
-            self._watch()
+        self._watch()
         if self._hooks:
             self._require_same(_BACKWARD)
             groups = [group for group, _ in self._held] if self._fills else None
@@ -232,6 +231,7 @@ class ShardedUse:
         if not self._groups:
             run()
             return
+        self._watch()
         run()
         self._blocks.append(sorted({self._held[index][0] for index in self._reached.in_micro_batch}))
         self._reached.end_micro_batch()
@@ -240,6 +240,8 @@ class ShardedUse:
 
     def _watch(self) -> None:
         """Watch the whole parameters, which FSDP2 makes in their first forward and keeps."""
+        if not self._unwatched:
+            return
         for index in self._unwatched:
             if (whole := getattr(self._held[index][1], "_unsharded_param", None)) is not None:
                 self._reached.watch(index, whole)

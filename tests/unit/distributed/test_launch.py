@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api
 
 from trimtab.core.codec import to_json
+from trimtab.core.errors import RankError
 from trimtab.core.plan import Plan
 from trimtab.distributed.launch import launch
+from trimtab.distributed.launched import LAUNCHER, REPORTS, Launched
 
 ROOT = Path(__file__).parents[3]
 TINY_TASK = ROOT / "tests" / "unit" / "experiments" / "tiny_task.py"
@@ -24,13 +27,25 @@ PLANTED = "open('ran', 'a').write(__name__)\nraise ImportError('planted')\n"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
+def report_done(ranks: int) -> None:
+    """Report as ranks do whose command has finished."""
+    for each in range(ranks):
+        Launched({REPORTS: os.environ[REPORTS], "RANK": str(each)}).done()
+
+
 @pytest.fixture
 def rank(monkeypatch, tmp_path):
     """Return what runs a rank's own command in a folder where somebody left files by the names of packages."""
     commands: list[list[str]] = []
-    monkeypatch.setattr(
-        api, "elastic_launch", lambda config, program: lambda *given: commands.append([program, *given])
-    )
+
+    def noting(config, program):
+        def ranks(*given: str) -> None:
+            commands.append([program, *given])
+            report_done(2)
+
+        return ranks
+
+    monkeypatch.setattr(api, "elastic_launch", noting)
     for name in ("typer", "numpy", "torch", "trimtab"):
         (tmp_path / f"{name}.py").write_text(PLANTED)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -75,6 +90,7 @@ def ending(monkeypatch):
                 signal.signal(number, lambda *sent: None)
             if error is not None:
                 raise error
+            report_done(2)
 
         monkeypatch.setattr(api, "elastic_launch", lambda config, program: ranks)
 
@@ -98,3 +114,48 @@ def test_ranks_that_end_well_leave_signals_to_what_handled_them(ending):
     ending(None)
     launch((), 2)
     assert handlers() == before
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_ranks_that_leave_before_their_command_has_finished_are_named(monkeypatch, finished):
+    monkeypatch.setattr(api, "elastic_launch", lambda config, program: lambda *given: report_done(finished))
+    with pytest.raises(RankError) as caught:
+        launch((), 2)
+    assert caught.value.code == "ranks.ended_early"
+    assert ("rank 1" if finished else "rank 0, 1") in caught.value.given
+    assert not {LAUNCHER, REPORTS} & set(os.environ)
+
+
+def as_report(rank: int, error: BaseException) -> None:
+    Launched({REPORTS: os.environ[REPORTS], "RANK": str(rank)}).failed(error)
+
+
+KILLED, ENDED_BY_LAUNCHER, ABORTED = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
+LOST = RankError("rank", given="no answer from rank 1", expected="all ranks", code="ranks.silent")
+TOLD = RankError("rank", given="the end of rank 1 with ValueError: bad", expected="all ranks", code="ranks.ended")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "reports", "behind"),
+    [
+        ({0: 1, 1: 1}, {0: TOLD, 1: ValueError("bad")}, 1),
+        ({0: 1, 1: ENDED_BY_LAUNCHER}, {0: TOLD}, 1),
+        ({0: 1, 1: KILLED}, {0: LOST}, 1),
+        ({0: ABORTED, 1: 1}, {1: ValueError("bad")}, 1),
+        ({0: 1, 1: 3}, {0: LOST}, 1),
+        ({0: 1}, {0: ValueError("bad")}, 0),
+        ({0: ENDED_BY_LAUNCHER, 1: ABORTED}, {}, 1),
+    ],
+)
+def test_the_rank_that_failed_by_itself_is_named(monkeypatch, statuses, reports, behind):
+    def ranks(*given: str) -> None:
+        for rank, error in reports.items():
+            as_report(rank, error)
+        failures = {rank: ProcessFailure(rank, 1, status, "none") for rank, status in statuses.items()}
+        raise ChildFailedError("ranks", failures)
+
+    monkeypatch.setattr(api, "elastic_launch", lambda config, program: ranks)
+    with pytest.raises(RankError) as caught:
+        launch((), 2)
+    assert caught.value.given.startswith(f"rank {behind},")
+    assert caught.value.code == "ranks.ended"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trimtab.core.errors import UsageError
+from trimtab.core.errors import UsageError, ValueGivenError
 from trimtab.distributed import process_group
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.process_group import Place, joined, place
@@ -33,6 +33,45 @@ def test_launchers_are_known_by_their_variables(variables, found):
 def test_a_variable_that_is_no_number_is_named():
     with pytest.raises(UsageError, match="WORLD_SIZE"):
         place({"RANK": "0", "WORLD_SIZE": "two"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "field"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK"),
+        ({"SLURM_PROCID": "7", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID"),
+        ({"RANK": "1.0", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "²", "WORLD_SIZE": "4"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK"),
+    ],
+)
+def test_a_rank_that_the_job_does_not_have_is_refused(variables, field):
+    with pytest.raises(ValueGivenError) as caught:
+        place(variables)
+    assert (caught.value.field, caught.value.code) == (field, "ranks.environment")
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "field"),
+    [
+        ("no-such-machine.invalid", "29500", "MASTER_ADDR"),
+        ("two words", "29500", "MASTER_ADDR"),
+        ("a" * 70 + ".example", "29500", "MASTER_ADDR"),
+        ("localhost", "none", "MASTER_PORT"),
+        ("localhost", "70000", "MASTER_PORT"),
+        ("localhost", "0", "MASTER_PORT"),
+    ],
+)
+def test_a_place_to_meet_that_does_not_exist_is_refused_at_once(monkeypatch, address, port, field):
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueGivenError) as caught, joined():
+        pass
+    assert (caught.value.field, caught.value.code) == (field, "ranks.environment")
 
 
 def test_one_process_joins_nothing(monkeypatch):
