@@ -19,7 +19,7 @@ except ImportError:
         "command", given="no typer", expected="the packages it needs", way_out="Run `pip install 'trimtab[cli]'`."
     )
 
-    def main() -> None:
+    def main(launched: Any = None) -> None:
         """Say which extra has what the command needs: an install without it has the console script all the same."""
         sys.stderr.write(f"trimtab: {_MISSING}\n")
         sys.exit(1)
