@@ -472,6 +472,7 @@ LOADED = {
     "trimtab.core",
     "trimtab.core.appended",
     "trimtab.core.locks",
+    "trimtab.core.files",
     "trimtab.core.batch_rule",
     "trimtab.core.checks",
     "trimtab.core.choice",

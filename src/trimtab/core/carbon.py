@@ -11,8 +11,9 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.core import checks
 from trimtab.core.energy import Energy, Provenance
@@ -81,7 +82,13 @@ def of_csv(text: str, kind: str) -> Intensity:
     Raises:
         FormatError: other columns, a time without an offset or not later than the one before, or a figure that is none.
     """
-    rows = list(csv.DictReader(io.StringIO(text)))
+    try:
+        rows = list(csv.DictReader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise FormatError(
+            "carbon", given=f"text that is no CSV ({error})", expected="a CSV", code="csv.invalid"
+        ) from None
+    _refuse_extra_cells(rows)
     if len(rows) < 2 or not set(COLUMNS) <= set(rows[0]):
         given = f"{len(rows)} rows of {', '.join(map(str, rows[0])) if rows else 'nothing'}"
         raise FormatError("carbon", given=given, expected=f"at least two, with the columns {' and '.join(COLUMNS)}")
@@ -152,7 +159,7 @@ def added(parts: Iterable[Carbon]) -> Carbon:
 
 def _figure(text: str) -> float | None:
     try:
-        return float(text)
+        return None if "_" in text else float(text)  # Python's own way to group digits is not CSV's
     except ValueError:
         return None
 
@@ -165,10 +172,27 @@ def _seconds(text: str | None, line: int) -> float:
         raise FormatError(f"carbon:{line}", given=f"{text!r:.40}, {error}", expected=expected) from None
 
 
+def _refuse_extra_cells(rows: Sequence[Mapping[str | None, Any]]) -> None:
+    """Raise for a row with more cells than columns: `1,234` without quotes is two cells, and 1 would be read of it."""
+    for line, row in enumerate(rows, 2):
+        if extra := row.get(None):
+            raise FormatError(
+                f"carbon:{line}",
+                given=f"cells beyond the last column ({', '.join(map(str, extra))!r:.40})",
+                expected="one cell per column",
+                way_out="Write numbers without a thousands separator: 1234, not 1,234.",
+                code="csv.extra_cell",
+            )
+
+
 def _grams(text: str | None, line: int) -> float:
     found = _figure(text or "")
     if found is None or not 0 <= found < math.inf:
-        raise FormatError(f"carbon:{line}", given=f"{text!r:.40}", expected="grams per kWh, zero or more")
+        way_out = "Write it without a thousands separator: 1234, not 1,234." if "," in (text or "") else ""
+        expected = "grams per kWh, zero or more"
+        raise FormatError(
+            f"carbon:{line}", given=f"{text!r:.40}", expected=expected, way_out=way_out, code="csv.number"
+        )
     return found
 
 

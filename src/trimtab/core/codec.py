@@ -23,11 +23,14 @@ from typing import Any, TypeVar
 
 from trimtab.core.appended import write_over
 from trimtab.core.errors import FormatError
+from trimtab.core.files import JSON_BYTES, read_bytes, read_text
 
 T = TypeVar("T")
 # Errors of a file beside another, or in its place, that say nothing of the other itself: a folder that may not be
 # written, a file that is mounted.
 _NO_OTHER = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
+_LARGEST_INT = 2**64
+_DEEPEST = 64  # levels of a value of any type
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -54,13 +57,29 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 def from_json(cls: type[T], text: str) -> T:
     """Return a `cls` from JSON text; raises `FormatError` naming the path that does not fit."""
     try:
-        data = json.loads(text)
+        data = parse(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(cls.__name__, given=f"text that is not JSON ({error})", expected="a JSON object") from None
+        raise FormatError(
+            cls.__name__, given=f"text that is not JSON ({error})", expected="a JSON object", code="json.invalid"
+        ) from None
     try:
         return from_jsonable(cls, data)
     except RecursionError:  # to be read it was not too deep, and to be looked at it is
-        raise FormatError(cls.__name__, given="levels without end", expected="a JSON object") from None
+        given, expected = "levels without end", "a JSON object"
+        raise FormatError(cls.__name__, given=given, expected=expected, code="json.value") from None
+
+
+def parse(text: str) -> Any:
+    """Return what JSON text holds; NaN and Infinity, which JSON does not have, are refused.
+
+    Raises:
+        ValueError: it is not JSON. RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def write_whole(path: str | Path, text: str) -> None:
@@ -97,7 +116,7 @@ def _written_over(path: Path, text: str) -> None:
     except OSError as error:
         if error.errno not in _NO_OTHER or not path.is_file():
             raise
-        held = path.read_bytes()
+        held = read_bytes(path, "a result to write over", limit=JSON_BYTES)
         try:
             path.write_bytes(text.encode())
         except OSError:
@@ -120,12 +139,12 @@ def _own_output(path: Path) -> int | None:
 
 
 def read_json(cls: type[T], path: str | Path) -> T:
-    """Return a `cls` from a JSON file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(str(path), given=str(error), expected=f"a readable {cls.__name__} JSON file") from None
-    return from_json(cls, text)
+    """Return a `cls` from a JSON file.
+
+    Raises:
+        FormatError: no regular file of at most `files.JSON_BYTES`, not JSON, or not a `cls`.
+    """
+    return from_json(cls, read_text(path, f"a readable {cls.__name__} JSON file"))
 
 
 def from_jsonable(cls: type[T], data: Any) -> T:
@@ -139,7 +158,15 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _wrong(path: str, data: Any, expected: str) -> FormatError:
-    return FormatError(path, given=f"{data!r:.80}", expected=expected)
+    return FormatError(path, given=_shown(data), expected=expected, code="json.value")
+
+
+def _shown(data: Any) -> str:
+    """Return the beginning of a value; of a huge integer, which Python does not convert to text, its size."""
+    try:
+        return f"{data!r:.80}"
+    except (ValueError, RecursionError):
+        return f"a {type(data).__name__} too large to show"
 
 
 def _decode(hint: Any, data: Any, path: str) -> Any:
@@ -163,10 +190,11 @@ def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     _refuse_another_schema(fields, data, path)
     if unknown := sorted(map(str, data.keys() - fields.keys())):
-        raise FormatError(f"{path}.{unknown[0]}", given="an unknown key", expected="one of " + ", ".join(fields))
+        expected = "one of " + ", ".join(fields)
+        raise FormatError(f"{path}.{unknown[0]:.80}", given="an unknown key", expected=expected, code="json.key")
     required = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [name for name in required if name not in data]:
-        raise FormatError(f"{path}.{missing[0]}", given="nothing", expected="this key")
+        raise FormatError(f"{path}.{missing[0]}", given="nothing", expected="this key", code="json.key")
     hints = _hints(cls)
     return cls(**{name: _decode(hints[name], data[name], f"{path}.{name}") for name in fields if name in data})
 
@@ -175,7 +203,9 @@ def _refuse_another_schema(fields: Mapping[str, dataclasses.Field[Any]], data: M
     """Name the schema before the keys that differ because of it."""
     known = fields["schema"].default if "schema" in fields else dataclasses.MISSING
     if known is not dataclasses.MISSING and data.get("schema", known) != known:
-        raise FormatError(f"{path.lower()}.schema", given=repr(data["schema"]), expected=str(known))
+        raise FormatError(
+            f"{path.lower()}.schema", given=_shown(data["schema"]), expected=str(known), code="json.schema"
+        )
 
 
 def _decode_union(options: tuple[Any, ...], data: Any, path: str) -> Any:
@@ -204,7 +234,7 @@ def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...
 
 
 def _decode_mapping(args: tuple[Any, ...], data: Any, path: str) -> dict[str, Any]:
-    if not isinstance(data, Mapping) or not all(isinstance(k, str) for k in data):
+    if not isinstance(data, Mapping) or not all(isinstance(k, str) and _is_text(k) for k in data):
         raise _wrong(path, data, "an object")
     return {k: _decode(args[1], v, f"{path}.{k}") for k, v in data.items()}
 
@@ -212,23 +242,55 @@ def _decode_mapping(args: tuple[Any, ...], data: Any, path: str) -> dict[str, An
 def _decode_enum(cls: type[enum.Enum], data: Any, path: str) -> enum.Enum:
     try:
         return cls(data)
-    except ValueError:
+    except (ValueError, TypeError):  # TypeError: a list
         raise _wrong(path, data, "one of " + ", ".join(str(m.value) for m in cls)) from None
 
 
 def _decode_scalar(hint: Any, data: Any, path: str) -> Any:
     if hint is Any:
+        _check_any(data, path)
         return data
     if hint is float:
         if isinstance(data, str) and data in _NON_FINITE:
             return _NON_FINITE[data]
-        if isinstance(data, int | float) and not isinstance(data, bool):
-            try:
-                return float(data)
-            except OverflowError:
-                pass
+        if isinstance(data, int | float) and not isinstance(data, bool) and _is_plain(data):
+            return float(data)
     elif hint is int and isinstance(data, bool):
         pass
-    elif isinstance(hint, type) and isinstance(data, hint):
+    elif isinstance(hint, type) and isinstance(data, hint) and _is_plain(data):
         return data
     raise _wrong(path, data, getattr(hint, "__name__", str(hint)))
+
+
+def _is_plain(data: Any) -> bool:
+    """Return whether a scalar is one that can be computed with and written: no number beyond all that are in use."""
+    if isinstance(data, int):
+        return abs(data) <= _LARGEST_INT
+    if isinstance(data, float):
+        return math.isfinite(data)  # 1e400 is read as infinity, which `to_jsonable` writes as a string
+    return not isinstance(data, str) or _is_text(data)
+
+
+def _is_text(data: str) -> bool:
+    """Return whether a string can be encoded: half of a surrogate pair cannot."""
+    try:
+        data.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_any(data: Any, path: str, depth: int = 0) -> None:
+    """Raise `FormatError` for a value of any type that cannot be written again, or is nested without end."""
+    if depth > _DEEPEST:
+        raise FormatError(path, given=f"more than {_DEEPEST} levels", expected="fewer", code="json.value")
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            if not isinstance(name, str) or not _is_text(name):
+                raise _wrong(path, name, "a name in UTF-8")
+            _check_any(value, path, depth + 1)
+    elif isinstance(data, list | tuple):
+        for value in data:
+            _check_any(value, path, depth + 1)
+    elif not _is_plain(data):
+        raise _wrong(path, data, f"text in UTF-8, or a number of at most {_LARGEST_INT}")

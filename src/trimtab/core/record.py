@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 from trimtab.core.appended import Appended, not_written, sync
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError, RecordExistsError
+from trimtab.core.files import LINE_BYTES, RECORD_BYTES, open_regular, unreadable
 
 RECORD_SCHEMA = 2
 # Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
 BRIEF = "brief"
 SOURCES = "sources"  # of an environment: the state of this package's code
 _BEGUN = b'{"kind": "header"'
-_LONGEST_HEADER = 2**24  # bytes: a plan is in it
 _SETTINGS = ("batch_rows", "num_ranks", "batch_rule", "recompute_blocks")  # of a plan, beside what it chose
 
 
@@ -290,8 +290,8 @@ def _first_line(path: Path) -> bytes:
     """Return a file's first line; nothing of a pipe or a device, which hold nothing."""
     if not path.is_file():
         return b""
-    with path.open("rb") as file:
-        return file.readline(_LONGEST_HEADER)
+    with open_regular(path, "a record", limit=RECORD_BYTES) as file:
+        return file.readline(LINE_BYTES)
 
 
 def _of_another(path: Path, line: bytes, own: Header) -> str:
@@ -367,10 +367,10 @@ def read_record(path: str | Path) -> RunRecord:
 def _read(path: str | Path, read: Callable[[BinaryIO], bytes]) -> tuple[Header, list[Line]]:
     """Return the header, and the whole lines after it, of what is read of a file."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path, "a record", limit=RECORD_BYTES) as file:
             *lines, torn = read(file).split(b"\n")  # bytes: a torn line may end inside a character
     except OSError as error:
-        raise FormatError(str(path), given=f"nothing that can be read ({error})", expected="a record") from None
+        raise unreadable(path, error, "a record") from None
     rows = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
     if not rows or not isinstance(rows[0], Header):
         raise FormatError(str(path), given="a torn line" if torn else "no header", expected="a header line first")

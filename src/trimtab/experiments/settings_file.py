@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from trimtab.core.codec import parse
 from trimtab.core.errors import FormatError
+from trimtab.core.files import SMALL_JSON_BYTES, read_text
 
 NAME = "settings.json"
 
@@ -17,10 +18,11 @@ def read_settings(folder: Path) -> dict[str, str]:
         FormatError: it is damaged.
     """
     path = folder / NAME
+    text = read_text(path, "a command's settings", limit=SMALL_JSON_BYTES)
     try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
+        found = dict(parse(text))
         if not all(isinstance(value, str) for value in found.values()):
             raise ValueError("a value that is no text")
         return found
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise FormatError(str(path), given=f"a damaged file ({error})", expected="a command's settings") from None

@@ -15,9 +15,10 @@ from typing import Protocol
 
 from trimtab.core.carbon import KINDS, Intensity, constant, of_csv
 from trimtab.core.errors import DataMissingError, FormatError, TrimtabError, ValueGivenError
+from trimtab.core.files import CSV_BYTES, read_bytes
 from trimtab.integrations.web import missing
 
-MOST_FILE_BYTES = 2**24
+MOST_FILE_BYTES = CSV_BYTES
 LITTLE_S = 1e-3  # by which two times of one moment may differ
 
 
@@ -74,15 +75,13 @@ class CsvIntensity:
     def forecast(self, now_s: float) -> Intensity:
         """Return what the file says of the time around now."""
         try:
-            with Path(self.path).open("rb") as stream:
-                content = stream.read(MOST_FILE_BYTES + 1)
-            text = content.decode("utf-8-sig")
-        except OSError as error:
-            raise missing(f"a file that cannot be read ({error.strerror})") from None
+            text = read_bytes(self.path, "a CSV in UTF-8", limit=MOST_FILE_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise FormatError("carbon", given="a file that is no text", expected="a CSV in UTF-8") from None
-        if len(content) > MOST_FILE_BYTES:
-            raise FormatError("carbon", given="a longer file", expected=f"{MOST_FILE_BYTES:,} bytes at the most")
+        except FormatError as error:
+            if error.code == "file.unreadable":
+                raise missing(f"a file that cannot be read ({error.given})") from None
+            raise
         found = of_csv(text, self.kind)
         period_s = min(after[0] - before[0] for before, after in itertools.pairwise(found.steps))
         return known_around(now_s, self.kind, found.steps, period_s)

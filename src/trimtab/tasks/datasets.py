@@ -18,6 +18,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from trimtab.core.errors import FormatError
+from trimtab.core.files import DATA_BYTES, read_bytes
 from trimtab.tasks.sources import DataSet, Found, PublicFile, find
 from trimtab.tasks.task import DataSource
 
@@ -133,7 +134,9 @@ def wikitext2() -> Texts:
     texts = {}
     for split, num_bytes in WIKITEXT2_BYTES.items():
         path = found.files[f"{split}.txt" if found.is_public else f"{split}.txt.xz"]
-        texts[split] = path.read_bytes() if found.is_public else _unpack(path, lzma.open, num_bytes)
+        texts[split] = (
+            read_bytes(path, "its text", limit=DATA_BYTES) if found.is_public else _unpack(path, lzma.open, num_bytes)
+        )
     return Texts(**texts, source=_verified(WIKITEXT2, found, texts, WIKITEXT2_SHA256))
 
 
@@ -144,7 +147,7 @@ def gpt2_bpe() -> BpeFiles:
         DataMissingError: they are nowhere. FormatError: a file is damaged.
     """
     found = find(GPT2_BPE)
-    contents = {name: found.files[name].read_bytes() for name in GPT2_BPE_SHA256}
+    contents = {name: read_bytes(found.files[name], "its text", limit=DATA_BYTES) for name in GPT2_BPE_SHA256}
     source = _verified(GPT2_BPE, found, contents, GPT2_BPE_SHA256)
     return BpeFiles(found.files["encoder.json"], found.files["vocab.bpe"], source)
 

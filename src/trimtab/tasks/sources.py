@@ -28,6 +28,7 @@ from typing import BinaryIO
 
 from trimtab.core.appended import set_apart
 from trimtab.core.errors import DataMissingError, FormatError
+from trimtab.core.files import DATA_BYTES, open_regular
 
 TIMEOUT_S = 5.0
 CHUNK_BYTES = 1 << 20
@@ -128,7 +129,7 @@ def cache_folder() -> Path:
 
 def sha256_file(path: Path) -> str:
     """Return the sha256 of a file's bytes."""
-    with path.open("rb") as stream:
+    with open_regular(path, "a data set's file", limit=DATA_BYTES) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

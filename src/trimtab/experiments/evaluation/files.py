@@ -6,14 +6,14 @@ the function that returns its findings.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.codec import from_jsonable
+from trimtab.core.codec import from_jsonable, parse
 from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.files import read_text
 from trimtab.core.record import read_record
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.comparison.result import Comparison
@@ -92,10 +92,9 @@ def _file(path: Path) -> Path:
 def _read(name: str, file: Path) -> Run:
     if file.suffix == RECORD:
         return of_record(name, read_record(file))
+    text = read_text(file, _EXPECTED)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(str(file), given=str(error), expected=_EXPECTED) from None
+        data = parse(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(str(file), given=f"text that is not JSON ({error})", expected=_EXPECTED) from None
     kind = _kind_of(data)
@@ -113,7 +112,7 @@ def _read(name: str, file: Path) -> Run:
 def has_own_report(path: Path) -> bool:
     """Return whether what is there is of a kind that has a report of its own; damage is told by who reads it."""
     try:
-        data = json.loads(_file(path).read_text(encoding="utf-8"))
+        data = parse(read_text(_file(path), _EXPECTED))
     except (FormatError, OSError, ValueError, RecursionError):
         return True
     kind = _kind_of(data)

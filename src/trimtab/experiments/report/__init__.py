@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.core.codec import read_json, to_json, write_whole
+from trimtab.core.codec import from_json, parse, to_json, write_whole
+from trimtab.core.files import read_text
 from trimtab.core.phases import Gain
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.comparison.result import Comparison, ThirdRow
@@ -96,9 +97,10 @@ def read_report(path: Path) -> Comparison | Ablation:
         FormatError: it is neither.
     """
     kind: type[Comparison] | type[Ablation] = Comparison
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):  # told below
-        kind = Ablation if json.loads(path.read_text(encoding="utf-8")).get("kind") == "ablation" else Comparison
-    return read_json(kind, path)
+    text = read_text(path, "a report's JSON file")
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):  # `from_json` reports them
+        kind = Ablation if parse(text).get("kind") == "ablation" else Comparison
+    return from_json(kind, text)
 
 
 def terminal_report(found: Comparison | Ablation) -> RenderableType:

@@ -11,6 +11,7 @@ import torch
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.core.codec import from_json, read_json, to_json, write_whole
 from trimtab.core.errors import InfeasibleError, RankError, ValueGivenError
+from trimtab.core.files import read_text
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
@@ -68,7 +69,7 @@ def within(budget: Budget, whole: Task, rows: int, folder: Path, progress: Progr
     """
     here = place()
     path = folder / f"plan-{rows}-{here.num_ranks}.json"
-    text = from_first(lambda: path.read_text(encoding="utf-8") if path.exists() else "")
+    text = from_first(lambda: read_text(path, "a plan's JSON file") if path.exists() else "")
     if text:
         return from_json(Planned, text)
     found = _chosen(budget, whole, progress)
