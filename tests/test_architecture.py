@@ -473,6 +473,7 @@ LOADED = {
     "trimtab.core.appended",
     "trimtab.core.locks",
     "trimtab.core.files",
+    "trimtab.core.record_lines",
     "trimtab.core.batch_rule",
     "trimtab.core.checks",
     "trimtab.core.choice",

@@ -59,6 +59,9 @@ class File:
     bytes: int
     crc32: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        checks.not_negative(self, "bytes")
+
 
 @dataclass(frozen=True)
 class Manifest:

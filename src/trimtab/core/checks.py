@@ -49,6 +49,30 @@ def integer(field: str, value: object, *, low: int = 1, high: int = 2**62) -> in
     return value
 
 
+def not_negative(value: object, *fields: str) -> None:
+    """Raise for a dataclass one of whose numbers is negative; NaN and None pass.
+
+    Raises:
+        ValueGivenError: it names the class and the field.
+    """
+    for field in fields:
+        number_there = getattr(value, field)
+        if number_there is not None and number_there < 0:
+            name = f"{type(value).__name__}.{field}"
+            raise ValueGivenError(name, given=repr(number_there), expected="zero or more", code="number.negative")
+
+
+def positive_and_finite(field: str, values: Iterable[float]) -> None:
+    """Raise for numbers that are not all above zero and finite.
+
+    Raises:
+        ValueGivenError: it names the field.
+    """
+    for value in values:
+        if not 0 < value < math.inf:
+            raise ValueGivenError(field, given=repr(value), expected="finite and above zero", code="number.range")
+
+
 def one_of(field: str, value: object, allowed: Iterable[str]) -> str:
     """Return a string that is one of `allowed`."""
     names = tuple(allowed)

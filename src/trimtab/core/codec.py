@@ -29,7 +29,7 @@ T = TypeVar("T")
 # Errors of a file beside another, or in its place, that say nothing of the other itself: a folder that may not be
 # written, a file that is mounted.
 _NO_OTHER = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
-_LARGEST_INT = 2**64
+_LARGEST_INT = 2**1000  # beyond it an integer has no float
 _DEEPEST = 64  # levels of a value of any type
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -293,4 +293,4 @@ def _check_any(data: Any, path: str, depth: int = 0) -> None:
         for value in data:
             _check_any(value, path, depth + 1)
     elif not _is_plain(data):
-        raise _wrong(path, data, f"text in UTF-8, or a number of at most {_LARGEST_INT}")
+        raise _wrong(path, data, "text in UTF-8, or a finite number of at most 2**1000")

@@ -93,7 +93,9 @@ def too_large(path: str | Path, size: int, expected: str, limit: int) -> FormatE
 
 def unreadable(path: str | Path, error: Exception, expected: str) -> FormatError:
     """Return the error for a file that the system does not open or read."""
-    return FormatError(str(path), given=str(error), expected=expected, code="file.unreadable")
+    return FormatError(
+        str(path), given=f"nothing that can be read ({error})", expected=expected, code="file.unreadable"
+    )
 
 
 def _kind(mode: int) -> str:

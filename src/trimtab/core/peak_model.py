@@ -44,7 +44,11 @@ class PeakModel:
 
     def peak_bytes(self, rows: int) -> int:
         """Return the peak of a micro-batch of so many rows."""
-        return math.ceil(max(base + rows * slope for base, slope in self.lines))
+        most = max((base + rows * slope for base, slope in self.lines), default=math.nan)
+        if not math.isfinite(most):
+            given, expected = f"{most} bytes of {rows} rows", "a finite peak"
+            raise ValueGivenError("peak_model.lines", given=given, expected=expected, code="number.range")
+        return math.ceil(most)
 
 
 def _line(few: float, many: float, fewer: int, more: int) -> Line:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from trimtab.core import checks
 from trimtab.core.chain import ChainModel
 from trimtab.core.compiled import Compiled, in_words
 from trimtab.core.energy import NO_METER, MeterFacts
@@ -93,6 +94,9 @@ class Trial:
     compile_s: float | None = None
     unused_bytes: int | None = None
     watts: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks.not_negative(self, "peak_bytes", "unused_bytes")
 
     @property
     def is_whole(self) -> bool:

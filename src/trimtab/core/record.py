@@ -10,120 +10,50 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from trimtab.core.appended import Appended, not_written, sync
-from trimtab.core.codec import from_jsonable, to_jsonable
+from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, RecordExistsError
 from trimtab.core.files import LINE_BYTES, RECORD_BYTES, open_regular, unreadable
+from trimtab.core.record_lines import (
+    BRIEF,
+    RECORD_SCHEMA,
+    End,
+    Evaluation,
+    Event,
+    Header,
+    Line,
+    RunRecord,
+    StepRecord,
+    encoded,
+    parsed,
+)
 
-RECORD_SCHEMA = 2
-# Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
-BRIEF = "brief"
+__all__ = [
+    "BRIEF",
+    "RECORD_SCHEMA",
+    "SOURCES",
+    "End",
+    "Evaluation",
+    "Event",
+    "Header",
+    "Line",
+    "RecordWriter",
+    "RunRecord",
+    "StepRecord",
+    "read_header",
+    "read_record",
+    "read_together",
+    "require_own",
+    "write_record",
+]
+
 SOURCES = "sources"  # of an environment: the state of this package's code
 _BEGUN = b'{"kind": "header"'
 _SETTINGS = ("batch_rows", "num_ranks", "batch_rule", "recompute_blocks")  # of a plan, beside what it chose
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step (or one voided window).
-
-    Args:
-        index: steps before this one. rows: samples in the window. terms: what the loss averaged over.
-        loss: mean loss per term. wall_s: seconds since the last step.
-        learning_rate: of the first group, as applied; None if the optimizer sets its own, as Adafactor does.
-        applied: whether the optimizer stepped. grad_norm, loss_scale: where they were computed.
-        num_micro_batches: k of the window. noise_scale: N in rows, where the run measures it.
-    """
-
-    index: int
-    rows: int
-    terms: float
-    loss: float
-    learning_rate: float | None
-    wall_s: float
-    applied: bool = True
-    grad_norm: float | None = None
-    loss_scale: float | None = None
-    num_micro_batches: int = 1
-    noise_scale: float | None = None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A held-out evaluation: after `rows` samples and `train_s` seconds of training (evaluation time excluded)."""
-
-    rows: int
-    train_s: float
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened, with the figures behind it.
-
-    Args:
-        name: of its kind. step: of the window that follows, counted from 0, or what its name counts.
-    """
-
-    name: str
-    step: int
-    detail: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Header:
-    """First line: what ran, where, with which plan.
-
-    Args:
-        name: what a person calls the run. plan: as JSON; None: a loop without one. environment: versions, machine,
-            and threads, as `trimtab.measure.machine` tells them. detail: what else the run's readers know by name.
-    """
-
-    name: str
-    seed: int | None = None
-    plan: Mapping[str, Any] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    detail: Mapping[str, Any] = field(default_factory=dict)
-    schema: int = RECORD_SCHEMA
-
-
-@dataclass(frozen=True)
-class End:
-    """Last line: why the run ended, and its totals.
-
-    Args:
-        reason: "closed", "error", a `StopReason`, or what the loop that wrote it says.
-    """
-
-    reason: str
-    detail: Mapping[str, Any] = field(default_factory=dict)
-
-
-Line = Header | StepRecord | Evaluation | Event | End
-_KINDS: dict[str, type[Any]] = {
-    "header": Header,
-    "step": StepRecord,
-    "evaluation": Evaluation,
-    "event": Event,
-    "end": End,
-}
-_NAMES = {cls: kind for kind, cls in _KINDS.items()}
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """A whole run, as read back. `end` is None for a run that was cut off."""
-
-    header: Header
-    steps: tuple[StepRecord, ...] = ()
-    evaluations: tuple[Evaluation, ...] = ()
-    events: tuple[Event, ...] = ()
-    end: End | None = None
 
 
 def _there(path: str | Path, error: FileExistsError) -> FormatError:
@@ -237,7 +167,7 @@ class RecordWriter:
             FormatError: it would be the first of a run in a file that is not its own.
         """
         self._begin()
-        self._file.write(_encoded(line))
+        self._file.write(encoded(line))
 
     def flush(self) -> None:
         """Hand what was written to the operating system.
@@ -297,7 +227,7 @@ def _first_line(path: Path) -> bytes:
 def _of_another(path: Path, line: bytes, own: Header) -> str:
     """Return in words why a file that begins with a line is not a run's own; "" where it is."""
     try:
-        found = _parse(str(path), line)
+        found = parsed(str(path), line)
     except (FormatError, RecursionError):
         return "what is no record"
     if not isinstance(found, Header):
@@ -311,7 +241,7 @@ def _is_of_another_plan(path: Path, own: Header) -> bool:
     line = _first_line(path)
     if not line.endswith(b"\n"):  # nothing that would be lost
         return False
-    found = _parse(str(path), line[:-1])
+    found = parsed(str(path), line[:-1])
     return isinstance(found, Header) and _settings(found.plan) != _settings(own.plan)
 
 
@@ -371,28 +301,7 @@ def _read(path: str | Path, read: Callable[[BinaryIO], bytes]) -> tuple[Header, 
             *lines, torn = read(file).split(b"\n")  # bytes: a torn line may end inside a character
     except OSError as error:
         raise unreadable(path, error, "a record") from None
-    rows = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
+    rows = [parsed(f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
     if not rows or not isinstance(rows[0], Header):
         raise FormatError(str(path), given="a torn line" if torn else "no header", expected="a header line first")
     return rows[0], rows[1:]
-
-
-def _encoded(line: Line) -> bytes:
-    """Return a line of the file."""
-    data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
-    return (json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n").encode()
-
-
-def _parse(where: str, line: bytes) -> Line:
-    try:
-        data = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(where, given=f"a damaged line ({error})", expected="one JSON object a line") from None
-    kind = data.pop("kind", None) if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise FormatError(where, given=f"kind {kind!r}", expected="one of " + ", ".join(_KINDS))
-    try:
-        line_value: Line = from_jsonable(_KINDS[kind], data)  # which refuses a header of another schema
-    except FormatError as error:
-        raise FormatError(f"{where}: {error.field}", given=error.given, expected=error.expected) from None
-    return line_value

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trimtab.core import checks
+
 MIN_PAIRS_FOR_VERDICT = 5
 
 
@@ -18,6 +20,9 @@ class Interval:
     low: float
     high: float
     n: int
+
+    def __post_init__(self) -> None:
+        checks.not_negative(self, "n")
 
     @property
     def half_width(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trimtab.core import checks
 from trimtab.core.codec import read_json
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import absent_device
@@ -20,6 +21,8 @@ def recorded_profile(path: str, budget: Budget, objective: Objective, device: st
         FormatError: it is no profile, or holds no traces for another device.
     """
     recorded = read_json(Profile, path)
+    for trial in recorded.trials:  # times are compared as ratios
+        checks.positive_and_finite(f"{path}: trials.block_s", trial.block_s)
     if device is None:
         return recorded
     spec = absent_device(device)

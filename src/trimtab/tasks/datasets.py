@@ -135,7 +135,7 @@ def wikitext2() -> Texts:
     for split, num_bytes in WIKITEXT2_BYTES.items():
         path = found.files[f"{split}.txt" if found.is_public else f"{split}.txt.xz"]
         texts[split] = (
-            read_bytes(path, "its text", limit=DATA_BYTES) if found.is_public else _unpack(path, lzma.open, num_bytes)
+            read_bytes(path, "a text", limit=DATA_BYTES) if found.is_public else _unpack(path, lzma.open, num_bytes)
         )
     return Texts(**texts, source=_verified(WIKITEXT2, found, texts, WIKITEXT2_SHA256))
 
@@ -147,7 +147,7 @@ def gpt2_bpe() -> BpeFiles:
         DataMissingError: they are nowhere. FormatError: a file is damaged.
     """
     found = find(GPT2_BPE)
-    contents = {name: read_bytes(found.files[name], "its text", limit=DATA_BYTES) for name in GPT2_BPE_SHA256}
+    contents = {name: read_bytes(found.files[name], "a text", limit=DATA_BYTES) for name in GPT2_BPE_SHA256}
     source = _verified(GPT2_BPE, found, contents, GPT2_BPE_SHA256)
     return BpeFiles(found.files["encoder.json"], found.files["vocab.bpe"], source)
 

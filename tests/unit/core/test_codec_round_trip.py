@@ -45,6 +45,7 @@ from trimtab.core.work import Operation
 text = st.text(max_size=12)
 counts = st.integers(0, 2**62)
 floats = st.floats()  # infinities, nan and -0.0 too
+amounts = st.floats(min_value=0) | st.just(math.nan)
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 scalars = st.none() | st.booleans() | st.integers() | finite | text
@@ -198,14 +199,14 @@ profiles = st.builds(
     meter=meters,
 )
 steps = st.builds(
-    StepRecord, counts, counts, floats, floats, floats, floats, st.booleans(), optional(floats), optional(floats)
+    StepRecord, counts, counts, amounts, floats, floats, amounts, st.booleans(), optional(floats), optional(floats)
 )
 headers = st.builds(Header, text, optional(counts), optional(details), st.dictionaries(text, text, max_size=2), details)
 records = st.builds(
     RunRecord,
     headers,
     tuples_of(steps),
-    tuples_of(st.builds(Evaluation, counts, floats, st.dictionaries(text, floats, max_size=2))),
+    tuples_of(st.builds(Evaluation, counts, amounts, st.dictionaries(text, floats, max_size=2))),
     tuples_of(st.builds(Event, text, counts, details)),
     optional(st.builds(End, text, details)),
 )

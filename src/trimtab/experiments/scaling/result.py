@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trimtab.core import checks
 from trimtab.core.link import Link
 from trimtab.core.record import read_together
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, resolution
@@ -31,6 +32,10 @@ class Timed:
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        checks.positive_and_finite("timed.rows", self.rows)
+        checks.positive_and_finite("timed.seconds", self.seconds)
 
     @property
     def rows_per_s(self) -> float:

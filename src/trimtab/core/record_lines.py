@@ -1,0 +1,148 @@
+"""The lines of a run's record, and their text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.core import checks
+from trimtab.core.codec import from_jsonable, parse, to_jsonable
+from trimtab.core.errors import FormatError, ValueGivenError
+
+RECORD_SCHEMA = 2
+# Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
+BRIEF = "brief"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step (or one voided window).
+
+    Args:
+        index: steps before this one. rows: samples in the window. terms: what the loss averaged over.
+        loss: mean loss per term. wall_s: seconds since the last step.
+        learning_rate: of the first group, as applied; None if the optimizer sets its own, as Adafactor does.
+        applied: whether the optimizer stepped. grad_norm, loss_scale: where they were computed.
+        num_micro_batches: k of the window. noise_scale: N in rows, where the run measures it.
+    """
+
+    index: int
+    rows: int
+    terms: float
+    loss: float
+    learning_rate: float | None
+    wall_s: float
+    applied: bool = True
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    num_micro_batches: int = 1
+    noise_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.not_negative(self, "index", "rows", "terms", "wall_s", "num_micro_batches")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A held-out evaluation: after `rows` samples and `train_s` seconds of training (evaluation time excluded)."""
+
+    rows: int
+    train_s: float
+    metrics: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        checks.not_negative(self, "rows", "train_s")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, with the figures behind it.
+
+    Args:
+        name: of its kind. step: of the window that follows, counted from 0, or what its name counts.
+    """
+
+    name: str
+    step: int
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        checks.not_negative(self, "step")
+
+
+@dataclass(frozen=True)
+class Header:
+    """First line: what ran, where, with which plan.
+
+    Args:
+        name: what a person calls the run. plan: as JSON; None: a loop without one. environment: versions, machine,
+            and threads, as `trimtab.measure.machine` tells them. detail: what else the run's readers know by name.
+    """
+
+    name: str
+    seed: int | None = None
+    plan: Mapping[str, Any] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = RECORD_SCHEMA
+
+
+@dataclass(frozen=True)
+class End:
+    """Last line: why the run ended, and its totals.
+
+    Args:
+        reason: "closed", "error", a `StopReason`, or what the loop that wrote it says.
+    """
+
+    reason: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+Line = Header | StepRecord | Evaluation | Event | End
+_KINDS: dict[str, type[Any]] = {
+    "header": Header,
+    "step": StepRecord,
+    "evaluation": Evaluation,
+    "event": Event,
+    "end": End,
+}
+_NAMES = {cls: kind for kind, cls in _KINDS.items()}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A whole run, as read back. `end` is None for a run that was cut off."""
+
+    header: Header
+    steps: tuple[StepRecord, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    events: tuple[Event, ...] = ()
+    end: End | None = None
+
+
+def encoded(line: Line) -> bytes:
+    """Return a line of the file."""
+    data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
+    return (json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def parsed(where: str, line: bytes) -> Line:
+    try:
+        data = parse(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(where, given=f"a damaged line ({error})", expected="one JSON object a line") from None
+    kind = data.pop("kind", None) if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise FormatError(where, given=f"kind {kind!r}", expected="one of " + ", ".join(_KINDS))
+    try:
+        line_value: Line = from_jsonable(_KINDS[kind], data)  # which refuses a header of another schema
+    except (FormatError, ValueGivenError, RecursionError) as error:
+        if isinstance(error, RecursionError):
+            given, expected = "levels without end", "a line of a record"
+            raise FormatError(where, given=given, expected=expected, code="json.value") from None
+        about = f"{where}: {error.field}"
+        raise FormatError(about, given=error.given, expected=error.expected, code=error.code) from None
+    return line_value
