@@ -36,6 +36,7 @@ from trimtab.core.stop import StopReason
 from trimtab.measure.finite import nonfinite_parameter
 from trimtab.runtime.engine import Run
 from trimtab.runtime.keeping import Decided
+from trimtab.runtime.user_hooks import require_saved
 
 
 class KeptRun:
@@ -374,6 +375,7 @@ def kept(
     """
     exchange = options["backend"].exchange
     require_kept(model, optimizer, plan, exchange, background=settings.background)
+    require_saved(model, optimizer, settings.also.values())
     in_shards = is_in_shards(model, plan, exchange)
     modules = options.get("modules", ())
     keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange), in_shards=in_shards, modules=modules)

@@ -166,7 +166,7 @@ def _rate_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _grad_dtype(parameter: Tensor) -> torch.dtype:
-    found = getattr(parameter, "grad_dtype", None)
+    found = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None  # a shard is a view
     return found if isinstance(found, torch.dtype) else parameter.dtype
 
 

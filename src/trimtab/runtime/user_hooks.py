@@ -179,6 +179,24 @@ def steps_in_backward(field: str, stepped: tuple[Optimizer, ...], given: str) ->
     )
 
 
+def require_saved(model: nn.Module, optimizer: Optimizer, saved: Iterable[Any]) -> None:
+    """Raise `OptimizerError` where hooks step optimizers whose state is not in a run's checkpoints.
+
+    Args:
+        optimizer: the run's. saved: other objects whose state the checkpoints include.
+    """
+    known = {id(each) for each in (optimizer, *saved)}
+    stepped = [each for each in stepped_in_backward(gradient_hooks(model)) if id(each) not in known]
+    if stepped:
+        raise OptimizerError(
+            "checkpoints",
+            given=f"{len(stepped)} optimizers that hooks may step, whose state would not be saved",
+            expected="each of them in checkpoints, or none that is stepped in the backward",
+            way_out='Pass them by name: Checkpoints(..., also={"first": optimizer, ...}).',
+            code="optimizer.steps_in_backward",
+        )
+
+
 def require_plannable(hooks: tuple[GradientHook, ...]) -> None:
     """Raise `OptimizerError` where a backward may step: no trial could be measured without training."""
     if stepped := stepped_in_backward(hooks):

@@ -329,6 +329,37 @@ def test_settings_between_backward_and_step_are_refused(install, plan, options):
     assert caught.value.code == "optimizer.steps_in_backward"
 
 
+def test_checkpoints_hold_optimizers_that_hooks_step_or_are_refused(tmp_path):
+    def train(until, names):
+        model = mlp()
+        each = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+        def hook(parameter):
+            each[parameter].step()
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        also = {str(index): optimizer for index, optimizer in enumerate(each.values())} if names else {}
+        checkpoints = trimtab.Checkpoints(tmp_path / "run", every_steps=1, also=also)
+        with trimtab.start(model, sgd(model, 0.0), Plan.fixed(ROWS), checkpoints=checkpoints) as run:
+            for window in run.windows(batches()):
+                run.train_step(window, loss_fn)
+                if run.num_windows == until:
+                    break
+        return model
+
+    with pytest.raises(OptimizerError) as caught:
+        train(1, names=False)
+    assert caught.value.code == "optimizer.steps_in_backward"
+    train(1, names=True)
+    model, reference = train(3, names=True), mlp()
+    in_closure(reference)
+    for batch in batches():
+        loss_fn(reference, batch).backward()
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+
+
 @every_stepping
 def test_planning_is_refused_before_a_hook_steps(install):
     model = mlp()

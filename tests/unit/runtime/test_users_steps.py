@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -350,3 +351,33 @@ def test_planning_refuses_parameters_that_change_in_the_backward():
         trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batches()[0], num_blocks=3)
     assert caught.value.code == "optimizer.steps_in_backward"
     assert torch.equal(before, model[0].weight)
+
+
+class StepsItsScheduler(torch.optim.SGD):
+    def step(self, closure=None):
+        result = super().step(closure)
+        self.scheduler.step()
+        return result
+
+
+def scheduled_in_its_step(model):
+    optimizer = StepsItsScheduler(model.parameters(), lr=0.5)
+    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return optimizer, optimizer.scheduler.state_dict
+
+
+def averaged_after_its_step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+    return optimizer, lambda: [value.tolist() for value in average.state_dict().values()]
+
+
+@pytest.mark.parametrize("build", [scheduled_in_its_step, averaged_after_its_step])
+def test_planning_leaves_what_a_step_changes_besides(build):
+    model = mlp()
+    optimizer, state = build(model)
+    before = copy.deepcopy(state())
+    trimtab.plan(model, optimizer, loss_fn, batches()[0], num_blocks=3)
+    assert state() == before
+    assert optimizer.param_groups[0]["lr"] == 0.5
