@@ -178,7 +178,7 @@ OPTIONAL = {
     "trackio": {"trimtab.integrations.trackers"},
     "wandb": {"trimtab.integrations.trackers"},
 }
-MAX_LINES, MEDIAN_LINES = 400, 150
+MAX_LINES, MEDIAN_LINES = 800, 150
 NO_NAMES = {"utils", "util", "common", "tools", "helpers", "helper"}
 
 Sources = Mapping[str, str]  # path below src, with slashes -> text
@@ -378,8 +378,8 @@ TRESPASSES = {
     ),
     "a long file": (
         "shapes",
-        source("core/x.py", "\n" * 401) | source("core/y.py", "") | source("core/z.py", ""),
-        "401 lines",
+        source("core/x.py", "\n" * 801) | source("core/y.py", "") | source("core/z.py", ""),
+        "801 lines",
     ),
     "long files": ("shapes", source("core/x.py", "\n" * 151), "median"),
     "a folder named utils": ("shapes", source("utils/x.py", ""), "utils"),

@@ -1,17 +1,16 @@
-"""The gradient-equivalence proof: does splitting the user's batch keep the user's maths? (math: section 2)
+"""The splitting check: do micro-batches compute the gradient of the whole batch? (math: section 2)
 
-In fp32, on the user's own model and batch: the gradient of the whole batch against that of an unequal split weighted
-as the run weighs it. In training mode, because that is what trains: a balancing loss or a centring may exist in no
-other. Only dropout is off (a split draws other masks from the same distribution). A model whose gradient is random
-even so, or that does not run so, is proved in evaluation mode, and the verdict says it. One that is handed over in that
-mode is proved as it would train: nobody asks again. One whose modules keep state of the batch, as batch statistics are,
-needs no proof to be refused.
+In fp32, on the user's model and batch, in training mode: the gradient of the whole batch is compared, parameter by
+parameter, with that of an unequal split weighted as a run weighs it. Only dropout is held as the identity, because a
+split draws other masks from the same distribution; a model whose gradient is random even so is refused as unproved.
+Before that, everything that a forward and a loss change is found by `LoopState`: what a second forward would change
+again (batch statistics, queues, momentum teachers, counters, generators of Python and NumPy) would change once per
+micro-batch, so the batch is not split.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,43 +18,64 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.calibrate.dropout_off import dropout_off
 from trimtab.calibrate.failures import describe
+from trimtab.calibrate.other_batch import other_values
 from trimtab.calibrate.own_forward import require_own_forward
+from trimtab.calibrate.rounding import Difference, Norms, distances, last_bits_moved, norms, total, worst
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Check
-from trimtab.measure.snapshot import Snapshot
+from trimtab.measure.loop_state import TORCH_GENERATORS, Change, ChangeKind, LoopState
 from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batches import slices
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.splitting import normalises_by_batch
 
 TOLERANCE = 1e-4
-_SUMMED = "; it is a sum over rows: its mean, or trimtab.Summed(loss_sum, count), may be split"
-_BY_TERMS = (
-    "; a mean over terms that rows have unlike numbers of, as tokens, may be split as trimtab.Summed(loss_sum, count)"
-)
-_WIDER = "weights in fp32 may be split, and a plan's bf16 computes as fast with them"
-_FP32_BYTES, _ROUNDED = 4, 0.02  # half precision rounds a gradient by less
+# How many times the change that moving weights by their last bit causes a difference may be; and the largest part of
+# the whole gradient that rounding may explain in a parameter whose own gradient is near zero.
+_TIMES_ROUNDING, _MOST_ROUNDING = 30.0, 1e-5
+_SMALLEST = 1e-9  # of the whole gradient: below this nothing is told apart
+_FP32_BYTES = 4
+_DIFFERS = ("split.gradient_differs", "split.token_mean", "split.loss_is_sum")  # found by comparing gradients
+_HALF_ROUNDING = 0.02  # half precision rounds a gradient by less
+_MOVED = 0.01  # relative size of the move of weights under which changes of state are looked for
+_OTHER_WEIGHT = 1e-3  # from here on a piece of the batch has another weight than its share of the samples
+_REPEATED = 2e-6  # a gradient computed again from the same values; atomic additions on a GPU change no more
+_OTHER_ROWS = 4  # a second batch needs no more than this many samples, or a quarter of the batch
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What a proof found: `code` is empty if the gradient is kept."""
+
+    code: str = ""
+    reason: str = ""
+    difference: float | None = None
 
 
 def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
-    """Return whether micro-batches smaller than the batch compute the same gradient. Leaves no trace.
+    """Return whether micro-batches smaller than the batch compute the same gradient; leaves no trace.
 
-    Of the longest batch and of an example both: a mean over tokens is split as it should be where no row has padding.
-    Where the whole batch does not fit in memory, the proof is on as many of its first rows as do.
+    The longest batch and an example batch are both checked: a mean over tokens splits exactly if no sample is padded.
+    If the whole batch does not fit in memory, the check uses as many of its first samples as fit.
 
     Args:
-        precision: the loop's own. It runs once so, to be seen to work; the proof is in fp32.
+        subject: the user's loop.
+        precision: the loop's own. The loop runs once in it; the proof is in fp32.
+
+    Returns:
+        The verdict, with a code, a reason and the largest relative difference of a parameter's gradient.
 
     Raises:
-        LossError: the loss function's result is not a loss.
+        LossError: the loss function raised, or its result is not a loss.
     """
     check = _check_of_batch(subject, precision)
     if subject.example is None or not check.splittable:
         return check
     other = _check_of_batch(replace(subject, batch=subject.example, example=None), precision)
-    return check if other.splittable else replace(other, reason=f"{other.reason}; of the example batch")
+    return check if other.splittable else replace(other, reason=f"{other.reason} (found on the example batch)")
 
 
 def _check_of_batch(subject: Subject, precision: str) -> Check:
@@ -63,17 +83,16 @@ def _check_of_batch(subject: Subject, precision: str) -> Check:
     while True:
         part = subject if rows == subject.rows else _leading(subject, rows)
         try:
-            with Snapshot(subject.trained, subject.optimizer):
-                check = _check(part, precision)
+            check = _state_refusal(part, precision) or _check(part)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         else:
-            fewer = f"; on the first {rows} of {subject.rows} rows, as more do not fit in memory"
+            fewer = f"; checked on the first {rows} of {subject.rows} samples, because more do not fit in memory"
             return check if part is subject else replace(check, reason=check.reason + fewer)
-        rows //= 2  # out of the handler, whose error would hold on to what did not fit
+        rows //= 2  # outside of the handler, whose error would keep alive what did not fit
         if rows < 2 or not _can_split(subject):
-            return Check(False, "the batch runs out of memory in fp32: nothing can be proved")
+            return _refused("split.out_of_memory", "the batch does not fit in memory in fp32, so nothing can be proved")
 
 
 def _leading(subject: Subject, rows: int) -> Subject:
@@ -88,127 +107,233 @@ def _can_split(subject: Subject) -> bool:
     return True
 
 
-def _check(subject: Subject, precision: str) -> Check:
-    stateful = _modules_with_batch_state(subject, precision)
+def _refused(code: str, reason: str, difference: float | None = None) -> Check:
+    return Check(False, reason, difference, code=code)
+
+
+def _check(subject: Subject) -> Check:
     if subject.rows < 2:
-        return Check(False, "the batch has one row")
-    if stateful:
-        return Check(False, _state_reason(stateful))
+        return _refused("split.one_sample", "the batch has one sample")
     try:
-        pieces = list(_unequal_split(subject.batch, subject.rows))
+        pieces = list(_unequal_split(subject))
     except BatchError as error:
-        return Check(False, f"the batch cannot be split: {error.given}")
-    proof = _proof(subject, pieces)
-    if proof.failure is not None:
-        return Check(False, proof.failure + proof.mode)
-    if proof.difference is None:
-        return Check(False, "the gradient of the whole batch is zero or not finite: nothing can be proved" + proof.mode)
-    if proof.difference > TOLERANCE:
-        reason = f"the gradient of an unequal split differs by {proof.difference:.2g}, relative"
-        return Check(False, reason + proof.mode + _hint(subject, proof), proof.difference)
-    reason = f"an unequal split changes the gradient by {proof.difference:.1e}, relative (limit {TOLERANCE:g})"
-    return Check(True, reason + proof.mode, proof.difference)
+        return _refused("split.not_sliceable", f"the batch cannot be split: {error.given}")
+    with _held(subject):
+        verdict = _proof(subject, pieces)
+        if verdict.code:
+            return _refused(verdict.code, verdict.reason, verdict.difference)
+        if (other := _second_batch(subject)) is not None:
+            second = _proof(other, list(_unequal_split(other)))
+            if second.code in _DIFFERS:
+                reason = f"{second.reason} (found on a second batch of other values)"
+                return _refused(second.code, reason, second.difference)
+    difference = verdict.difference or 0.0
+    reason = f"an unequal split changes no parameter's gradient by more than {difference:.1e} (limit {TOLERANCE:g})"
+    return Check(True, reason, difference, code="split.proved")
 
 
-def _hint(subject: Subject, proof: _Proof) -> str:
-    """Return what may be behind a gradient that a split changes, and the way out."""
-    if proof.is_sum:
-        return _SUMMED
-    halves = {p.dtype for p in subject.trained.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
-    if halves and proof.difference is not None and proof.difference < _ROUNDED:
-        name = str(halves.pop()).removeprefix("torch.")
-        return f"; its weights are {name}, and so are sums of its gradients: {_WIDER}"
-    return _BY_TERMS
+def _second_batch(subject: Subject) -> Subject | None:
+    """Return the loop with a smaller batch of other values, or None if none can be made."""
+    samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
+    other = other_values(subject.batch, subject.rows, samples)
+    return None if other is None else replace(subject, batch=other, example=None)
 
 
-def _unequal_split(batch: Any, rows: int) -> Iterator[tuple[Any, int]]:
-    """Yield pieces of about 5/8, 2/8 and 1/8 of the rows."""
-    (large, first), *rest = slices(batch, rows, max(1, round(rows * 0.625)))
+# State --------------------------------------------------------------------------------------------------------------
+
+
+def _held(subject: Subject) -> LoopState:
+    return LoopState(subject.trained, subject.optimizer, loss_fn=subject.loss_fn)
+
+
+def _state_refusal(subject: Subject, precision: str) -> Check | None:
+    """Return a refusal if a second forward would change anything again, or compute something else for the first.
+
+    Weights are moved a little, so that a teacher that still equals its student is seen to follow it. A value that every
+    forward overwrites with the same (the last attention map, kept to be looked at) is no obstacle.
+
+    Raises:
+        LossError: as of `require_own_forward`.
+    """
+    model = subject.trained
+    with last_bits_moved(model, seed=0, epsilon=_MOVED):
+        with _held(subject) as state:
+            require_own_forward(subject, precision)
+            changed = _counted(state.changes())
+        if not model.training:  # handed over in evaluation mode: what training would change
+            with _as_it_trains(model), _held(subject) as state:
+                with contextlib.suppress(Exception):  # it fails in training mode, which the proof reports
+                    subject.loss()
+                changed += _counted(state.changes())
+        if not changed:
+            return None
+        if refusal := _batch_statistics(model, changed):
+            return refusal
+        repeats = _changes_again(subject)
+    return None if repeats == [] else _changes_refusal(repeats or changed)
+
+
+def _changes_again(subject: Subject) -> list[Change] | None:
+    """Return what a second forward changes again; None if it computes another gradient, or fails."""
+    whole = [(subject.batch, subject.rows)]
+    with _as_it_trains(subject.trained), dropout_off(subject.trained), _held(subject):
+        try:
+            before, between = _gradient(subject, whole), _held(subject)
+            after = _gradient(subject, whole)
+        except Exception as error:
+            _pass_on_memory(error)
+            return None
+        again = _counted(between.changes())
+        is_same = _difference(before, after).relative <= _REPEATED
+        return again if again or is_same else None
+
+
+def _counted(changes: Sequence[Change]) -> list[Change]:
+    """Return changes that count against a split.
+
+    Gradients are the result. torch's own generators draw dropout masks, sample by sample from the same distribution;
+    whether a draw couples samples is a question for the proof.
+    """
+    ignored = (ChangeKind.GRADIENT, ChangeKind.BATCH)
+    return [c for c in changes if c.kind not in ignored and c.path not in TORCH_GENERATORS]
+
+
+def _batch_statistics(model: nn.Module, changed: Sequence[Change]) -> Check | None:
+    owners = {name: module for name, module in model.named_modules() if normalises_by_batch(module)}
+    moved = {c.path.rpartition(".")[0].removeprefix("model.").removeprefix("model") for c in changed}
+    kinds = sorted({type(module).__name__ for name, module in owners.items() if name in moved})
+    if not kinds:
+        return None
+    return _refused(
+        "split.batch_statistics",
+        f"{', '.join(kinds)} normalises over the batch: micro-batches would have other statistics",
+    )
+
+
+def _changes_refusal(changed: Sequence[Change]) -> Check:
+    paths = [change.path for change in changed]
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return _refused(
+        "split.state_changes",
+        f"each forward changes {named}, which micro-batches would change several times per step",
+    )
+
+
+# Gradients ----------------------------------------------------------------------------------------------------------
+
+Gradients = dict[str, Tensor]
+
+
+def _unequal_split(subject: Subject) -> Iterator[tuple[Any, int]]:
+    """Yield pieces of about 5/8, 2/8 and 1/8 of the samples."""
+    rows = subject.rows
+    (large, first), *rest = slices(subject.batch, rows, max(1, round(rows * 0.625)))
     yield large, first
     for piece, size in rest:
         yield from slices(piece, size, max(1, round(size * 0.667)))
 
 
-def _modules_with_batch_state(subject: Subject, precision: str) -> tuple[nn.Module, ...]:
-    """Return modules whose own buffers a training forward changes: batch statistics, counters, power iterations.
+def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
+    model, whole_batch = subject.trained, [(subject.batch, subject.rows)]
+    with _as_it_trains(model), dropout_off(model):
+        try:
+            whole = _gradient(subject, whole_batch)
+        except Exception as error:
+            _pass_on_memory(error)
+            reason = f"nothing can be proved: in training mode without dropout the loss fails ({describe(error)})"
+            return _Verdict("split.whole_fails", reason)
+        sizes = norms(whole)
+        if not 0 < total(sizes) < float("inf"):
+            reason = "the gradient of the whole batch is zero or not finite, so nothing can be proved"
+            return _Verdict("split.no_gradient", reason)
+        try:
+            split = _gradient(subject, pieces)
+        except Exception as error:  # the user's model may refuse a part of its batch in any way
+            _pass_on_memory(error)
+            return _Verdict("split.part_fails", f"a part of the batch does not run alone: {describe(error)}")
+        found = _within(subject, whole, sizes, split)
+        if found.is_rounding:
+            return _Verdict(difference=found.relative if found.ratio > 0 else 0.0)
+        repeat = _within(subject, whole, sizes, _gradient(subject, whole_batch))
+        if not repeat.is_rounding:
+            why = "is still random from one forward to the next with dropout held off"
+            return _Verdict("split.random", f"unproved: the gradient of {repeat.name} {why}")
+        return _cause(subject, whole, sizes, pieces, found)
 
-    The forward is the loop's own, gradients and precision included: its failure is the loop's, and is passed on. A
-    model that was handed over in evaluation mode runs in the other too, as in the proof, whose failure is told there.
+
+def _within(subject: Subject, whole: Gradients, sizes: Norms, other: Gradients) -> Difference:
+    """Return the parameter whose gradient differs most.
+
+    The tolerance is a constant share of each gradient, and a multiple of its rounding if that could explain more.
     """
-    model = subject.trained
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    require_own_forward(subject, precision)
-    if not model.training:
-        with _without_dropout(model, _not_dropping(model)), contextlib.suppress(Exception):
-            subject.loss(precision=precision)
-    changed = {name for name, buffer in model.named_buffers() if not _same(buffer, before.get(name))}
-    owners = {name.rpartition(".")[0] for name in changed}
-    by_batch = () if model.training else tuple(filter(normalises_by_batch, model.modules()))  # once it trains
-    return tuple(module for name, module in model.named_modules() if name in owners or module in by_batch)
+    apart, everything = distances(whole, other), total(sizes)
+    allowed = {name: TOLERANCE * size + _SMALLEST * everything for name, size in sizes.items()}
+    found = worst(apart, allowed, sizes)
+    if found.is_rounding or not _near_zero(apart, allowed, everything):
+        return found
+    with last_bits_moved(subject.trained, seed=0):
+        moved = distances(whole, _gradient(subject, [(subject.batch, subject.rows)]))
+    explained = {name: min(_TIMES_ROUNDING * moved[name], _MOST_ROUNDING * everything) for name in allowed}
+    return worst(apart, {name: allowed[name] + explained[name] for name in allowed}, sizes)
 
 
-def _same(left: Tensor, right: Tensor | None) -> bool:
-    return right is not None and left.shape == right.shape and torch.equal(left, right)
+def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
+    """Return whether every difference beyond its tolerance is so small that rounding might explain it."""
+    return all(error <= 2 * _MOST_ROUNDING * everything for name, error in apart.items() if error > allowed[name])
 
 
-def _state_reason(modules: Sequence[nn.Module]) -> str:
-    kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
-    return f"{kinds} computes over the batch: smaller micro-batches would change its statistics"
+def _cause(
+    subject: Subject, whole: Gradients, sizes: Norms, pieces: Sequence[tuple[Any, int]], found: Difference
+) -> _Verdict:
+    """Return why the gradient of a split differs, with the remedy if there is one.
 
-
-@dataclass(frozen=True)
-class _Proof:
-    """Relative difference of the gradients (None: the whole batch's is zero or not finite), or why there is none.
-
-    `mode` says in which mode it was proved, where that is not the one that trains. `is_sum`: the gradient of the whole
-    is the sum of those of its pieces.
+    If the whole gradient is a weighted sum of those of the pieces, only the weights were wrong: weights of 1 are those
+    of a sum, others those of a mean over terms that samples have different numbers of.
     """
-
-    difference: float | None = None
-    failure: str | None = None
-    mode: str = ""
-    is_sum: bool = False
-
-
-def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Proof:
-    try:
-        with _without_dropout(subject.trained, keep=_not_dropping(subject.trained)):
-            whole = _gradient(subject, [(subject.batch, subject.rows)])
-            again = relative(whole, _gradient(subject, [(subject.batch, subject.rows)]))
-            if again is None or again <= TOLERANCE:
-                return _compared(subject, whole, pieces)
-        why = "in training mode its gradient is random"
-    except Exception as error:
-        _pass_on_memory(error)
-        why = f"in training mode without dropout it fails ({describe(error)})"
-    mode = f"; proved in evaluation mode: {why}"
-    try:
-        with _without_dropout(subject.trained):
-            return replace(_compared(subject, _gradient(subject, [(subject.batch, subject.rows)]), pieces), mode=mode)
-    except Exception as error:  # such as a model that returns predictions, and no loss, in evaluation mode
-        _pass_on_memory(error)
-        return _Proof(failure=f"nothing can be proved: {why}, and in evaluation mode it fails ({describe(error)})")
+    text = f"the gradient of {found.name} differs by {found.relative:.2g} (relative) when the batch is split unequally"
+    weights = _weights_that_fit(whole, [_gradient(subject, [piece]) for piece in pieces])
+    nominal = [rows / subject.rows for _, rows in pieces]
+    if weights is not None and any(abs(w - n) > _OTHER_WEIGHT * n for w, n in zip(weights, nominal, strict=True)):
+        remedy = "return trimtab.Summed(loss_sum, count), and it can be split"
+        if all(abs(weight - 1) < _HALF_ROUNDING for weight in weights):
+            return _Verdict("split.loss_is_sum", f"{text}; the loss is a sum over samples: {remedy}", found.relative)
+        why = "the loss is a mean over terms (such as tokens) that samples have different numbers of"
+        return _Verdict("split.token_mean", f"{text}; {why}: {remedy}", found.relative)
+    halves = {p.dtype for p in subject.trained.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
+    if halves and found.relative < _HALF_ROUNDING:
+        name = str(halves.pop()).removeprefix("torch.")
+        why = f"its weights are {name}, and so are the sums of its gradients; weights in fp32 can be split"
+        return _Verdict("split.half_weights", f"{text}; {why}", found.relative)
+    return _Verdict("split.gradient_differs", f"{text}; the loss or the model couples samples", found.relative)
 
 
-def _compared(subject: Subject, whole: list[Tensor], pieces: Sequence[tuple[Any, int]]) -> _Proof:
-    try:
-        split = _gradient(subject, pieces)
-    except Exception as error:  # the user's model may refuse a part of its batch in any way; the reason is kept
-        _pass_on_memory(error)
-        return _Proof(failure=f"a part of the batch does not run alone: {describe(error)}")
-    difference = relative(whole, split)
-    if difference is None or difference <= TOLERANCE:
-        return _Proof(difference)
-    each = [_gradient(subject, [piece]) for piece in pieces]
-    summed = relative(whole, [torch.stack(parts).sum(0) for parts in zip(*each, strict=True)])
-    return _Proof(difference, is_sum=summed is not None and summed <= TOLERANCE)
+def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[float] | None:
+    """Return positive weights by which the gradients of the pieces add up to the whole, or None."""
+
+    def products(left: Gradients, right: Gradients) -> float:
+        pairs = ((left[name].double().flatten(), right[name].double().flatten()) for name in whole)
+        return float(sum(torch.dot(a, b) for a, b in pairs))
+
+    gram = torch.tensor([[products(a, b) for b in parts] for a in parts], dtype=torch.float64)
+    target = torch.tensor([products(a, whole) for a in parts], dtype=torch.float64)
+    weights = [float(weight) for weight in torch.linalg.lstsq(gram, target.unsqueeze(1)).solution.flatten()]
+    if not all(0 < weight < float("inf") for weight in weights):
+        return None
+    fitted = {name: sum(w * part[name] for w, part in zip(weights, parts, strict=True)) for name in whole}
+    apart, sizes = distances(whole, fitted), norms(whole)
+    return weights if all(apart[n] <= TOLERANCE * (sizes[n] + 0.01 * total(sizes)) for n in apart) else None
+
+
+def _difference(left: Gradients, right: Gradients) -> Difference:
+    sizes = norms(left)
+    return worst(distances(left, right), {n: size + _SMALLEST * total(sizes) for n, size in sizes.items()}, sizes)
 
 
 def relative(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
-    """Return |whole - other| / |whole| over all parameters; None where it is not a finite number."""
-    error = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(whole, other, strict=True)))
-    norm = math.sqrt(sum(float(a.double().square().sum()) for a in whole))
-    return error / norm if norm > 0 and math.isfinite(error / norm) else None
+    """Return |whole - other| / |whole| over all tensors; None if it is not finite."""
+    left, right = ({str(i): each for i, each in enumerate(tensors)} for tensors in (whole, other))
+    error, norm = total(distances(left, right)), total(norms(left))
+    return error / norm if norm > 0 and error / norm < float("inf") else None
 
 
 def _pass_on_memory(error: Exception) -> None:
@@ -216,37 +341,26 @@ def _pass_on_memory(error: Exception) -> None:
         raise error
 
 
-def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> list[Tensor]:
-    parameters = [p for p in subject.trained.parameters() if p.requires_grad]
-    subject.trained.zero_grad(set_to_none=True)
+def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> Gradients:
+    parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
+    for parameter in parameters.values():
+        parameter.grad = None
     weights = WindowWeights()
     weights.open(sum(rows for _, rows in pieces), len(pieces))
     for piece, rows in pieces:
         loss, count = subject.loss(piece)
         weights.weigh(loss, count, rows).backward()
     factor = weights.correction
-    return [torch.zeros_like(p) if p.grad is None else p.grad * factor for p in parameters]
-
-
-def _not_dropping(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if not _drops_out(module)]
-
-
-def _drops_out(module: nn.Module) -> bool:
-    """Return whether a module on its own is one that drops values at random: torch's, or named like them."""
-    rate = getattr(module, "dropout", 0.0)
-    whole = not any(module.children()) or isinstance(module, nn.MultiheadAttention | nn.RNNBase)
-    by_rate = isinstance(rate, float | int) and rate > 0 and whole
-    return by_rate or "drop" in type(module).__name__.lower()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad * factor for name, p in parameters.items()}
 
 
 @contextlib.contextmanager
-def _without_dropout(model: nn.Module, keep: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Run the model in evaluation mode, but for the modules to keep in the mode they train in."""
-    modes = [(module, module.training) for module in model.modules()]
-    training = {id(module) for module in keep if module.training or not model.training}
-    for module, _ in modes:
-        module.training = id(module) in training
+def _as_it_trains(model: nn.Module) -> Iterator[None]:
+    """Put a model that was handed over in evaluation mode into training mode; one in training mode stays as it is."""
+    modes: list[tuple[nn.Module, bool]] = []
+    if not model.training:
+        modes = [(module, module.training) for module in model.modules()]
+        model.train()
     try:
         yield
     finally:

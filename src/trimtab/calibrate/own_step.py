@@ -39,14 +39,15 @@ def checked(
     restore()
     try:
         check = check_splitting(subject, precision)
-        found = replace(check, splittable=False, reason=f"the model has {in_words(hooks)}") if hooks else check
-        return found, hooks
+        if hooks:
+            check = replace(check, splittable=False, reason=f"the model has {in_words(hooks)}", code="split.hooks")
+        return check, hooks
     except Exception as error:
         if isinstance(error, TrimtabError) and not is_of_loss(error):
             raise
         require_plain_step(subject, precision)
         notes.add("splitting.not_checked", "whether the batch can be split was not checked", error)
-        return Check(False, f"splitting was not checked: {describe(error)}"), hooks
+        return Check(False, f"splitting was not checked: {describe(error)}", code="split.not_checked"), hooks
 
 
 def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, ...]:

@@ -22,6 +22,7 @@ from trimtab.calibrate.notes import Interrupted, Notes, interrupting, planning_f
 from trimtab.calibrate.one_at_a_time import one_at_a_time
 from trimtab.calibrate.own_step import checked
 from trimtab.calibrate.padding import padding_saves_s
+from trimtab.calibrate.plan_proof import with_proof
 from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Guard
 from trimtab.calibrate.recomputation import measure_recomputable
@@ -211,7 +212,10 @@ def _search(
                 needed = next_recomputables(replace(profile, hurried=True), stage, objective, budget, always=traces)
             profile = _with_blocks(subject, profile, blocks, needed, progress)
         elif stage is None:
-            return profile
+            prove = functools.partial(with_proof, subject, profile, progress)
+            profile, is_over = notes.attempt("plan.not_proved", "the plan was not proved", prove, (profile, True))
+            if is_over:
+                return profile
         else:
             is_last = is_final(stage.name)
             patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
@@ -250,7 +254,7 @@ def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
     """Return the profile with what padding the vocabulary would save, in the precision that is best so far."""
     if profile.loop.logits is None or profile.hurried:
         return profile
-    best = [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
+    best = [*put_first(profile, profile.objective, profile.budget), profile.reference_candidate][0]
     rows, words = profile.loop.logits
 
     def saves_s() -> float | None:

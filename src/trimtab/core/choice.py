@@ -48,20 +48,59 @@ class Choice:
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of the gradient-equivalence proof: the batch whole against an unequal split (math: section 2).
+    """Outcome of the splitting check: the gradient of the whole batch compared with an unequal split (math: section 2).
 
     Args:
-        splittable: whether a micro-batch smaller than the batch keeps the maths.
+        splittable: whether micro-batches smaller than the batch compute the same gradient.
         reason: why, or why not.
-        relative_difference: ||g_split - g_whole|| / ||g_whole||, or None when it could not be computed, or needed not
-            be: what computes over the batch is refused for that.
-        tolerance: the limit it was held against.
+        relative_difference: largest ||g_split - g_whole|| / ||g_whole|| of a parameter; None if it was not computed.
+        tolerance: the limit for a parameter whose gradient is not near zero.
+        code: stable identifier of the verdict, such as "split.proved" or "split.batch_statistics".
     """
 
     splittable: bool
     reason: str
     relative_difference: float | None = None
     tolerance: float = 1e-4
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Outcome of the plan's proof: two optimizer steps of the plain loop and of the plan, from one state.
+
+    Args:
+        holds: whether every gradient, parameter and buffer agrees to rounding.
+        reason: what was compared, or what differs, in a sentence.
+        code: stable identifier, such as "proof.holds", "proof.differs" or "proof.failed".
+        settings: names of the settings that were applied in the proof.
+        precisions: in which the two were compared.
+        tensors: number of parameters and buffers compared.
+        worst: largest difference, in units of its tolerance; None if nothing was compared.
+    """
+
+    holds: bool
+    reason: str
+    code: str
+    settings: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    tensors: int = 0
+    worst: float | None = None
+
+
+@dataclass(frozen=True)
+class Refuted:
+    """A setting that a proof refused for this loop.
+
+    Args:
+        setting: name of a field of `Candidate`.
+        value: the refused value; of a micro-batch any that is smaller than the batch.
+        reason: what differs, with the name of the parameter or buffer.
+    """
+
+    setting: str
+    value: Scalar
+    reason: str
 
 
 @dataclass(frozen=True)

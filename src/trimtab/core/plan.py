@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.choice import Check, Choice, FrontPoint, Mark, Measured, Rejected, Scalar
+from trimtab.core.choice import Check, Choice, FrontPoint, Mark, Measured, Proof, Rejected, Scalar
 from trimtab.core.compiled import check_compiled
 from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError, ValueGivenError
@@ -24,7 +24,7 @@ from trimtab.core.recompute import check_recompute
 from trimtab.core.sharing import KEPT, check_sharing
 from trimtab.core.units import format_bytes, format_seconds
 
-__all__ = ["Check", "Choice", "FrontPoint", "Mark", "Measured", "Plan", "Rejected", "Scalar"]
+__all__ = ["Check", "Choice", "FrontPoint", "Mark", "Measured", "Plan", "Proof", "Rejected", "Scalar"]
 
 PLAN_SCHEMA = 13
 MEMORY_LAYOUTS = ("keep", "channels_last")
@@ -93,7 +93,8 @@ class Plan:
         batch_rule: that rule, with its bounds; None where the batch is the user's.
         recompute_blocks: names of the modules that the schedule counts, in the order they run in; (): those that are
             found in the model's tree, in its order.
-        check: the equivalence proof, or None when it was not run.
+        check: the splitting check, or None when it was not run.
+        proof: the plan as applied against the plain loop, or None when it was not run.
         reference, baseline: the loop measured against, and its cost. elsewhere: the device that is not here, for which
             all is predicted; "" where it was measured. peak_margin: by what its traced peaks are raised; or None.
             seconds_margin: and its seconds, where they are held against a limit.
@@ -136,6 +137,7 @@ class Plan:
     batch_rule: BatchRule | None = None
     recompute_blocks: tuple[str, ...] = ()
     check: Check | None = None
+    proof: Proof | None = None
     reference: Reference = ASSUMED_REFERENCE
     baseline: Measured | None = None
     elsewhere: str = ""
@@ -337,6 +339,8 @@ def _explain(plan: Plan) -> str:
     if plan.check is not None:
         verdict = "splitting keeps the gradient" if plan.check.splittable else "splitting is refused"
         lines += ["", f"check: {verdict}: {plan.check.reason}"]
+    if plan.proof is not None:
+        lines.append(f"proof: {plan.proof.reason}")
     if plan.stands_between is not None:
         low, high = plan.stands_between
         lines.append(f"weights: the choice stands while memory weighs {low:.2g} to {high:.2g} of both together")

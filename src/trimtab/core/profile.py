@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from trimtab.core import checks
 from trimtab.core.chain import ChainModel
+from trimtab.core.choice import Proof, Refuted
 from trimtab.core.compiled import Compiled, in_words
 from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
@@ -16,7 +16,7 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.notes import Note
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.peak_model import PeakModel
-from trimtab.core.plan import Check
+from trimtab.core.plan import Check, Scalar
 from trimtab.core.work import Operation, StepWork
 
 PROFILE_SCHEMA = 10
@@ -26,8 +26,6 @@ ALONE = "optimizer"
 SLICED = "modes in slices"
 # The error of a trial that memory ran out in.
 OUT_OF_MEMORY = "out of memory"
-# A limit of the loop's own peak is this many times it: counted again, a peak repeats to about 1%.
-OWN_PEAK = 1.02
 # What the stages that decide are called, the first of them; others have a number behind it.
 FINAL = "final"
 
@@ -186,6 +184,14 @@ class TracedBlocks:
 
 
 @dataclass(frozen=True)
+class ProvedCandidate:
+    """A candidate with the outcome of its proof."""
+
+    candidate: Candidate
+    proof: Proof
+
+
+@dataclass(frozen=True)
 class LoopFacts:
     """The loop as it was found.
 
@@ -253,6 +259,7 @@ class Profile:
         recomputables: blocks that were measured, where memory asks for less of it.
         meter: what counted joules, or why nothing did.
         notes: figures and settings that could not be measured or tried, with the reasons.
+        proofs: of candidates that were about to be chosen. refuted: settings that a proof refused for this loop.
     """
 
     device: DeviceSpec
@@ -274,6 +281,8 @@ class Profile:
     hurried: bool = False
     meter: MeterFacts = NO_METER
     notes: tuple[Note, ...] = ()
+    proofs: tuple[ProvedCandidate, ...] = ()
+    refuted: tuple[Refuted, ...] = ()
     schema: int = PROFILE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -295,8 +304,11 @@ class Profile:
     def error_of(self, candidate: Candidate) -> str | None:
         """Return what a candidate failed with in any of its trials, or None.
 
-        Of one that did not run itself, where memory ran out in no more rows, that, whatever the allocator's mode.
+        Of one that did not run itself, where memory ran out in no more rows, that, whatever the allocator's mode. Of a
+        candidate with a refuted setting, what its proof found.
         """
+        if (refutation := self.refutation_of(candidate)) is not None:
+            return refutation
         own = [trial for trial in self.trials if trial.candidate == candidate]
         failed = next((trial.error for trial in own if trial.error), None)
         if failed is not None or any(trial.is_whole and trial.block_s for trial in own):
@@ -306,6 +318,22 @@ class Profile:
     @functools.cached_property
     def _ran_out(self) -> tuple[Trial, ...]:
         return tuple(trial for trial in self.trials if trial.error == OUT_OF_MEMORY and trial.is_whole)
+
+    def is_refuted(self, setting: str, value: Scalar) -> bool:
+        """Return whether a proof refused a value of a setting."""
+        return any(each.setting == setting and each.value == value for each in self.refuted)
+
+    def refutation_of(self, candidate: Candidate) -> str | None:
+        """Return why a proof refused a setting of a candidate, or None."""
+        splits = candidate.micro_batch < self.loop.batch_rows
+        for each in self.refuted:
+            if splits if each.setting == "micro_batch" else getattr(candidate, each.setting) == each.value:
+                return each.reason
+        return None
+
+    def proof_of(self, candidate: Candidate) -> Proof | None:
+        """Return the outcome of a candidate's proof, or None if it was not proved."""
+        return next((each.proof for each in reversed(self.proofs) if each.candidate == candidate), None)
 
     def power_w(self, candidate: Candidate) -> float | None:
         """Return the watts of a candidate's whole steps, as they were read last in any trial or control; or None."""
@@ -330,26 +358,8 @@ class Profile:
 
     @property
     def reference_candidate(self) -> Candidate:
-        """The user's loop as a candidate: in micro-batches of one batch each where it accumulates."""
-        rows = math.ceil(self.loop.batch_rows / self.reference.accumulate)
-        return Candidate(self.reference.precision, "keep", self.loop.is_fused, rows)
-
-    @property
-    def own_peak_bytes(self) -> int | None:
-        """Peak bytes of a step of the user's loop, the most that was counted in its trials; None if it was not."""
-        own = self.reference_candidate
-        whole = [trial for trial in self.trials if trial.is_whole and trial.candidate.alike(own, "allocator")]
-        return max((trial.peak_bytes for trial in whole if trial.peak_bytes is not None), default=None)
-
-    def limits(self, budget: Budget) -> Budget:
-        """Return a budget with its default limit on memory.
-
-        A loop that accumulates does so to save memory: without a limit of the user's, its own peak is the limit.
-        """
-        own = self.own_peak_bytes
-        if self.reference.accumulate == 1 or budget.memory is not None or own is None:
-            return budget
-        return replace(budget, memory=math.ceil(OWN_PEAK * own))
+        """The user's loop as a candidate."""
+        return Candidate(self.reference.precision, "keep", self.loop.is_fused, self.loop.batch_rows)
 
     @property
     def run_s(self) -> float | None:

@@ -42,9 +42,10 @@ class Told:
         """Return why a setting is what it is."""
         if not self.profile.trials:
             return self._predicted(name)
-        if getattr(self.winner, name) == getattr(self.profile.reference_candidate, name):
-            return self._kept(name)
-        return self._changed(name)
+        if getattr(self.winner, name) != getattr(self.profile.reference_candidate, name):
+            return self._changed(name)
+        refuted = next((each.reason for each in self.profile.refuted if each.setting == name), None)
+        return self._kept(name) if refuted is None else f"unchanged: {refuted}"
 
     def losers(self, name: str) -> tuple[Rejected, ...]:
         """Return the values that were considered and lost, each with the reason of the trial nearest to the winner."""
@@ -198,6 +199,10 @@ class Told:
 
     def _why_not(self, trial: Trial, name: str) -> str:
         """Return why a trial's value of a setting was not taken."""
+        value = getattr(trial.candidate, name)
+        for each in self.profile.refuted:
+            if each.setting == name and (each.value == value or name == "micro_batch"):
+                return each.reason
         if trial.is_whole and (refusal := unfit(self.profile, trial, self.budget)) is not None:
             return refusal
         if trial.error is not None:

@@ -37,6 +37,13 @@ class Outcome:
         return speed_ratio(self.winner, self.reference)
 
 
+def standing(profile: Profile) -> tuple[str, ...]:
+    """Return the finals that decide: those without a candidate that its proof refused, if there are any."""
+    names = profile.finals
+    unrefuted = [n for n in names if not any(profile.refutation_of(t.candidate) for t in profile.stage(n))]
+    return tuple(unrefuted or names)
+
+
 def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -> Outcome | None:
     """Return a final's outcome; None where nobody in it fits.
 

@@ -17,7 +17,6 @@ from trimtab.decide.readings import (
     WORTH_SAVING,
     control_interval,
     over_budget,
-    over_own_peak,
     speed_ratio,
     unfit,
     unknown_energy,
@@ -88,7 +87,7 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
 def fuses(profile: Profile) -> bool:
     """Return whether the optimizer's step alone is clearly faster fused, by enough of a whole step."""
     trials = [trial for trial in profile.stage("optimizer") if not trial.control]
-    if len(trials) < 2 or not all(trial.block_s for trial in trials):
+    if profile.is_refuted("fused_optimizer", True) or len(trials) < 2 or not all(trial.block_s for trial in trials):
         return False
     own, fused = trials
     is_clear = is_gain(speed_ratio(fused, own), control_interval(profile, "optimizer"))
@@ -113,7 +112,6 @@ def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Bu
     if unknown := unknown_energy(cost.energy_j, budget):
         return unknown
     refusal = over_budget(cost.step_s, cost.peak_bytes, budget, cost.energy_j)
-    refusal = refusal or over_own_peak(profile, cost.peak_bytes, budget)
     if refusal is None and cost.margin:
         refusal = over_budget(cost.limit_s, None, budget)
         return refusal and f"predicted, with {100 * cost.margin:.2g}% on top: {refusal}"

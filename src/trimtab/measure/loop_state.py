@@ -38,6 +38,8 @@ from trimtab.measure.reach import Walk
 
 __all__ = ["Change", "ChangeKind", "LoopState", "unchanged_by"]
 
+# Paths of torch's global generators in `Change`.
+TORCH_GENERATORS = ("torch's generator", "torch's CUDA generator")
 _ROOM = 3  # times the bytes of the copies that a GPU must have free beside a peak: recording a trial needs some too
 _MOST_BESIDE = 2**30  # bytes copied of tensors beside the model; of others a checksum is kept
 
@@ -159,9 +161,9 @@ class LoopState:
         """Yield the global generators that numbers were drawn from."""
         before, now = self._process, ProcessState.capture(wakes_cuda=False)
         if not same_state(before.cpu_rng, now.cpu_rng):
-            yield "torch's generator"
+            yield TORCH_GENERATORS[0]
         if len(before.cuda_rng) == len(now.cuda_rng) and not all(map(same_state, before.cuda_rng, now.cuda_rng)):
-            yield "torch's CUDA generator"
+            yield TORCH_GENERATORS[1]
         if not same_state(before.python_rng, now.python_rng):
             yield "Python's random"
         if not same_state(before.numpy_rng, now.numpy_rng):

@@ -153,7 +153,7 @@ def test_a_loop_that_does_not_fit_is_planned_in_slices():
     found = trimtab.profile(model, optimizer, small_only, batch)
     assert (found.loop.flops_per_step, found.loop.terms_per_step, found.loop.terms) == (None, ROWS, "rows")
     assert found.check.splittable
-    assert "first 4 of 8 rows" in found.check.reason
+    assert "first 4 of 8 samples" in found.check.reason
     assert found.phases_s == {}
     plan = trimtab.plan(model, optimizer, small_only, batch)
     assert plan.micro_batch.value in (1, 2, 4)

@@ -1,0 +1,115 @@
+"""Dropout held as the identity, in modules and in functional calls, while everything else stays in training mode."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from trimtab.runtime.dropout import droppers
+
+# Modules of users and libraries that drop activations or whole branches by a mask of their own (DropPath, DropBlock).
+_OWN_DROP_NAMES = ("drop", "stochasticdepth")
+
+
+@contextlib.contextmanager
+def dropout_off(model: nn.Module) -> Iterator[None]:
+    """Hold dropout as the identity.
+
+    Probabilities of modules are set to 0. Functional dropout, attention dropout, dropout between recurrent layers and
+    randomized ReLU are intercepted where torch is called, so that no module has to leave training mode. Modules outside
+    torch whose class name says that they drop something (`DropPath`) draw their own masks: these modules alone are put
+    into evaluation mode.
+    """
+    own = [m for m in model.modules() if _drops_by_itself(m) and m.training]
+    probabilities = [(module, name, getattr(module, name)) for module, name in droppers(model)]
+    for module in own:
+        module.training = False
+    for module, name, _ in probabilities:
+        setattr(module, name, 0.0)
+    try:
+        with _DropoutOff():
+            yield
+    finally:
+        for module, name, probability in probabilities:
+            setattr(module, name, probability)
+        for module in own:
+            module.training = True
+
+
+def _drops_by_itself(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    is_of_torch = type(module).__module__.startswith("torch.nn.")
+    return not is_of_torch and not any(module.children()) and any(part in name for part in _OWN_DROP_NAMES)
+
+
+class _DropoutOff(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        return replacement(func, list(args), dict(kwargs or {}))
+
+
+def _input(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["input"]
+
+
+def _input_and_mask(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    value = _input(func, args, kwargs)
+    return value, torch.ones_like(value, dtype=torch.bool)
+
+
+def _without_attention_dropout(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    place = 4  # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, ...)
+    if len(args) > place:
+        args[place] = 0.0
+    else:
+        kwargs["dropout_p"] = 0.0
+    return func(*args, **kwargs)
+
+
+def _not_training(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.arguments["training"] = False  # of these functions it switches nothing but random numbers
+    return func(*bound.args, **bound.kwargs)
+
+
+def _without_layer_dropout(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    # The only float among a recurrent kernel's arguments, at a place that differs between padded and packed inputs.
+    return func(*(0.0 if isinstance(arg, float) else arg for arg in args), **kwargs)
+
+
+_REPLACEMENTS: dict[Callable[..., Any], Callable[[Callable[..., Any], list[Any], dict[str, Any]], Any]] = {
+    **dict.fromkeys(
+        (
+            F.dropout,
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            F.alpha_dropout,
+            F.feature_alpha_dropout,
+            torch.dropout,
+            torch.dropout_,
+            torch.alpha_dropout,
+            torch.alpha_dropout_,
+            torch.feature_dropout,
+            torch.feature_dropout_,
+            torch.feature_alpha_dropout,
+            torch.feature_alpha_dropout_,
+        ),
+        _input,
+    ),
+    torch.native_dropout: _input_and_mask,
+    F.scaled_dot_product_attention: _without_attention_dropout,
+    **dict.fromkeys((F.multi_head_attention_forward, F.rrelu), _not_training),
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _without_layer_dropout),
+}

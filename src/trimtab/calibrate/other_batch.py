@@ -1,0 +1,52 @@
+"""A second batch of other values, so that a proof does not hold on the example batch alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.core.errors import BatchError
+from trimtab.runtime.batches import _map as map_tensors
+from trimtab.runtime.batches import rows_at
+
+_MOST_SCALED = 0.1
+
+
+def other_values(batch: Any, samples: int, wanted: int) -> Any | None:
+    """Return a batch of other values and order, made of the samples of a batch; None if it cannot be indexed.
+
+    Samples are taken in another order. Values of floating point are scaled down by up to a tenth, each by its own
+    factor, so that they keep their sign and stay within [0, 1] if they were; masks of 0 and 1 and integers (labels,
+    token ids, lengths) stay as they are.
+
+    Args:
+        batch: with `samples` samples.
+        samples: number of samples in `batch`.
+        wanted: number of samples of the result.
+    """
+    generator = torch.Generator().manual_seed(samples)
+    order = torch.randperm(samples, generator=generator).tolist()
+    indices = list(itertools.islice(itertools.cycle(order), wanted))
+
+    def scaled(tensor: Tensor) -> Tensor:
+        if (
+            not isinstance(tensor, Tensor)
+            or not tensor.is_floating_point()
+            or tensor.layout is not torch.strided
+            or bool(_is_mask(tensor))
+        ):
+            return tensor
+        factor = 1 - _MOST_SCALED * torch.rand(tensor.shape, generator=generator)
+        return (tensor.detach() * factor.to(tensor.device)).to(tensor.dtype).requires_grad_(tensor.requires_grad)
+
+    try:
+        return map_tensors(rows_at(batch, indices), scaled)
+    except (BatchError, RuntimeError, TypeError, IndexError):
+        return None
+
+
+def _is_mask(tensor: Tensor) -> Tensor:
+    return ((tensor == 0) | (tensor == 1)).all()

@@ -1,0 +1,513 @@
+"""The plan's proof: two optimizer steps of the plain loop and of the plan, from one state, compared tensor by tensor.
+
+The plain loop is written out here and shares no code with a run. The plan is applied as `trimtab.start` applies it,
+with everything on: split, recomputation, loss head, memory format, fused step, compiler. Compared are the gradients of
+the first step, and every parameter, buffer and tensor of optimizer state after the second, whose batch has other
+values.
+
+The comparison is made in fp32, with a tolerance of rounding (`rounding`), and then in the planned precision, with a
+tolerance that follows from the plain loop in that precision when its weights are moved by their last bit. Random
+numbers are the same in both loops while the plan neither splits, compiles nor changes the memory format (masks are
+drawn in the order in which elements lie in memory); otherwise dropout is held as the identity in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.calibrate.dropout_off import dropout_off
+from trimtab.calibrate.failures import describe
+from trimtab.calibrate.other_batch import other_values
+from trimtab.calibrate.rounding import Difference, Norms, distances, last_bits_moved, norms, total, worst
+from trimtab.calibrate.subject import Subject
+from trimtab.core.choice import Check, Proof, Refuted
+from trimtab.core.profile import Candidate, Profile, ProvedCandidate
+from trimtab.decide.planner import chosen_candidate
+from trimtab.measure.loop_state import LoopState
+from trimtab.runtime.accumulation import or_one
+from trimtab.runtime.batches import slices
+from trimtab.runtime.out_of_memory import is_out_of_memory
+
+# Settings in the order in which they are suspected: the ones that change most of a step first.
+SETTINGS = (
+    "micro_batch",
+    "recompute",
+    "fused_optimizer",
+    "loss_chunk",
+    "memory_layout",
+    "compiled",
+    "precision",
+    "allocator",
+)
+_LAST_BIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10}
+_MOST_SCALES = 20  # a loss scale of 65536 halves until no gradient overflows
+_QUICK_S = 0.1  # a step below this is proved on the whole batch
+_SMALLEST = 1e-9  # of the whole gradient
+_MANY_TIMES, _NEAR_ZERO = 30.0, 1e-3  # of its rounding and of the whole gradient: a gradient that is all rounding
+_STATE_OF = " of "  # between the name of a tensor of optimizer state and its parameter's
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two loops may differ.
+
+    Args:
+        relative: of a gradient's norm.
+        moved: of the distance that two steps move a tensor.
+        times: multiple of the change that moving weights by their last bit causes.
+        most: cap of that, as a share of the distance moved, if the gradient is clearly above its rounding.
+    """
+
+    relative: float
+    moved: float
+    times: float
+    most: float
+
+
+_FP32 = Tolerance(relative=1e-4, moved=1e-3, times=30.0, most=0.3)
+_REDUCED = Tolerance(relative=0.02, moved=0.05, times=4.0, most=0.9)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What two steps of a loop made: gradients of the first, and the state after the second."""
+
+    gradients: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """One comparison of a proof.
+
+    Args:
+        candidate: the plan's settings in it.
+        pieces: samples per forward of the plain loop; None: the whole batch at once.
+        drops: whether dropout stays on.
+    """
+
+    candidate: Candidate
+    pieces: int | None
+    drops: bool
+
+
+def prove(subject: Subject, candidate: Candidate, reference: Candidate, step_s: float | None = None) -> Proof:
+    """Return whether a candidate trains as the plain loop does; leaves no trace.
+
+    Args:
+        subject: the user's loop.
+        candidate: the settings to prove.
+        reference: the loop's own settings.
+        step_s: seconds of a step of the loop; if it is long, fewer samples are used.
+    """
+    changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
+    samples = _samples(subject.rows, candidate, step_s)
+    while True:
+        try:
+            return _prove(_smaller(subject, samples), _scaled(candidate, subject.rows, samples), changed)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        samples //= 2  # outside of the handler, whose error would keep alive what did not fit
+        if samples < 2:
+            return Proof(False, "no two samples fit in memory for the proof", "proof.out_of_memory", changed)
+
+
+def refuted_settings(
+    subject: Subject, candidate: Candidate, reference: Candidate, step_s: float | None = None
+) -> tuple[str, ...]:
+    """Return the settings because of which a proof failed: found by leaving settings out.
+
+    A setting without which the proof holds is the cause. If there is no such setting, several are: every setting that
+    fails alone, and if none does, all of them.
+    """
+    changed = [name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name)]
+
+    def holds(tried: Candidate) -> bool:
+        return prove(subject, tried, reference, step_s).holds
+
+    if len(changed) > 1:
+        for name in changed:
+            if holds(replace(candidate, **{name: getattr(reference, name)})):
+                return (name,)
+        alone = [name for name in changed if not holds(replace(reference, **{name: getattr(candidate, name)}))]
+        return tuple(alone or changed)
+    return tuple(changed)
+
+
+def with_proof(subject: Subject, profile: Profile, progress: Callable[[str], None]) -> tuple[Profile, bool]:
+    """Prove the candidate that a profile's plan would choose; leaves no trace.
+
+    Returns:
+        The profile with the outcome, and whether the search is over. If the proof failed, the settings that caused it
+        are refused in the profile, and the search goes on without them.
+    """
+    candidate = chosen_candidate(profile, profile.objective, profile.budget)
+    if candidate is None or profile.proof_of(candidate) is not None:
+        return profile, True
+    progress(f"proving the plan: {candidate.describe()}")
+    reference, step_s = profile.reference_candidate, sum(profile.phases_s.values())
+    proof = prove(subject, candidate, reference, step_s)
+    profile = replace(profile, proofs=(*profile.proofs, ProvedCandidate(candidate, proof)))
+    if proof.code == "proof.out_of_memory" or (candidate == reference and proof.code == "proof.differs"):
+        warnings.warn(f"The plan is not proved on this loop: {proof.reason}.", RuntimeWarning, stacklevel=2)
+    if proof.holds or candidate == reference or proof.code == "proof.out_of_memory":
+        return profile, True
+    for name in refuted_settings(subject, candidate, reference, step_s):
+        value = None if name == "micro_batch" else getattr(candidate, name)
+        profile = replace(profile, refuted=(*profile.refuted, Refuted(name, value, f"refused: {proof.reason}")))
+        if name == "micro_batch":
+            profile = replace(profile, check=Check(False, proof.reason, code="split.plan_differs"))
+    return profile, False
+
+
+# Size of the proof --------------------------------------------------------------------------------------------------
+
+
+def _samples(rows: int, candidate: Candidate, step_s: float | None) -> int:
+    """Return the number of samples to prove on: a quarter of a batch whose step takes long.
+
+    A compiled model is proved on the whole batch, because other shapes would be compiled anew.
+    """
+    if candidate.compiled or step_s is None or step_s < _QUICK_S:
+        return rows
+    return min(rows, max(4, math.ceil(rows / 4)))
+
+
+def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
+    """Return a candidate for fewer samples, which splits and chunks them as it would split and chunk the batch."""
+    if samples == rows:
+        return candidate
+    micro = samples if candidate.micro_batch >= rows else max(1, candidate.micro_batch * samples // rows)
+    chunk = None if candidate.loss_chunk is None else max(1, candidate.loss_chunk * samples // rows)
+    return replace(candidate, micro_batch=micro, loss_chunk=chunk)
+
+
+def _smaller(subject: Subject, samples: int) -> Subject:
+    if samples >= subject.rows:
+        return subject
+    return replace(subject, batch=next(slices(subject.batch, subject.rows, samples))[0], example=None)
+
+
+# The proof ----------------------------------------------------------------------------------------------------------
+
+
+def _prove(subject: Subject, candidate: Candidate, changed: tuple[str, ...]) -> Proof:
+    found: list[tuple[Difference, int]] = []
+    precisions: list[str] = []
+    with _subject_with_rate(subject), LoopState(subject.trained, subject.optimizer, loss_fn=subject.loss_fn) as start:
+        batches = _two_batches(subject)
+        for precision, comparison in _comparisons(subject, candidate):
+            proof = _compared(subject, start, batches, precision, comparison, changed)
+            if isinstance(proof, Proof):
+                if proof.code == "proof.baseline_failed" and precision != candidate.precision:
+                    continue  # a loop that does not run in fp32 is proved in its own precision
+                return proof
+            found.append(proof)
+            precisions.append(precision)
+    if not found:
+        return Proof(False, "the plain loop ran in no precision", "proof.baseline_failed", changed)
+    largest = max((difference for difference, _ in found), key=lambda each: each.ratio)
+    tensors = found[0][1]
+    names = tuple(dict.fromkeys(precisions))
+    reason = (
+        f"two steps of the plain loop and of the plan agree in {' and '.join(names)}: {tensors} tensors compared, "
+        f"largest difference {largest.ratio:.2g} of its tolerance"
+    )
+    return Proof(True, reason, "proof.holds", changed, names, tensors, largest.ratio)
+
+
+def _comparisons(subject: Subject, candidate: Candidate) -> Iterator[tuple[str, _Comparison]]:
+    """Yield the comparisons with the precision of each: fp32, then the planned one.
+
+    A model that is compiled in another precision is not compiled for fp32 too. If a plan recomputes, it is compared
+    with dropout on as well, with a plain loop that makes the same split: recomputation has to draw the same masks.
+    """
+
+    def may_drop(tried: Candidate) -> bool:
+        return tried.micro_batch >= subject.rows and not tried.compiled and tried.memory_layout == "keep"
+
+    splits = candidate.micro_batch < subject.rows
+    in_fp32 = replace(candidate, precision="fp32")
+    if candidate.precision != "fp32":
+        in_fp32 = replace(in_fp32, compiled=False)
+    yield "fp32", _Comparison(in_fp32, None, drops=may_drop(in_fp32))
+    if in_fp32.recompute is not None and not may_drop(in_fp32):
+        same_masks = replace(in_fp32, compiled=False, memory_layout="keep")
+        yield "fp32", _Comparison(same_masks, candidate.micro_batch if splits else None, drops=True)
+    if candidate.precision != "fp32":
+        yield candidate.precision, _Comparison(candidate, None, drops=may_drop(candidate))
+
+
+def _compared(
+    subject: Subject,
+    start: LoopState,
+    batches: Sequence[Any],
+    precision: str,
+    comparison: _Comparison,
+    changed: tuple[str, ...],
+) -> tuple[Difference, int] | Proof:
+    """Return the largest difference and the number of tensors compared, or a proof that failed."""
+    model = subject.trained
+    before = _state(subject)
+
+    def steps(loop: Callable[[], _Steps]) -> _Steps:
+        start.restore()
+        with contextlib.nullcontext() if comparison.drops else dropout_off(model):
+            return loop()
+
+    def plain() -> _Steps:
+        return _plain_steps(subject, batches, precision, comparison.pieces)
+
+    try:
+        expected = steps(plain)
+    except Exception as error:
+        return _failed("proof.baseline_failed", "the plain loop", error, changed)
+
+    def planned() -> _Steps:
+        return _planned_steps(subject, comparison.candidate, batches)
+
+    try:
+        found = steps(planned)
+    except Exception as error:
+        return _failed("proof.failed", "the plan", error, changed)
+    judge = _Judge(_FP32 if precision == "fp32" else _REDUCED, before, expected)
+    difference = judge.largest(found)
+    if not difference.is_rounding and (name := _not_reproducible(expected, steps(plain))):
+        start.restore()
+        reason = f"unproved: two runs of the plain loop from one state differ in the gradient of {name}"
+        return Proof(False, reason, "proof.not_reproducible", changed)
+    for loop, own in ((plain, expected), (planned, found)):  # each loop's rounding, as long as it may explain more
+        if not difference.is_rounding:
+            judge.learn(own, steps(functools.partial(_with_last_bits_moved, subject, precision, loop)))
+            difference = judge.largest(found)
+    start.restore()
+    if difference.is_rounding:
+        return difference, len(expected.after)
+    reason = (
+        f"{difference.name} differs from the plain loop's in {precision} by {difference.relative:.2g} (relative), "
+        f"{difference.ratio:.2g} times the tolerance"
+    )
+    return Proof(False, reason, "proof.differs", changed, worst=difference.ratio)
+
+
+def _not_reproducible(first: _Steps, again: _Steps) -> str:
+    """Return a parameter whose gradient two runs of one loop compute differently, or "".
+
+    Atomic additions of a GPU may differ in rounding from one run to the next, which is no difference here.
+    """
+    sizes = norms(first.gradients)
+    allowed = {name: 1e-4 * size + 1e-5 * total(sizes) for name, size in sizes.items()}
+    found = worst(distances(first.gradients, again.gradients), allowed, sizes)
+    return "" if found.is_rounding else found.name
+
+
+def _failed(code: str, who: str, error: Exception, changed: tuple[str, ...]) -> Proof:
+    if is_out_of_memory(error):
+        raise error
+    return Proof(False, f"{who} fails: {describe(error)}", code, changed)
+
+
+def _with_last_bits_moved(subject: Subject, precision: str, loop: Callable[[], _Steps]) -> _Steps:
+    with last_bits_moved(subject.trained, seed=1, epsilon=_LAST_BIT.get(precision, 0.0)):
+        return loop()
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """Rounding errors of gradients and state, by name."""
+
+    gradients: Norms
+    after: Norms
+
+
+class _Judge:
+    """Compares what two loops made, each tensor by its own tolerance."""
+
+    def __init__(self, tolerance: Tolerance, before: dict[str, Tensor], expected: _Steps) -> None:
+        self._tolerance, self._expected = tolerance, expected
+        self._sizes = norms(expected.gradients)
+        known = {name: each for name, each in before.items() if name in expected.after}
+        self._before = norms(known)
+        # Optimizer state that the first step made moved from zero.
+        self._moved = norms(expected.after) | distances(known, expected.after)
+        self._rounding = _Rounding(dict.fromkeys(self._sizes, 0.0), dict.fromkeys(expected.after, 0.0))
+
+    def learn(self, own: _Steps, moved: _Steps) -> None:
+        """Learn the rounding errors of a loop.
+
+        Args:
+            own: what the loop made.
+            moved: what it made from weights whose last bits were moved.
+        """
+        gradients, after = distances(own.gradients, moved.gradients), distances(own.after, moved.after)
+        known = self._rounding
+        self._rounding = _Rounding(
+            {name: max(gradients.get(name, 0.0), known.gradients[name]) for name in known.gradients},
+            {name: max(after.get(name, 0.0), known.after[name]) for name in known.after},
+        )
+
+    def largest(self, found: _Steps) -> Difference:
+        """Return the largest difference to what another loop made."""
+        expected = self._expected
+        if missing := sorted(expected.after.keys() - found.after.keys()):
+            return Difference(missing[0], math.inf, math.inf)
+        gradients = worst(distances(expected.gradients, found.gradients), self._of_gradients(), self._sizes)
+        after = worst(distances(expected.after, found.after), self._of_state(), self._moved)
+        return max(replace(gradients, name=f"the gradient of {gradients.name}"), after, key=lambda each: each.ratio)
+
+    def _of_gradients(self) -> Norms:
+        """Return the tolerance of each gradient."""
+        least, allowed = _SMALLEST * total(self._sizes), self._tolerance.relative
+        return {
+            name: allowed * size + least + self._explained(self._rounding.gradients[name], size, name)
+            for name, size in self._sizes.items()
+        }
+
+    def _of_state(self) -> Norms:
+        """Return the tolerance of each parameter, buffer and tensor of optimizer state."""
+        allowed: Norms = {}
+        for name, tensor in self._expected.after.items():
+            moved, parameter = self._moved[name], name.rpartition(_STATE_OF)[2]
+            allowed[name] = self._tolerance.moved * moved + 4 * _epsilon(tensor) * self._before.get(name, 0.0)
+            allowed[name] += self._explained(self._rounding.after[name], moved, parameter)
+        return allowed
+
+    def _explained(self, rounding: float, size: float, parameter: str) -> float:
+        """Return how much of a tensor's difference rounding explains.
+
+        That is a multiple of its own rounding error, up to a share of its size; without that limit if the parameter's
+        gradient is nothing but rounding, as an optimizer such as Adam steps it by its sign all the same.
+        """
+        explained, gradient = self._tolerance.times * rounding, self._sizes.get(parameter)
+        if gradient is not None:
+            is_rounding = gradient < _MANY_TIMES * self._rounding.gradients[parameter]
+            if is_rounding and gradient < _NEAR_ZERO * total(self._sizes):
+                return explained
+        return min(explained, self._tolerance.most * size)
+
+
+def _epsilon(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
+
+
+# The two loops ------------------------------------------------------------------------------------------------------
+
+
+def _two_batches(subject: Subject) -> tuple[Any, Any]:
+    other = other_values(subject.batch, subject.rows, subject.rows)
+    return subject.batch, subject.batch if other is None else other
+
+
+def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, pieces: int | None) -> _Steps:
+    """Train two steps as a plain loop does.
+
+    Args:
+        pieces: samples per forward; None: the whole batch at once.
+    """
+    optimizer, device = subject.optimizer, subject.device
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    gradients: dict[str, Tensor] = {}
+    for batch in batches:
+        for _ in range(_MOST_SCALES):
+            _accumulate(subject, batch, precision, pieces, scaler)
+            scaler.unscale_(optimizer)
+            gradients = gradients or _gradients(subject)
+            if subject.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_([p for _, p in _trained(subject)], subject.clip_norm)
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() >= scale:
+                break
+            gradients = {}
+    return _Steps(gradients, _state(subject))
+
+
+def _accumulate(subject: Subject, batch: Any, precision: str, pieces: int | None, scaler: torch.amp.GradScaler) -> None:
+    for _, parameter in _trained(subject):
+        parameter.grad = None
+    rows = subject.rows
+    count: Any = None
+    for piece, size in slices(batch, rows, pieces or rows):
+        loss, terms = subject.loss(piece, precision)
+        if terms is None:
+            scaler.scale(loss * (size / rows)).backward()
+        elif pieces is None:
+            scaler.scale(loss / or_one(terms)).backward()
+        else:
+            scaler.scale(loss).backward()
+            count = terms if count is None else count + terms
+    if count is not None:
+        for _, parameter in _trained(subject):
+            if parameter.grad is not None:
+                parameter.grad /= or_one(count)
+
+
+def _planned_steps(subject: Subject, candidate: Candidate, batches: Sequence[Any]) -> _Steps:
+    """Train two steps as a run of the plan does."""
+    first, second = batches
+    with subject.start(candidate) as run:
+        for _ in range(_MOST_SCALES):
+            run.accumulate(run.window(first), subject.loss_fn)
+            run.unscale()
+            gradients = _gradients(subject)
+            if run.step():
+                break
+        steps = run.applied_steps
+        for _ in range(_MOST_SCALES):
+            run.train_step(run.window(second), subject.loss_fn)
+            if run.applied_steps > steps:
+                break
+    return _Steps(gradients, _state(subject))
+
+
+def _trained(subject: Subject) -> list[tuple[str, Tensor]]:
+    return [(name, p) for name, p in subject.trained.named_parameters() if p.requires_grad]
+
+
+def _gradients(subject: Subject) -> dict[str, Tensor]:
+    return {name: _copy(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in _trained(subject)}
+
+
+def _state(subject: Subject) -> dict[str, Tensor]:
+    """Return copies of parameters, buffers and tensors of optimizer state, by name.
+
+    Step counters are left out: a fused step counts in another type.
+    """
+    model, optimizer = subject.trained, subject.optimizer
+    found = {name: _copy(p) for name, p in model.named_parameters()}
+    found |= {name: _copy(buffer) for name, buffer in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                found[f"{key}{_STATE_OF}{name}"] = _copy(value)
+    return found
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy; a GPU's on the host, because four copies of all optimizer state may not fit beside a step."""
+    data = tensor.detach()
+    return data.to("cpu", copy=True) if data.is_cuda else data.clone()
+
+
+@contextlib.contextmanager
+def _subject_with_rate(subject: Subject) -> Iterator[None]:
+    """Give groups with a learning rate of 0 (the first step of a warm-up) one that moves weights; undone on leaving."""
+    groups = [g for g in subject.optimizer.param_groups if isinstance(g.get("lr"), float | int) and g["lr"] == 0]
+    for group in groups:
+        group["lr"] = 1e-3
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["lr"] = 0.0

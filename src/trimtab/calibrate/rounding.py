@@ -1,0 +1,122 @@
+"""Comparison of named tensors within the rounding error of the computation that made them.
+
+Rounding is not estimated from a constant alone: a computation is repeated with its inputs moved by about their last
+bit, and the change of each result is the scale of its rounding error. Parameters whose true gradient is zero (a bias in
+front of a normalisation, the key bias of attention) hold nothing but such errors, which a constant relative tolerance
+would call a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Named = Mapping[str, Tensor]
+Norms = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The tensor that differs most, in units of its tolerance.
+
+    Args:
+        name: of the tensor.
+        ratio: norm of the difference, divided by the tolerance; above 1 is a difference beyond rounding.
+        relative: norm of the difference, divided by the norm of what was expected.
+    """
+
+    name: str
+    ratio: float
+    relative: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the difference is explained by rounding."""
+        return self.ratio <= 1
+
+
+def norms(tensors: Named) -> Norms:
+    """Return the 2-norm of each tensor, in double precision; one transfer from the device."""
+    found = [torch.linalg.vector_norm(_dense(each), dtype=_wide(each)).abs() for each in tensors.values()]
+    if not found:
+        return {}
+    values = torch.stack([each.to(found[0].device) for each in found]).tolist()
+    return dict(zip(tensors, values, strict=True))
+
+
+def distances(left: Named, right: Named) -> Norms:
+    """Return the 2-norm of `left - right` by name; infinite for a tensor that is missing or of another shape."""
+    same = {name for name, each in left.items() if name in right and each.shape == right[name].shape}
+    found = norms({name: _dense(left[name]) - _dense(right[name]) for name in same})
+    return {name: found.get(name, math.inf) for name in left}
+
+
+def total(sizes: Norms) -> float:
+    """Return the 2-norm of all tensors together."""
+    return math.sqrt(sum(size * size for size in sizes.values()))
+
+
+def worst(apart: Norms, allowed: Norms, sizes: Norms) -> Difference:
+    """Return the tensor whose difference is the largest multiple of its tolerance.
+
+    Args:
+        apart: norm of the difference, by name.
+        allowed: tolerance, by name.
+        sizes: norm of the expected tensor, by name.
+    """
+    found = Difference("", 0.0, 0.0)
+    for name, error in apart.items():
+        ratio = _ratio(error, allowed[name])
+        if ratio > found.ratio or not found.name:
+            found = Difference(name, ratio, _ratio(error, sizes[name]))
+    return found
+
+
+def _ratio(error: float, limit: float) -> float:
+    if math.isnan(error):
+        return math.inf
+    if error == 0.0:
+        return 0.0
+    return error / limit if limit > 0 else math.inf
+
+
+@contextlib.contextmanager
+def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterator[None]:
+    """Move every parameter by about its last bit, up or down at random; undone on leaving.
+
+    Args:
+        seed: of the draw; the process's generators are left alone.
+        epsilon: relative size of the move; 0: that of each parameter's own type.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    moved: list[tuple[Tensor, Tensor]] = []
+    try:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if not parameter.is_floating_point() or parameter.layout is not torch.strided:
+                    continue
+                data = parameter.data
+                moved.append((data, data.clone()))
+                size = max(epsilon, torch.finfo(data.dtype).eps)
+                signs = torch.randint(0, 2, (data.numel(),), generator=generator).to(data.device, data.dtype)
+                data.mul_(1 + size * (2 * signs - 1).view(data.shape))
+        yield
+    finally:
+        with torch.no_grad():
+            for data, before in moved:
+                data.copy_(before)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a strided tensor that a norm can be taken of: integers and booleans as doubles."""
+    found = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return found if found.is_floating_point() or found.is_complex() else found.double()
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64

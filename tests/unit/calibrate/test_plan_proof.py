@@ -1,0 +1,348 @@
+"""The plan's proof: right applications of every setting hold, and no planted fault escapes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trimtab import Summed
+from trimtab.calibrate.plan_proof import SETTINGS, prove, refuted_settings
+from trimtab.calibrate.subject import Subject
+from trimtab.core.profile import Candidate
+from trimtab.measure.snapshot import fingerprint
+from trimtab.nn import LossHead
+from trimtab.runtime import accumulation, engine, optimizers
+
+ROWS, WORDS = 8, 29
+
+
+class Block(nn.Module):
+    """A convolution with batch statistics would refuse a split, so the normalisation keeps a running mean by hand."""
+
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.convolution = nn.Conv2d(width, width, (3, 1), padding=(1, 0))
+        self.norm = nn.GroupNorm(2, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(F.gelu(self.norm(self.convolution(x))))
+
+
+class Net(nn.Module):
+    """Token ids to logits, with convolutions, dropout and a loss head: every setting applies to it."""
+
+    def __init__(self, width=16, dropout=0.2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(3))
+        self.head = LossHead(width, WORDS)
+
+    def forward(self, ids, targets):
+        x = self.embedding(ids).permute(0, 2, 1).unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x)
+        loss_sum, count = self.head.loss(x.squeeze(-1).permute(0, 2, 1), targets)
+        return Summed(loss_sum, count)
+
+
+class Statistics(nn.Module):
+    """A small image model with batch normalisation: its buffers move in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def counted_loss(model, batch):
+    return model(*batch)
+
+
+def mean_loss(model, batch):
+    found = model(*batch)
+    return found.loss_sum / found.count
+
+
+def text(loss_fn=counted_loss):
+    model = Net()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WORDS, (ROWS, 12), generator=generator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Subject(model, optimizer, loss_fn, (ids, ids.roll(1, 1)))
+
+
+def images():
+    model = Statistics()
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(ROWS, 3, 8, 8, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Subject(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
+
+
+REFERENCE = Candidate("fp32", "keep", False, ROWS)
+VALUES = {
+    "micro_batch": 3,
+    "recompute": "every_block",
+    "fused_optimizer": True,
+    "loss_chunk": 20,
+    "memory_layout": "channels_last",
+    "precision": "bf16",
+    "allocator": "retain",
+}
+EVERYTHING = replace(REFERENCE, **VALUES)
+
+
+def candidate_of(setting):
+    return replace(REFERENCE, **{setting: VALUES[setting]})
+
+
+# Right applications -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", VALUES)
+def test_a_right_application_holds(setting):
+    proof = prove(text(), candidate_of(setting), REFERENCE)
+    assert (proof.holds, proof.code) == (True, "proof.holds"), proof.reason
+    assert proof.settings == (setting,)
+    assert proof.worst <= 1
+
+
+def test_all_settings_together_hold_in_both_precisions():
+    proof = prove(text(), EVERYTHING, REFERENCE)
+    assert proof.holds, proof.reason
+    assert proof.settings == tuple(name for name in SETTINGS if name in VALUES)
+    assert proof.precisions == ("fp32", "bf16")
+
+
+@pytest.mark.parametrize("setting", ["memory_layout", "fused_optimizer", "precision", "allocator", "recompute"])
+def test_batch_statistics_are_compared_too(setting):
+    proof = prove(images(), candidate_of(setting), REFERENCE)
+    assert proof.holds, proof.reason
+
+
+def test_a_split_of_batch_statistics_does_not_hold():
+    proof = prove(images(), candidate_of("micro_batch"), REFERENCE)
+    assert (proof.holds, proof.code) == (False, "proof.differs")
+
+
+def test_a_long_step_is_proved_on_fewer_samples():
+    seen = set()
+    subject = text()
+
+    def loss_fn(model, batch):
+        seen.add(len(batch[0]))
+        return model(*batch)
+
+    assert prove(replace(subject, loss_fn=loss_fn), candidate_of("micro_batch"), REFERENCE, step_s=2.0).holds
+    assert max(seen) == 4
+
+
+def test_a_learning_rate_of_zero_does_not_hide_the_step():
+    subject = text()
+    subject.optimizer.param_groups[0]["lr"] = 0.0
+    assert prove(subject, candidate_of("fused_optimizer"), REFERENCE).holds
+    assert subject.optimizer.param_groups[0]["lr"] == 0.0
+
+
+@pytest.mark.parametrize("make", [text, images])
+def test_the_proof_leaves_no_trace(make):
+    subject = make()
+    before = fingerprint(subject.model, subject.optimizer)
+    prove(subject, EVERYTHING if make is text else candidate_of("micro_batch"), REFERENCE)
+    assert fingerprint(subject.model, subject.optimizer) == before
+
+
+def test_a_loop_that_cannot_be_repeated_is_unproved():
+    def loss_fn(model, batch):
+        return mean_loss(model, batch) * (1 + int.from_bytes(os.urandom(2)) / 2**16)
+
+    proof = prove(text(loss_fn), candidate_of("fused_optimizer"), REFERENCE)
+    assert (proof.holds, proof.code) == (False, "proof.not_reproducible")
+
+
+# Planted faults -----------------------------------------------------------------------------------------------------
+
+
+def wrong_weight(model, optimizer):
+    """The forward sees one weight changed."""
+    weight = next(model.parameters())
+    with torch.no_grad():
+        weight.mul_(1.01)
+    return lambda: None
+
+
+def stale_statistic(model, optimizer):
+    """A buffer is put back to what it was before every forward."""
+    module = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    before = module.running_mean.clone()
+
+    def put_back(*_):
+        module.running_mean.data.copy_(before)
+
+    return module.register_forward_hook(put_back).remove
+
+
+def other_random_numbers(model, optimizer):
+    """Masks are drawn from another seed."""
+    return model.register_forward_pre_hook(lambda *_: torch.manual_seed(99) and None).remove
+
+
+def untrained_parameter(model, optimizer):
+    """One parameter gets no gradient."""
+    parameter = list(model.parameters())[2]
+    parameter.requires_grad_(False)
+    return lambda: parameter.requires_grad_(True)
+
+
+def one_layer_only(model, optimizer):
+    """One layer's gradient is a tenth too large."""
+    parameter = list(model.parameters())[-1]
+
+    def enlarge(*_):
+        parameter.grad.mul_(1.1)
+
+    return optimizer.register_step_pre_hook(enlarge).remove
+
+
+FAULTS = (wrong_weight, other_random_numbers, untrained_parameter, one_layer_only)
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Plant a fault in the application of a setting: it is there while a run's plan has the setting."""
+    applied = engine.apply_plan
+
+    def plant(setting, fault):
+        def broken(model, called, optimizer, plan, *args, **options):
+            undo = applied(model, called, optimizer, plan, *args, **options)
+            is_on = plan.splits if setting == "micro_batch" else getattr(plan, setting).value == VALUES[setting]
+            if is_on:
+                remove = fault(model, optimizer)
+                undo.callback(remove)
+            return undo
+
+        monkeypatch.setattr(engine, "apply_plan", broken)
+
+    return plant
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("setting", VALUES)
+def test_no_planted_fault_escapes(planted, setting, fault):
+    if setting in ("micro_batch", "memory_layout") and fault is other_random_numbers:
+        pytest.skip("a split draws other masks by its nature, and so does another order of elements in memory")
+    planted(setting, fault)
+    proof = prove(text(), candidate_of(setting), REFERENCE)
+    assert (proof.holds, proof.code) == (False, "proof.differs"), proof.reason
+
+
+@pytest.mark.parametrize("setting", ["memory_layout", "fused_optimizer", "precision", "allocator", "recompute"])
+def test_a_stale_statistic_does_not_escape(planted, setting):
+    planted(setting, stale_statistic)
+    proof = prove(images(), candidate_of(setting), REFERENCE)
+    assert (proof.holds, proof.code) == (False, "proof.differs")
+
+
+@pytest.mark.parametrize("setting", [name for name in VALUES if name != "precision"])
+def test_the_setting_is_found_by_leaving_settings_out(planted, setting):
+    planted(setting, one_layer_only)
+    assert refuted_settings(text(), EVERYTHING, REFERENCE) == (setting,)
+
+
+def test_two_faults_are_found_together(planted, monkeypatch):
+    planted("recompute", untrained_parameter)
+    first = engine.apply_plan
+    planted_also = engine.apply_plan
+
+    def both(model, called, optimizer, plan, *args, **options):
+        undo = first(model, called, optimizer, plan, *args, **options)
+        if plan.fused_optimizer.value:
+            undo.callback(one_layer_only(model, optimizer))
+        return undo
+
+    monkeypatch.setattr(engine, "apply_plan", both)
+    assert planted_also is not both
+    assert set(refuted_settings(text(), EVERYTHING, REFERENCE)) == {"recompute", "fused_optimizer"}
+
+
+# Faults as they happen in an implementation -------------------------------------------------------------------------
+
+
+def test_micro_batches_that_weigh_alike_are_caught(monkeypatch):
+    """The mean of means instead of the mean over samples: the split is 3, 3 and 2."""
+
+    def alike(self, loss, rows):
+        weighted = loss / self._num_micro_batches
+        self._add(weighted.detach())
+        return weighted
+
+    monkeypatch.setattr(accumulation.WindowWeights, "_weigh_mean", alike)
+    assert not prove(text(mean_loss), candidate_of("micro_batch"), REFERENCE).holds
+
+
+def test_sums_divided_by_the_first_count_are_caught(monkeypatch):
+    monkeypatch.setattr(accumulation.WindowWeights, "correction", 1.0)
+    assert not prove(text(), candidate_of("micro_batch"), REFERENCE).holds
+
+
+def test_recomputation_with_other_masks_is_caught(monkeypatch):
+    from trimtab.runtime import recomputed
+
+    checkpoint = recomputed.checkpoint
+    monkeypatch.setattr(
+        recomputed,
+        "checkpoint",
+        lambda *args, **options: checkpoint(*args, **(options | {"preserve_rng_state": False})),
+    )
+    assert not prove(text(), candidate_of("recompute"), REFERENCE).holds
+    assert not prove(text(), replace(candidate_of("recompute"), micro_batch=3), REFERENCE).holds
+
+
+def test_a_fused_step_that_leaves_a_parameter_out_is_caught(monkeypatch):
+    use_fused = optimizers.use_fused
+
+    def broken(optimizer):
+        undo = use_fused(optimizer)
+        hook = optimizer.register_step_pre_hook(
+            lambda *_: optimizer.param_groups[0]["params"][3].__setattr__("grad", None)
+        )
+        return lambda: (hook.remove(), undo())
+
+    monkeypatch.setattr(optimizers, "use_fused", broken)
+    assert not prove(text(), candidate_of("fused_optimizer"), REFERENCE).holds
+
+
+def test_a_precision_that_changes_what_one_layer_computes_is_caught(monkeypatch):
+    """The plan's forward runs under an autocast that is switched off for the plain loop."""
+    subject = text()
+    autocast = engine.MixedPrecision.autocast
+    block = subject.model.blocks[1]
+    forward, is_planned = block.forward, []
+
+    @contextlib.contextmanager
+    def noted(self):
+        is_planned.append(True)
+        with autocast(self):
+            yield
+        is_planned.clear()
+
+    monkeypatch.setattr(block, "forward", lambda x: forward(x) * (0.8 if is_planned else 1.0))
+    monkeypatch.setattr(engine.MixedPrecision, "autocast", noted)
+    assert not prove(subject, candidate_of("precision"), REFERENCE).holds
+
+
+def test_gradients_left_scaled_are_caught(monkeypatch):
+    monkeypatch.setattr(engine.MixedPrecision, "scaled", lambda self, loss: loss * 2)
+    assert not prove(text(), candidate_of("precision"), REFERENCE).holds
