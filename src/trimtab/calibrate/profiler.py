@@ -254,7 +254,7 @@ def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
     """Return the profile with what padding the vocabulary would save, in the precision that is best so far."""
     if profile.loop.logits is None or profile.hurried:
         return profile
-    best = [*put_first(profile, profile.objective, profile.budget), profile.reference_candidate][0]
+    best = [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
     rows, words = profile.loop.logits
 
     def saves_s() -> float | None:

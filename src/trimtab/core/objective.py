@@ -133,22 +133,27 @@ class Reference:
     Args:
         precision: fp32, tf32, bf16 or fp16 (autocast).
         clip_norm: the gradient-norm limit the user's loop applies, or None.
+        accumulate: batches that the user's loop accumulates gradients over before it steps; the example batch holds all
+            of them. The loop's micro-batch is that part of the example, and the default limit on memory its peak.
         declared: whether the user said so, rather than the library assuming it.
     """
 
     precision: str = "fp32"
     clip_norm: float | None = None
     declared: bool = True
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         checks.one_of("reference.precision", self.precision, PRECISIONS)
         if self.clip_norm is not None:
             checks.number("reference.clip_norm", self.clip_norm, low=0, open_low=True)
+        checks.integer("reference.accumulate", self.accumulate)
 
     def describe(self) -> str:
         """Return how reports name it."""
         clip = f", clip {self.clip_norm:g}" if self.clip_norm is not None else ""
-        return f"{'declared' if self.declared else 'assumed'} {self.precision} eager{clip}"
+        accumulates = f", accumulating {self.accumulate} batches" if self.accumulate > 1 else ""
+        return f"{'declared' if self.declared else 'assumed'} {self.precision} eager{clip}{accumulates}"
 
 
 ASSUMED_REFERENCE = Reference(declared=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +27,8 @@ ALONE = "optimizer"
 SLICED = "modes in slices"
 # The error of a trial that memory ran out in.
 OUT_OF_MEMORY = "out of memory"
+# A limit of the loop's own peak is this many times it: counted again, a peak repeats to about 1%.
+OWN_PEAK = 1.02
 # What the stages that decide are called, the first of them; others have a number behind it.
 FINAL = "final"
 
@@ -358,8 +361,26 @@ class Profile:
 
     @property
     def reference_candidate(self) -> Candidate:
-        """The user's loop as a candidate."""
-        return Candidate(self.reference.precision, "keep", self.loop.is_fused, self.loop.batch_rows)
+        """The user's loop as a candidate: in micro-batches of one batch each where it accumulates."""
+        rows = math.ceil(self.loop.batch_rows / self.reference.accumulate)
+        return Candidate(self.reference.precision, "keep", self.loop.is_fused, rows)
+
+    @property
+    def own_peak_bytes(self) -> int | None:
+        """Peak bytes of a step of the user's loop, the most that was counted in its trials; None if it was not."""
+        own = self.reference_candidate
+        whole = [trial for trial in self.trials if trial.is_whole and trial.candidate.alike(own, "allocator")]
+        return max((trial.peak_bytes for trial in whole if trial.peak_bytes is not None), default=None)
+
+    def limits(self, budget: Budget) -> Budget:
+        """Return a budget with its default limit on memory.
+
+        A loop that accumulates does so to save memory: without a limit of the user's, its own peak is the limit.
+        """
+        own = self.own_peak_bytes
+        if self.reference.accumulate == 1 or budget.memory is not None or own is None:
+            return budget
+        return replace(budget, memory=math.ceil(OWN_PEAK * own))
 
     @property
     def run_s(self) -> float | None:

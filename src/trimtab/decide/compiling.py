@@ -147,7 +147,7 @@ def _recorded_s(profile: Profile) -> float | None:
     """Return the seconds of a recorded step that is not compiled, in the best size within the limit; None: none is."""
     if unpaid(profile, CUDA_GRAPHS) is not None:
         return None
-    model, limit = CostModel(profile), profile.budget.memory_bytes
+    model, limit = CostModel(profile), profile.limits(profile.budget).memory_bytes
     tried = next(trial.candidate for trial in profile.stage("graphs") if trial.candidate.compiled == CUDA_GRAPHS)
     chunks = {None, *(trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s)}
     sizes = [replace(tried, micro_batch=rows, loss_chunk=chunk) for rows in halvings(profile) for chunk in chunks]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, ValueGivenError
+from trimtab.core.notes import Note
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan
 from trimtab.core.profile import Candidate, Profile, is_final
@@ -18,6 +19,7 @@ from trimtab.decide.space import Point
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 
 _MARKS = Plan.marks()
+_RISES = 1.02  # times the loop's own peak: counted again, a peak repeats to about 1%
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,16 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         ValueGivenError: energy is weighed, and nothing counted it.
     """
     _refuse_unknown(profile, objective)
-    return _plan(profile, space.points(profile, budget), objective, budget)
+    limits = profile.limits(budget)
+    return _plan(profile, space.points(profile, limits), objective, limits)
 
 
 def chosen_candidate(profile: Profile, objective: Objective, budget: Budget) -> Candidate | None:
     """Return the settings that `choose` would choose; None if no candidate meets the budget."""
     try:
         _refuse_unknown(profile, objective)
-        return _decide(profile, space.points(profile, budget), objective, budget).winner
+        limits = profile.limits(budget)
+        return _decide(profile, space.points(profile, limits), objective, limits).winner
     except (InfeasibleError, ValueGivenError):
         return None
 
@@ -73,6 +77,7 @@ def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple
         InfeasibleError: as `choose`.
     """
     _refuse_unknown(profile, objective)
+    budget = profile.limits(budget)
     found = space.points(profile, budget)
     sizes = sorted({point.candidate.micro_batch for point in found if point.refusal is None}, reverse=True)
     if not sizes:
@@ -121,8 +126,30 @@ def _plan(
         meter=profile.meter,
         planning_s=profile.profiling_s,
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
-        notes=profile.notes,
+        notes=(*profile.notes, *_notes_of_memory(profile, winner, budget)),
     )
+
+
+def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Iterator[Note]:
+    """Yield which limit on memory nobody gave, and by how much a plan's peak is above the loop's own."""
+    own, reference = profile.own_peak_bytes, profile.reference
+    if own is None:
+        return
+    if reference.accumulate > 1 and profile.budget.memory is None and budget.memory_bytes == _default_limit(profile):
+        yield Note(
+            "memory.own_peak",
+            f"memory is limited to the loop's own peak, {format_bytes(own)}: it accumulates {reference.accumulate} "
+            "batches; Budget(memory=...) allows more",
+        )
+    planned = _measured(profile, winner)
+    peak = None if planned is None else planned.peak_bytes
+    if peak is not None and peak > _RISES * own:
+        rise = f"by {100 * (peak / own - 1):.2g}%, from {format_bytes(own)} to {format_bytes(peak)}"
+        yield Note("memory.peak_rises", f"the peak memory of a step rises {rise}")
+
+
+def _default_limit(profile: Profile) -> int | None:
+    return profile.limits(Budget()).memory_bytes
 
 
 def choose_there(profile: Profile) -> Plan:
@@ -137,7 +164,7 @@ def _decide(
 ) -> _Decision:
     rounds = profile.finals
     outcome, judged = _outcome(profile, rounds, objective, budget)
-    was_asked = (objective, budget) == (profile.objective, profile.budget)
+    was_asked = (objective, budget) == (profile.objective, profile.limits(profile.budget))
     if outcome is not None and (was_asked or _still_wins(profile, rounds, outcome, objective, budget)):
         return _Decision(outcome.winner.candidate, outcome)
     winner = None if outcome is None else outcome.winner.candidate
@@ -179,9 +206,9 @@ def _still_wins(
 
     Whoever meets them could be chosen before, and was not put first.
     """
-    if objective != profile.objective or not budget.is_within(profile.budget):
+    if objective != profile.objective or not budget.is_within(profile.limits(profile.budget)):
         return False
-    before, _ = _outcome(profile, rounds, profile.objective, profile.budget)
+    before, _ = _outcome(profile, rounds, profile.objective, profile.limits(profile.budget))
     return before is not None and before.winner.candidate == outcome.winner.candidate
 
 

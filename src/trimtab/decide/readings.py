@@ -19,6 +19,8 @@ MIN_BLOCKS = 3
 FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
 CLEARLY_SLOWER = 0.95
+# Without a limit on memory a plan's peak is at most this multiple of the loop's own.
+CLEARLY_MORE = 1.1
 
 
 def speed_ratio(ours: Trial, theirs: Trial) -> Interval:
@@ -115,7 +117,17 @@ def unfit(profile: Profile, trial: Trial, budget: Budget) -> str | None:
         return f"stopped after {len(trial.block_s)} blocks: {format_seconds(trial.step_s)} per step is far slower"
     power_w = trial.power_w or profile.power_w(trial.candidate)
     energy_j = None if trial.step_s is None or power_w is None else power_w * trial.step_s
-    return over_budget(trial.step_s, trial.peak_bytes, budget, energy_j) or unknown_energy(energy_j, budget)
+    over = over_budget(trial.step_s, trial.peak_bytes, budget, energy_j)
+    return over or over_own_peak(profile, trial.peak_bytes, budget) or unknown_energy(energy_j, budget)
+
+
+def over_own_peak(profile: Profile, peak_bytes: int | None, budget: Budget) -> str | None:
+    """Return why a peak is refused where no limit allows it: it is clearly above the loop's own; else None."""
+    own = profile.own_peak_bytes
+    if budget.memory is not None or own is None or peak_bytes is None or peak_bytes <= CLEARLY_MORE * own:
+        return None
+    ratio = f"{peak_bytes / own:.2f}x the loop's own {format_bytes(own)}"
+    return f"peak memory {format_bytes(peak_bytes)} is {ratio}, which no limit allows: Budget(memory=...) does"
 
 
 def unknown_energy(energy_j: float | None, budget: Budget, objective: Objective | None = None) -> str | None:

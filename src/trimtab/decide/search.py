@@ -80,6 +80,7 @@ class Stage:
 
 def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
     """Return the next stage to measure, or None when the search is over."""
+    budget = profile.limits(budget)
     for name in _order(profile):
         if not profile.stage(name) and not _is_left_out(name, profile, budget):
             candidates = _CANDIDATES[name](profile, budget)
@@ -139,6 +140,7 @@ def next_traces(
     Where memory neither is limited nor counts, what is counted in trials is enough; but a profile that is to be decided
     under other limits, or for another device, needs them `always`.
     """
+    budget = profile.limits(budget)
     if budget.memory_bytes is None and objective.memory == 0 and not always:
         return ()
     chunks = [trial.candidate for trial in profile.stage("head") if not trial.control]
@@ -160,6 +162,7 @@ def next_recomputables(
     The fastest of all, and the fastest that fits, or the lightest where none does: where memory counts or is to be
     decided about under other limits (`always`), or where the limit is broken by the fastest.
     """
+    budget = profile.limits(budget)
     is_asked = budget.memory_bytes is not None or objective.memory > 0 or always
     if not is_asked or (stage is not None and not is_final(stage.name)):
         return ()
@@ -214,7 +217,7 @@ def base_candidate(profile: Profile) -> Candidate:
 
 
 def mode_candidates(profile: Profile) -> tuple[Candidate, ...]:
-    """Return the loop, then each other precision and layout worth a try, at the whole batch."""
+    """Return the loop, then each other precision and layout worth a try, at the loop's own size."""
     base = base_candidate(profile)
     if profile.loop.bitwise_only:
         return (base,)
@@ -292,15 +295,25 @@ def _chunk(tokens: int, share: int) -> int:
 def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """Return the fastest mode in a quarter of its size; in all sizes where it has to shrink by what no trace tells.
 
-    And in the larger one that its head was tried with: its chunks are of that.
+    And in the larger one that its head was tried with: its chunks are of that. A loop that accumulates is tried in the
+    largest size, too, that its limit on memory may allow.
     """
     first = _fastest(profile)
     sizes = [rows for rows in halvings(profile) if rows < first.micro_batch]
     few = bool(profile.ran("modes")) and _is_told(profile, budget)
     head = (trial.candidate.micro_batch for trial in profile.stage("head")[:1] if trial.block_s)
-    larger = [rows for rows in head if rows > first.micro_batch]
+    larger = [rows for rows in head if rows > first.micro_batch] or _larger(profile, first, budget)
     sizes = [*larger, *(sizes[:2][-1:] if few else sizes)]
     return (first, *(replace(first, micro_batch=rows) for rows in sizes))
+
+
+def _larger(profile: Profile, first: Candidate, budget: Budget) -> list[int]:
+    """Return the largest size above that of the fastest mode of a loop that accumulates; none where none may fit."""
+    if profile.reference.accumulate == 1:
+        return []
+    larger = (rows for rows in halvings(profile) if rows > first.micro_batch)
+    model, limit = CostModel(profile), budget.memory_bytes
+    return [r for r in larger if limit is None or model.may_fit(replace(first, micro_batch=r), limit)][:1]
 
 
 def _is_told(profile: Profile, budget: Budget) -> bool:

@@ -6,11 +6,15 @@ from trimtab.core.profile import Candidate, Profile
 
 
 def halvings(profile: Profile) -> tuple[int, ...]:
-    """Return the sizes of a micro-batch that are considered, the whole batch first; it alone where splitting is not."""
-    rows = profile.loop.batch_rows
+    """Return the sizes of a micro-batch that are considered, the largest first: the batch, halved again and again.
+
+    And that of a loop that accumulates, which alone is considered where splitting changes the gradient.
+    """
+    rows, own = profile.loop.batch_rows, profile.reference_candidate.micro_batch
     if not profile.check.splittable:
-        return (rows,)
-    return tuple(dict.fromkeys(-(-rows // 2**i) for i in range(rows.bit_length() + 1)))
+        return (own,)
+    sizes = {own, *(-(-rows // 2**i) for i in range(rows.bit_length() + 1))}
+    return tuple(sorted(sizes, reverse=True))
 
 
 def head_tokens(profile: Profile, candidate: Candidate) -> int:

@@ -17,6 +17,7 @@ from trimtab.decide.readings import (
     WORTH_SAVING,
     control_interval,
     over_budget,
+    over_own_peak,
     speed_ratio,
     unfit,
     unknown_energy,
@@ -112,6 +113,7 @@ def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Bu
     if unknown := unknown_energy(cost.energy_j, budget):
         return unknown
     refusal = over_budget(cost.step_s, cost.peak_bytes, budget, cost.energy_j)
+    refusal = refusal or over_own_peak(profile, cost.peak_bytes, budget)
     if refusal is None and cost.margin:
         refusal = over_budget(cost.limit_s, None, budget)
         return refusal and f"predicted, with {100 * cost.margin:.2g}% on top: {refusal}"

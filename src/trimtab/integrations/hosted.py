@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 from trimtab.core.plan import Plan
 from trimtab.core.sharing import STAGES
 from trimtab.core.without_graphs import without_graphs
@@ -21,6 +23,17 @@ LIMIT_S = 1800.0
 # Of a plan, what a host's own settings decide.
 _LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}
 _LEFT |= {"weight_decay": None}
+
+
+def accumulating(planning: Mapping[str, Any], num_batches: int) -> dict[str, Any]:
+    """Return arguments of `trimtab.plan` for an example that holds a number of batches which the host accumulates over.
+
+    A reference of the user's that says how many stays as it is.
+    """
+    reference = planning.get("reference") or ASSUMED_REFERENCE
+    if num_batches == 1 or not isinstance(reference, Reference) or reference.accumulate > 1:
+        return {**planning}
+    return {**planning, "reference": replace(reference, accumulate=num_batches)}
 
 
 def checked_plan(plan: Plan | None, host: str) -> Plan | None:

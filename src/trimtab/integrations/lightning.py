@@ -24,6 +24,7 @@ from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.integrations.hosted import (
+    accumulating,
     checked_plan,
     refuse_both,
     refuse_running,
@@ -220,8 +221,12 @@ class TrimtabStrategy(SingleDeviceStrategy):
         if self.plan is None:
             steps = module.trainer.estimated_stepping_batches
             how = ({"total_steps": int(steps)} if steps != float("inf") else {}) | self._planning
+
+            def make(example: Any, num_batches: int) -> Plan:
+                return make_plan(module, optimizer, loss_fn, example, **accumulating(how, num_batches))
+
             with _unlogged(module):
-                plan = self._window.planned(batches, lambda each: make_plan(module, optimizer, loss_fn, each, **how))
+                plan = self._window.planned(batches, make)
             self.plan = checked_plan(plan, _HOST)
         self.run = started(module, optimizer, self.plan, **self._running)
         return self.run

@@ -24,6 +24,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.integrations.accelerate import refuse_compiling, refuse_sharded
 from trimtab.integrations.hosted import (
+    accumulating,
     checked_plan,
     refuse_both,
     refuse_running,
@@ -204,9 +205,10 @@ class TrimtabTrainer(Trainer):
     def _planned(self, batches: Sequence[Any]) -> Plan:
         how = {"total_steps": self.state.max_steps} | self._planning
 
-        def make(example: Any) -> Plan:
+        def make(example: Any, num_batches: int) -> Plan:
             self._labels = WindowLabels([example], is_known=False)  # a plan may try other rows, and shapes alone
-            return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **how)
+            asked = accumulating(how, num_batches)
+            return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **asked)
 
         return self._checked(self._window.planned(batches, make, is_alone=self._num_ranks == 1))
 

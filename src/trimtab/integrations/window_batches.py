@@ -30,27 +30,27 @@ class WindowBatches:
     def __init__(self, model: nn.Module, planning: Mapping[str, Any], *, are_apart: bool = False) -> None:
         self._are_apart = are_apart or "longest_batch" in planning or has_batch_statistics(model)
 
-    def planned(self, batches: Sequence[Any], make: Callable[[Any], Plan], *, is_alone: bool = True) -> Plan:
+    def planned(self, batches: Sequence[Any], make: Callable[[Any, int], Plan], *, is_alone: bool = True) -> Plan:
         """Return a plan of batches as one, where training on them so is proved to keep the maths; else of the first.
 
         Ranks come to the same: they have one plan, and as many batches.
 
         Args:
-            make: plans for an example. is_alone: one process; else what of a window does not fit in memory is told by
-                one rank alone, and ends planning.
+            make: plans for an example of a number of the host's batches. is_alone: one process; else what of a window
+                does not fit in memory is told by one rank alone, and ends planning.
         """
         if self._are_apart or len(batches) == 1:
-            return make(batches[0])
+            return make(batches[0], 1)
         window = _together(batches)
         if is_alone and len(window) > 1:  # where one rank's are of one shape another's may not be
-            return make(batches[0])
+            return make(batches[0], 1)
         try:
-            plan = make(window[0])
+            plan = make(window[0], len(batches))
         except InfeasibleError:
             if not is_alone:
                 raise
-            return make(batches[0])
-        return plan if plan.proves_splitting else make(batches[0])
+            return make(batches[0], 1)
+        return plan if plan.proves_splitting else make(batches[0], 1)
 
     def joined(self, batches: Sequence[Any], plan: Plan) -> list[Any]:
         """Return batches as one where that keeps the maths; else unchanged.

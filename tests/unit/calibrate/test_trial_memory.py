@@ -122,3 +122,29 @@ def test_a_batch_nested_in_any_way_is_counted_once():
     candidate = Candidate("fp32", "keep", False, 2)
     (trial,) = trials.run_stage(subject, Stage("final", (candidate,), accepts=True), 1, lambda text: None)
     assert trial.peak_bytes == pytest.approx(FLOAT * (3 * numel(model) + x.numel()), rel=0.01)
+
+
+def accumulated_peak(model, optimizer, batches):
+    """Return the peak bytes of a plain loop that steps once in several batches; its batches are not counted."""
+
+    def step():
+        for batch in batches:
+            (mean_loss(model, batch) / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    live = [*model.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
+    return peak_bytes(step, torch.device("cpu"), lambda: live)
+
+
+@pytest.mark.parametrize(("memory", "stays"), [(None, True), ("1GiB", False)])
+def test_the_plan_of_a_loop_that_accumulates_needs_no_more_memory_unless_a_limit_allows_it(memory, stays):
+    model, optimizer, batch = wide(2048)
+    own = accumulated_peak(model, optimizer, batch.split(512)) + batch.nbytes
+    reference, budget = trimtab.Reference(accumulate=4), trimtab.Budget(memory=memory)
+    plan = trimtab.plan(model, optimizer, mean_loss, batch, reference=reference, budget=budget, num_blocks=3)
+    assert plan.baseline.peak_bytes == pytest.approx(own, rel=0.02)
+    assert (plan.measured.peak_bytes <= 1.03 * own) or not stays
+    assert any(note.code == "memory.own_peak" for note in plan.notes) is stays
+    assert "accumulating 4 batches" in str(plan)
