@@ -474,6 +474,7 @@ LOADED = {
     "trimtab.core.locks",
     "trimtab.core.files",
     "trimtab.core.record_lines",
+    "trimtab.core.printable",
     "trimtab.core.batch_rule",
     "trimtab.core.checks",
     "trimtab.core.choice",

@@ -59,8 +59,8 @@ def started(folder: Path, **options) -> tuple[int, int]:
 
     def work() -> None:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         try:
             train(folder, lambda: os.write(into, b"."), **options)
         except KeyboardInterrupt:
@@ -111,6 +111,24 @@ def test_a_signal_to_the_group_saves_a_run_whose_loader_has_workers(tmp_path, wh
     windows = int(saved.name.partition("-")[2])
     assert 2 <= windows < WINDOWS
     assert train(tmp_path / "run", int) == whole[windows:]
+
+
+def test_a_terminal_that_is_closed_saves_the_run(tmp_path, whole):
+    """SIGHUP, to the whole group."""
+    code = signalled(tmp_path / "run", lambda pid: os.killpg(pid, signal.SIGHUP))
+    assert code == 128 + signal.SIGHUP
+    (saved,) = committed(tmp_path / "run")
+    assert train(tmp_path / "run", int) == whole[int(saved.name.partition("-")[2]) :]
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path):
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        losses = train(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGHUP), workers=0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(losses) == WINDOWS
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path):

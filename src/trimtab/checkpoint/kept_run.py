@@ -31,6 +31,7 @@ from trimtab.checkpoint.world import changes, device_of, in_words, parted, requi
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.core.printable import unquoted
 from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
 from trimtab.measure.finite import nonfinite_parameter
@@ -141,7 +142,7 @@ class KeptRun:
         windows = 0 if self._found is None else self._found.said.step
         self._ranks.together(partial(self._prepare, windows), "prepared")  # what may fail, before all else
         if self._found is not None:
-            self._go_on(run, Path(self._found.folder), self._found.said)
+            self._go_on(run, unquoted(self._found.folder), self._found.said)
         else:
             self._ranks.together(self._journal.begin, "begun")
         self._pace.begun(run.num_windows, is_saved=self._found is not None)

@@ -22,6 +22,7 @@ from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.core.printable import quoted, unquoted
 from trimtab.distributed.at_work import words_at_work
 from trimtab.distributed.process_group import from_first, limited_to, time_limit_s
 from trimtab.measure.random_state import derived_random_state
@@ -166,7 +167,7 @@ class KeptRanks:
         said: list[str] = []
 
         def told(folder: Path) -> None:
-            said.append(self.first(lambda: _WRITES + str(folder), f"{name}/where"))
+            said.append(self.first(lambda: _WRITES + quoted(folder), f"{name}/where"))
             fill(folder)
 
         def last(commits: Callable[[], None]) -> None:
@@ -184,7 +185,7 @@ class KeptRanks:
             return  # rank 0 says why
         if not where.startswith(_WRITES):
             raise RankError("rank 0", given=repr(where), expected="the folder that all write into")
-        fill(Path(where.removeprefix(_WRITES)))
+        fill(unquoted(where.removeprefix(_WRITES)))
         self.together(lambda: None, f"{name}/commit")
 
     def read(self, folder: Path, saved: int) -> dict[str, Any]:
@@ -228,7 +229,7 @@ def found_of(found: envelope.Found | None) -> str:
     """Return what rank 0 found, for the others."""
     if found is None or found.folder is None or found.manifest is None:
         return json.dumps(None)
-    return json.dumps(to_jsonable(Saved(str(found.folder), said_of(found.folder, found.manifest))))
+    return json.dumps(to_jsonable(Saved(quoted(found.folder), said_of(found.folder, found.manifest))))
 
 
 def require_kept(

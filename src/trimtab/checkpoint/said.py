@@ -40,7 +40,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run goes on from: its folder, and what that says."""
+    """What a run goes on from: its folder, quoted, and what that says."""
 
     folder: str
     said: Said

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT while a run is kept: the run is saved and left where the window is over; a second one ends it.
+"""SIGTERM, SIGINT and SIGHUP while a run is kept: it is saved and left where the window is over; a second one ends it.
 
 Either is seen where the interpreter next runs, not before a call of torch is over. A thread that a wakeup descriptor
 rouses could end it then; but forked workers write to that too, and newer Pythons warn of a fork beside a thread.
@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from torch.utils.data import get_worker_info
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # nohup has the last ignored, and so it stays
 _SAME_S = 0.1  # `timeout` signals its child, and then the group that it is in
 
 

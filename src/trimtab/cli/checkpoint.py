@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from trimtab.cli.options import Json
-from trimtab.cli.printing import print_json
+from trimtab.cli.printing import print_json, print_text
 
 app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -36,7 +36,7 @@ def verify(
     if as_json:
         print_json({"schema": 1, "name": "checkpoint_verify", "rows": rows})
     else:
-        typer.echo("\n".join(f"{'ok' if row['is_whole'] else '--'}  {row['folder']:<14} {row['says']}" for row in rows))
+        print_text("\n".join(f"{'ok' if row['is_whole'] else '--'}  {row['folder']:<14} {row['says']}" for row in rows))
     if not all(row["is_whole"] for row in rows):
         raise typer.Exit(1)
 

@@ -12,6 +12,8 @@ import typer
 
 from trimtab.cli import checkpoint, init, observe, prove, train
 from trimtab.cli.leaving import leave
+from trimtab.cli.printing import say
+from trimtab.cli.streams import prepare_streams
 from trimtab.core.errors import RankError, TrimtabError, UsageError
 from trimtab.distributed.launched import Launched
 
@@ -66,6 +68,7 @@ def main(launched: Launched | None = None) -> None:
     Args:
         launched: this process as a rank, which reports how it ends.
     """
+    prepare_streams()
     try:
         _explained(launched or Launched())
     except BaseException as end:
@@ -81,14 +84,14 @@ def _explained(launched: Launched) -> None:
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
         if not (isinstance(error, RankError) and error.is_echo):
-            typer.echo(f"trimtab: {error}", err=True)
+            say(f"trimtab: {error}")
         sys.exit(1)
     except Exception as error:  # a task's own code, mostly
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
         from trimtab.calibrate.failures import describe
 
-        typer.echo(f"trimtab: {describe(error)} (TRIMTAB_TRACEBACK=1 shows where)", err=True)
+        say(f"trimtab: {describe(error)} (TRIMTAB_TRACEBACK=1 shows where)")
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.printing import print_text
 from trimtab.core.errors import FormatError
 
 _NAME = "my_task.py"
@@ -31,7 +32,7 @@ def init(
             written.write(text.replace(f"{_NAME}:task", called).replace('name="my_task"', f'name="{file.stem}"'))
     except FileExistsError:
         raise FormatError("init", given=f"{file}, which exists", expected="a new file") from None
-    typer.echo(f"{file}: edit its parts 1 to 3, then")
+    print_text(f"{file}: edit its parts 1 to 3, then")
     if find_spec("matplotlib") is None:
-        typer.echo("  pip install 'trimtab[report]'   # draws the report's figures")
-    typer.echo(f"  trimtab compare {called} --quick")
+        print_text("  pip install 'trimtab[report]'   # draws the report's figures")
+    print_text(f"  trimtab compare {called} --quick")

@@ -21,7 +21,7 @@ from trimtab.cli.options import (
     refuse_adapt,
     require_folder,
 )
-from trimtab.cli.printing import print_json
+from trimtab.cli.printing import print_json, print_text, say
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
@@ -35,7 +35,7 @@ def doctor(as_json: Json = False) -> None:
         print_json({"schema": 1, "name": "doctor", "rows": [vars(f) for f in findings]})
         return
     for finding in findings:
-        typer.echo(f"{'ok' if finding.ok else '--'}  {finding.name:<22} {finding.detail}")
+        print_text(f"{'ok' if finding.ok else '--'}  {finding.name:<22} {finding.detail}")
 
 
 def profile(
@@ -77,7 +77,7 @@ def profile(
         if out is not None:
             write_result(out, to_json(found, indent=1))
     finally:  # neither a full disk nor a pipe that is closed takes both
-        typer.echo(to_json(found) if as_json else profile_text(found))
+        print_json(found) if as_json else print_text(profile_text(found))
 
 
 def plan(
@@ -131,7 +131,7 @@ def plan(
         if out is not None:
             write_result(out, to_json(found.plan, indent=1))
     finally:
-        typer.echo(to_json(found.plan) if as_json else found.explained() if explain else str(found.plan))
+        print_json(found.plan) if as_json else print_text(found.explained() if explain else str(found.plan))
 
 
 def _plan_ranks(
@@ -145,7 +145,6 @@ def _plan_ranks(
     as_json: bool,
     explain: bool,
 ) -> None:
-    from trimtab.core.codec import to_json
     from trimtab.experiments.rank_page import RanksAsked, rank_page, said
 
     asked = RanksAsked(**options)
@@ -159,6 +158,6 @@ def _plan_ranks(
         if out is not None:
             found.write(out)
     finally:
-        typer.echo(to_json(found.plan) if as_json else found.text(beside))
+        print_json(found.plan) if as_json else print_text(found.text(beside))
     if as_json and beside is not None:
-        typer.echo(said(beside), err=True)
+        say(said(beside))

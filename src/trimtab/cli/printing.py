@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from trimtab.cli.streams import can_encode
+from trimtab.core.printable import printable
+
+
+def print_text(text: str) -> None:
+    """Print text for a person; control characters of names and texts from files are escaped."""
+    typer.echo(printable(text))
+
 
 def print_json(value: Any) -> None:
-    """Print one JSON object, on one line."""
+    """Print one JSON object, on one line; in ASCII where the stream's encoding lacks a character."""
     from trimtab.core.codec import to_jsonable
 
-    typer.echo(json.dumps(to_jsonable(value), allow_nan=False, ensure_ascii=False))
+    text = json.dumps(to_jsonable(value), allow_nan=False, ensure_ascii=False)
+    typer.echo(text if can_encode(text) else json.dumps(json.loads(text)))
 
 
 def say(text: str) -> None:
-    """Tell what goes on, on standard error."""
-    typer.echo(text, err=True)
+    """Print text for a person on standard error, as `print_text` does on standard output."""
+    typer.echo(printable(text), err=True)
 
 
 def print_figures(found: Mapping[str, Any], *, as_json: bool) -> None:
@@ -28,7 +37,7 @@ def print_figures(found: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))
+        print_text("\n".join(f"{key}: {value}" for key, value in found.items()))
 
 
 def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
@@ -43,7 +52,7 @@ def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
         print_json(ablation_object(found) if isinstance(found, Ablation) else benchmark_object(found))
         return
     _print_rich(terminal_report(found))
-    typer.echo(f"report: {paths['html']}")
+    print_text(f"report: {paths['html']}")
 
 
 def write_and_show_evaluation(runs: Any, folder: Path, command: str, *, as_json: bool) -> None:
@@ -56,7 +65,7 @@ def write_and_show_evaluation(runs: Any, folder: Path, command: str, *, as_json:
         print_json(evaluation_object(runs, command))
         return
     _print_rich(terminal_evaluation(runs, command))
-    typer.echo(f"report: {paths['html']}")
+    print_text(f"report: {paths['html']}")
 
 
 def show_gains(found: Any) -> None:
@@ -67,6 +76,15 @@ def show_gains(found: Any) -> None:
 
 
 def _print_rich(renderable: Any) -> None:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
 
-    Console(width=None if sys.stdout.isatty() else 120).print(renderable)
+    class Escaped:
+        """A renderable whose text has its control characters escaped; styles stay."""
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+            for segment in console.render(renderable, options):
+                text = segment.text if segment.control else printable(segment.text)
+                yield Segment(text, segment.style, segment.control)
+
+    Console(width=None if sys.stdout.isatty() else 120).print(Escaped())

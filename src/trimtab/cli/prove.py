@@ -22,7 +22,7 @@ from trimtab.cli.options import (
     refuse_memory,
     require_folder,
 )
-from trimtab.cli.printing import print_json, show_gains, write_and_show, write_and_show_evaluation
+from trimtab.cli.printing import print_json, print_text, show_gains, write_and_show, write_and_show_evaluation
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
@@ -186,7 +186,7 @@ def scale(
     with ProgressBar() as progress:
         found = run_scale(task, folder, settings, job, progress, which)
     if found is not None:
-        print_json(found.as_benchmark()) if as_json else typer.echo(f"{found.text}\n\nreport: {found.path}")
+        print_json(found.as_benchmark()) if as_json else print_text(f"{found.text}\n\nreport: {found.path}")
 
 
 def phases(
@@ -261,4 +261,4 @@ def _write_run_page(source: Path, folder: Path, *, as_json: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{source.stem}.html"
     write_whole(path, page)
-    print_json({"html": str(path)}) if as_json else typer.echo(f"Report: {path}")
+    print_json({"html": str(path)}) if as_json else print_text(f"Report: {path}")

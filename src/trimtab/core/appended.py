@@ -174,7 +174,12 @@ _EXCLUSIVE: weakref.WeakSet[Appended] = weakref.WeakSet()
 
 @functools.cache  # once, and not at import
 def _release_in_children() -> None:
-    os.register_at_fork(after_in_child=lambda: [file.release_in_child() for file in _EXCLUSIVE])
+    os.register_at_fork(after_in_child=_release_all)
+
+
+def _release_all() -> None:
+    for file in _EXCLUSIVE:
+        file.release_in_child()
 
 
 def _exchange(path: Path, aside: Path, new: Appended) -> None:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from trimtab.core.appended import write_over
 from trimtab.core.errors import FormatError
 from trimtab.core.files import JSON_BYTES, read_bytes, read_text
+from trimtab.core.printable import encodable
 
 T = TypeVar("T")
 # Errors of a file beside another, or in its place, that say nothing of the other itself: a folder that may not be
@@ -41,9 +42,11 @@ def to_jsonable(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(k): to_jsonable(v) for k, v in value.items()}
+        return {encodable(str(k)): to_jsonable(v) for k, v in value.items()}
     if isinstance(value, tuple | list):
         return [to_jsonable(v) for v in value]
+    if isinstance(value, str):
+        return encodable(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value
@@ -88,7 +91,7 @@ def write_whole(path: str | Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; what was there is as it was.
     """
-    write_over(Path(path), text.encode())
+    write_over(Path(path), encodable(text).encode())
 
 
 def write_result(path: Path, text: str) -> None:
@@ -102,9 +105,9 @@ def write_result(path: Path, text: str) -> None:
     own = _own_output(path)
     if own is not None:
         with open(own, "w", encoding="utf-8", closefd=False) as stream:
-            stream.write(text)
+            stream.write(encodable(text))
     elif is_stream(path):
-        path.write_text(text, encoding="utf-8")
+        path.write_text(encodable(text), encoding="utf-8")
     else:
         _written_over(path.resolve(), text)  # behind a link, which stays
 
@@ -118,7 +121,7 @@ def _written_over(path: Path, text: str) -> None:
             raise
         held = read_bytes(path, "a result to write over", limit=JSON_BYTES)
         try:
-            path.write_bytes(text.encode())
+            path.write_bytes(encodable(text).encode())
         except OSError:
             path.write_bytes(held)
             raise

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from trimtab.core.printable import printable
+
 _REDRAW_S = 0.1
 
 
@@ -32,7 +34,9 @@ class ProgressBar:
         if self._bar is None or now - self._drawn_at < _REDRAW_S:
             return
         self._drawn_at = now
-        self._bar.update(self._task, description=text, total=None if share is None else 1.0, completed=share or 0.0)
+        self._bar.update(
+            self._task, description=printable(text), total=None if share is None else 1.0, completed=share or 0.0
+        )
         self._bar.start()  # where it is not yet
         self._bar.refresh()
 

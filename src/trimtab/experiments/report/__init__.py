@@ -97,7 +97,7 @@ def read_report(path: Path) -> Comparison | Ablation:
         FormatError: it is neither.
     """
     kind: type[Comparison] | type[Ablation] = Comparison
-    text = read_text(path, "a report's JSON file")
+    text = read_text(path, "a readable Comparison JSON file")
     with contextlib.suppress(ValueError, AttributeError, RecursionError):  # `from_json` reports them
         kind = Ablation if parse(text).get("kind") == "ablation" else Comparison
     return from_json(kind, text)
