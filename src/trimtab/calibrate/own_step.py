@@ -1,4 +1,4 @@
-"""One plain optimizer step of the loop, before anything is measured: what the backward and the step do besides."""
+"""One plain optimizer step before the measurements: finds hooks of the forward and side effects of the backward."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trimtab.runtime.user_hooks import GradientHook, gradient_hooks, in_words, r
 def checked(
     subject: Subject, precision: str, notes: Notes, restore: Callable[[], None]
 ) -> tuple[Check, tuple[GradientHook, ...]]:
-    """Return whether the batch may be split, and gradient hooks, which would receive the gradients of its parts.
+    """Return the verdict on splitting the batch, and the gradient hooks of the model and its forward.
 
-    Not, and a note, where the proof itself fails.
+    Splitting is refused for a model with hooks, and, with a note, if the proof itself fails.
 
     Args:
         restore: restores the loop after a step.
@@ -51,9 +51,9 @@ def checked(
 
 
 def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, ...]:
-    """Take a plain step of the example batch; returns the gradient hooks that its forward registers.
+    """Take a plain step of the example batch; returns the gradient hooks registered by the forward.
 
-    The loop is changed by it, and to be restored. A forward or backward that fails is left to the proof of splitting.
+    The caller restores the loop. A failing forward or backward is reported by the proof of splitting.
 
     Raises:
         OptimizerError: parameters change in the backward, the step fails, or `zero_grad` keeps gradients.

@@ -1,4 +1,4 @@
-"""Objects that a function refers to: globals, closures, partial arguments, owners of methods, and their contents."""
+"""Objects reachable from a function: globals, closures, partial arguments, owners of methods, container items."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_ITEMS = 1000  # of a container; a longer one holds data
 
 
 def reached(user: Any, kind: type[T]) -> Iterator[T]:
-    """Yield the objects of a class that a function, an object or a tuple of them refers to; they are not entered."""
+    """Yield the objects of a class reachable from a function, an object or a tuple. Yielded objects are not entered."""
     seen, pending = set[int](), [(user, 0)]
     while pending:
         value, depth = pending.pop()
@@ -33,7 +33,7 @@ def reached(user: Any, kind: type[T]) -> Iterator[T]:
 
 
 def references(value: Any) -> Iterator[Any]:
-    """Yield what a function, an object or a container refers to directly; classes and packages refer to nothing."""
+    """Yield the objects that a function, an object or a container refers to directly; none for classes and packages."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):

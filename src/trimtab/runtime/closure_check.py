@@ -1,6 +1,6 @@
-"""Whether an optimizer's step needs a closure that its signature calls optional, as SAM's does.
+"""Closures that are optional by signature and required in fact, as in common implementations of SAM.
 
-A step of the user's that reads its closure is tried on a copy of the optimizer, with small stand-ins for parameters.
+A user-defined step that reads the closure is tried on a copy of the optimizer, with small stand-ins for parameters.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _PLAIN = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
 
 
 def closure_failure(optimizer: torch.optim.Optimizer) -> str:
-    """Return the error of a step without a closure, if a step with one succeeds; else "".
+    """Return the error of a step without a closure if a step with a closure succeeds, else "".
 
-    Nothing of the optimizer, its parameters or its state is changed. "" too for steps that cannot be tried safely: they
-    refer to other objects of the user's.
+    Optimizer, parameters and state stay unchanged. Steps that refer to further user objects are not tried, because a
+    trial could change these objects; the result is then "".
     """
     if optimizer not in _known:
         _known[optimizer] = _closure_failure(optimizer)
@@ -46,7 +46,7 @@ def _closure_failure(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _own_steps(optimizer: torch.optim.Optimizer) -> Iterator[types.FunctionType]:
-    """Yield the step functions of an optimizer's classes that are not torch's."""
+    """Yield the step functions of the optimizer's user-defined classes."""
     for cls in type(optimizer).__mro__:
         step = vars(cls).get("step")
         found = inspect.unwrap(step) if callable(step) else None
@@ -55,13 +55,13 @@ def _own_steps(optimizer: torch.optim.Optimizer) -> Iterator[types.FunctionType]
 
 
 def _may_need(step: types.FunctionType) -> bool:
-    """Return whether a step function has a closure, and reads it."""
+    """Return True if a step function reads a parameter named closure."""
     has_closure = "closure" in inspect.signature(step).parameters
     return has_closure and any(each.argval == "closure" for each in dis.get_instructions(step))
 
 
 def _is_self_contained(step: types.FunctionType) -> bool:
-    """Return whether a step function refers to nothing outside of its optimizer that it could change."""
+    """Return True if a step function refers to no object outside of the optimizer that a step could change."""
     return all(isinstance(value, _PLAIN) for value in references(step))
 
 
@@ -69,7 +69,7 @@ def _tried(optimizer: torch.optim.Optimizer, *, with_closure: bool) -> str:
     """Return the error of a step on a copy of an optimizer, or ""; "not copied" if there is no copy."""
     try:
         stood_in, copied = _copied(optimizer)
-    except Exception:  # attributes of the user's may refuse to be copied, in any way
+    except Exception:  # user-defined attributes may raise any error in a copy
         return "not copied" if with_closure else ""
 
     def closure() -> Tensor:
@@ -89,10 +89,10 @@ def _tried(optimizer: torch.optim.Optimizer, *, with_closure: bool) -> str:
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    """Return stand-ins for parameters, and a copy of an optimizer that has them, with state of its own.
+    """Return stand-ins for the parameters, and a copy of the optimizer with the stand-ins and empty state.
 
     Raises:
-        ValueError: it holds a module, whose copy would be large.
+        ValueError: the optimizer holds a module, and a copy of the module could be large.
     """
     memo: dict[int, Any] = {}
     stood_in = []

@@ -29,10 +29,10 @@ _ON_TENSORS = {
 
 
 class HooksOfForward(TorchFunctionMode):
-    """Collects the hooks that a forward registers on its tensors, while it is active.
+    """Collects hooks registered on tensors while the mode is active.
 
     Attributes:
-        found: those of the user's.
+        found: the user's hooks.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class HooksOfForward(TorchFunctionMode):
         self.found: list[GradientHook] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a hook that is registered, and call the function."""
+        """Collect the hook if the function registers a hook, and call the function."""
         if (kind := _ON_TENSORS.get(func)) is not None:
             hook = args[1] if len(args) > 1 else (kwargs or {}).get("hook")
             if is_users(hook):
@@ -49,7 +49,7 @@ class HooksOfForward(TorchFunctionMode):
 
 
 class HookWatch:
-    """The gradient hooks of a run: inspected at its start, and again before its first step.
+    """The gradient hooks of a run, inspected at the start, before the first step and in the first forward.
 
     Attributes:
         found: the hooks.
@@ -73,9 +73,9 @@ class HookWatch:
 
     @contextlib.contextmanager
     def first_forward(self, plan: Plan) -> Iterator[None]:
-        """Watch a forward, the first time that one is run so: hooks that it registers are compared with the plan.
+        """Compare the hooks registered by the first forward with the plan; later forwards are not watched.
 
-        Not of a compiled model, which would be compiled for the watch.
+        Compiled models are never watched: the active mode would cause a recompilation.
         """
         if self._is_watched:
             yield
@@ -93,13 +93,13 @@ class HookWatch:
         return found
 
     def begin(self, plan: Plan) -> bool:
-        """Return whether there are hooks, as the first step begins; they may have been registered since the start."""
+        """Return True if the run has hooks. Inspects the model again before the first step."""
         if not self._has_begun:
             self.found, self._has_begun = self._inspected(plan), True
         return bool(self.found)
 
     def require_mean(self, window: Window | None, count: object) -> None:
-        """Raise `ModelError` where the terms of a window are counted after hooks received its first gradients."""
+        """Raise `ModelError` for a sum with a count over several backwards of a model with hooks."""
         if self.found and count is not None and window is not None and window.num_micro_batches > 1:
             raise ModelError(
                 "run.backward",

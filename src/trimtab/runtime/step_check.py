@@ -1,4 +1,4 @@
-"""Self-test of a step that takes the place of the user's: both step small copies of the user's parameters.
+"""Self-test of a step that replaces the user's step: both steps are taken on small copies of the user's parameters.
 
 The fused kernels of torch differ by device and dtype, and a few are wrong: torch 2.13's fused SGD on a CPU leaves bf16
 parameters unchanged. Copies keep what a kernel may depend on: dtype, device, order of strides and the group's options.
@@ -27,7 +27,7 @@ Key = tuple[Any, ...]
 
 
 def fused_difference(optimizer: torch.optim.Optimizer) -> str:
-    """Return how the fused step differs from the plain one on copies of an optimizer's parameters, or "".
+    """Return the difference of the fused and the plain step on copies of the optimizer's parameters, or "" if none.
 
     Results are cached by class, options and kinds of parameters. No random numbers are drawn.
     """
@@ -40,12 +40,12 @@ def fused_difference(optimizer: torch.optim.Optimizer) -> str:
 
 
 def muon_difference(matrices: Iterable[Tensor]) -> str:
-    """Return how Muon's step on copies of some matrices differs from its step on copies in double precision, or ""."""
+    """Return the difference of Muon's step in the matrices' dtype and in double precision, or "" if none."""
     return _Test(torch.optim.Muon, _MUON, _samples(matrices), None).found(_muon_difference)
 
 
 class _Test:
-    """Copies of parameters, one of each kind, and the options of their group."""
+    """Copies of parameters, a copy per kind, and the options of the group."""
 
     def __init__(
         self, cls: Class, options: Mapping[str, Any], samples: Mapping[Key, Tensor], rate_dtype: torch.dtype | None
@@ -54,7 +54,7 @@ class _Test:
         self._key = cls, tuple(sorted((n, repr(v)) for n, v in options.items())), tuple(samples), rate_dtype
 
     def found(self, difference: Callable[[_Test], str]) -> str:
-        """Return the result of a comparison of this test's copies, from the cache if it was made before."""
+        """Return the result of a comparison, from the cache if possible."""
         key = (difference, *self._key)
         if key not in _results:
             _results[key] = difference(self) if self.parameters else ""
@@ -87,7 +87,7 @@ _results: dict[Key, str] = {}
 
 
 def _fused_difference(test: _Test) -> str:
-    """Return how the two steps of a class differ, or ""."""
+    """Return the difference of the two steps of a class, or "" if none."""
     try:
         plain = test.stepped({"fused": False, "foreach": None})
         fused = test.stepped({"fused": True, "foreach": None})
@@ -99,7 +99,7 @@ def _fused_difference(test: _Test) -> str:
 
 
 def _muon_difference(test: _Test) -> str:
-    """Return how a step in the parameters' dtype differs from a step in double precision, or ""."""
+    """Return the difference of a step in the parameters' dtype and in double precision, or "" if none."""
     try:
         exact, own = test.stepped({}, torch.float64), test.stepped({})
     except Exception as error:
@@ -128,7 +128,7 @@ def _where(parameter: Tensor, apart: float) -> str:
 
 
 def _difference(before: Tensor, plain: Tensor, other: Tensor, eps: float) -> float:
-    """Return how far two results are apart, in units of the step, where that is more than rounding; else 0."""
+    """Return the distance of two results in units of the step; 0 if rounding explains the distance."""
     if before.numel() == 0:
         return 0.0
     start, one, two = (each.double() for each in (before, plain, other))
@@ -145,7 +145,7 @@ def _samples(parameters: Iterable[Tensor]) -> dict[Key, Tensor]:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a sharded parameter; any other as it is."""
+    """Return the local shard of a sharded parameter; other parameters unchanged."""
     to_local = getattr(parameter, "to_local", None)
     local: Tensor = parameter if to_local is None else to_local()
     return local

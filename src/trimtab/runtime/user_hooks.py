@@ -1,4 +1,4 @@
-"""The user's gradient hooks: found by inspection, and the settings that would change what they receive.
+"""Inspection of user gradient hooks, and refusal of settings that would change the gradients passed to hooks.
 
 A hook may clamp, log, accumulate or step. Under a loss scale it receives gradients times that scale, and in a split
 batch the gradients of each micro-batch. Hooks of torch, of trimtab and of other wrappers are part of how a model runs.
@@ -31,7 +31,7 @@ _EVERY_MODULE = ("_global_backward_hooks", "backward hook"), ("_global_backward_
 
 @dataclass(frozen=True)
 class GradientHook:
-    """A hook of the user's that runs in the backward.
+    """A user-registered hook that runs in the backward.
 
     Attributes:
         kind: "tensor hook", "post-accumulate-grad hook", "backward hook" or "backward pre-hook".
@@ -50,7 +50,7 @@ class GradientHook:
 
 
 def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
-    """Return the hooks of the user's that run in the backward of a model.
+    """Return the user-registered hooks that run in the backward of a model.
 
     Hooks on activations and on autograd nodes are registered by a forward and cannot be found by inspection.
     """
@@ -84,7 +84,7 @@ def in_words(hooks: tuple[GradientHook, ...]) -> str:
 
 
 def bitwise_reason(hooks: tuple[GradientHook, ...]) -> str:
-    """Return why only settings that change no bit of a gradient are tried, or ""."""
+    """Return the reason for trying only settings that keep gradients bitwise equal, or ""."""
     return f"not tried: the model has {in_words(hooks)}, which would receive other gradients" if hooks else ""
 
 
@@ -96,7 +96,7 @@ def require_compatible(
     nonfinite: str | None = None,
     out_of_memory: str | None = None,
 ) -> None:
-    """Raise where a plan or an option would change the gradients that hooks receive, or the steps that they take.
+    """Raise if a plan or an option would change the gradients passed to hooks, or steps taken by hooks.
 
     Args:
         hooks: as `gradient_hooks` returns them. clip_norm, nonfinite, out_of_memory: as given to `trimtab.start`.
@@ -140,7 +140,7 @@ def require_compatible(
 
 
 def _split(plan: Plan, out_of_memory: str | None) -> str:
-    """Return the argument that would have hooks receive the gradient of a part of the batch, or ""."""
+    """Return the name of the argument that splits the batch, or ""."""
     if plan.splits:
         return "plan.micro_batch"
     if plan.batch_rule is not None and not plan.batch_rule.only_measures:
@@ -180,10 +180,10 @@ def steps_in_backward(field: str, stepped: tuple[Optimizer, ...], given: str) ->
 
 
 def require_saved(model: nn.Module, optimizer: Optimizer, saved: Iterable[Any]) -> None:
-    """Raise `OptimizerError` where hooks step optimizers whose state is not in a run's checkpoints.
+    """Raise `OptimizerError` if hooks step optimizers that the run's checkpoints do not include.
 
     Args:
-        optimizer: the run's. saved: other objects whose state the checkpoints include.
+        optimizer: the run's. saved: further objects in the checkpoints.
     """
     known = {id(each) for each in (optimizer, *saved)}
     stepped = [each for each in stepped_in_backward(gradient_hooks(model)) if id(each) not in known]
@@ -198,30 +198,30 @@ def require_saved(model: nn.Module, optimizer: Optimizer, saved: Iterable[Any]) 
 
 
 def require_plannable(hooks: tuple[GradientHook, ...]) -> None:
-    """Raise `OptimizerError` where a backward may step: no trial could be measured without training."""
+    """Raise `OptimizerError` if the backward may step: a trial would train the model."""
     if stepped := stepped_in_backward(hooks):
         raise steps_in_backward("optimizer", stepped, in_words(hooks))
 
 
 def described(hook: Any, kind: str, owner: str, attributes: Iterable[Any] = ()) -> GradientHook:
-    """Return a hook that is registered on an owner, which may have optimizers as attributes."""
+    """Return the description of a hook registered on an owner; attributes of the owner are searched for optimizers."""
     optimizers = tuple(reached((hook, *attributes), Optimizer))  # type: ignore[type-abstract]
     return GradientHook(kind, owner, _name(hook), optimizers)
 
 
 def users(hooks: Mapping[int, Any] | None) -> Iterator[Any]:
-    """Yield the hooks that no wrapper registered for itself."""
+    """Yield the user-registered hooks; hooks of wrappers such as DDP are left out."""
     return filter(is_users, () if hooks is None else list(hooks.values()))
 
 
 def is_users(hook: Any) -> bool:
-    """Return whether a hook is the user's, and not a wrapper's own."""
+    """Return True for a hook registered by the user, False for hooks of wrappers such as DDP."""
     packages = [_module(function).partition(".")[0] for function in _functions(hook)]
     return packages[0] not in _WRAPPERS and not all(package == "torch" for package in packages)
 
 
 def _functions(hook: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield a hook, and the functions that it wraps."""
+    """Yield a hook and the functions in its closure."""
     if isinstance(hook, functools.partial):
         yield from _functions(hook.func, depth)
         inner: Iterable[Any] = (*hook.args, *hook.keywords.values())

@@ -612,3 +612,18 @@ def test_a_busy_machine_is_told_of_where_it_hides_a_gain():
     assert not any("busy" in text for text in still.advice)
     alike = planned(Machine(noise=0.01))
     assert not any("busy" in text for text in alike.advice)
+
+
+def test_a_loop_with_gradient_hooks_keeps_all_but_what_changes_no_bit():
+    hooks = "not tried: the model has a tensor hook"
+    unsplit = replace(REFUSED, reason="the model has a tensor hook")
+    plan = planned(Machine(), supports_fused=False, bitwise_only=hooks, check=unsplit)
+    assert set(plan.changes) <= {"allocator", "recompute"}
+    for name in ("precision", "memory_layout", "fused_optimizer", "loss_chunk", "compiled", "micro_batch"):
+        assert "a tensor hook" in getattr(plan, name).reason
+
+
+def test_a_fused_step_that_differs_is_not_chosen_and_its_reason_is_said():
+    plan = planned(Machine(), supports_fused=False, fused_refusal="planted difference")
+    assert plan.fused_optimizer.value is False
+    assert plan.fused_optimizer.reason == "planted difference"

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trimtab
+from trimtab.calibrate.facts import loop_facts, with_tested_step
 from trimtab.core.errors import OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.runtime import step_check
@@ -182,13 +183,15 @@ def test_a_run_that_is_not_refused_trains_half_parameters(dtype):
     assert (model.embedding.weight - reference.embedding.weight).norm() < 0.1 * moved
 
 
-def test_a_plan_leaves_a_wrong_fused_step_out_with_its_reason(monkeypatch):
-    monkeypatch.setattr("trimtab.calibrate.facts.fused_difference", lambda optimizer: "planted difference")
-    model = nn.Linear(4, 1)
+def test_a_wrong_fused_step_does_not_count_as_supported(monkeypatch):
+    model = Net(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    plan = trimtab.plan(model, optimizer, lambda model, x: model(x).square().mean(), torch.ones(2, 4), num_blocks=3)
-    assert plan.fused_optimizer.value is False
-    assert "planted difference" in plan.fused_optimizer.reason
+    facts = loop_facts(model, optimizer, 32, {})
+    assert with_tested_step(facts, optimizer) == facts
+    monkeypatch.setattr("trimtab.calibrate.facts.fused_difference", lambda optimizer: "planted difference")
+    tested = with_tested_step(facts, optimizer)
+    assert not tested.supports_fused
+    assert "planted difference" in tested.fused_refusal
 
 
 def test_muon_is_compared_with_its_step_in_double_precision(monkeypatch):
