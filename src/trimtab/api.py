@@ -21,6 +21,7 @@ from trimtab.calibrate.adapting import (
 )
 from trimtab.calibrate.drawing import require_restorable
 from trimtab.calibrate.elsewhere import profile_elsewhere
+from trimtab.calibrate.example_batch import protected
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.calibrate.subject import Subject
@@ -45,7 +46,7 @@ from trimtab.distributed.rehearsal import of_live
 from trimtab.distributed.stage_choice import Share, of_replicas, share_of
 from trimtab.measure.energy import EnergyClock
 from trimtab.measure.meters import Metering, elsewhere_meter, find_meter, measurable
-from trimtab.runtime.batches import as_many_rows
+from trimtab.runtime.batching import Batching, Count, Split, of_same_size
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.optimizers import modules_beside, require_alone
 from trimtab.runtime.recorder import Recorder
@@ -85,6 +86,8 @@ def profile(
     num_blocks: int = NUM_BLOCKS,
     traces: bool = False,
     metering: Metering | None = None,
+    count: Count | None = None,
+    split: Split | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
     """Measure a training loop and the settings worth trying on it; leaves no trace.
@@ -112,6 +115,9 @@ def profile(
         traces: whether to trace peaks though memory is neither limited nor weighed, so that the profile can be decided
             under other limits and for other devices.
         metering: how joules are known; by default by the meters there are.
+        count: `count(batch)` -> number of samples. split: `split(batch, start, stop)` -> a batch of the samples from
+            `start` to `stop`. For batches whose containers do not show them, such as packed, graph, time-first and
+            vision-language batches; without, such a batch trains whole.
         progress: called with a line of text as work goes on.
 
     Raises:
@@ -123,11 +129,11 @@ def profile(
     budget = checks.dataclass_or("budget", budget, Budget, Budget())
     objective = checks.dataclass_or("objective", objective, Objective, Objective())
     metering = checks.dataclass_or("metering", metering, Metering, Metering())
-    batch, example = example_batch, None
+    batch, example, batching = example_batch, None, Batching(count, split)
     if longest_batch is not None:
-        batch, example = as_many_rows(longest_batch, example_batch), example_batch
+        batch, example = of_same_size(longest_batch, example_batch, batching), example_batch
     named = checks.names("blocks", blocks)
-    given = {"named_blocks": named, "example": example, "modules": modules_beside(model, modules)}
+    given = {"named_blocks": named, "example": example, "modules": modules_beside(model, modules), "batching": batching}
     subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, **given)
     if not model.training:
         warnings.warn(_IN_EVALUATION, stacklevel=2)
@@ -194,7 +200,7 @@ def profile_there(
     return profile_elsewhere(
         model,
         optimizer,
-        loss_fn,
+        protected(loss_fn),
         example_batch,
         spec,
         reference=checks.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE),
@@ -224,6 +230,8 @@ def plan(
     modules: Iterable[nn.Module] = (),
     num_blocks: int = NUM_BLOCKS,
     metering: Metering | None = None,
+    count: Count | None = None,
+    split: Split | None = None,
     rehearse: bool = True,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
@@ -255,6 +263,7 @@ def plan(
             silent, or ranks failed, as where memory runs out, after they had sent unlike much in such windows.
     """
     require_plannable(model)
+    batching = Batching(count, split)
     beside, freed = modules_beside(model, modules), adaptations(adapt, data)
     require_alone(beside, is_alone=not is_to_share(model))
     trains = bool(freed & TRAINED)
@@ -286,13 +295,15 @@ def plan(
             frees_batch=rule is not None and rule.spans_batches,
             num_blocks=num_blocks,
             metering=metering,
+            count=count,
+            split=split,
             progress=progress,
         )
 
     def made(found: Profile, kept: str = "") -> Made:
         chosen = of_replicas(of_any_rank(found) if is_shared else found, kept)
         if trains and data is not None:
-            loop = Subject(model, optimizer, loss_fn, example_batch, modules=beside)
+            loop = Subject(model, optimizer, loss_fn, example_batch, modules=beside, batching=batching)
             chosen = adapted(loop, chosen, freed, data, progress, RunLength.of(data, total_steps), found.budget)
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
@@ -301,7 +312,7 @@ def plan(
 
     def of_rank() -> Made | Share:
         found = measured()
-        loop = (model, optimizer, loss_fn, batch)
+        loop = (model, optimizer, protected(loss_fn), batch)
         adapts = trains or rule is not None
         share = share_of(found, loop, progress, adapts=adapts)
         return share if isinstance(share, Share) else made(found, share)
@@ -309,7 +320,8 @@ def plan(
     if not is_shared:
         return made(measured()).plan
     clips = None if reference is None else reference.clip_norm
-    rehearsal = partial(of_live, model, optimizer, loss_fn, batch, clip_norm=clips, progress=progress)
+    how = {"clip_norm": clips, "progress": progress, "batching": batching}
+    rehearsal = partial(of_live, model, optimizer, protected(loss_fn), batch, **how)
     return plan_together(of_rank, next(model.parameters()).device, rehearsal if rehearse else None)
 
 
@@ -333,6 +345,8 @@ def start(
     energy: EnergyClock | None = None,
     checkpoints: Checkpoints | None = None,
     modules: Iterable[nn.Module] = (),
+    count: Count | None = None,
+    split: Split | None = None,
 ) -> Run:
     """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
 
@@ -352,6 +366,7 @@ def start(
         checkpoints: where the run is kept, and gone on from; needs `run.windows(loader)`, which knows its place.
         modules: trained by the same optimizer in addition to the model, such as a criterion with parameters; in one
             process. Checkpoints include them.
+        count, split: as in `profile`.
 
     Raises:
         UsageError: the plan does not fit this model, optimizer or device; nothing was changed.
@@ -387,7 +402,8 @@ def start(
         "out_of_memory": out_of_memory,
         "stop": checks.dataclass_or("stop", stop, Stop, None),
     }
-    options |= {"modules": beside, "backend": backend, "recorder": None if record is None else Recorder(record, energy)}
+    options |= {"modules": beside, "batching": Batching(count, split)}
+    options |= {"backend": backend, "recorder": None if record is None else Recorder(record, energy)}
     settings: Checkpoints | None = checks.dataclass_or("checkpoints", checkpoints, Checkpoints, None)
     if settings is not None:
         return kept(settings, model, optimizer, plan, options)

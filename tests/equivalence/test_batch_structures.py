@@ -14,7 +14,7 @@ from torch import nn
 from training_cases import ROWS, class_case
 
 from trimtab.core.plan import Plan
-from trimtab.runtime.batches import slices
+from trimtab.runtime.batching import BY_CONTAINERS
 
 Pair = namedtuple("Pair", ["inputs", "labels"])
 
@@ -120,7 +120,7 @@ def test_a_dataclass_may_have_a_field_without_a_value():
         rows: torch.Tensor
         cache: object = field(init=False)
 
-    pieces = [piece for piece, _ in slices(Late(torch.arange(4.0)), 4, 2)]
+    pieces = [piece for piece, _ in BY_CONTAINERS.slices(Late(torch.arange(4.0)), 4, 2)]
     assert [piece.rows.tolist() for piece in pieces] == [[0, 1], [2, 3]]
     assert not hasattr(pieces[0], "cache")
 

@@ -21,7 +21,7 @@ import trimtab
 from trimtab.core.plan import Plan
 from trimtab.runtime import engine, gradients, layout, optimizers, passes, precision, window
 from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.batches import slices
+from trimtab.runtime.batching import Batching
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.order import LoopOrder
 
@@ -232,22 +232,25 @@ def whole_batch_cut(patch):
 def last_slice_dropped(patch):
     """Drop what does not fill a micro-batch, as a loader with drop_last does."""
 
-    def whole(batch, rows, micro_batch):
-        return [piece for piece in slices(batch, rows, micro_batch) if piece[1] == micro_batch]
+    def whole(batching, batch, rows, micro_batch):
+        return iter([piece for piece in slices(batching, batch, rows, micro_batch) if piece[1] == micro_batch])
 
     class Shorter(window.Window):
         def _count(self):
             return sum(rows // micro for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True))
 
-    patch.setattr(window, "slices", whole)
+    slices = Batching.slices
+    patch.setattr(Batching, "slices", whole)
     patch.setattr(passes, "Window", Shorter)
 
 
 def slices_in_reverse(patch):
+    slices = Batching.slices
+
     def backwards(*args):
         return reversed(list(slices(*args)))
 
-    patch.setattr(window, "slices", backwards)
+    patch.setattr(Batching, "slices", backwards)
 
 
 def no_autocast(patch):

@@ -25,6 +25,7 @@ from trimtab.measure.stages import Stages, chains_through, require_runs, trace_s
 from trimtab.measure.step_trace import trace_state_bytes
 from trimtab.measure.traced_step import LossFn
 from trimtab.runtime.activation_checkpoint import use_schedule
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.precision import autocast
 
 
@@ -37,6 +38,7 @@ def trace_blocks(
     named: tuple[str, ...] = (),
     *,
     splits: bool = True,
+    batching: Batching = BY_CONTAINERS,
 ) -> TracedBlocks | str:
     """Return a candidate's blocks as on CUDA, or why nothing can be told of them.
 
@@ -46,7 +48,7 @@ def trace_blocks(
     """
     try:
         with applied(model, optimizer, candidate), AsCuda():
-            return _traced(model, optimizer, loss_fn, batch, candidate, named, splits=splits)
+            return _traced(model, optimizer, loss_fn, batch, candidate, named, splits=splits, batching=batching)
     except TrimtabError as error:
         return describe(error)
 
@@ -60,6 +62,7 @@ def _traced(
     named: tuple[str, ...],
     *,
     splits: bool,
+    batching: Batching = BY_CONTAINERS,
 ) -> TracedBlocks | str:
     blocks = blocks_of(model, loss_fn, batch, named)
     number = len(blocks.names)
@@ -67,7 +70,7 @@ def _traced(
         return NO_BLOCKS
     again = schedule_of(EVERY_BLOCK, number)
     with_schedule(model, blocks.names, again, _run_nothing)  # or it says why not
-    rows, batches = two_sizes(batch)
+    rows, batches = two_sizes(batch, batching=batching)
     forward = functools.partial(autocast, candidate.precision, HERE)
 
     def trace(**how: Any) -> tuple[Stages, Stages]:
@@ -104,8 +107,9 @@ def trace_blocks_for_others(
     """Return blocks as on CUDA, for devices that are not here, of whatever else is traced for these."""
     wanted = [each.candidate for each in profile.elsewhere_traces]
     loop = (subject.model, subject.optimizer, subject.loss_fn, subject.batch)
+    how: Any = {"splits": profile.check.splittable, "batching": subject.batching}
     found = []
     for candidate in wanted:
         progress(f"tracing blocks for other devices: {candidate.describe()}")
-        found.append(trace_blocks(*loop, candidate, subject.named_blocks, splits=profile.check.splittable))
+        found.append(trace_blocks(*loop, candidate, subject.named_blocks, **how))
     return tuple(each for each in found if not isinstance(each, str))

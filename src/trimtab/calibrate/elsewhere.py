@@ -25,7 +25,7 @@ from trimtab.measure.fakes import Fakes
 from trimtab.measure.linked_blocks import blocks_of
 from trimtab.measure.machine import environment
 from trimtab.measure.traced_step import cannot_trace
-from trimtab.runtime.batches import count_rows
+from trimtab.runtime.batching import BY_CONTAINERS
 from trimtab.runtime.engine import LossFn
 from trimtab.runtime.loss_head import watched
 from trimtab.runtime.optimizers import check_ownership
@@ -83,7 +83,7 @@ def profile_elsewhere(
 
 
 def _check_traceable(model: nn.Module, batch: Any, device: DeviceSpec) -> None:
-    place, rows = next(model.parameters()).device.type, count_rows(batch)
+    place, rows = next(model.parameters()).device.type, BY_CONTAINERS.require(batch, "example_batch")
     if place != "cpu":
         raise ModelError(
             "model", given=f"parameters on {place}", expected="parameters on the CPU, or without memory there"
@@ -102,7 +102,7 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, 
             loss_fn(model_there, batch_there)
     except Exception as error:
         raise cannot_trace(error) from error
-    return loop_facts(model, optimizer, count_rows(batch), heads)
+    return loop_facts(model, optimizer, BY_CONTAINERS.require(batch), heads)
 
 
 def _of_rows(facts: LoopFacts, rows: int | None) -> LoopFacts:

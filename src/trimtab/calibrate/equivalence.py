@@ -11,6 +11,7 @@ micro-batch, so the batch is not split.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.calibrate.dropout_off import dropout_off
+from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.other_batch import other_values
 from trimtab.calibrate.own_forward import require_own_forward
@@ -28,7 +30,7 @@ from trimtab.core.errors import BatchError
 from trimtab.core.plan import Check
 from trimtab.measure.loop_state import TORCH_GENERATORS, Change, ChangeKind, LoopState
 from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.batches import slices
+from trimtab.runtime.batching import UNKNOWN
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.splitting import normalises_by_batch
 
@@ -81,9 +83,10 @@ def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
 def _check_of_batch(subject: Subject, precision: str) -> Check:
     rows = subject.rows
     while True:
-        part = subject if rows == subject.rows else _leading(subject, rows)
+        part = subject.first(rows)
         try:
-            check = _state_refusal(part, precision) or _check(part)
+            refusal = _state_refusal(part, precision)
+            check = _unknown_samples(part) or refusal or _check(part)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -95,13 +98,9 @@ def _check_of_batch(subject: Subject, precision: str) -> Check:
             return _refused("split.out_of_memory", "the batch does not fit in memory in fp32, so nothing can be proved")
 
 
-def _leading(subject: Subject, rows: int) -> Subject:
-    return replace(subject, batch=next(slices(subject.batch, subject.rows, rows))[0])
-
-
 def _can_split(subject: Subject) -> bool:
     try:
-        next(slices(subject.batch, subject.rows, 1))
+        subject.first(1)
     except BatchError:
         return False
     return True
@@ -109,6 +108,13 @@ def _can_split(subject: Subject) -> bool:
 
 def _refused(code: str, reason: str, difference: float | None = None) -> Check:
     return Check(False, reason, difference, code=code)
+
+
+def _unknown_samples(subject: Subject) -> Check | None:
+    """Return a refusal if the number of samples is unknown, whatever else keeps the batch from being split."""
+    if unknown := subject.unknown:
+        return _refused(UNKNOWN, f"the number of samples of the batch is unknown: {unknown}")
+    return None
 
 
 def _check(subject: Subject) -> Check:
@@ -135,7 +141,7 @@ def _check(subject: Subject) -> Check:
 def _second_batch(subject: Subject) -> Subject | None:
     """Return the loop with a smaller batch of other values, or None if none can be made."""
     samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
-    other = other_values(subject.batch, subject.rows, samples)
+    other = other_values(subject.batch, subject.rows, samples, subject.batching)
     return None if other is None else replace(subject, batch=other, example=None)
 
 
@@ -143,7 +149,7 @@ def _second_batch(subject: Subject) -> Subject | None:
 
 
 def _held(subject: Subject) -> LoopState:
-    return LoopState(subject.trained, subject.optimizer, loss_fn=subject.loss_fn)
+    return LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
 
 
 def _state_refusal(subject: Subject, precision: str) -> Check | None:
@@ -227,10 +233,9 @@ Gradients = dict[str, Tensor]
 def _unequal_split(subject: Subject) -> Iterator[tuple[Any, int]]:
     """Yield pieces of about 5/8, 2/8 and 1/8 of the samples."""
     rows = subject.rows
-    (large, first), *rest = slices(subject.batch, rows, max(1, round(rows * 0.625)))
-    yield large, first
-    for piece, size in rest:
-        yield from slices(piece, size, max(1, round(size * 0.667)))
+    ends = sorted({max(1, round(rows * 0.625)), max(1, round(rows * 0.875)), rows})
+    for start, stop in itertools.pairwise((0, *ends)):
+        yield subject.batching.part(subject.batch, start, stop, rows), stop - start
 
 
 def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Verdict:

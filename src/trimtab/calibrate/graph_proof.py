@@ -20,8 +20,9 @@ from torch import Tensor
 
 from trimtab.calibrate.equivalence import relative
 from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import BatchError
 from trimtab.core.profile import Candidate
-from trimtab.runtime.batches import rows_at, slices
+from trimtab.runtime.batches import samples_at
 from trimtab.runtime.compiled import CompiledCall
 from trimtab.runtime.cuda_graphs import Recorder
 
@@ -43,9 +44,12 @@ def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
     if recorder is None:
         return "the model was compiled before"
     gradients = functools.partial(_gradients, subject, candidate, recorder)
-    batch, rows = next(slices(subject.batch, subject.rows, candidate.micro_batch))
+    batch, rows = next(subject.batching.slices(subject.batch, subject.rows, candidate.micro_batch))
+    try:
+        other = samples_at(batch, [index // 2 for index in range(rows)])
+    except BatchError as error:
+        return f"no other batch can be made of this one to prove graphs on: {error.given}"
     before = gradients(batch, _DRAWS[0], launched=False)
-    other = rows_at(batch, [index // 2 for index in range(rows)])
     apart, moved, differing = [], [], ""
     with _moved_weights(subject):
         for draw in _DRAWS:

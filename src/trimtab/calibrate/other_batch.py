@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from trimtab.core.errors import BatchError
-from trimtab.runtime.batches import _map as map_tensors
-from trimtab.runtime.batches import rows_at
+from trimtab.runtime.batches import map_leaves, samples_at
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
+from trimtab.runtime.samples import read
 
 _MOST_SCALED = 0.1
 
 
-def other_values(batch: Any, samples: int, wanted: int) -> Any | None:
+def other_values(batch: Any, samples: int, wanted: int, batching: Batching = BY_CONTAINERS) -> Any | None:
     """Return a batch of other values and order, made of the samples of a batch; None if it cannot be indexed.
 
     Samples are taken in another order. Values of floating point are scaled down by up to a tenth, each by its own
@@ -26,7 +27,10 @@ def other_values(batch: Any, samples: int, wanted: int) -> Any | None:
         batch: with `samples` samples.
         samples: number of samples in `batch`.
         wanted: number of samples of the result.
+        batching: how batches are counted.
     """
+    if read(batch).samples != samples:
+        return None  # its samples are known to the user's functions alone
     generator = torch.Generator().manual_seed(samples)
     order = torch.randperm(samples, generator=generator).tolist()
     indices = list(itertools.islice(itertools.cycle(order), wanted))
@@ -43,9 +47,11 @@ def other_values(batch: Any, samples: int, wanted: int) -> Any | None:
         return (tensor.detach() * factor.to(tensor.device)).to(tensor.dtype).requires_grad_(tensor.requires_grad)
 
     try:
-        return map_tensors(rows_at(batch, indices), scaled)
+        other = map_leaves(samples_at(batch, indices), scaled)
+        reading = batching.read(other)
     except (BatchError, RuntimeError, TypeError, IndexError):
         return None
+    return other if reading.samples == wanted and reading.is_splittable else None
 
 
 def _is_mask(tensor: Tensor) -> Tensor:

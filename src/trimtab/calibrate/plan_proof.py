@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from trimtab.calibrate.dropout_off import dropout_off
+from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.other_batch import other_values
 from trimtab.calibrate.rounding import Difference, Norms, distances, last_bits_moved, norms, total, worst
@@ -34,7 +35,6 @@ from trimtab.core.profile import Candidate, Profile, ProvedCandidate
 from trimtab.decide.planner import chosen_candidate
 from trimtab.measure.loop_state import LoopState
 from trimtab.runtime.accumulation import or_one
-from trimtab.runtime.batches import slices
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 # Settings in the order in which they are suspected: the ones that change most of a step first.
@@ -195,7 +195,7 @@ def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
 def _smaller(subject: Subject, samples: int) -> Subject:
     if samples >= subject.rows:
         return subject
-    return replace(subject, batch=next(slices(subject.batch, subject.rows, samples))[0], example=None)
+    return replace(subject.first(samples), example=None)
 
 
 # The proof ----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,10 @@ def _smaller(subject: Subject, samples: int) -> Subject:
 def _prove(subject: Subject, candidate: Candidate, changed: tuple[str, ...]) -> Proof:
     found: list[tuple[Difference, int]] = []
     precisions: list[str] = []
-    with _subject_with_rate(subject), LoopState(subject.trained, subject.optimizer, loss_fn=subject.loss_fn) as start:
+    with (
+        _subject_with_rate(subject),
+        LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn)) as start,
+    ):
         batches = _two_batches(subject)
         for precision, comparison in _comparisons(subject, candidate):
             proof = _compared(subject, start, batches, precision, comparison, changed)
@@ -404,7 +407,7 @@ def _epsilon(tensor: Tensor) -> float:
 
 
 def _two_batches(subject: Subject) -> tuple[Any, Any]:
-    other = other_values(subject.batch, subject.rows, subject.rows)
+    other = other_values(subject.batch, subject.rows, subject.rows, subject.batching)
     return subject.batch, subject.batch if other is None else other
 
 
@@ -438,7 +441,7 @@ def _accumulate(subject: Subject, batch: Any, precision: str, pieces: int | None
         parameter.grad = None
     rows = subject.rows
     count: Any = None
-    for piece, size in slices(batch, rows, pieces or rows):
+    for piece, size in subject.batching.slices(batch, rows, pieces or rows):
         loss, terms = subject.loss(piece, precision)
         if terms is None:
             scaler.scale(loss * (size / rows)).backward()

@@ -14,7 +14,6 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate
 from trimtab.core.units import format_seconds
 from trimtab.measure.timing import time_call
-from trimtab.runtime.batches import slices
 
 _WORTH_S = 0.1  # of a step: one of a hundred times a shorter one can be borne
 _SHARE, _FEWEST = 32, 2  # one row in so many, and at least so many: batch statistics need two
@@ -31,11 +30,11 @@ class Guard:
     """
 
     def __init__(self, subject: Subject, incumbent: Candidate) -> None:
-        rows, few = subject.rows, subject.batch
+        rows, few = subject.rows, subject
         self._is_on, self._has_begun = subject.device.type == "cpu" and can_fork(), False
         with contextlib.suppress(Exception):  # a batch that cannot be split goes whole
-            few = next(slices(few, rows, min(rows, max(_FEWEST, rows // _SHARE))))[0]
-        self._few, self._rows, self._incumbent = replace(subject, batch=few), rows, incumbent
+            few = few.first(min(rows, max(_FEWEST, rows // _SHARE)))
+        self._few, self._rows, self._incumbent = few, rows, incumbent
         self._ends: dict[Candidate, str] = {}
 
     def refusal(self, candidate: Candidate) -> str | None:
@@ -75,7 +74,7 @@ class Probe:
         self._few: Subject | None = None
         if subject.device.type == "cpu" and step_s >= _WORTH_S and few < self._rows:
             with contextlib.suppress(Exception):  # a batch that cannot be split: the whole step will tell
-                self._few = replace(subject, batch=next(slices(subject.batch, self._rows, few))[0])
+                self._few = subject.first(few)
                 self._base_s = self._seconds(self._few, incumbent)
 
     def refusal(self, candidate: Candidate) -> str | None:

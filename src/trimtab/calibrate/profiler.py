@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
 from trimtab.calibrate.drawing import Drawn, draw_some, waiting_s
+from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.facts import loop_facts, with_tested_step
 from trimtab.calibrate.notes import Interrupted, Notes, interrupting, planning_failed
 from trimtab.calibrate.one_at_a_time import one_at_a_time
@@ -105,7 +106,7 @@ def _profile(
     start, notes = time.perf_counter(), Notes()
     is_asked = objective.energy > 0 or budget.energy is not None
     metered = with_idle(metered) if metered is not None and is_asked else metered
-    with unchanged_by(subject.loss_fn, subject.trained, subject.optimizer) as snapshot:
+    with unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot:
         drawn = Drawn() if data is None else draw_some(subject, data, notes)
         progress("checking that splitting keeps the gradient")
         check, hooks = checked(subject, reference.precision, notes, snapshot.restore)

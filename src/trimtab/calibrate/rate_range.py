@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
@@ -42,8 +43,16 @@ def range_test(
     model, optimizer = subject.model, subject.optimizer
     with (
         undisturbed(batches) as lent,
-        unchanged_by(subject.loss_fn, subject.trained, optimizer),
-        Run(model, optimizer, _with_norms(plan), out_of_memory="stop", modules=subject.modules, on_trial=True) as run,
+        unchanged_by(own_loss(subject.loss_fn), subject.trained, optimizer),
+        Run(
+            model,
+            optimizer,
+            _with_norms(plan),
+            out_of_memory="stop",
+            modules=subject.modules,
+            batching=subject.batching,
+            on_trial=True,
+        ) as run,
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))

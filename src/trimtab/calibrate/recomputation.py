@@ -12,7 +12,7 @@ from torch import nn
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.recompute_seconds import measure_seconds, with_schedule
 from trimtab.calibrate.subject import Subject
-from trimtab.calibrate.tracing import MIN_ROWS, at_two_sizes, recurrent_layer
+from trimtab.calibrate.tracing import at_two_sizes, has_two_sizes, recurrent_layer
 from trimtab.calibrate.trials import step_until_applied
 from trimtab.core.chain import ChainModel
 from trimtab.core.errors import ModelError
@@ -53,7 +53,7 @@ def _measured(subject: Subject, candidate: Candidate, *, splits: bool) -> Recomp
     if recurrent is not None:
         given = f"its {type(recurrent).__name__} keeps more for its backward than tensors show"
         return Recomputable(candidate, refusal=f"what recomputing saves cannot be told: {given}")
-    if subject.rows < MIN_ROWS:
+    if not has_two_sizes(subject.batch, subject.batching):
         return Recomputable(candidate, refusal=f"a batch of {subject.rows} cannot be traced at two sizes")
     chains, parts, seconds = _traced(subject, candidate)
     forward_s = sum(seconds)
@@ -85,7 +85,7 @@ def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], l
 
         def trace(**given: Any) -> list[ChainModel]:
             every = functools.partial(trace_chain, run.model, subject.loss_fn, subject.blocks, **how, **given)
-            return at_two_sizes(batch, every)
+            return at_two_sizes(batch, every, subject.batching)
 
         chains = trace()
         step_until_applied(run, subject)

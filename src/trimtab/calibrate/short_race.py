@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
@@ -20,7 +21,7 @@ from trimtab.losses import parts_of
 from trimtab.measure.data_state import undisturbed
 from trimtab.measure.loop_state import unchanged_by
 from trimtab.measure.timing import synchronize
-from trimtab.runtime.batches import count_rows, iterate, slices, to_device
+from trimtab.runtime.batches import iterate, to_device
 from trimtab.runtime.engine import Run
 
 NUM_STEPS = 60
@@ -57,7 +58,7 @@ def short_race(
     pairs: list[ShortPair] = []
     with (
         undisturbed(batches) as lent,
-        unchanged_by(subject.loss_fn, subject.trained, subject.optimizer) as snapshot,
+        unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot,
     ):
         drawn = _of_one_pass(lent, num_steps) if by_unseen else _endless(lent)
         for index in range(num_pairs):
@@ -85,9 +86,10 @@ def short_race(
 
 
 def _train(subject: Subject, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
-    rows = sum(map(count_rows, data))
+    rows = sum(map(subject.batching.require, data))
     losses, seconds = [], []
     given = {"total_samples": rows, "out_of_memory": "stop", "modules": subject.modules, "on_trial": True}
+    given["batching"] = subject.batching
     with Run(subject.model, subject.optimizer, plan, **given) as run:  # type: ignore[arg-type]
         for batch in data:
             unseen = _evaluated(run, subject, batch) if by_unseen else None
@@ -104,11 +106,13 @@ def _train(subject: Subject, plan: Plan, data: list[Any], *, by_unseen: bool) ->
 def _evaluated(run: Run, subject: Subject, batch: Any) -> torch.Tensor:
     """Return the mean loss of a batch in evaluation mode, in the plan's precision and micro-batches."""
     modes = [(module, module.training) for module in run.model.modules()]
-    rows = count_rows(batch)
+    rows = subject.batching.require(batch)
     total, terms = torch.zeros((), device=subject.device), torch.zeros((), device=subject.device)
     run.model.eval()
     try:
-        for part, size in slices(to_device(batch, subject.device), rows, run.plan.micro_batch_of(rows)):
+        for part, size in subject.batching.slices(
+            to_device(batch, subject.device), rows, run.plan.micro_batch_of(rows)
+        ):
             with run.autocast():
                 result = subject.loss_fn(run.model, part)
             loss, count, _ = parts_of(result)

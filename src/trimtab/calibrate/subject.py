@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.calibrate.example_batch import protected
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
 from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
@@ -18,7 +19,8 @@ from trimtab.measure.linked_blocks import LinkedBlocks, blocks_of
 from trimtab.measure.machine import MEASURED
 from trimtab.measure.memory import alive_between_steps
 from trimtab.runtime.applied import require_free
-from trimtab.runtime.batches import count_rows, tensors_in, to_device
+from trimtab.runtime.batches import tensors_in, to_device
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.optimizers import check_ownership, whole
 from trimtab.runtime.precision import autocast
@@ -32,7 +34,9 @@ class Subject:
     `start_bytes`: what a run of it keeps besides, to begin a window anew; trials keep nothing, and end where they fail.
     `named_blocks`: the modules that may be computed again, by name; none: those of the model's tree. `example`: what a
     loader yields, where `batch` is the longest it has: splitting has to keep its gradient too. `modules`: trained by
-    the same optimizer, such as a criterion with parameters.
+    the same optimizer, such as a criterion with parameters. `batching`: counts and splits batches.
+
+    The loss function is `protected`: it may change its batch, which stays as it is.
 
     Raises:
         ModelError, OptimizerError, BatchError, ValueGivenError: these do not fit together, or cannot be measured.
@@ -49,6 +53,7 @@ class Subject:
     named_blocks: tuple[str, ...] = ()
     example: Any = None
     modules: tuple[nn.Module, ...] = ()
+    batching: Batching = BY_CONTAINERS
 
     def __post_init__(self) -> None:
         check_ownership(self.model, self.optimizer, self.modules, self.loss_fn)
@@ -56,7 +61,8 @@ class Subject:
         require_free(self.model)
         if not callable(self.loss_fn):
             raise ValueGivenError("loss_fn", given=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
-        count_rows(self.batch)
+        object.__setattr__(self, "loss_fn", protected(self.loss_fn))
+        _ = self.rows
         if self.named_blocks:
             _ = self.blocks
 
@@ -72,8 +78,24 @@ class Subject:
 
     @property
     def rows(self) -> int:
-        """Rows of the example batch."""
-        return count_rows(self.batch)
+        """Samples of the example batch; 1 if their number is unknown, and the batch is then one unit."""
+        return self.batching.read(self.batch).samples or 1
+
+    @property
+    def unknown(self) -> str:
+        """Reason why the number of samples is unknown, or ""."""
+        reading = self.batching.read(self.batch)
+        return reading.reason if reading.samples is None else ""
+
+    def first(self, number: int) -> Subject:
+        """Return the subject with the first samples of its batch.
+
+        Raises:
+            BatchError: the batch cannot be split.
+        """
+        if number >= self.rows:
+            return self
+        return replace(self, batch=next(self.batching.slices(self.batch, self.rows, number))[0])
 
     @functools.cached_property
     def blocks(self) -> LinkedBlocks:
@@ -105,6 +127,7 @@ class Subject:
             replace(plan, clip_norm=clip),
             out_of_memory="stop",
             modules=self.modules,
+            batching=self.batching,
             on_trial=True,
         )
 

@@ -21,7 +21,8 @@ from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.scratch import TooLarge
 from trimtab.measure.step_trace import SizeTrace, trace_peaks
 from trimtab.runtime import loss_head, optimizers
-from trimtab.runtime.batches import count_rows, slices, to_device
+from trimtab.runtime.batches import to_device
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.engine import LossFn
 from trimtab.runtime.precision import autocast
 
@@ -54,6 +55,7 @@ def trace_candidates(
 def _trace_candidate(subject: Subject, candidate: Candidate) -> list[Traced]:
     with subject.start(candidate) as run:
         how = {"autocasts": [run.autocast], "counts_scratch": subject.device.type == "cpu"}
+        how["batching"] = subject.batching
         batch = to_device(subject.batch, subject.device)
         traced = _trace(run.model, subject.optimizer, subject.loss_fn, batch, **how)
     return [_beside(Traced(candidate, *each), subject.start_bytes) for each in traced]
@@ -71,6 +73,7 @@ def trace_elsewhere(
     loss_fn: LossFn,
     batch: Any,
     candidates: Sequence[Candidate],
+    batching: Batching = BY_CONTAINERS,
 ) -> tuple[Traced, ...]:
     """Return candidates' traces as for a CUDA device; none where the batch is too small to be cut.
 
@@ -90,7 +93,7 @@ def trace_elsewhere(
         )
     forwards = [functools.partial(autocast, candidate.precision, HERE) for candidate in candidates]
     with applied(model, optimizer, candidates[0]), AsCuda():
-        found = _trace(model, optimizer, loss_fn, batch, autocasts=forwards)
+        found = _trace(model, optimizer, loss_fn, batch, autocasts=forwards, batching=batching)
     return tuple(Traced(candidate, *traced) for candidate, traced in zip(candidates, found, strict=bool(found)))
 
 
@@ -107,7 +110,8 @@ def trace_for_others(subject: Subject, profile: Profile, progress: Callable[[str
     for candidates in recorded_candidates(profile):
         progress(f"tracing for other devices: {', '.join(each.describe() for each in candidates)}")
         with contextlib.suppress(TrimtabError):
-            found += trace_elsewhere(subject.model, subject.optimizer, subject.loss_fn, subject.batch, candidates)
+            loop = subject.model, subject.optimizer, subject.loss_fn, subject.batch
+            found += trace_elsewhere(*loop, candidates, subject.batching)
     return tuple(found)
 
 
@@ -138,36 +142,47 @@ def applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candi
 
 
 def _trace(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, **how: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    batch: Any,
+    batching: Batching = BY_CONTAINERS,
+    **how: Any,
 ) -> list[SizeTrace]:
-    if count_rows(batch) < MIN_ROWS:
+    if not has_two_sizes(batch, batching):
         return []
-    return at_two_sizes(batch, lambda sizes, pair: trace_peaks(model, optimizer, loss_fn, pair, sizes, **how))
+    return at_two_sizes(batch, lambda sizes, pair: trace_peaks(model, optimizer, loss_fn, pair, sizes, **how), batching)
 
 
-def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told]) -> Told:
+def has_two_sizes(batch: Any, batching: Batching = BY_CONTAINERS) -> bool:
+    """Return whether a batch can be traced at two sizes."""
+    reading = batching.read(batch)
+    return reading.is_splittable and (reading.samples or 0) >= MIN_ROWS
+
+
+def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: Batching = BY_CONTAINERS) -> Told:
     """Return what a trace tells of two sizes of a micro-batch, smaller ones where an operator is too large to be run.
 
     Raises:
         ModelError: the step cannot be traced; TooLarge: at no size.
     """
-    rows = count_rows(batch)
+    rows = batching.require(batch)
     while True:
         try:
-            return trace(*two_sizes(batch, rows))
+            return trace(*two_sizes(batch, rows, batching))
         except TooLarge:
             if rows // 2 < MIN_ROWS:
                 raise
             rows //= 2
 
 
-def two_sizes(batch: Any, most: int | None = None) -> tuple[Sizes, Batches]:
+def two_sizes(batch: Any, most: int | None = None, batching: Batching = BY_CONTAINERS) -> tuple[Sizes, Batches]:
     """Return the rows of two micro-batches, and them: a half and all (or `most`), of `MIN_ROWS` rows at the least.
 
     A loss in chunks of a fourth of the tokens is in several at both.
     """
-    rows = count_rows(batch)
+    rows = batching.require(batch)
     large = rows if most is None else most
     sizes = max(MIN_ROWS - 1, large // 2), large
-    few, many = (next(slices(batch, rows, size))[0] for size in sizes)
+    few, many = (next(batching.slices(batch, rows, size))[0] for size in sizes)
     return sizes, (few, many)

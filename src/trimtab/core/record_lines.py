@@ -21,7 +21,7 @@ class StepRecord:
     """One optimizer step (or one voided window).
 
     Args:
-        index: steps before this one. rows: samples in the window. terms: what the loss averaged over.
+        index: steps before this one. rows: samples in the window; None if unknown. terms: what the loss averaged over.
         loss: mean loss per term. wall_s: seconds since the last step.
         learning_rate: of the first group, as applied; None if the optimizer sets its own, as Adafactor does.
         applied: whether the optimizer stepped. grad_norm, loss_scale: where they were computed.
@@ -29,7 +29,7 @@ class StepRecord:
     """
 
     index: int
-    rows: int
+    rows: int | None
     terms: float
     loss: float
     learning_rate: float | None

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.distributed.process_group import is_apart
 from trimtab.measure.loader_state import is_stateful
-from trimtab.runtime.batches import count_rows, iterate, row_slice
+from trimtab.runtime.batches import iterate
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.joining import NoRows
 
 
@@ -29,8 +30,8 @@ def rows_of_rank(rows: int, rank: int, num_ranks: int) -> slice:
 class Dealt:
     """A loader of whole batches, of which this rank loads or keeps its own rows."""
 
-    def __init__(self, loader: Iterable[Any], rank: int, num_ranks: int) -> None:
-        self.wrapped, self._rank, self._num_ranks = loader, rank, num_ranks
+    def __init__(self, loader: Iterable[Any], rank: int, num_ranks: int, batching: Batching = BY_CONTAINERS) -> None:
+        self.wrapped, self._rank, self._num_ranks, self._batching = loader, rank, num_ranks, batching
 
     def __len__(self) -> int:
         return len(self.wrapped)  # type: ignore[arg-type]
@@ -40,9 +41,10 @@ class Dealt:
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            whole = count_rows(batch)
+            whole = self._batching.require(batch)
             rows = rows_of_rank(whole, self._rank, self._num_ranks)
-            yield row_slice(batch, rows, of=whole) if rows.stop > rows.start else NoRows()
+            is_some = rows.stop > rows.start
+            yield self._batching.part(batch, rows.start, rows.stop, whole) if is_some else NoRows()
 
 
 class _DealtWithPlace(Dealt):
@@ -108,7 +110,14 @@ class _DrawApart:
             self._then(worker)
 
 
-def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None = None) -> Iterable[Any]:
+def shard(
+    loader: Iterable[Any],
+    rank: int | None = None,
+    num_ranks: int | None = None,
+    *,
+    count: Callable[[Any], int] | None = None,
+    split: Callable[[Any, int, int], Any] | None = None,
+) -> Iterable[Any]:
     """Return a loader of this rank's rows of every batch of another, which all ranks make alike.
 
     Of a `DataLoader` over a dataset with indices only these rows are loaded, by as many workers, each of which draws
@@ -118,10 +127,12 @@ def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None 
 
     Args:
         loader: yields batches of the whole job. rank, num_ranks: this process's; by default its process group's.
+        count, split: functions that count and split whole batches, as in `trimtab.plan`.
 
     Raises:
         ValueGivenError: a rank that is none of so many. BatchError: while iterating, another order than on other ranks.
     """
+    batching = Batching(count, split)
     is_one_of_several = dist.is_available() and dist.is_initialized()
     ranks = num_ranks if num_ranks is not None else dist.get_world_size() if is_one_of_several else 1
     own = rank if rank is not None else dist.get_rank() if is_one_of_several else 0
@@ -141,7 +152,7 @@ def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None 
     is_known = getattr(type(loader), "__iter__", None) is DataLoader.__iter__ and not is_stateful(loader)
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not isinstance(loader, DataLoader) or not (is_known and has_indices) or loader.batch_sampler is None:
-        return (_DealtWithPlace if is_stateful(loader) else Dealt)(loader, own, ranks)
+        return (_DealtWithPlace if is_stateful(loader) else Dealt)(loader, own, ranks, batching)
     return DataLoader(
         loader.dataset,
         batch_sampler=_Share(loader.batch_sampler, own, ranks),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
-from trimtab.calibrate.tracing import MIN_ROWS, Batches, Sizes, applied, at_two_sizes
+from trimtab.calibrate.tracing import Batches, Sizes, applied, at_two_sizes, has_two_sizes
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.profile import Candidate
@@ -23,7 +23,6 @@ from trimtab.distributed.absent_ranks import absent_ranks, mesh_of_all
 from trimtab.distributed.repoint import names_of
 from trimtab.measure.rank_trace import trace_replica, trace_shard
 from trimtab.measure.traced_step import Autocast, LossFn, cannot_trace
-from trimtab.runtime.batches import count_rows
 from trimtab.runtime.precision import autocast as autocast_of
 
 # Micro-batches of a window that differ in what is held: the first, those between, and the last one.
@@ -80,7 +79,7 @@ def trace_ways(
     Raises:
         ModelError: the step cannot be traced.
     """
-    if count_rows(batch) < MIN_ROWS:
+    if not has_two_sizes(batch):
         return ()
     forward = functools.partial(autocast_of, candidate.precision, next(model.parameters()).device)
     seen: dict[str, Any] = {"autocast": forward, "counts_scratch": counts_scratch}

@@ -38,6 +38,7 @@ from trimtab.distributed.stage_choice import RankLoop
 from trimtab.measure.loop_state import unchanged_by
 from trimtab.measure.memory import alive_between_steps, storage_bytes
 from trimtab.measure.process_state import ProcessState
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.engine import LossFn
 
 _PAIRS, _BLOCKS = 9, 5
@@ -65,7 +66,9 @@ class Rehearsal:
         beside: Callable[[], Iterable[Tensor]] = tuple,
         unchanged: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
         progress: Callable[[str], None] = silent,
+        batching: Batching = BY_CONTAINERS,
     ) -> None:
+        self._batching = batching
         self._copied, self._clip_norm, self._beside = copied, clip_norm, beside
         self._unchanged = unchanged or _process_unchanged
         self._progress = progress if dist.get_rank() == 0 else silent
@@ -146,7 +149,7 @@ class Rehearsal:
         return (max(found),) if run.is_accelerated else found
 
     def _running(self, plan: Plan) -> contextlib.AbstractContextManager[RehearsedRun]:
-        return rehearsing(plan, self._copied, self._clip_norm)
+        return rehearsing(plan, self._copied, self._clip_norm, self._batching)
 
     def _together(self, make: Callable[[], T]) -> T | str:
         """Return what every rank makes; a reason, the same on all, where it raised and all sent as much before it.
@@ -220,6 +223,7 @@ def of_live(
     *,
     clip_norm: float | None = None,
     progress: Callable[[str], None] = silent,
+    batching: Batching = BY_CONTAINERS,
 ) -> Rehearsal:
     """Return what plans for a user's own model and optimizer are rehearsed on: copies of both, made together."""
 
@@ -227,4 +231,5 @@ def of_live(
         return *copied_together(model, optimizer), loss_fn, batch
 
     beside, unchanged = partial(alive_between_steps, model, optimizer), partial(unchanged_by, loss_fn, model, optimizer)
-    return Rehearsal(copied, clip_norm=clip_norm, beside=beside, unchanged=unchanged, progress=progress)
+    how = {"clip_norm": clip_norm, "progress": progress, "batching": batching}
+    return Rehearsal(copied, beside=beside, unchanged=unchanged, **how)

@@ -19,6 +19,7 @@ from trimtab.measure.sharded_norms import local
 from trimtab.measure.timing import time_call
 from trimtab.runtime.backend import Backend
 from trimtab.runtime.batches import tensors_in
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.engine import Run
 from trimtab.runtime.optimizers import drop_gradients
 from trimtab.runtime.recovery import recovers_from
@@ -34,11 +35,14 @@ class DidNotFit(Exception):
 
 
 @contextlib.contextmanager
-def rehearsing(plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | None) -> Iterator[RehearsedRun]:
+def rehearsing(
+    plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | None, batching: Batching = BY_CONTAINERS
+) -> Iterator[RehearsedRun]:
     """Run a plan inside the block as `trimtab.start` would, on copies; every rank enters, and leaves, with the others.
 
     Args:
         copied: returns a model and optimizer of the run's own. clip_norm: as the loop clips, where the plan does not.
+        batching: counts and splits the batch.
     """
     gc.collect()  # an error of the run before holds its frames, and they what they ran
     model, optimizer, loss_fn, batch = copied()
@@ -48,7 +52,7 @@ def rehearsing(plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | No
     backend: Backend | None = backend_of(model, plan, {"clip_norm": clip})
     ours: RehearsedRun | None = None
     try:
-        with Run(model, optimizer, plan, clip_norm=clip, backend=backend, on_trial=True) as run:
+        with Run(model, optimizer, plan, clip_norm=clip, backend=backend, batching=batching, on_trial=True) as run:
             ours = RehearsedRun(run, (model, optimizer, loss_fn, batch))
             del run
             ours.warm_up()

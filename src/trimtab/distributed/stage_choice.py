@@ -24,7 +24,8 @@ from trimtab.decide.planner import choose
 from trimtab.decide.rehearsing import Rehearsed
 from trimtab.decide.stages import choose_stage
 from trimtab.distributed.rank_memory import trace_ways
-from trimtab.runtime.batches import count_rows, to_device
+from trimtab.runtime.batches import to_device
+from trimtab.runtime.batching import BY_CONTAINERS
 from trimtab.runtime.engine import LossFn
 
 RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of one rank, with its share of a batch, on the model's device
@@ -131,7 +132,8 @@ def traces_of_ranks(
         progress(f"tracing {ranks} ranks: {candidate.describe()}")
         traces += trace_ways(*loop, candidate, ranks, ways=ways, counts_scratch=profile.device.kind == "cpu")
     if not traces:
-        given = f"a step of {count_rows(loop[3])} rows that cannot be traced"
+        samples = BY_CONTAINERS.read(loop[3]).samples
+        given = f"a step of {samples or 'an unknown number of'} rows that cannot be traced"
         raise ModelError("model", given=given, expected=f"one whose ranks can be: of {MIN_ROWS} rows at the least")
     return tuple(traces)
 

@@ -32,7 +32,7 @@ from trimtab.recipes.loop import MakeLoop, autocast, move
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.runtime.activation_checkpoint import use_plan
-from trimtab.runtime.batches import slices
+from trimtab.runtime.batching import BY_CONTAINERS
 from trimtab.runtime.compiled import is_compiled
 from trimtab.tasks.placement import ahead, placed
 from trimtab.tasks.task import Task, TaskData
@@ -134,7 +134,7 @@ class _Arm:
         """Return the roof of each phase, per batch; or why none is known."""
         self._state.restore()
         loop, precision = self._loop, self._loop.precision
-        micro, _ = next(slices(move(next(self._batches), self._device), self._rows, self._micro_rows))
+        micro, _ = next(BY_CONTAINERS.slices(move(next(self._batches), self._device), self._rows, self._micro_rows))
         cast = partial(autocast, precision, self._device)
         try:
             how = {"autocast": cast, "prepare": self._traced.prepare}

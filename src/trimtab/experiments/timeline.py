@@ -13,7 +13,7 @@ from trimtab.core.step_memory import StepMemory
 from trimtab.measure.step_trace import Prepare, as_it_is, trace_step
 from trimtab.recipes.loop import autocast, move
 from trimtab.runtime.activation_checkpoint import use_plan
-from trimtab.runtime.batches import slices
+from trimtab.runtime.batching import BY_CONTAINERS
 from trimtab.tasks.task import Task, TaskData
 
 
@@ -41,7 +41,7 @@ def _traced(task: Task, data: TaskData, device: torch.device, plan: Plan | None)
             count, rows, forward = plan.num_micro_batches, plan.micro_batch_of(rows), run.autocast
             if plan.recompute.value is not None:  # which a copy of the model, as is traced, does not
                 prepare = partial(use_plan, plan=plan)
-        micro = next(slices(batch, task.batch_rows, rows))[0]
+        micro = next(BY_CONTAINERS.slices(batch, task.batch_rows, rows))[0]
         return trace_step(
             model,
             optimizer,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
-from trimtab.runtime.batches import count_rows
+from trimtab.runtime.batching import BY_CONTAINERS
 from trimtab.runtime.splitting import has_batch_statistics
 
 
@@ -59,7 +59,8 @@ class WindowBatches:
         """
         if self._are_apart or len(batches) == 1:
             return list(batches)
-        is_by_hand = plan.check is None and plan.batch_rows > count_rows(batches[0])
+        samples = BY_CONTAINERS.read(batches[0]).samples or plan.batch_rows
+        is_by_hand = plan.check is None and plan.batch_rows > samples
         return _together(batches) if is_by_hand or plan.proves_splitting else list(batches)
 
 

@@ -13,6 +13,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.losses import Count
 from trimtab.measure.late import Late
+from trimtab.runtime.batching import samples_unknown
 from trimtab.runtime.exchange import Exchange
 
 _COUNTS = ("rows", "windows", "applied")
@@ -53,6 +54,11 @@ class Consumed(Part):
         self._tokens = self._per_row = 0.0
         self._late: tuple[Late, int] | None = None
 
+    def require_counted(self, samples: int | None, reason: str) -> None:
+        """Raise `BatchError` if the schedule goes by samples and their number is unknown."""
+        if samples is None and self._total_samples is not None:
+            raise samples_unknown("total_samples", reason)
+
     def progress_after(self, rows: int, tokens: Count | None, num_batches: float, batch_rows: int) -> float | None:
         """Return consumed over planned *after* a window, which is `add`ed next; None where no total was given.
 
@@ -81,9 +87,13 @@ class Consumed(Part):
             return (self._tokens + self._per_row * rows) / self._total_tokens
         return (self._tokens + float(tokens)) / self._total_tokens
 
-    def add(self, rows: int, tokens: Count | None, *, applied: bool) -> None:
-        """A window is over."""
-        self.rows += rows
+    def add(self, rows: int, tokens: Count | None, *, applied: bool, samples: int | None = None) -> None:
+        """A window is over.
+
+        Args:
+            rows: by which it is weighted. samples: that are counted; None if unknown.
+        """
+        self.rows += samples or 0
         self.windows += 1
         self._scheduled += self._next
         self.applied += applied

@@ -57,6 +57,11 @@ class DataPosition(Part):
         return self._over
 
     @property
+    def num_drawn_before(self) -> int:
+        """Batches of the next epoch that were drawn before the run was saved; 0 if it begins at the start."""
+        return self._drawn if self._saved is not None and self._begun is not None else 0
+
+    @property
     def is_to_stay(self) -> bool:
         """Whether the run ends, so that what is left of the pass under way is of one that goes on from here."""
         return self._stays

@@ -22,11 +22,13 @@ from trimtab.runtime import gradients, optimizers
 from trimtab.runtime.applied import apply_plan, lay_out, require_free
 from trimtab.runtime.backend import Backend, Given, may_retry
 from trimtab.runtime.batch_control import control_of
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.data_position import DataPosition
 from trimtab.runtime.hook_watch import HookWatch
 from trimtab.runtime.joining import Joining
 from trimtab.runtime.keeping import Keeper, NotKept
+from trimtab.runtime.loop_checks import OwnStep, UnequalBatches
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.passes import Passes
 from trimtab.runtime.peers import Agreed, Peers, Share
@@ -69,6 +71,7 @@ class Run(Passes, Resumable):
         recorder: Recorder | None = None,
         keeper: Keeper | None = None,
         modules: tuple[nn.Module, ...] = (),
+        batching: Batching = BY_CONTAINERS,
         on_trial: bool = False,
     ) -> None:
         optimizers.check_ownership(model, optimizer, modules)
@@ -90,7 +93,8 @@ class Run(Passes, Resumable):
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
         self._peers = Peers(exchange, self.note, in_step=backend.in_step)
-        self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers)
+        self._batching, self._unequal = batching, UnequalBatches(plan)
+        self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers, batching)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
         self._auxiliary: list[Any] = []
         can_retry = may_retry(backend, plan) and not self._hooks.found  # a hook would run twice
@@ -104,6 +108,7 @@ class Run(Passes, Resumable):
             self._control = control_of(plan, model, self._optimizer, exchange, self.note, self._keeper)
             note = None if on_trial else self.note
             undo.push(apply_plan(model, self.model, optimizer, plan, self._order.forward, note, make_state=recovers))
+            undo.callback(OwnStep(self._order).watch(optimizer))
             self._undo = undo.pop_all()
 
     # The loop's verbs, in the order they are called.
@@ -140,8 +145,11 @@ class Run(Passes, Resumable):
     def _tell(self) -> None:
         """Say what this rank has of the window: the others are about to reduce its gradient."""
         window, weights, limit = self._order.window, self._weights, self._recovery.limit.rows
-        share = Share(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, self._stopping.asked)
+        stop, samples = self._stopping.asked, window.samples
+        share = Share(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, stop, samples)
         self._peers.tell(share)
+        if not weights.is_sum:
+            self._unequal.look(window)
 
     def unscale(self) -> None:
         """Bring the window's gradients to their true size, for a look or a change before `step`; once a window.
@@ -212,7 +220,7 @@ class Run(Passes, Resumable):
     def _stepped(self, window: Window, factor: float, applied: bool) -> None:
         """Count a window, and hand what it said to those who asked."""
         agreed = self._peers.agreed()
-        self._consumed.add(agreed.rows, self._weights.counted, applied=applied)
+        self._consumed.add(agreed.rows, self._weights.counted, applied=applied, samples=agreed.samples)
         if not applied or not window.rows:
             self._recovery.restore_buffers()
         if not applied:
@@ -244,7 +252,7 @@ class Run(Passes, Resumable):
     def _record_of(self, agreed: Agreed, k: int, factor: float, applied: bool) -> Step:
         rate = applied_rate(self._optimizer, factor)
         noise = None if self.noise is None else self.noise.scale
-        return Step(agreed.rows, k, agreed.terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise)
+        return Step(agreed.samples, k, agreed.terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise)
 
     def discard(self) -> None:
         """Give the open window up: its gradients are dropped, it is not counted, and the next one can be opened.
@@ -279,6 +287,8 @@ class Run(Passes, Resumable):
         check_call(self, window, loss_fn)
         self._order.require_idle("window")
         self._recovery.begin(noted=self._may_void)
+        if self._recovery.is_on:
+            window.note_versions()
         # Outside of `except`, whose frames hold tensors.
         while (failure := self._attempt(window, loss_fn, steps=steps)) is not None:
             self._recovery.split(window, failure, once=self._control.ran_out())
@@ -297,7 +307,11 @@ class Run(Passes, Resumable):
             where = {"in_optimizer": in_optimizer, "may_retry": not self._peers.count_on_this}
             if is_open:
                 self._abandon()
-            if not is_open or (failure := self._recovery.failure_of(error, **where)) is None:
+            failure = self._recovery.failure_of(error, **where) if is_open else None
+            if failure is not None and (refusal := window.repeat_refusal):
+                error.add_note(f"The window is not run again in smaller micro-batches: {refusal}.")
+                failure = None
+            if failure is None:
                 self._peers.failed(error)
                 raise
             return failure

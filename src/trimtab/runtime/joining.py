@@ -8,7 +8,7 @@ import torch
 
 from trimtab.core.errors import BatchError
 from trimtab.core.stop import StopReason
-from trimtab.runtime.batches import slices
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.peers import Peers
 from trimtab.runtime.window import Loop, Window
 
@@ -23,8 +23,8 @@ class Joining:
     The first, as it is at hand again, whatever place of the pass a run is gone on with from.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, peers: Peers, batching: Batching = BY_CONTAINERS) -> None:
+        self._peers, self._batching = peers, batching
         self._kept: Any = None
         self._at_hand: Any = None
         self._has_good = self._is_of_pass = False
@@ -42,7 +42,7 @@ class Joining:
     def keep(self, batch: Any, rows: int, micro_batch: int) -> None:
         """A window is made of a batch: its first micro-batch may be needed again."""
         if self._peers.num_ranks > 1:
-            self._at_hand, _ = next(slices(batch, rows, micro_batch))
+            self._at_hand, _ = next(self._batching.slices(batch, rows, micro_batch))
             if not self._has_good:
                 self._kept = self._at_hand
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import operator
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from trimtab.core.plan import Plan
 from trimtab.core.stop import StopReason
 from trimtab.runtime.backend import Backend
 from trimtab.runtime.batch_control import BatchControl
-from trimtab.runtime.batches import count_rows, tensors_in
-from trimtab.runtime.data_position import DataPosition, require_state_kept
+from trimtab.runtime.batches import tensors_in
+from trimtab.runtime.batching import UNKNOWN, Batching
+from trimtab.runtime.consumed import Consumed
+from trimtab.runtime.data_position import DataPosition, length_of, require_state_kept
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.joining import Joining, NoRows
 from trimtab.runtime.keeping import Keeper
@@ -26,12 +30,15 @@ from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.recovery import Recovery
 from trimtab.runtime.run_view import RunView
 from trimtab.runtime.window import Window
+from trimtab.runtime.windows import Windows
 
 
 class Passes(RunView):
     """How a run draws its windows."""
 
     _backend: Backend
+    _batching: Batching
+    _consumed: Consumed
     _control: BatchControl | FixedBatch
     _device: torch.device
     _joining: Joining
@@ -42,6 +49,7 @@ class Passes(RunView):
     _position: DataPosition
     _recovery: Recovery
     _num_stopped = 0  # passes that a stop condition ended, or let nobody begin
+    _warned_whole = False
     plan: Plan
 
     @property
@@ -95,17 +103,31 @@ class Passes(RunView):
         if self._peers.num_ranks == 1:
             self._stopping.adopt(StopReason.INTERRUPTED)
 
-    def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
-        """Yield windows of the loader's batches, one optimizer step each: of one, or several where the plan freed it.
+    def windows(self, loader: Iterable[Any]) -> Windows:
+        """Return an iterator over windows of the loader's batches, one optimizer step each.
+
+        A window has one batch, or several if the plan allows adaptive batch sizes or `of_batches` set their number.
 
         Ends early where a `Stop` condition is met. Of a run that is gone on with, the first call yields what was left
         of the pass that was under way; `run.passes` says how many were over before it. A pass that the loop leaves, by
         `break` or as it begins another, is over; by an error it is for a checkpoint that is saved as that is handled
         under way yet.
 
+        Its length is the number of windows left in the epoch, if the loader has a length.
+
         Raises:
             LoopError: a window was opened and neither stepped nor discarded; the last one too.
         """
+        before, has_ended = self._position.num_drawn_before, self._has_ended()
+
+        def length() -> int:
+            if (number := length_of(loader)) is None:
+                raise TypeError(f"a {type(loader).__name__} has no length")
+            return 0 if has_ended else -(-max(0, number - before) // self.num_batches)
+
+        return Windows(self._pass_over(loader), length)
+
+    def _pass_over(self, loader: Iterable[Any]) -> Generator[Window, None, None]:
         if self._keeper.keeps:
             require_state_kept(loader)
         batches = iter(()) if self._has_ended() else self._position.batches(loader)
@@ -179,8 +201,8 @@ class Passes(RunView):
         """Return one batch as a window, or several as one: as many as `num_batches` says, to follow the plan.
 
         Raises:
-            BatchError: rows cannot be counted, or a batch cannot be split. LoopError: the run is kept, and would not
-                know its place in batches that it was not asked for.
+            BatchError: the schedule goes by samples, and their number is unknown. LoopError: the run is kept, and would
+                not know its place in batches that it was not asked for.
         """
         if self._keeper.keeps:
             given, expected = "a run with checkpoints", "run.windows(loader), which knows its place in the data"
@@ -191,10 +213,47 @@ class Passes(RunView):
         self._require_open()
         if not batches:
             raise LoopError("run.window", given="no batch", expected="at least one")
-        rows = [count_rows(batch) for batch in batches]
-        micro_batches = [self._micro_batch_of(each, len(batches)) for each in rows]
+        rows, whole, reason = self._sizes(batches)
+        may_split, samples = not reason, None if whole else sum(rows)
+        planned = [self._micro_batch_of(each, len(batches)) for each in rows]
+        micro_batches = planned if may_split else rows
+        if not may_split:
+            self._consumed.require_counted(samples, reason)
+            self._warn_of_whole(any(map(operator.lt, planned, rows)) or (whole and self.plan.splits), reason)
         self._joining.keep(batches[0], rows[0], micro_batches[0])
-        return Window(self, batches, rows, micro_batches, self._device)
+        return Window(
+            self,
+            batches,
+            rows,
+            micro_batches,
+            self._device,
+            batching=self._batching,
+            samples=samples,
+            may_split=may_split,
+        )
+
+    def _sizes(self, batches: Sequence[Any]) -> tuple[list[int], bool, str]:
+        """Return sizes of the batches of a window, whether these are units for an unknown number, and why unsplit.
+
+        If the samples of one batch are unknown, every batch of the window has the weight of a full one, as with
+        `loss / k` in a plain loop.
+        """
+        readings = [self._batching.read(batch) for batch in batches]
+        reason = next((reading.reason for reading in readings if not reading.is_splittable), "")
+        check = self.plan.check
+        if self._batching.count is None and check is not None and check.code == UNKNOWN:
+            return [self.plan.batch_rows] * len(batches), True, reason or check.reason
+        rows = [reading.samples for reading in readings if reading.samples is not None]
+        if len(rows) < len(readings):
+            return [self.plan.batch_rows] * len(batches), True, reason
+        return rows, False, reason
+
+    def _warn_of_whole(self, is_planned: bool, reason: str) -> None:
+        """Warn once if a batch trains whole that the plan would split."""
+        if is_planned and not self._warned_whole:
+            self._warned_whole = True
+            text = f"A batch trains whole, without the micro-batches of the plan: {reason}."
+            warnings.warn(f"{text} Pass count= and split= to trimtab.start.", RuntimeWarning, stacklevel=4)
 
     def _micro_batch_of(self, rows: int, num_batches: int) -> int:
         planned = self.plan.micro_batch_of(rows)
@@ -203,8 +262,9 @@ class Passes(RunView):
     def _trained_before(self, batch: Any) -> None:
         """Take a batch, where there is one, for that of a window that was stepped before the run was gone on with."""
         if batch is not None and self._peers.num_ranks > 1:
-            rows = count_rows(batch)
-            self._joining.keep(batch, rows, self._recovery.micro_batch_of(self.plan.micro_batch_of(rows)))
+            (rows,), _, reason = self._sizes([batch])
+            micro_batch = rows if reason else self._recovery.micro_batch_of(self.plan.micro_batch_of(rows))
+            self._joining.keep(batch, rows, micro_batch)
             self._joining.stepped(applied=True)
 
     def _require_open(self) -> None:

@@ -34,6 +34,7 @@ class _Said(NamedTuple):
     """What goes over the wire, of one width whatever it is about: a rank may not know what the others say.
 
     `asked`: the figure of which the highest is asked for. `stop`: of `_REASONS`, from 1. `stepped`: windows until now.
+    `unknown`: 1 if the number of samples is.
     """
 
     kind: float
@@ -45,6 +46,7 @@ class _Said(NamedTuple):
     limit: float = math.inf
     took_s: float = 0.0
     asked: float = 0.0
+    unknown: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Agreed:
     Args:
         rows, terms: of all. num_batches: of the loader, the mean over ranks. goes_on: whether any rank has data.
         reason: why a rank stops after it. limit: the fewest rows of a micro-batch that fit on a rank.
+        samples: of all ranks; None if a rank's are unknown, and `rows` are then units of weight.
     """
 
     rows: int
@@ -62,6 +65,7 @@ class Agreed:
     goes_on: bool = True
     reason: StopReason | None = None
     limit: int | None = None
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Share:
 
     Args:
         terms: what its loss averages over; `is_sum`: the loss counts them. limit: rows of a micro-batch that fits.
-        stop: why it asks all to stop after the window.
+        stop: why it asks all to stop after the window. samples: None if unknown.
     """
 
     rows: int
@@ -79,6 +83,7 @@ class Share:
     is_sum: bool
     limit: int | None = None
     stop: StopReason | None = None
+    samples: int | None = None
 
 
 class Peers:
@@ -118,7 +123,7 @@ class Peers:
         if self.has_told:
             return
         if self.num_ranks == 1:
-            self._agreed = Agreed(share.rows, share.terms, share.num_batches, reason=share.stop)
+            self._agreed = Agreed(share.rows, share.terms, share.num_batches, reason=share.stop, samples=share.samples)
             return
         if self._absent is not None:
             self._sum_nothing()
@@ -132,6 +137,7 @@ class Peers:
         said = _Said(
             kind, self._counted, share.rows, share.num_batches, float(terms), _code_of(share.stop), took_s=took_s
         )
+        said = said._replace(unknown=float(share.samples is None))
         self._exchange.recovered()
         self._answer = self._exchange.ask(said if share.limit is None else said._replace(limit=share.limit))
 
@@ -193,6 +199,7 @@ class Peers:
             goes_on=any(kind != _NOTHING for kind in kinds),
             reason=_REASONS[code - 1] if code else None,
             limit=None if math.isinf(limit) else int(limit),
+            samples=None if any(each.unknown for each in said) else rows,
         )
 
     def _say(self, late: Late | None) -> None:

@@ -29,7 +29,7 @@ _ENERGY_S = 10.0
 class Step:
     """One window, its scalars still where they were computed; fields as in `StepRecord`."""
 
-    rows: int
+    rows: int | None
     num_micro_batches: int
     terms: Scalar
     loss: Scalar

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.core.errors import LoopError, LossError
-from trimtab.runtime.batches import holds_nan, slices, to_device
+from trimtab.runtime.batches import fresh, holds_nan, to_device, versions_of
+from trimtab.runtime.batching import BY_CONTAINERS, Batching
 
 
 class Loop(Protocol):
@@ -32,7 +33,9 @@ class Window:
 
     Args:
         batches: the loader's batches it is made of; their host copies are kept until it is over.
-        rows: of each batch. micro_batches: rows per micro-batch, of each.
+        rows: of each batch, by which it is weighted. micro_batches: rows per micro-batch, of each.
+        batching: how batches are split. samples: of all batches; None if unknown, and `rows` are then equal units.
+        may_split: whether smaller micro-batches can be made.
 
     Attributes:
         num_micro_batches: k.
@@ -45,8 +48,15 @@ class Window:
         rows: Sequence[int],
         micro_batches: Sequence[int],
         device: torch.device,
+        *,
+        batching: Batching = BY_CONTAINERS,
+        samples: int | None = None,
+        may_split: bool = True,
     ) -> None:
         self.rows, self.num_batches = sum(rows), len(batches)
+        self.samples, self.may_split = samples, may_split
+        self._batching = batching
+        self._versions: tuple[tuple[int, ...], ...] | None = None
         self._loop, self._device = loop, device
         self._batches, self._batch_rows = tuple(batches), tuple(rows)
         self._micro_batches = tuple(micro_batches)
@@ -74,6 +84,24 @@ class Window:
         """Return whether a value of its batches is no number; waits for the device. A mask may well be infinite."""
         return holds_nan(self._batches)
 
+    @property
+    def has_equal_batches(self) -> bool:
+        """Whether its batches have the same number of samples."""
+        return len(set(self._batch_rows)) <= 1
+
+    def note_versions(self) -> None:
+        """Note the versions of its tensors, to see whether the loss changes them in place."""
+        self._versions = tuple(map(versions_of, self._batches))
+
+    @property
+    def repeat_refusal(self) -> str:
+        """Reason why the window cannot be run again in smaller micro-batches, or ""."""
+        if not self.may_split:
+            return "its batch cannot be split"
+        if self._versions is not None and self._versions != tuple(map(versions_of, self._batches)):
+            return "the loss changed its batch in place"
+        return ""
+
     def split(self, micro_batch: int) -> None:
         """Begin anew, in micro-batches of at most so many rows."""
         self._micro_batches = tuple(min(micro_batch, each) for each in self._micro_batches)
@@ -93,7 +121,7 @@ class Window:
     def match(self, num: int) -> None:
         """Have as many micro-batches as every rank has."""
         if num > self.num_micro_batches:
-            micro_batch, _ = next(slices(self._batches[0], self._batch_rows[0], self._micro_batches[0]))
+            micro_batch, _ = next(self._batching.slices(self._batches[0], self._batch_rows[0], self._micro_batches[0]))
             self.pad(micro_batch, num - self.num_micro_batches)
 
     def is_of(self, loop: Loop) -> bool:
@@ -112,14 +140,14 @@ class Window:
         for _ in range(self._num_padding):
             left -= 1
             self._loop.begin_micro_batch(self, 0, of_next=False, last=left == 0)
-            yield to_device(self._padding, self._device)
+            yield to_device(fresh(self._padding), self._device)
             self._loop.end_micro_batch(self)
         for batch, rows, micro_batch in zip(self._batches, self._batch_rows, self._micro_batches, strict=True):
             of_next = True
-            for micro, micro_rows in slices(batch, rows, micro_batch):
+            for micro, micro_rows in self._batching.slices(batch, rows, micro_batch):
                 left -= 1
                 self._loop.begin_micro_batch(self, micro_rows, of_next=of_next, last=left == 0)
-                yield to_device(micro, self._device)
+                yield to_device(fresh(micro), self._device)
                 self._loop.end_micro_batch(self)
                 of_next = False
 

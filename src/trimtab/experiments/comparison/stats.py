@@ -176,8 +176,13 @@ def blocks(record: RunRecord) -> list[Block]:
 
 
 def trained(record: RunRecord) -> tuple[int, float]:
-    """Return (rows, seconds) of training: of a run's windows, or of the laps of an arm of a race."""
-    laps = [(step.rows, step.wall_s) for step in record.steps] or [(lap.rows, lap.seconds) for lap in blocks(record)]
+    """Return (rows, seconds) of training: of a run's windows, or of the laps of an arm of a race.
+
+    Windows with an unknown number of rows count as 0 rows.
+    """
+    laps = [(step.rows or 0, step.wall_s) for step in record.steps] or [
+        (lap.rows, lap.seconds) for lap in blocks(record)
+    ]
     return sum(rows for rows, _ in laps), math.fsum(seconds for _, seconds in laps)
 
 

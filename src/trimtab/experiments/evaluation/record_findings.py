@@ -50,7 +50,7 @@ def _joules_per_row(found: RunRecord) -> Iterator[float]:
     ending = {} if found.end is None else found.end.detail
     joules, seconds, begun = (ending.get(f"energy_{key}") for key in ("j", "s", "from_step"))
     steps = [step for step in found.steps if step.index >= (begun or 0)]
-    rows, trained_s = sum(step.rows for step in steps), math.fsum(step.wall_s for step in steps)
+    rows, trained_s = sum(step.rows or 0 for step in steps), math.fsum(step.wall_s for step in steps)
     if isinstance(joules, int | float) and rows:
         is_timed = isinstance(seconds, int | float) and seconds > 0 and trained_s > 0
         yield (joules / seconds * trained_s if is_timed else joules) / rows

@@ -71,13 +71,15 @@ def _trained(record: RunRecord) -> str:
     rows, seconds = trained(record)
     void = sum(not step.applied for step in steps)
     what = f"{len(laps)} laps" if laps and not steps else f"{len(steps)} windows"
-    return f"{what} of {rows:,} rows in {say.seconds(seconds)}, {void} void"
+    of = "an unknown number of" if any(step.rows is None for step in steps) else f"{rows:,}"
+    return f"{what} of {of} rows in {say.seconds(seconds)}, {void} void"
 
 
 def _tracks(record: RunRecord) -> str:
     if len(record.steps) < 2:
         return '<p class="muted">Too few windows to draw.</p>'
-    rows = list(itertools.accumulate(step.rows for step in record.steps))
+    is_known = all(step.rows is not None for step in record.steps)  # else the course is drawn by windows
+    rows = list(itertools.accumulate((step.rows or 0) if is_known else 1 for step in record.steps))
     marks = [rows[min(event.step, len(rows)) - 1] if event.step else 0 for event in record.events]
     figures = (_figure(track, rows, marks) for track in tracks(record.steps))
     return f"<section><h2>Course</h2>{''.join(figures)}</section>"

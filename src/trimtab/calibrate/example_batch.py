@@ -1,0 +1,116 @@
+"""Protection of the example batch: planning calls the loss many times, and each call receives the same batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from trimtab.runtime.batches import copied, fresh, map_leaves, tensors_in
+from trimtab.runtime.samples import is_leaf, is_record, is_sequence
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+class _Look:
+    """Modes in which the loss was seen, and whether it changes tensors of its batch in place."""
+
+    __slots__ = ("changes", "modes")  # without attributes that a watch of the loss's side effects would restore
+
+    def __init__(self) -> None:
+        self.modes: set[tuple[bool, bool]] = set()
+        self.changes = False
+
+
+def protected(loss_fn: LossFn) -> LossFn:
+    """Return the loss function with a batch of its own at every call.
+
+    Containers are always new, so that the loss may take items out of them. The first call in each mode receives copies
+    of all tensors. If it changes one in place (by its version, its value or `requires_grad_`), later calls receive
+    copies too; else they receive the tensors themselves.
+    """
+    if getattr(loss_fn, "_is_protected", False):
+        return loss_fn
+    look = _Look()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        mode = model.training, torch.is_grad_enabled()
+        if look.changes:
+            return loss_fn(model, copied(batch))
+        if mode in look.modes or any(isinstance(each, FakeTensor) for each in tensors_in(batch)):
+            return loss_fn(model, _in_new_containers(batch))
+        given = copied(batch)
+        before = [(each, each.requires_grad, _version(each)) for each in tensors_in(given)]
+        originals = list(tensors_in(batch))
+        try:
+            result = loss_fn(model, given)
+        finally:
+            look.changes = look.changes or _differ(before, originals)
+        look.modes.add(mode)
+        return result
+
+    loss._is_protected = True  # type: ignore[attr-defined]
+    return functools.update_wrapper(loss, loss_fn, updated=())
+
+
+def own_loss(loss_fn: LossFn) -> LossFn:
+    """Return the user's function of a protected one."""
+    return getattr(loss_fn, "__wrapped__", loss_fn) if getattr(loss_fn, "_is_protected", False) else loss_fn
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _differ(before: Sequence[tuple[Tensor, bool, int]], originals: Sequence[Tensor]) -> bool:
+    """Return whether copies of a batch's tensors were changed in place; through `.data` no version tells."""
+    for (each, requires_grad, version), original in zip(before, originals, strict=False):
+        if each.requires_grad != requires_grad or _version(each) != version:
+            return True
+        if any(not _same(*pair) for pair in zip(_dense(each), _dense(original), strict=False)):
+            return True
+    return False
+
+
+def _dense(tensor: Tensor) -> Iterator[Tensor]:
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        yield from tensor.unbind()
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._values(), tensor._indices())
+    else:
+        yield tensor if tensor.layout is torch.strided else tensor.values()
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    if left.is_meta or right.is_meta:
+        return True
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    equal = left == right
+    if left.is_floating_point() or left.is_complex():
+        equal |= (left != left) & (right != right)  # NaN in both
+    return bool(equal.all())
+
+
+def _in_new_containers(batch: Any) -> Any:
+    return map_leaves(fresh(batch), _new_object)
+
+
+def _new_object(leaf: Any) -> Any:
+    """Return a shallow copy of an object of an unknown class, its own containers new; itself if that fails."""
+    if is_leaf(leaf):
+        return leaf
+    try:
+        made = copy.copy(leaf)
+        for name, value in list(vars(made).items()):
+            if is_record(value) or is_sequence(value):
+                made.__dict__[name] = fresh(value)
+    except Exception:  # a class of another package, which may refuse to be copied
+        return leaf
+    return made

@@ -1,0 +1,84 @@
+"""Warnings about a loop around a run: an optimizer step of its own, windows whose batches are weighted by size."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import trimtab
+from trimtab.core.plan import Plan
+from trimtab.runtime.order import LoopOrder
+from trimtab.runtime.window import Window
+
+_PACKAGES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, trimtab))
+
+
+class OwnStep:
+    """Warns once if the loop steps the optimizer itself: parameters would be stepped twice for one window.
+
+    Args:
+        order: knows whether the run is stepping the optimizer.
+    """
+
+    def __init__(self, order: LoopOrder) -> None:
+        self._order, self._has_warned = order, False
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Watch an optimizer's steps; returns a function that ends it."""
+        return optimizer.register_step_post_hook(self._stepped).remove
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._order.in_optimizer or self._has_warned:
+            return
+        if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            return  # a step without gradients changes nothing
+        self._has_warned = True
+        where, line = _caller()
+        is_open = self._order.window is not None
+        remedy = "Call run.step() in its place" if is_open else "Remove it"
+        warnings.warn(
+            f"optimizer.step() at {where} steps parameters that the run steps itself, so that each window is applied "
+            f"twice. {remedy}{': ' + line if line else ''}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _caller() -> tuple[str, str]:
+    """Return place and text of the innermost line outside torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place", ""
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{name}:{number}", linecache.getline(name, number).strip()
+
+
+class UnequalBatches:
+    """Warns once if means over unlike numbers of terms are weighted by the samples of their batches."""
+
+    def __init__(self, plan: Plan) -> None:
+        check = plan.check
+        is_found = check is not None and not check.splittable and check.relative_difference is not None
+        self._is_on = is_found and check.relative_difference > check.tolerance  # type: ignore[operator,union-attr]
+
+    def look(self, window: Window) -> None:
+        """Look at a window whose loss is a mean."""
+        if not self._is_on or window.has_equal_batches:
+            return
+        self._is_on = False
+        warnings.warn(
+            "A window joins batches of unequal sizes, whose losses are weighted by their samples; the plan's check "
+            "found that the loss is not a mean over samples. Return trimtab.Summed(loss_sum, count), or join batches "
+            "of one size.",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,325 @@
+"""Number of samples of a batch, read from its containers.
+
+A tensor or array holds one sample per index of its first dimension, a list of texts or numbers one per item. A list or
+tuple of anything else has two readings: rows (one sample per item) or columns (its tensors agree on the first
+dimension). A number of samples is accepted if every leaf agrees with it under some reading and one leaf, or two lists
+read as rows, confirm it. Otherwise the number is unknown, and the batch trains whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+_TEXTS = (str, bytes)
+CONSTANTS = (
+    *_TEXTS,
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+    np.generic,
+    enum.Enum,
+    os.PathLike,
+    torch.dtype,
+    torch.device,
+)
+_CHANNELS, _IMAGE_DIMENSIONS = (1, 3, 4), 3
+_MOST_LEAVES = 1000  # looked at for the reason of an unknown number
+
+
+class Reading(NamedTuple):
+    """Samples of a batch.
+
+    Args:
+        samples: number of samples; None if unknown.
+        is_splittable: whether the containers say which parts belong to which sample.
+        reason: why the number is unknown or the batch cannot be split.
+    """
+
+    samples: int | None
+    is_splittable: bool = False
+    reason: str = ""
+
+
+class _Fit(NamedTuple):
+    """Agreement of a part of a batch with a number of samples.
+
+    Args:
+        fits: whether the part agrees. is_free: whether it agrees with any number. is_ambiguous: whether a split could
+            be done in two ways. firm: leaves that confirm the number. row_lists: lists read as one sample per item.
+    """
+
+    fits: bool
+    is_free: bool = False
+    is_ambiguous: bool = False
+    firm: int = 0
+    row_lists: int = 0
+
+
+_NO = _Fit(False)
+_FREE = _Fit(True, is_free=True)
+_FIRM = _Fit(True, firm=1)
+_TEXTS_OF_ROWS = _Fit(True)
+_ROWS = _Fit(True, row_lists=1)
+
+
+def read(batch: Any) -> Reading:
+    """Return the number of samples of a batch, and whether it can be split."""
+    if samples := flat_samples(batch):
+        return Reading(samples, is_splittable=True)
+    confirmed = [(number, fit) for number in _candidates(batch) if _confirms(fit := _fit(batch, number, is_root=True))]
+    if len(confirmed) != 1:
+        return Reading(None, reason=_why_unknown(batch, [number for number, _ in confirmed]))
+    samples, fit = confirmed[0]
+    if fit.is_ambiguous:
+        return Reading(samples, reason=f"{samples} samples and a list that could hold samples or columns")
+    kinds = {_kind(leaf) for _, leaf in leaves(batch) if not is_sliceable(leaf)}
+    if kinds:
+        return Reading(samples, reason=f"{' and '.join(sorted(kinds))} tensors cannot be sliced")
+    return Reading(samples, is_splittable=True)
+
+
+def flat_samples(batch: Any) -> int:
+    """Return the samples of a tuple, list or dict of dense tensors of one length; else 0. Every step asks for it."""
+    kind = type(batch)
+    if kind is dict:
+        items = batch.values()
+    elif kind is tuple or kind is list:
+        items = batch
+    else:
+        return 0
+    samples, is_images = 0, kind is list
+    for each in items:
+        if type(each) is not Tensor or not each.dim() or (samples and each.size(0) != samples):
+            return 0
+        if each.layout is not torch.strided or each.is_nested:
+            return 0
+        samples, is_images = each.size(0), is_images and _is_image(each)
+    return 0 if is_images else samples
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether a value is the same for every sample."""
+    return isinstance(value, CONSTANTS) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 0)
+
+
+def is_leaf(value: Any) -> bool:
+    """Return whether a value is a tensor, an array, a constant or a list or tuple of constants."""
+    return isinstance(value, Tensor | np.ndarray) or is_constant(value) or _is_constants(value)
+
+
+def is_record(value: Any) -> bool:
+    """Return whether a value is a mapping, named tuple or dataclass: containers of named parts."""
+    return isinstance(value, Mapping) or is_named_tuple(value) or is_dataclass(value)
+
+
+def is_named_tuple(value: Any) -> bool:
+    """Return whether a value is a named tuple of independent parts."""
+    return isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence)
+
+
+def is_dataclass(value: Any) -> bool:
+    """Return whether a value is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether a value is a list or tuple."""
+    return (
+        isinstance(value, list | tuple)
+        and not isinstance(value, torch.Size | PackedSequence)
+        and (not hasattr(value, "_fields"))
+    )
+
+
+def parts(value: Any) -> list[Any]:
+    """Return the parts of a container."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if is_dataclass(value):
+        return [getattr(value, name) for name in set_fields(value)]
+    return list(value)
+
+
+def set_fields(value: Any) -> list[str]:
+    """Return the names of a dataclass's fields that have a value: fields with `init=False` may have none."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def leaf_samples(leaf: Any, samples: int | None = None) -> int | None:
+    """Return the samples of a leaf; None for constants.
+
+    Args:
+        samples: of the batch. A tuple of as many texts holds one per sample, as torch's `default_collate` makes it.
+    """
+    if isinstance(leaf, Tensor | np.ndarray):
+        return int(leaf.shape[0]) if leaf.ndim else None
+    if isinstance(leaf, list):
+        return len(leaf) or None
+    is_texts = isinstance(leaf, tuple) and len(leaf) == samples and all(isinstance(item, _TEXTS) for item in leaf)
+    return samples if is_texts else None
+
+
+def is_list_of_rows(value: Any, samples: int) -> bool:
+    """Return whether a list or tuple that is no leaf holds one sample per item, in a batch of `samples` samples."""
+    if len(value) != samples:
+        return False
+    columns = _combined([_fit(item, samples) for item in value])
+    return columns.is_free or not columns.fits
+
+
+def is_sliceable(leaf: Any) -> bool:
+    """Return whether a leaf can be sliced by its first dimension."""
+    return not isinstance(leaf, Tensor) or not leaf.ndim or (leaf.layout is torch.strided and not leaf.is_nested)
+
+
+def _kind(leaf: Tensor) -> str:
+    return "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+
+
+def _is_constants(value: Any) -> bool:
+    """Return whether a value is a list or tuple of constants that are not tensors."""
+    if type(value) is not list and (not isinstance(value, tuple) or is_named_tuple(value)):
+        return False
+    return all(isinstance(item, CONSTANTS) for item in value)
+
+
+class _Possible(NamedTuple):
+    """Numbers of samples that a part of a batch allows: `only` these (None: any number), and hints where any is."""
+
+    only: set[int] | None
+    hints: frozenset[int] = frozenset()
+
+
+def _possible(value: Any) -> _Possible:
+    if is_leaf(value):
+        found = leaf_samples(value)
+        return _Possible(None if found is None else {found})
+    if is_record(value):
+        return _common(parts(value))
+    if not is_sequence(value):
+        return _Possible(set())
+    columns = _common(value)
+    if columns.only is None:
+        return _Possible(None, columns.hints | {len(value)})
+    return _Possible({len(value)} | columns.only)
+
+
+def _common(values: Sequence[Any]) -> _Possible:
+    only: set[int] | None = None
+    hints: frozenset[int] = frozenset()
+    for value in values:
+        found = _possible(value)
+        hints |= found.hints
+        if found.only is not None:
+            only = found.only if only is None else only & found.only
+    return _Possible(only, hints)
+
+
+def _candidates(batch: Any) -> list[int]:
+    possible = _possible(batch)
+    return sorted(possible.hints if possible.only is None else possible.only)
+
+
+def _fit(value: Any, samples: int, *, is_root: bool = False) -> _Fit:
+    """Return how a part of a batch agrees with a number of samples."""
+    if is_leaf(value):
+        found = leaf_samples(value, samples)
+        if found is None:
+            return _FREE
+        return (_TEXTS_OF_ROWS if isinstance(value, tuple) else _FIRM) if found == samples else _NO
+    if is_record(value):
+        return _combined([_fit(item, samples) for item in parts(value)])
+    return _fit_sequence(value, samples, is_root=is_root) if is_sequence(value) else _NO
+
+
+def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
+    columns = _combined([_fit(item, samples) for item in value])
+    is_rows = len(value) == samples and not is_root
+    if not columns.fits or columns.is_free:
+        if is_rows:
+            return _ROWS
+        is_unclear = columns.is_free and any(map(is_record, value))  # dicts of another number belong to no sample
+        return columns._replace(is_ambiguous=is_unclear) if columns.fits else _NO
+    if len({_signature(item) for item in value}) > 1:
+        return columns  # unlike items are columns, as inputs and targets
+    if is_rows:
+        return columns._replace(is_ambiguous=True, firm=0, row_lists=columns.row_lists + 1)
+    is_columns = all(isinstance(item, Tensor | np.ndarray) for item in value)
+    if is_columns and not (all(map(_is_image, value)) and not (is_root and isinstance(value, tuple))):
+        return columns
+    return columns._replace(firm=0)  # sizes could be channels, or those of single samples
+
+
+def _combined(fits: Sequence[_Fit]) -> _Fit:
+    if not all(fit.fits for fit in fits):
+        return _NO
+    return _Fit(
+        True,
+        is_free=all(fit.is_free for fit in fits),
+        is_ambiguous=any(fit.is_ambiguous for fit in fits),
+        firm=sum(fit.firm for fit in fits),
+        row_lists=sum(fit.row_lists for fit in fits),
+    )
+
+
+def _confirms(fit: _Fit) -> bool:
+    return fit.fits and (fit.firm > 0 or fit.row_lists > 1)
+
+
+def _signature(value: Any) -> Any:
+    """Return what samples of one kind have in common: structure, dimensions and types."""
+    if isinstance(value, Tensor | np.ndarray):
+        return "array", value.ndim, str(value.dtype)
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _signature(item)) for key, item in value.items())
+    if is_record(value) or is_sequence(value):
+        return type(value), tuple(dict.fromkeys(map(_signature, parts(value))))
+    return type(value)
+
+
+def _is_image(value: Any) -> bool:
+    """Return whether a tensor could be one image: its first dimension would be channels."""
+    if not isinstance(value, Tensor) or value.ndim != _IMAGE_DIMENSIONS or value.shape[0] not in _CHANNELS:
+        return False
+    return value.is_floating_point() or value.dtype is torch.uint8
+
+
+def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) of a batch; objects of unknown classes are leaves too."""
+    if is_leaf(value) or not (is_record(value) or is_sequence(value)):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}[{key!r}]")
+    elif is_dataclass(value):
+        for name in set_fields(value):
+            yield from leaves(getattr(value, name), f"{path}.{name}")
+    else:
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}[{index}]")
+
+
+def _why_unknown(batch: Any, confirmed: Sequence[int]) -> str:
+    if confirmed:
+        return f"it could have {' or '.join(map(str, confirmed))} samples"
+    found = list(itertools.islice(leaves(batch), _MOST_LEAVES))
+    unknown = {type(leaf).__name__ for _, leaf in found if not is_leaf(leaf)}
+    if unknown:
+        return f"it holds objects of unknown classes ({', '.join(sorted(unknown))})"
+    sizes = {path: size for path, leaf in found if (size := leaf_samples(leaf)) is not None}
+    if len(set(sizes.values())) > 1:
+        shown = ", ".join(f"{path}: {size}" for path, size in itertools.islice(sizes.items(), 6))
+        return f"its first dimensions differ ({shown})"
+    return "a list without a tensor beside it could hold samples or columns" if sizes else "nothing in it has samples"
