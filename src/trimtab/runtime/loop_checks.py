@@ -16,7 +16,7 @@ from trimtab.core.plan import Plan
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.window import Window
 
-_PACKAGES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 class OwnStep:
@@ -38,8 +38,12 @@ class OwnStep:
             return
         if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             return  # a step without gradients changes nothing
+        frame = _caller()
+        if frame is None or frame.f_code.co_filename.startswith(_OWN):
+            return  # planning times steps by themselves
         self._has_warned = True
-        where, line = _caller()
+        name, number = frame.f_code.co_filename, frame.f_lineno
+        where, line = f"{name}:{number}", linecache.getline(name, number).strip()
         is_open = self._order.window is not None
         remedy = "Call run.step() in its place" if is_open else "Remove it"
         warnings.warn(
@@ -50,15 +54,12 @@ class OwnStep:
         )
 
 
-def _caller() -> tuple[str, str]:
-    """Return place and text of the innermost line outside torch and this package."""
+def _caller() -> FrameType | None:
+    """Return the innermost frame outside torch and this file."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
         frame = frame.f_back
-    if frame is None:
-        return "an unknown place", ""
-    name, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{name}:{number}", linecache.getline(name, number).strip()
+    return frame
 
 
 class UnequalBatches:

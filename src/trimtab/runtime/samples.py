@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-_TEXTS = (str, bytes)
+_TEXT_TYPES = (str, bytes)
 CONSTANTS = (
-    *_TEXTS,
+    *_TEXT_TYPES,
     bool,
     int,
     float,
@@ -58,6 +58,7 @@ class _Fit(NamedTuple):
     Args:
         fits: whether the part agrees. is_free: whether it agrees with any number. is_ambiguous: whether a split could
             be done in two ways. firm: leaves that confirm the number. row_lists: lists read as one sample per item.
+        tensors: tensors among the leaves. weak: those in lists of alike parts, which do not confirm the number.
     """
 
     fits: bool
@@ -65,12 +66,15 @@ class _Fit(NamedTuple):
     is_ambiguous: bool = False
     firm: int = 0
     row_lists: int = 0
+    tensors: int = 0
+    weak: int = 0
 
 
 _NO = _Fit(False)
 _FREE = _Fit(True, is_free=True)
 _FIRM = _Fit(True, firm=1)
-_TEXTS_OF_ROWS = _Fit(True)
+_TENSOR = _Fit(True, firm=1, tensors=1)
+_TEXTS = _Fit(True)
 _ROWS = _Fit(True, row_lists=1)
 
 
@@ -78,10 +82,13 @@ def read(batch: Any) -> Reading:
     """Return the number of samples of a batch, and whether it can be split."""
     if samples := flat_samples(batch):
         return Reading(samples, is_splittable=True)
-    confirmed = [(number, fit) for number in _candidates(batch) if _confirms(fit := _fit(batch, number, is_root=True))]
-    if len(confirmed) != 1:
-        return Reading(None, reason=_why_unknown(batch, [number for number, _ in confirmed]))
-    samples, fit = confirmed[0]
+    fits = {number: _fit(batch, number, is_root=True) for number in _candidates(batch)}
+    confirmed = [number for number, fit in fits.items() if _confirms(fit)]
+    rivals = [number for number, fit in fits.items() if fit.weak and number not in confirmed]
+    if len(confirmed) != 1 or rivals:
+        return Reading(None, reason=_why_unknown(batch, confirmed + rivals if confirmed else []))
+    (samples,) = confirmed
+    fit = fits[samples]
     if fit.is_ambiguous:
         return Reading(samples, reason=f"{samples} samples and a list that could hold samples or columns")
     kinds = {_kind(leaf) for _, leaf in leaves(batch) if not is_sliceable(leaf)}
@@ -164,16 +171,16 @@ def leaf_samples(leaf: Any, samples: int | None = None) -> int | None:
         samples: of the batch. A tuple of as many texts holds one per sample, as torch's `default_collate` makes it.
     """
     if isinstance(leaf, Tensor | np.ndarray):
-        return int(leaf.shape[0]) if leaf.ndim else None
+        return (leaf.size(0) if isinstance(leaf, Tensor) else leaf.shape[0]) if leaf.ndim else None
     if isinstance(leaf, list):
         return len(leaf) or None
-    is_texts = isinstance(leaf, tuple) and len(leaf) == samples and all(isinstance(item, _TEXTS) for item in leaf)
+    is_texts = isinstance(leaf, tuple) and len(leaf) == samples and all(isinstance(item, _TEXT_TYPES) for item in leaf)
     return samples if is_texts else None
 
 
 def is_list_of_rows(value: Any, samples: int) -> bool:
     """Return whether a list or tuple that is no leaf holds one sample per item, in a batch of `samples` samples."""
-    if len(value) != samples:
+    if len(value) != samples or not _are_of_one_kind(value):
         return False
     columns = _combined([_fit(item, samples) for item in value])
     return columns.is_free or not columns.fits
@@ -238,7 +245,9 @@ def _fit(value: Any, samples: int, *, is_root: bool = False) -> _Fit:
         found = leaf_samples(value, samples)
         if found is None:
             return _FREE
-        return (_TEXTS_OF_ROWS if isinstance(value, tuple) else _FIRM) if found == samples else _NO
+        if found != samples:
+            return _NO
+        return _TENSOR if isinstance(value, Tensor | np.ndarray) else _TEXTS if isinstance(value, tuple) else _FIRM
     if is_record(value):
         return _combined([_fit(item, samples) for item in parts(value)])
     return _fit_sequence(value, samples, is_root=is_root) if is_sequence(value) else _NO
@@ -246,7 +255,7 @@ def _fit(value: Any, samples: int, *, is_root: bool = False) -> _Fit:
 
 def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
     columns = _combined([_fit(item, samples) for item in value])
-    is_rows = len(value) == samples and not is_root
+    is_rows = len(value) == samples and not is_root and _are_of_one_kind(value)
     if not columns.fits or columns.is_free:
         if is_rows:
             return _ROWS
@@ -259,7 +268,8 @@ def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
     is_columns = all(isinstance(item, Tensor | np.ndarray) for item in value)
     if is_columns and not (all(map(_is_image, value)) and not (is_root and isinstance(value, tuple))):
         return columns
-    return columns._replace(firm=0)  # sizes could be channels, or those of single samples
+    # Sizes could be channels, or those of single samples.
+    return columns._replace(firm=0, weak=0 if is_columns else columns.weak + columns.tensors)
 
 
 def _combined(fits: Sequence[_Fit]) -> _Fit:
@@ -271,11 +281,18 @@ def _combined(fits: Sequence[_Fit]) -> _Fit:
         is_ambiguous=any(fit.is_ambiguous for fit in fits),
         firm=sum(fit.firm for fit in fits),
         row_lists=sum(fit.row_lists for fit in fits),
+        tensors=sum(fit.tensors for fit in fits),
+        weak=sum(fit.weak for fit in fits),
     )
 
 
 def _confirms(fit: _Fit) -> bool:
     return fit.fits and (fit.firm > 0 or fit.row_lists > 1)
+
+
+def _are_of_one_kind(items: Sequence[Any]) -> bool:
+    """Return whether items could be samples: objects of one class, or tensors of as many dimensions."""
+    return len({item.ndim if isinstance(item, Tensor | np.ndarray) else type(item) for item in items}) == 1
 
 
 def _signature(value: Any) -> Any:
