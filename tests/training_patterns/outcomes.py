@@ -6,7 +6,7 @@ import functools
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import trimtab
-from training_patterns.script import PATTERNS, PLANS, Pattern, Script, trimtab_loop
+from training_patterns.script import PATTERNS, Loop, Pattern, Script, trimtab_loop
 
 TORCH = str(Path(torch.__file__).parent)
 MOST_NAMED = 3
@@ -26,8 +26,9 @@ class Outcome:
     """Outcome of a training run.
 
     Args:
-        kind: "equal", "warned" or "refused"; a fault: "differs", "untyped" (another error than trimtab's), "changed" (a
-            refusal after something had changed), or "unexpected" (trimtab trains what the plain loop cannot).
+        kind: "equal", "warned", "refused" or "raises" (the plain loop raises the same error); or a fault: "differs",
+            "untyped" (an error that is neither trimtab's nor the plain loop's), "changed" (refused after something had
+            changed), or "unexpected" (trained, though the plain loop raises).
         detail: the largest differences, the warnings or the error.
     """
 
@@ -38,13 +39,24 @@ class Outcome:
 def outcome(name: str, plan_name: str) -> Outcome:
     """Train a pattern through a plan set by hand, and compare."""
     pattern = PATTERNS[name]
-    return outcome_of(pattern, plan_name, lambda script: pattern.plan(plan_name))
+    return outcome_of(pattern, lambda script: pattern.plan(plan_name))
 
 
-def outcome_of(pattern: Pattern, plan_name: str, planned: Callable[[Script], trimtab.Plan]) -> Outcome:
-    """Train a pattern through the plan that `planned` returns, and compare with the plain loop for `plan_name`."""
+def planned_outcome(name: str, plan: Callable[..., trimtab.Plan] = trimtab.plan) -> Outcome:
+    """Plan for a pattern by its first batch, train it through that plan, and compare with the plain loop in fp32."""
+    pattern = PATTERNS[name]
+    example = next(iter(pattern.made().batches))
+
+    def planned(script: Script) -> trimtab.Plan:
+        return plan(script.model, script.optimizer, script.loss_fn, example, num_blocks=3, modules=script.modules)
+
+    return outcome_of(pattern, planned)
+
+
+def outcome_of(pattern: Pattern, planned: Callable[[Script], trimtab.Plan]) -> Outcome:
+    """Train a pattern through the plan that `planned` returns, and compare with the plain loop."""
     script = pattern.made()
-    before, generators = values(script), states_of_generators()
+    before, generators, plan = values(script), states_of_generators(), None
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
@@ -56,15 +68,15 @@ def outcome_of(pattern: Pattern, plan_name: str, planned: Callable[[Script], tri
             changed = [key for key, value in values(script).items() if not same(value, before.get(key))]
             changed += ["random generators"] if states_of_generators() != generators else []
             said = f"{type(error).__name__}[{error.code}] {error}"
-            return (
-                Outcome("changed", f"{', '.join(changed[:MOST_NAMED])}: {said}")
-                if changed
-                else Outcome("refused", said)
-            )
-        except Exception as error:  # any error that is not trimtab's is a fault
+            if changed:
+                return Outcome("changed", f"{', '.join(changed[:MOST_NAMED])}: {said}")
+            return Outcome("refused", said)
+        except Exception as error:  # any error that is not trimtab's is a fault, unless the plain loop raises it too
             raised = f"{type(error).__name__}: {error}"
-            return Outcome("refused" if raised == plain(pattern.name, plan_name) else "untyped", raised)
-    reference = plain(pattern.name, plan_name)
+            return Outcome(
+                "raises" if plan is not None and raised in raised_plainly(pattern, plan) else "untyped", raised
+            )
+    reference = plain(pattern.name, pattern.loop_of(plan))
     if isinstance(reference, str):
         return Outcome("unexpected", f"the plain loop raises {reference}")
     found = differences(values(script), reference, before, pattern.rounding)
@@ -74,28 +86,21 @@ def outcome_of(pattern: Pattern, plan_name: str, planned: Callable[[Script], tri
     return Outcome("warned", " | ".join(said)) if said else Outcome("differs", "; ".join(found[:MOST_NAMED]))
 
 
+def raised_plainly(pattern: Pattern, plan: trimtab.Plan) -> list[Any]:
+    """Return the errors of plain loops in a plan's precision: on whole batches, and on its micro-batches."""
+    loop = pattern.loop_of(plan)
+    return [plain(pattern.name, each) for each in (loop, replace(loop, parts=plan.num_micro_batches))]
+
+
 @functools.cache
-def plain(name: str, plan_name: str) -> dict[str, Any] | str:
+def plain(name: str, loop: Loop) -> dict[str, Any] | str:
     """Return the values after plain training, or the error that it raises."""
-    pattern = PATTERNS[name]
-    if (same_as := reference_of(pattern, plan_name)) != plan_name:
-        return plain(name, same_as)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return values(pattern.train_plain(plan_name))
+            return values(PATTERNS[name].train_plain(loop))
         except Exception as error:  # the plain loop decides what can be trained
             return f"{type(error).__name__}: {error}"
-
-
-def reference_of(pattern: Pattern, plan_name: str) -> str:
-    """Return the first plan with the same plain loop."""
-    settings, loop = PLANS[plan_name]
-    splits = pattern.draws and "micro_batch" in settings
-    for name, (others, other) in PLANS.items():
-        if other == loop and splits == (pattern.draws and "micro_batch" in others):
-            return name
-    raise AssertionError(plan_name)
 
 
 def values(script: Script) -> dict[str, Any]:

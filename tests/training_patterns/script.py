@@ -132,18 +132,24 @@ def in_parts(batch: Any, parts: int) -> list[Any]:
     return list(batch.chunk(parts))
 
 
-# Plans set by hand, by name, and the plain loop that each is compared with.
-PLANS: dict[str, tuple[dict[str, Any], Loop]] = {
-    "unchanged": ({}, Loop()),
-    "half": ({"micro_batch": 2}, Loop()),
-    "fused": ({"fused_optimizer": True}, Loop()),
-    "recompute": ({"recompute": "every_block"}, Loop()),
-    "bf16": ({"precision": "bf16"}, Loop(torch.bfloat16)),
-    "fp16": ({"precision": "fp16"}, Loop(torch.float16)),
-    "together": ({"micro_batch": 2, "fused_optimizer": True, "recompute": "every_block"}, Loop()),
+# Settings of the plans set by hand; a micro-batch is a half of the batch.
+PLANS: dict[str, dict[str, Any]] = {
+    "unchanged": {},
+    "half": {"micro_batch": 2},
+    "fused": {"fused_optimizer": True},
+    "recompute": {"recompute": "every_block"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "together": {"micro_batch": 2, "fused_optimizer": True, "recompute": "every_block"},
 }
-REFUSED = dict.fromkeys(PLANS, "refused")
-NOT_FUSED = {"fused": "refused", "together": "refused"}  # optimizers without a fused step
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Outcomes that many patterns have.
+REFUSED = dict.fromkeys((*PLANS, "planned"), "refused")
+SPLIT_CHANGES = {"half": "warned", "together": "warned"}  # a loss or layer that computes over the whole batch
+NOT_FUSED = {"fused": "refused", "together": "refused"}  # an optimizer without a fused step
+NOT_RECOMPUTED = {"recompute": "refused", "together": "refused"}  # a forward that cannot run twice
+GRADIENT_HOOKS = {"half": "refused", "fp16": "refused", "together": "refused"}  # they would see other gradients
+NO_FP16 = {"fp16": "raises"}  # torch has no fp16 kernel for it on a CPU: the plain loop raises
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ class Pattern:
         samples: per batch, as the loader's user would count them.
         rounding: largest difference of a parameter after training, as a fraction of the distance that it moved.
         draws: whether losses draw random numbers, so that a split batch is compared with a plain loop that accumulates.
-        expected: outcome of each plan whose outcome is not "equal".
+        outcomes: of each plan whose outcome is not "equal"; "planned" is the plan that `trimtab.plan` makes.
     """
 
     name: str
@@ -163,7 +169,7 @@ class Pattern:
     samples: int
     rounding: float
     draws: bool
-    expected: Mapping[str, str]
+    outcomes: Mapping[str, str]
 
     def made(self, seed: int = 0) -> Script:
         """Return new objects, with all random generators seeded for the training that follows."""
@@ -174,33 +180,35 @@ class Pattern:
 
     def plan(self, name: str) -> trimtab.Plan:
         """Return a plan set by hand."""
-        values = dict(PLANS[name][0])
+        values = dict(PLANS[name])
         if "micro_batch" in values:
             values["micro_batch"] = max(1, self.samples // 2)
         return trimtab.Plan.fixed(self.samples, **values)
 
-    def train_plain(self, name: str) -> Script:
-        """Return the script after plain training that a plan is compared with."""
-        values, loop = PLANS[name]
-        if self.draws and "micro_batch" in values:
-            loop = Loop(loop.dtype, parts=2)
+    def train_plain(self, loop: Loop) -> Script:
+        """Return the script after plain training."""
         script = self.made()
         (script.plain or plain_loop)(script, loop)
         return script
+
+    def loop_of(self, plan: trimtab.Plan) -> Loop:
+        """Return the plain loop that a plan is compared with."""
+        return Loop(_AUTOCAST.get(plan.precision.value), parts=plan.num_micro_batches if self.draws else 1)
 
 
 PATTERNS: dict[str, Pattern] = {}
 
 
 def pattern(
-    *, samples: int = SAMPLES, rounding: float = 1e-3, draws: bool = False, **expected: str
+    *, samples: int = SAMPLES, rounding: float = 1e-3, draws: bool = False, outcomes: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[], Script]], Callable[[], Script]]:
-    """Register a function that makes a script, under its name; `expected` as in `Pattern`."""
-    assert expected.keys() <= PLANS.keys() | {"planned"}
+    """Register a function that makes a script, under its name; arguments as of `Pattern`."""
+    outcomes = outcomes or {}
+    assert outcomes.keys() <= PLANS.keys() | {"planned"}
 
     def register(build: Callable[[], Script]) -> Callable[[], Script]:
         assert build.__name__ not in PATTERNS
-        PATTERNS[build.__name__] = Pattern(build.__name__, build, samples, rounding, draws, expected)
+        PATTERNS[build.__name__] = Pattern(build.__name__, build, samples, rounding, draws, outcomes)
         return build
 
     return register

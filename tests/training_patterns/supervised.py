@@ -186,7 +186,7 @@ def deep_supervision():
     return Script(model, sgd(model), loss_fn, classes())
 
 
-@pattern(**REFUSED)
+@pattern(outcomes=REFUSED)
 def loss_and_accuracy():
     """`return loss, accuracy`: a pair of numbers, refused in every plan."""
     model = mlp()

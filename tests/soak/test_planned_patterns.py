@@ -1,0 +1,14 @@
+"""Public training patterns through `trimtab.plan` and `trimtab.start`: equal, warned of, or refused; never silent."""
+
+from __future__ import annotations
+
+import pytest
+from training_patterns import PATTERNS
+from training_patterns.outcomes import planned_outcome
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.usefixtures("brief_trials")
+def test_training_by_a_plan_is_equal_warned_of_or_refused(name):
+    found = planned_outcome(name)
+    assert found.kind == PATTERNS[name].outcomes.get("planned", "equal"), found.detail
