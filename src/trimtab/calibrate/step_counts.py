@@ -11,7 +11,6 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import LossError, TrimtabError
 from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.flops import count_flops
-from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 _REFUSED = "an operator does not run under torch's FLOP counter, or has a shape that the counter does not know"
@@ -103,7 +102,7 @@ def _run(
         terms.append(count)
         loss.backward()
 
-    with Snapshot(subject.trained, subject.optimizer):
+    with subject.state():
         if counts:
             return count_flops(forward_backward), seen
         forward_backward()

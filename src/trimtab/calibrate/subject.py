@@ -16,6 +16,7 @@ from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
 from trimtab.losses import Count, as_loss
 from trimtab.measure.linked_blocks import LinkedBlocks, blocks_of
+from trimtab.measure.loop_state import LoopState
 from trimtab.measure.machine import MEASURED
 from trimtab.measure.memory import alive_between_steps
 from trimtab.runtime.applied import require_free
@@ -149,6 +150,16 @@ class Subject:
             ) from error
         loss, count, _ = as_loss(result)
         return loss, count
+
+    def state(self, *, peak_bytes: int | None = None) -> LoopState:
+        """Return a copy of everything that a step can change, as a context manager that restores it.
+
+        The loss is included: a hidden state that it carries from one batch to the next has the precision of a trial.
+
+        Args:
+            peak_bytes: as of `LoopState`.
+        """
+        return LoopState(self.trained, self.optimizer, loss_fn=self.loss_fn, peak_bytes=peak_bytes)
 
     def live_tensors(self) -> Iterator[Tensor]:
         """Yield what is alive between two steps: parameters, buffers, optimizer state, the batch."""

@@ -36,9 +36,9 @@ from trimtab.decide.readings import MIN_BLOCKS
 from trimtab.decide.search import BLOCK_S, Stage
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.decide.turns import drawn_turns
+from trimtab.measure.loop_state import LoopState
 from trimtab.measure.memory import peak_bytes, unused_bytes
 from trimtab.measure.page_faults import time_settled
-from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
 from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.runtime.engine import Run
@@ -86,7 +86,7 @@ class _Blocks:
     step_s: float
     num_blocks: int
     patient: bool
-    start: Snapshot
+    start: LoopState
     progress: Callable[[str], None]
     run_s: float = 0.0
 
@@ -141,7 +141,7 @@ def run_stage(
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
         arms.append(_Arm(stage.candidates[0], control=True))
-    with _shared_allocator(stage), Snapshot(subject.trained, subject.optimizer) as snapshot:
+    with _shared_allocator(stage), subject.state() as snapshot:
         door: Door | None = None
         for arm in arms:
             if arm.control:  # the incumbent again: it has run, or failed, already
@@ -174,7 +174,7 @@ def _slowest(stage: Stage, step_s: float) -> float:
     return _FAR_SLOWER * step_s if stage.name in _MODES else math.inf
 
 
-def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapshot) -> Snapshot:
+def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: LoopState) -> LoopState:
     """Return a state after a step of the first arm that can take one, the incumbent above all; else the one before.
 
     A block that began without optimizer state would pay for making it, in its timed step where it has but one.
@@ -185,7 +185,7 @@ def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapsh
             with subject.start(arm.candidate) as run:
                 step_until_applied(run, subject)
             highest = max((arm.peak_bytes for arm in arms if arm.peak_bytes is not None), default=None)
-            return Snapshot(subject.trained, subject.optimizer, peak_bytes=highest)  # no peak is counted of blocks
+            return subject.state(peak_bytes=highest)  # no peak is counted of blocks
         except Exception:  # it ran in its warm-up; what fails now will do so in its first block, and be kept there
             continue
     return before

@@ -335,3 +335,29 @@ def test_a_fingerprint_sees_any_change(change):
     assert fingerprint(made, chosen) == before
     change(made, chosen)
     assert fingerprint(made, chosen) != before
+
+
+class Carrying:
+    """A loss that carries a state from one batch to the next, in the type that the last forward had."""
+
+    def __init__(self):
+        self.state = None
+
+    def __call__(self, model, batch):
+        output = model(batch)
+        before = output.detach().mean(0) if self.state is None else self.state
+        assert before.dtype == output.dtype, "the state of another precision's trial"
+        self.state = output.detach().mean(0)
+        return (output - before + 1).float().square().mean()
+
+
+@pytest.mark.usefixtures("brief_trials")
+def test_a_trial_begins_without_what_another_left_in_the_loss(monkeypatch):
+    monkeypatch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 2e9, "fp16": 2e9})
+    model, loss_fn = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), Carrying()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = trimtab.profile(model, optimizer, loss_fn, torch.randn(8, 6), num_blocks=3)
+    trials = [trial for trial in found.trials if trial.candidate.precision in ("fp32", "bf16", "fp16")]
+    assert len({trial.candidate.precision for trial in trials}) > 1
+    assert [trial.error for trial in trials] == [None] * len(trials)
+    assert loss_fn.state is None
