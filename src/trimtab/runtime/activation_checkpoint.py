@@ -103,6 +103,8 @@ def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
         ModelError: the model has no blocks, or not so many, or not those; others as of `use_schedule`.
     """
     model, blocks = _blocks_of(model, plan.recompute_blocks)
+    if isinstance(model, torch.jit.ScriptModule):  # which has no modules by name either
+        raise _refused("a scripted model", "one of Python's modules")
     try:
         schedule = schedule_of(str(plan.recompute.value), len(blocks))
     except ValueGivenError:

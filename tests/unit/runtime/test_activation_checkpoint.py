@@ -549,6 +549,17 @@ def test_compiling_blocks_with_buffers_and_recomputing_them_is_refused():
     assert {type(block) for block in model.blocks} == {Block}
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in a wrapper"])
+def test_a_scripted_model_is_refused(wrapped):
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model = nn.Sequential(model) if wrapped else model
+    with pytest.raises(UsageError):
+        trimtab.start(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), trimtab.Plan.fixed(4, recompute="every_block")
+        )
+
+
 def test_statistics_that_were_frozen_and_are_not_any_more_move_once_a_step():
     """Whether a module moves its buffers is looked at in each mode that it runs in."""
 
