@@ -196,6 +196,7 @@ def _search(
     gc.collect()  # in a forked process what lies in cycles may take long to end, as a loader's workers
     guard = Guard(subject, profile.reference_candidate)
     while True:
+        snapshot.restore()  # also of what checks before the first stage left in the loss
         spent_s = time.perf_counter() - start
         profile = replace(profile, hurried=profile.hurried or is_hurried(profile, spent_s))
         wanted = [each for each in next_traces(profile, objective, budget, always=traces) if each not in asked]
@@ -224,7 +225,6 @@ def _search(
             how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s, "notes": notes}
             found = run_stage(subject, stage, num_blocks, progress, profile.trials, **how)
             profile = profile.with_trials(found)
-        snapshot.restore()
 
 
 def _with_blocks(

@@ -153,6 +153,7 @@ def run_stage(
                     door = door or Door(subject, stage.candidates[0], told_s, guard)
                     arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
+                    snapshot.restore()  # a loss may carry state in the precision of the incumbent's few rows
                     slowest = _slowest(stage, arms[0].first_s)
                     how = {"measure_memory": stage.name != ALONE, "slowest": slowest, "paces": arm is arms[0]}
                     _warm_up(subject, arm, notes or Notes(), **how)
