@@ -33,11 +33,12 @@ class Drawn(NamedTuple):
 
     Attributes:
         seconds: that drawing one takes; None where there are not even two. longest: elements of the largest, in those
-            of the example.
+            of the example. batch: the last one with as many samples as the example, for proofs; or None.
     """
 
     seconds: float | None = None
     longest: float | None = None
+    batch: Any = None
 
 
 def draw_some(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
@@ -98,10 +99,25 @@ def _drawn(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
         if first is not None and not _are_equal(first, again):
             notes.add("data.not_repeatable", "the first epoch may differ from that without planning", _CHANGED)
         del first
-        elements = [] if again is None else [_elements(again)]
-        seconds = time_call(lambda: elements.extend(map(_elements, batches)), subject.device)
+        elements, last = ([] if again is None else [_elements(again)]), [again]
+
+        def draw() -> None:
+            for batch in batches:
+                elements.append(_elements(batch))
+                last[0] = batch
+
+        seconds = time_call(draw, subject.device)
     num, example = len(elements) - 1, _elements(subject.batch)
-    return Drawn(seconds / num if num > 0 else None, max(elements, default=0) / example if example else None)
+    longest = max(elements, default=0) / example if example else None
+    return Drawn(seconds / num if num > 0 else None, longest, _as_large(subject, last[0]))
+
+
+def _as_large(subject: Subject, batch: Any) -> Any | None:
+    """Return a batch if it has as many samples as the example, and can be split as that can."""
+    if batch is None or subject.unknown:
+        return None
+    reading, own = subject.batching.read(batch), subject.batching.read(subject.batch)
+    return batch if reading == own else None
 
 
 def _elements(batch: Any) -> int:

@@ -141,6 +141,8 @@ def _check(subject: Subject) -> Check:
 def _second_batch(subject: Subject) -> Subject | None:
     """Return the loop with a smaller batch of other values, or None if none can be made."""
     samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
+    if subject.second is not None:
+        return replace(subject, batch=subject.second, example=None).first(samples)
     other = other_values(subject.batch, subject.rows, samples, subject.batching)
     return None if other is None else replace(subject, batch=other, example=None)
 

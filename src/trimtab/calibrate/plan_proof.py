@@ -407,6 +407,8 @@ def _epsilon(tensor: Tensor) -> float:
 
 
 def _two_batches(subject: Subject) -> tuple[Any, Any]:
+    if subject.second is not None:
+        return subject.batch, subject.second
     other = other_values(subject.batch, subject.rows, subject.rows, subject.batching)
     return subject.batch, subject.batch if other is None else other
 

@@ -108,6 +108,7 @@ def _profile(
     metered = with_idle(metered) if metered is not None and is_asked else metered
     with unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot:
         drawn = Drawn() if data is None else draw_some(subject, data, notes)
+        subject = replace(subject, second=drawn.batch)
         progress("checking that splitting keeps the gradient")
         check, hooks = checked(subject, reference.precision, notes, snapshot.restore)
         if check.splittable:

@@ -35,7 +35,8 @@ class Subject:
     `start_bytes`: what a run of it keeps besides, to begin a window anew; trials keep nothing, and end where they fail.
     `named_blocks`: the modules that may be computed again, by name; none: those of the model's tree. `example`: what a
     loader yields, where `batch` is the longest it has: splitting has to keep its gradient too. `modules`: trained by
-    the same optimizer, such as a criterion with parameters. `batching`: counts and splits batches.
+    the same optimizer, such as a criterion with parameters. `batching`: counts and splits batches. `second`: another
+    batch of the loop's data with as many samples, so that no proof holds on the example alone.
 
     The loss function is `protected`: it may change its batch, which stays as it is.
 
@@ -55,6 +56,7 @@ class Subject:
     example: Any = None
     modules: tuple[nn.Module, ...] = ()
     batching: Batching = BY_CONTAINERS
+    second: Any = None
 
     def __post_init__(self) -> None:
         check_ownership(self.model, self.optimizer, self.modules, self.loss_fn)
@@ -96,7 +98,11 @@ class Subject:
         """
         if number >= self.rows:
             return self
-        return replace(self, batch=next(self.batching.slices(self.batch, self.rows, number))[0])
+        batch, second = (self._first_of(each, number) for each in (self.batch, self.second))
+        return replace(self, batch=batch, second=second)
+
+    def _first_of(self, batch: Any, number: int) -> Any:
+        return None if batch is None else next(self.batching.slices(batch, self.rows, number))[0]
 
     @functools.cached_property
     def blocks(self) -> LinkedBlocks:

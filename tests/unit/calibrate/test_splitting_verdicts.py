@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
+import trimtab
 from trimtab.calibrate.equivalence import TOLERANCE, check_splitting
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import LossError
@@ -531,3 +532,19 @@ def test_weights_in_half_precision_are_named_as_the_cause():
     inputs, targets = class_batch()
     half = check_splitting(subject(mlp().bfloat16(), class_mean, (inputs.bfloat16(), targets)))
     assert (half.splittable, half.code) == (False, "split.half_weights")
+
+
+def test_a_batch_of_the_data_is_the_second_batch():
+    """The example has tokens in every place, and batches of the data have padding."""
+    tried = subject(mlp(), token_mean, token_batch((9,) * 8))
+    assert check_splitting(tried).splittable
+    check = check_splitting(replace(tried, second=token_batch()))
+    assert (check.splittable, check.code) == (False, "split.token_mean")
+
+
+def test_planning_takes_the_second_batch_from_the_data():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [token_batch((9,) * 8), token_batch((9,) * 8), token_batch()]
+    found = trimtab.profile(model, optimizer, token_mean, batches[0], data=batches, num_blocks=3)
+    assert (found.check.splittable, found.check.code) == (False, "split.token_mean")
