@@ -13,7 +13,7 @@ from trimtab.calibrate.failures import describe
 from trimtab.calibrate.recompute_seconds import measure_seconds, with_schedule
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import at_two_sizes, has_two_sizes, recurrent_layer
-from trimtab.calibrate.trials import step_until_applied
+from trimtab.calibrate.trial_steps import step_until_applied
 from trimtab.core.chain import ChainModel
 from trimtab.core.errors import ModelError
 from trimtab.core.profile import Candidate, Recomputable

@@ -16,7 +16,8 @@ from typing import TypeVar
 from torch import nn
 
 from trimtab.calibrate.subject import Subject
-from trimtab.calibrate.trials import step_until_applied, timer
+from trimtab.calibrate.trial_steps import step_until_applied
+from trimtab.calibrate.trials import timer
 from trimtab.core.profile import Candidate
 from trimtab.core.recompute import Schedule
 from trimtab.decide.checkpoint_schedule import keep_all

@@ -28,6 +28,8 @@ from trimtab.calibrate.notes import Notes
 from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Door, Guard
 from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.trial_steps import Unusable, heaviest_step, require_finite, step_until_applied
+from trimtab.calibrate.trial_steps import step as take_step
 from trimtab.core.compiled import is_recorded
 from trimtab.core.profile import ALONE, SLICED, Candidate, Trial
 from trimtab.core.units import format_seconds
@@ -53,7 +55,6 @@ _MOST = 3  # times the asked number of blocks, at the most
 _WORTH_A_LOOK = 1.05
 _PRICE = 0.1  # of what a likely gain would save in the run, that a hurried look once more may take
 _SLOW_S = 0.3  # on CPU a first step this long holds little that happens once
-_MOST_SCALES = 20  # fp16 halves its loss scale after each overflow: from 65536 to 0.125
 
 
 @dataclass
@@ -65,6 +66,7 @@ class _Arm:
     error: str | None = None
     compile_s: float | None = None
     unused_bytes: int | None = None
+    uncounted: Exception | None = None  # why its peak could not be counted
     watts: list[float] = field(default_factory=list)
     block_s: list[float] = field(default_factory=list)
 
@@ -109,6 +111,12 @@ class _Blocks:
         more = _MOST * self.num_blocks
         more_s = (more - self.enough) * num_arms * (self.steps + 1) * self.step_s
         return more if more_s <= _PRICE * (1 - 1 / gain) * self.run_s else self.most
+
+    def steps_of(self, arm: _Arm) -> int:
+        """Return an arm's steps per block: fewer of a far slower one, whose block would take many times as long."""
+        if not math.isfinite(arm.first_s) or arm.first_s <= _FAR_SLOWER * self.step_s:
+            return self.steps
+        return max(1, round(self.steps * self.step_s / arm.first_s))
 
     @property
     def slow(self) -> bool:
@@ -156,8 +164,14 @@ def run_stage(
                     snapshot.restore()  # a loss may carry state in the precision of the incumbent's few rows
                     slowest = _slowest(stage, arms[0].first_s)
                     how = {"measure_memory": stage.name != ALONE, "slowest": slowest, "paces": arm is arms[0]}
-                    _warm_up(subject, arm, notes or Notes(), **how)
+                    _warm_up(subject, arm, **how)
+                if notes is not None and arm.uncounted is not None:
+                    said = f"peak memory of {arm.candidate.describe()} was not counted"
+                    notes.add("memory.not_counted", said, arm.uncounted)
                 snapshot.restore()
+                if stage.is_known([each.peak_bytes for each in arms[: arms.index(arm) + 1]]):
+                    arms = arms[: arms.index(arm) + 1]
+                    break
         step_s = arms[0].first_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
         steps = max(1, round(BLOCK_S / max(step_s, 1e-6))) if math.isfinite(step_s) else 1
@@ -226,7 +240,7 @@ def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
     return True
 
 
-def _warm_up(subject: Subject, arm: _Arm, notes: Notes, *, measure_memory: bool, slowest: float, paces: bool) -> None:
+def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: float, paces: bool) -> None:
     """Run a step, one more unless it says enough, then one under the memory count; a failure becomes the arm's error.
 
     A first step may hold what happens once: kernels compiled, or chosen by trying them. So a figure that would drop the
@@ -235,35 +249,35 @@ def _warm_up(subject: Subject, arm: _Arm, notes: Notes, *, measure_memory: bool,
     """
     try:
         with subject.start(arm.candidate) as run:
-            arm.first_s = time_call(lambda: _step(run, subject), subject.device)
+            arm.first_s = time_call(lambda: take_step(run, subject), subject.device)
             step_until_applied(run, subject)
             compiled, once_s = arm.candidate.compiled, arm.first_s
             first = [once_s, *_steps_until_launched(run, subject, arm.candidate)]
             is_rough = once_s > slowest or (paces and once_s < _SLOW_S)
             if is_rough or compiled or subject.device.type == "cuda":
-                arm.first_s = timer(arm.candidate)(lambda: _step(run, subject), subject.device)
+                arm.first_s = timer(arm.candidate)(lambda: take_step(run, subject), subject.device)
             arm.compile_s = max(0.0, sum(first) - len(first) * arm.first_s) if compiled else None
-            _require_finite(run)
+            require_finite(run)
             if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
-                raise _Unusable(refusal)
+                raise Unusable(refusal)
             if measure_memory:
-                _count_peak(run, subject, arm, notes)
-    except _Unusable as error:
+                _count_peak(run, subject, arm)
+    except Unusable as error:
         arm.error = str(error)
     except Exception as error:  # the user's model or the device may fail in any way; the reason is kept
         arm.error = describe(error)
 
 
-def _count_peak(run: Run, subject: Subject, arm: _Arm, notes: Notes) -> None:
-    """Count the peak of a step. If that fails though steps run, the peak is unknown, and noted."""
+def _count_peak(run: Run, subject: Subject, arm: _Arm) -> None:
+    """Count the peak of a step. If that fails though steps run, the peak is unknown, and the arm has the reason."""
     try:
         subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
-        counted = peak_bytes(lambda: _heaviest_step(run, subject), subject.device, subject.live_tensors)
+        counted = peak_bytes(lambda: heaviest_step(run, subject), subject.device, subject.live_tensors)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        _step(run, subject)  # or it is the step that fails, and the trial with it
-        notes.add("memory.not_counted", f"peak memory of {arm.candidate.describe()} was not counted", error)
+        take_step(run, subject)  # or it is the step that fails, and the trial with it
+        arm.uncounted = error
         return
     arm.peak_bytes = counted + subject.start_bytes
     # What is launched whole lies where no tensor is told from none.
@@ -273,41 +287,7 @@ def _count_peak(run: Run, subject: Subject, arm: _Arm, notes: Notes) -> None:
 def _steps_until_launched(run: Run, subject: Subject, candidate: Candidate) -> list[float]:
     """Return the seconds of steps after the first in which a model is recorded; none of one that is not."""
     number = steps_to_launch(candidate.compiled) - 1
-    return [time_call(lambda: _step(run, subject), subject.device) for _ in range(number)]
-
-
-class _Unusable(Exception):
-    """A candidate that runs, and does not train."""
-
-
-def _step(run: Run, subject: Subject) -> None:
-    run.train_step(run.window(subject.batch), subject.loss_fn)
-
-
-def _heaviest_step(run: Run, subject: Subject) -> None:
-    """Step as a run does where it holds most."""
-    batches = [subject.batch] * (2 if subject.frees_batch else 1)
-    run.train_step(run.window(*batches), subject.loss_fn)
-
-
-def step_until_applied(run: Run, subject: Subject) -> None:
-    """Step until the optimizer has stepped: at once, but for fp16, whose loss scale has to be found first.
-
-    Raises:
-        _Unusable: its loss is no number, or it overflows at every scale.
-    """
-    for _ in range(_MOST_SCALES):
-        if run.applied_steps > 0:
-            return
-        _step(run, subject)
-        _require_finite(run)
-    if run.applied_steps == 0:
-        raise _Unusable("its gradients overflow at every loss scale tried")
-
-
-def _require_finite(run: Run) -> None:
-    if not bool(torch.isfinite(run.loss)):
-        raise _Unusable("its loss is not finite")
+    return [time_call(lambda: take_step(run, subject), subject.device) for _ in range(number)]
 
 
 def _is_over(stage: Stage, arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
@@ -345,8 +325,8 @@ def _shared_allocator(stage: Stage) -> Iterator[None]:
 def _run_block(blocks: _Blocks, arm: _Arm) -> None:
     """Add one block; what ran once may still fail later, memory that grows short above all."""
     try:
-        arm.block_s.append(_time_block(blocks.subject, blocks.stage, arm.candidate, blocks.steps))
-    except _Unusable as error:
+        arm.block_s.append(_time_block(blocks.subject, blocks.stage, arm.candidate, blocks.steps_of(arm)))
+    except Unusable as error:
         arm.error, arm.block_s = str(error), []
     except Exception as error:
         arm.error, arm.block_s = describe(error), []
@@ -359,10 +339,10 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
         if steps > 1 or subject.device.type == "cuda" or _needs_a_lead(stage):  # its memory is asked for anew
             step_until_applied(run, subject)
         for _ in range(max(steps_to_launch(each.compiled) for each in stage.candidates)):  # a run records anew
-            _step(run, subject)
+            take_step(run, subject)
 
         def step() -> None:
-            _step(run, subject)
+            take_step(run, subject)
 
         if subject.device.type == "cuda":  # a synchronisation after every step would be counted into it
             return time_call(step, subject.device, steps)

@@ -278,7 +278,11 @@ class Told:
     def _untried(self, name: str) -> str:
         loop, check = self.profile.loop, self.profile.check
         if name == "micro_batch":
-            return "the user's batch: " + ("it cannot be smaller" if check.splittable else check.reason)
+            if loop.batch_rows == 1:
+                return "the user's batch: it has one row"
+            why = ", as measuring was cut short" if self.profile.hurried else ""
+            untried = f"smaller micro-batches were not tried{why}"
+            return f"as the loop has it: {untried}" if check.splittable else f"the user's batch: {check.reason}"
         if name in ("precision", "memory_layout") and loop.bitwise_only:
             return f"as the loop has it: {loop.bitwise_only}"
         if name == "memory_layout" and loop.layout_hazard:

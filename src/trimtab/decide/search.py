@@ -49,7 +49,7 @@ MEASURING_S, MOST_OF_A_RUN = 20.0, 0.05
 _FINAL_STEPS, _FINAL_S = 20, 10.0
 _PATIENT_BLOCKS, BLOCK_S = 30, 0.15
 # Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
-_CHUNK_SHARES, _SMALLEST_CHUNK = (4, 8), 64
+_CHUNK_SHARES, _SMALLEST_CHUNK, _MOST_BYTES = (4, 8), 64, 2**63
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Stage:
         control: whether the first is run a second time (A/A). accepts: whether a choice is made by it, which takes as
             many blocks as a verdict does. drops: whether who loses its first blocks is run no further. is_brief:
             whether three laps are all it takes: more of what may wait for the host put no more of it in order.
+        fits_bytes: limit that sizes are tried for, the largest first; None: all are.
     """
 
     name: str
@@ -68,6 +69,14 @@ class Stage:
     accepts: bool = False
     drops: bool = True
     is_brief: bool = False
+    fits_bytes: int | None = None
+
+    def is_known(self, peaks: Sequence[int | None]) -> bool:
+        """Return whether sizes below those of such peaks need not be run: the one before the last fits.
+
+        They are slower by what a micro-batch costs, which the last one shows.
+        """
+        return self.fits_bytes is not None and any(p is not None and p <= self.fits_bytes for p in peaks[1:-1])
 
     @property
     def orders(self) -> bool:
@@ -87,7 +96,8 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
             if len(candidates) > 1 or (name == "modes" and candidates):
                 accepts = name == ALONE  # whose gain no final would show
                 is_brief = name in ("modes", SLICED) and compiling.takes_many_times_its_products(profile)
-                return Stage(name, candidates, control=accepts, accepts=accepts, is_brief=is_brief)
+                fits = (budget.memory_bytes or _MOST_BYTES) if name == "sizes" and objective.memory == 0 else None
+                return Stage(name, candidates, accepts, accepts, is_brief=is_brief, fits_bytes=fits)
     return _next_final(profile, objective, budget)
 
 
@@ -98,10 +108,10 @@ def _order(profile: Profile) -> tuple[str, ...]:
 
 
 def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: bool = False) -> bool:
-    """Return whether measuring that took so long has no time left beside its final, and what else is asked for.
+    """Return whether measuring that took so long has no time left beside its final, and `steps` of the loop.
 
     Args:
-        steps: more steps of the loop. patient: whether the final may run more blocks where it is in doubt.
+        patient: whether the final may run more blocks where it is in doubt.
     """
     if profile.run_s is None:
         return False
@@ -259,8 +269,7 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     micro-batches of it small without. What the device itself has no memory for is not run to find out.
     """
     first, memory = compiling.to_record(profile, _fastest(profile)), profile.device.memory_bytes
-    model = CostModel(profile)
-    larger = (replace(first, micro_batch=rows) for rows in halvings(profile))
+    model, larger = CostModel(profile), (replace(first, micro_batch=rows) for rows in halvings(profile))
     for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
         if chunks := chunk_candidates(profile, candidate):
             return candidate, *chunks, *_small_chunk(profile, first, chunks)
@@ -295,8 +304,7 @@ def _chunk(tokens: int, share: int) -> int:
 def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """Return the fastest mode in a quarter of its size; in all sizes where it has to shrink by what no trace tells.
 
-    And in the larger one that its head was tried with: its chunks are of that. A loop that accumulates is tried in the
-    largest size, too, that its limit on memory may allow.
+    And in the larger one that its head was tried with, as its chunks are of that, or that a limit may allow.
     """
     first = _fastest(profile)
     sizes = [rows for rows in halvings(profile) if rows < first.micro_batch]
@@ -311,9 +319,9 @@ def _larger(profile: Profile, first: Candidate, budget: Budget) -> list[int]:
     """Return the largest size above that of the fastest mode of a loop that accumulates; none where none may fit."""
     if profile.reference.accumulate == 1:
         return []
-    larger = (rows for rows in halvings(profile) if rows > first.micro_batch)
-    model, limit = CostModel(profile), budget.memory_bytes
-    return [r for r in larger if limit is None or model.may_fit(replace(first, micro_batch=r), limit)][:1]
+    model, limit = CostModel(profile), budget.memory_bytes or _MOST_BYTES
+    fit = [rows for rows in halvings(profile) if model.may_fit(replace(first, micro_batch=rows), limit)]
+    return [rows for rows in fit if rows > first.micro_batch][:1]
 
 
 def _is_told(profile: Profile, budget: Budget) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -460,3 +461,24 @@ def test_what_recording_and_compiling_take_is_of_all_steps_before_it_is_launched
     trials._warm_up(subject, arm, Notes(), measure_memory=False, slowest=100.0, paces=False)
     assert arm.error is None
     assert arm.compile_s == took
+
+
+def test_a_far_slower_arm_runs_fewer_steps_per_block(subject):
+    blocks = trials._Blocks(subject, final(WHOLE), 60, 0.002, 5, True, None, lambda text: None)
+    steps = {
+        first_s: blocks.steps_of(trials._Arm(WHOLE, first_s=first_s)) for first_s in (0.001, 0.004, 0.02, 9, math.inf)
+    }
+    assert steps == {0.001: 60, 0.004: 60, 0.02: 6, 9: 1, math.inf: 60}
+
+
+def test_sizes_behind_the_second_that_fits_are_not_run(subject, machine, monkeypatch):
+    peaks = {4: 100, 2: 60, 1: 30}
+    candidates = [replace(WHOLE, micro_batch=rows) for rows in (4, 2, 1, 1, 1)]
+
+    def warm_up(subject, arm, **how):
+        arm.first_s, arm.peak_bytes = 1.0, peaks[arm.candidate.micro_batch]
+
+    monkeypatch.setattr(trials, "_warm_up", warm_up)
+    monkeypatch.setattr(trials, "_time_block", lambda *_: 1.0)
+    stage = Stage("sizes", tuple(candidates), fits_bytes=70)
+    assert [t.candidate.micro_batch for t in trials.run_stage(subject, stage, 3, lambda text: None)] == [4, 2, 1]

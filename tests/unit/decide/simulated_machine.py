@@ -159,7 +159,12 @@ class Machine:
         drifts = [self._rng.lognormvariate(0, self.drift) for _ in range(num_blocks)]
         arms = [(candidate, False) for candidate in stage.candidates]
         arms += [(stage.candidates[0], True)] if stage.control else []
-        first, *others = [self._trial(stage, candidate, control, drifts) for candidate, control in arms]
+        trials: list[Trial] = []
+        for candidate, control in arms:
+            trials.append(self._trial(stage, candidate, control, drifts))
+            if stage.is_known([trial.peak_bytes for trial in trials]):
+                break
+        first, *others = trials
         return first, *(self._dropped(stage, first, trial) for trial in others)
 
     @staticmethod

@@ -124,7 +124,7 @@ def test_what_does_not_apply_says_why():
     plan = planned(Machine(), has_convolutions=False, supports_fused=False, optimizer="Lion", batch_rows=1)
     assert plan.memory_layout.reason == "the model has no convolutions"
     assert plan.fused_optimizer.reason == "Lion as it is here has no fused step to switch on"
-    assert plan.micro_batch.reason == "the user's batch: it cannot be smaller"
+    assert plan.micro_batch.reason == "the user's batch: it has one row"
 
 
 def test_a_refused_split_keeps_the_users_batch():

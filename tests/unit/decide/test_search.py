@@ -359,3 +359,36 @@ def test_replaying_a_recorded_profile_asks_for_the_same_stages():
         replayed = replayed.with_trials(recorded.stage(stage.name))
     assert asked == machine.stages
     assert replayed == recorded
+
+
+LARGEST_THAT_FITS = [(2**30, 64), (100 * MIB + 10 * MIB * 33, 32), (100 * MIB + 10 * MIB * 9, 8), (112 * MIB, 1)]
+
+
+@pytest.mark.parametrize(("limit", "rows"), LARGEST_THAT_FITS)
+def test_sizes_of_a_step_that_cannot_be_traced_are_run_until_one_fits(limit, rows):
+    """And one more, by which it is known what a smaller one costs."""
+    machine, budget = Machine(traces=False, split_s=0.05), Budget(memory=limit)
+    profile = measured(machine, budget=budget, can_retain=False, supports_fused=False)
+    assert choose(profile, Objective(), budget).micro_batch.value == rows
+    if rows < 64:
+        ran = [trial.candidate.micro_batch for trial in profile.stage("sizes")]
+        assert ran == [size for size in (64, 32, 16, 8, 4, 2, 1) if 2 * size >= rows]
+    again = from_json(Profile, to_json(profile))
+    assert next_stage(again, Objective(), budget) is None
+    assert choose(again, Objective(), budget) == choose(profile, Objective(), budget)
+
+
+def test_all_are_run_where_memory_is_weighed():
+    machine, budget = Machine(traces=False), Budget(memory=100 * MIB + 10 * MIB * 33)
+    profile = measured(machine, budget=budget, objective=MEMORY, can_retain=False)
+    assert len(profile.stage("sizes")) == 7
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_sizes_that_were_not_tried_are_not_called_impossible(hurried):
+    profile = measured(Machine(), supports_fused=False, can_retain=False)
+    tried = {"sizes", *profile.finals}
+    bare = replace(profile, trials=tuple(t for t in profile.trials if t.stage not in tried), hurried=hurried)
+    reason = choose(bare, Objective(), Budget()).micro_batch.reason
+    assert "not tried" in reason
+    assert ("cut short" in reason) is hurried

@@ -1,0 +1,44 @@
+"""Steps of a candidate on trial, and what shows that it does not train."""
+
+from __future__ import annotations
+
+import torch
+
+from trimtab.calibrate.subject import Subject
+from trimtab.runtime.engine import Run
+
+_MOST_SCALES = 20  # fp16 halves its loss scale after each overflow: from 65536 to 0.125
+
+
+class Unusable(Exception):
+    """A candidate that runs, and does not train."""
+
+
+def step(run: Run, subject: Subject) -> None:
+    run.train_step(run.window(subject.batch), subject.loss_fn)
+
+
+def heaviest_step(run: Run, subject: Subject) -> None:
+    """Step as a run does where it holds most."""
+    batches = [subject.batch] * (2 if subject.frees_batch else 1)
+    run.train_step(run.window(*batches), subject.loss_fn)
+
+
+def step_until_applied(run: Run, subject: Subject) -> None:
+    """Step until the optimizer has stepped: at once, but for fp16, whose loss scale has to be found first.
+
+    Raises:
+        Unusable: its loss is no number, or it overflows at every scale.
+    """
+    for _ in range(_MOST_SCALES):
+        if run.applied_steps > 0:
+            return
+        step(run, subject)
+        require_finite(run)
+    if run.applied_steps == 0:
+        raise Unusable("its gradients overflow at every loss scale tried")
+
+
+def require_finite(run: Run) -> None:
+    if not bool(torch.isfinite(run.loss)):
+        raise Unusable("its loss is not finite")
