@@ -62,7 +62,10 @@ class Guard:
                     run.backward(result)
                 run.discard()
 
-        return end_of(backward)
+        try:
+            return end_of(backward)
+        except Exception:  # no process to be had: nothing can be told
+            return LATE
 
 
 class Probe:

@@ -101,7 +101,7 @@ def test_a_stage_that_fails_is_left_out_and_noted(monkeypatch, stage):
     assert all(note.text in str(plan) for note in plan.notes)
 
 
-@pytest.mark.parametrize(("where", "name"), [(recomputation, "_traced"), (probe, "slices")])
+@pytest.mark.parametrize(("where", "name"), [(recomputation, "_traced"), (probe, "end_of")])
 def test_a_setting_whose_stage_fails_is_not_tried(monkeypatch, where, name):
     monkeypatch.setattr(where, name, fail)
     found = profiled(traces=True)
