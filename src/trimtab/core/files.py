@@ -56,7 +56,7 @@ def open_regular(path: str | Path, expected: str, *, limit: int) -> BinaryIO:
         raise
 
 
-def read_bytes(path: str | os.PathLike[str], expected: str, *, limit: int) -> bytes:
+def read_bytes(path: str | Path, expected: str, *, limit: int) -> bytes:
     """Return the content of a regular file; arguments and errors as of `open_regular`."""
     with open_regular(path, expected, limit=limit) as file:
         try:

@@ -75,7 +75,7 @@ class CsvIntensity:
     def forecast(self, now_s: float) -> Intensity:
         """Return what the file says of the time around now."""
         try:
-            text = read_bytes(self.path, "a CSV in UTF-8", limit=MOST_FILE_BYTES).decode("utf-8-sig")
+            text = read_bytes(Path(self.path), "a CSV in UTF-8", limit=MOST_FILE_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise FormatError("carbon", given="a file that is no text", expected="a CSV in UTF-8") from None
         except FormatError as error:
