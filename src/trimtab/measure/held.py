@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
+import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -129,6 +129,15 @@ class HeldContainer:
             self._kind = next(kind for kind in _ROOTS_OF_CONTAINERS if isinstance(container, kind))
         self.items = self._items()
 
+    @property
+    def key(self) -> Any:
+        """Which container it is."""
+        return id(self.container)
+
+    def again(self) -> HeldContainer:
+        """Return the items as they are now."""
+        return HeldContainer(self.container)
+
     def _items(self) -> Any:
         if not self.container:  # as most dicts of hooks are
             return _NO_KEYS if isinstance(self.container, dict) else ()
@@ -187,34 +196,24 @@ class HeldBinding:
         put: sets it, and deletes it for `MISSING`.
     """
 
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        self._get, self._put = get, put
+    def __init__(self, get: functools.partial[Any], put: Callable[[Any], None]) -> None:
+        self.get, self._put = get, put
+        ids = [each if isinstance(each, str) else id(each) for each in get.args]
+        self.key = (id(getattr(get.func, "__self__", None)), *ids)  # which name it is
         self.value = get()
+
+    def again(self) -> HeldBinding:
+        """Return the value as it is now."""
+        return HeldBinding(self.get, self._put)
 
     def has_changed(self) -> bool:
         """Return whether the name has another value."""
-        return not same_value(self.value, self._get())
+        return not same_value(self.value, self.get())
 
     def restore(self) -> None:
         """Set the name to the object that it had."""
-        if self._get() is not self.value:
+        if self.get() is not self.value:
             self._put(self.value)
-
-
-class HeldGenerator:
-    """The state of a random generator of torch, Python or NumPy."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self.state = state_of(generator)
-
-    def has_changed(self) -> bool:
-        """Return whether numbers were drawn."""
-        return not same_state(self.state, state_of(self._generator))
-
-    def restore(self) -> None:
-        """Restore the state."""
-        set_state_of(self._generator, self.state)
 
 
 class HeldArray:
@@ -228,7 +227,7 @@ class HeldArray:
         now, before = self._array, self._copy
         if now.shape != before.shape or now.dtype != before.dtype:
             return True
-        return now.tobytes() != before.tobytes() if now.dtype != object else list(now.flat) != list(before.flat)
+        return bool(now.tobytes() != before.tobytes() if now.dtype != object else list(now.flat) != list(before.flat))
 
     def restore(self) -> None:
         """Restore the values in place; an array that cannot be written has not changed."""
@@ -236,50 +235,6 @@ class HeldArray:
             self._array.resize(self._copy.shape, refcheck=False)
         if self._array.flags.writeable:
             numpy.copyto(self._array, self._copy)
-
-
-# Random generators.
-
-
-def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator with a state that can be restored."""
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
-    return isinstance(
-        value, torch.Generator | numpy.random.Generator | numpy.random.RandomState | numpy.random.BitGenerator
-    )
-
-
-def state_of(generator: Any) -> Any:
-    """Return a copy of a generator's state."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator | numpy.random.RandomState):
-        return generator.get_state()
-    return (generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator).state
-
-
-def set_state_of(generator: Any, state: Any) -> None:
-    """Restore a generator's state."""
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, torch.Generator | numpy.random.RandomState):
-        generator.set_state(state)
-    else:
-        (generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator).state = state
-
-
-def same_state(left: Any, right: Any) -> bool:
-    """Return whether two states of one generator are equal."""
-    if isinstance(left, Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same_state(left[key], right[key]) for key in left)
-    if isinstance(left, numpy.ndarray):
-        return bool(numpy.array_equal(left, right))
-    if isinstance(left, tuple) and isinstance(right, tuple) and len(left) < 10:
-        return len(left) == len(right) and all(map(same_state, left, right))
-    return bool(left == right)
 
 
 # Comparison by value.

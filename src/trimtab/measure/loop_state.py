@@ -6,6 +6,7 @@ loss, of forwards and of hooks, random generators, optimizers, gradients and the
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,19 +17,17 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from trimtab.measure.generators import NUMPYS, PYTHONS, HeldGenerator, is_generator, same_state
 from trimtab.measure.held import (
     MISSING,
     HeldArray,
     HeldBinding,
     HeldContainer,
-    HeldGenerator,
     HeldGradient,
     HeldTensor,
     device_copy,
     host_copy,
-    is_generator,
     reachable,
-    same_state,
     tensors_of,
 )
 from trimtab.measure.memory import most_bytes
@@ -42,6 +41,8 @@ __all__ = ["Change", "ChangeKind", "LoopState", "unchanged_by"]
 TORCH_GENERATORS = ("torch's generator", "torch's CUDA generator")
 _ROOM = 3  # times the bytes of the copies that a GPU must have free beside a peak: recording a trial needs some too
 _MOST_BESIDE = 2**30  # bytes copied of tensors beside the model; of others a checksum is kept
+
+Held = HeldTensor | HeldGradient | HeldContainer | HeldBinding | HeldArray | HeldGenerator
 
 _TEXTS = {
     ChangeKind.FROZEN_PARAMETER: "parameter without gradient",
@@ -128,7 +129,7 @@ class LoopState:
         else:
             self._containers.append((HeldContainer(value), reached))
 
-    def _copier(self, tensor: Tensor, reached: Reached) -> Callable[[Tensor], Tensor] | None:
+    def _copier(self, tensor: Tensor, reached: Reached) -> Callable[[Tensor], Tensor | None] | None:
         if reached.is_beside:
             self._beside += tensor.nbytes if tensor.layout is torch.strided else 0
             return None if self._beside > _MOST_BESIDE else self._copied
@@ -138,36 +139,50 @@ class LoopState:
 
     def changes(self) -> list[Change]:
         """Return what differs now from the held state: by value, in the order in which it was found."""
-        return list(dict.fromkeys(self._changes()))
+        return list(dict.fromkeys(change for change, _ in self.changed()))
 
-    def _changes(self) -> Iterator[Change]:
+    def changed(self) -> Iterator[tuple[Change, Held | None]]:
+        """Yield each change with the held object that restores it; None for torch's global generators."""
         for tensor, place in self._tensors:
             if tensor.has_changed():
-                yield Change(place.path(), place.kind)
+                yield Change(place.path(), place.kind), tensor
         for container, reached in self._containers:
             for key in container.changes():
                 more = "" if key is MISSING else f".{key}" if reached.is_named else f"[{key!r:.40}]"
-                yield Change(reached.place.path(more), reached.place.kind)
+                yield Change(reached.place.path(more), reached.place.kind), container
         for gradient, place in self._gradients:
             if gradient.has_changed():
-                yield Change(place.path(), place.kind)
+                yield Change(place.path(), place.kind), gradient
         for other, place in self._others:
             if other.has_changed():
-                yield Change(place.path(), place.kind)
-        for name in self._drawn():
-            yield Change(name, ChangeKind.GENERATOR)
+                yield Change(place.path(), place.kind), other
+        for name, generator in self._drawn():
+            yield Change(name, ChangeKind.GENERATOR), generator
 
-    def _drawn(self) -> Iterator[str]:
+    def _drawn(self) -> Iterator[tuple[str, HeldGenerator | None]]:
         """Yield the global generators that numbers were drawn from."""
         before, now = self._process, ProcessState.capture(wakes_cuda=False)
         if not same_state(before.cpu_rng, now.cpu_rng):
-            yield TORCH_GENERATORS[0]
+            yield TORCH_GENERATORS[0], None
         if len(before.cuda_rng) == len(now.cuda_rng) and not all(map(same_state, before.cuda_rng, now.cuda_rng)):
-            yield TORCH_GENERATORS[1]
+            yield TORCH_GENERATORS[1], None
         if not same_state(before.python_rng, now.python_rng):
-            yield "Python's random"
+            yield "Python's random", HeldGenerator(PYTHONS, before.python_rng)
         if not same_state(before.numpy_rng, now.numpy_rng):
-            yield "numpy.random"
+            yield "numpy.random", HeldGenerator(NUMPYS, before.numpy_rng)
+
+    def holder_of(self, held: HeldContainer | HeldBinding | HeldGenerator) -> tuple[Any, Callable[[], Any]] | None:
+        """Return a key of the name of an object, and what returns the name's value now; None if none is known."""
+        value = held.container if isinstance(held, HeldContainer) else getattr(held, "owner", None)
+        for other, _ in self._others:
+            if isinstance(other, HeldBinding) and other.value is value:
+                return other.key, other.get
+        for container, _ in self._containers:
+            if isinstance(container.container, dict):
+                for key, item in container.items.items():
+                    if item is value:
+                        return (id(container.container), key), functools.partial(container.container.get, key)
+        return None
 
     def restore(self) -> None:
         """Restore everything bit for bit, on the same objects; repeatable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -66,5 +67,5 @@ class Reached(NamedTuple):
     place: Place
     is_beside: bool
     is_named: bool = False
-    get: Callable[[], Any] | None = None
+    get: functools.partial[Any] | None = None
     put: Callable[[Any], None] | None = None

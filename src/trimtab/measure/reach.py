@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trimtab.measure.held import MISSING, is_container, is_generator
+from trimtab.measure.generators import is_generator
+from trimtab.measure.held import MISSING, is_container
 from trimtab.measure.names import (
     globals_of,
     is_library,
@@ -43,7 +44,8 @@ _DEPTH = 5  # functions and objects between a root and what they refer to
 _MOST_ITEMS, _MOST_HELD = 1000, 1_000_000  # entered, and held, of a container beside the model; longer ones are data
 
 
-_Get, _Put = Callable[[], Any], Callable[[Any], None]
+_Get = functools.partial[Any]
+_Put = Callable[[Any], None]
 
 
 class Walk:
@@ -248,7 +250,7 @@ class Walk:
                 elif isinstance(value, _CODE) or hasattr(value, "__wrapped__"):
                     self._functions.append((value, place))
                 elif not (name.startswith("__") and name.endswith("__")) and not isinstance(value, _DESCRIPTORS):
-                    get = functools.partial(vars(each).get, name, MISSING)
+                    get = functools.partial(_of_class, each, name)
                     here = Place(f"{each.__name__}.{name}", ChangeKind.CLOSURE, depth=place.depth)
                     self._binding(get, functools.partial(put_attribute, each, name), here, True)
 
@@ -311,6 +313,10 @@ def modules_of(function: Any) -> list[nn.Module]:
     return walk.modules
 
 
+def _of_class(kind: type, name: str) -> Any:
+    return vars(kind).get(name, MISSING)
+
+
 def _is_full(value: Any) -> bool:
     """Return whether there may be something in a value."""
     return type(value) not in _HOOKS or bool(value)
@@ -320,22 +326,10 @@ def _kind_of(parameter: Tensor) -> ChangeKind:
     return ChangeKind.PARAMETER if parameter.requires_grad else ChangeKind.FROZEN_PARAMETER
 
 
-_TABLES = {
-    "_parameters": ChangeKind.PARAMETER,
-    "_buffers": ChangeKind.BUFFER,
-    "_modules": ChangeKind.ATTRIBUTE,
-}
+_TABLES = {"_parameters": ChangeKind.PARAMETER, "_buffers": ChangeKind.BUFFER, "_modules": ChangeKind.ATTRIBUTE}
 _HOOKS = (dict, OrderedDict, set)
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property)
-_CODE = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    type,
-    property,
-    staticmethod,
-    classmethod,
-)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
 _IGNORED = {*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format, type(MISSING), range, slice}
 _DATA = (*_PLAIN, Tensor, numpy.ndarray, numpy.generic, tuple, frozenset, type, torch.dtype, torch.device, Enum)

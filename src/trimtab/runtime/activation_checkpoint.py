@@ -20,6 +20,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.recompute import Kept, Part, Schedule, Segment, schedule_of
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.linked_blocks import Arguments, same_arguments
+from trimtab.runtime.forward_state import Forwards
 from trimtab.runtime.recomputed import recomputed
 
 _PART = "_trimtab_part"
@@ -40,7 +41,7 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
         ModelError: a block cannot be swapped, or one of a segment of several has hooks of its own, as FSDP2's.
     """
     modules = [model.get_submodule(name) for name in blocks]
-    swaps = list(_swaps(modules, schedule))
+    swaps = list(_swaps(modules, blocks, schedule))
     for index, _ in swaps:
         _check(blocks[index], modules[index])
     if len({id(modules[index]) for index, _ in swaps}) < len(swaps):
@@ -155,18 +156,20 @@ def _check(name: str, module: nn.Module) -> None:
         raise _refused(f"{name}, whose forward was replaced on the module itself", "a forward of its class")
 
 
-def _swaps(modules: Sequence[nn.Module], schedule: Schedule) -> Iterator[tuple[int, _Alone | _Head | _Follower]]:
+def _swaps(
+    modules: Sequence[nn.Module], names: Sequence[str], schedule: Schedule
+) -> Iterator[tuple[int, _Alone | _Head | _Follower]]:
     """Yield blocks with what their forward is to be."""
     for part in schedule:
         if isinstance(part, Kept):
             if part.in_part:
-                yield part.index, _Alone(in_part=True)
+                yield part.index, _Alone(names[part.index], modules[part.index], in_part=True)
         elif len(part.stages) == 1:
-            yield part.stages[0], _Alone(in_part=False)
+            yield part.stages[0], _Alone(names[part.stages[0]], modules[part.stages[0]], in_part=False)
         else:
             first, *others = part.stages
             _check_hooks([modules[index] for index in part.stages])
-            head = _Head(part, [modules[index] for index in part.stages])
+            head = _Head(part, [modules[index] for index in part.stages], [names[index] for index in part.stages])
             yield first, head
             yield from ((index, _Follower(head)) for index in others)
 
@@ -209,12 +212,20 @@ def _swapped(plain: type[nn.Module]) -> type[nn.Module]:
 class _Alone:
     """A block that recomputes by itself: all, or what is cheap."""
 
-    def __init__(self, *, in_part: bool) -> None:
-        self._in_part = in_part
+    def __init__(self, name: str, module: nn.Module, *, in_part: bool) -> None:
+        self._forwards, self._in_part = Forwards({name: module}), in_part
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what the block makes of its arguments."""
-        return recomputed(forward, (module,), args, kwargs, in_part=self._in_part)
+        return recomputed(forward, self._forwards, args, kwargs, in_part=self._in_part)
+
+
+def _segments(segment: Segment) -> Iterator[tuple[int, ...]]:
+    """Yield the stages of a segment, and of every segment inside."""
+    yield tuple(segment.stages)
+    for part in segment.parts:
+        if isinstance(part, Segment):
+            yield from _segments(part)
 
 
 class _Head:
@@ -225,10 +236,14 @@ class _Head:
             run, as without gradients, and each block runs by itself.
     """
 
-    def __init__(self, segment: Segment, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, segment: Segment, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
+        named = dict(zip(segment.stages, zip(names, modules, strict=True), strict=True))
+        self._stages = tuple(segment.stages)
+        # Made here, for a compiler takes no new keys while it traces.
+        self._forwards = {stages: Forwards(dict(named[each] for each in stages)) for stages in _segments(segment)}
         self._parts = segment.parts
         self._modules = dict(zip(segment.stages, modules, strict=True))
-        self._forwards = {index: functools.partial(type(m).forward, m) for index, m in self._modules.items()}
+        self._plain = {index: functools.partial(type(m).forward, m) for index, m in self._modules.items()}
         self.forget()
 
     def forget(self) -> None:
@@ -243,7 +258,7 @@ class _Head:
         self.forget()
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        made = recomputed(self._run, tuple(self._modules.values()), (self._parts, *args), kwargs)
+        made = recomputed(self._run, self._forwards[self._stages], (self._parts, *args), kwargs)
         self.left = list(self._modules.values())[1:]
         self.made, self._given, self._under = made, (args[1:], kwargs), _ambient()
         return made
@@ -274,9 +289,9 @@ class _Head:
 
     def _of(self, part: Part) -> Callable[..., Any]:
         if isinstance(part, Segment):
-            modules = tuple(self._modules[index] for index in part.stages)
-            return lambda *args, **kwargs: recomputed(self._run, modules, (part.parts, *args), kwargs)
-        return self._forwards[part.index]
+            forwards = self._forwards[tuple(part.stages)]
+            return lambda *args, **kwargs: recomputed(self._run, forwards, (part.parts, *args), kwargs)
+        return self._plain[part.index]
 
 
 def _ambient() -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
-"""A function whose backward runs it again, by torch's checkpointing, with what that leaves to its caller.
+"""A function whose backward runs it again, by torch's checkpointing, in the state of its first run.
 
 Buffers are as they were before the forward while it is run again, and as they are now afterwards: what moves them, as
-batch statistics, does so once, and what reads them reads the same.
+batch statistics, does so once, and what reads them reads the same. `forward_state` does so for everything else.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trimtab.measure.recomputing import recomputing
+from trimtab.runtime.forward_state import Forwards
 
 _Context = contextlib.AbstractContextManager[Any]
 
 
 def recomputed(
-    function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any, *, in_part: bool = False
+    function: Callable[..., Any], forwards: Forwards, args: Any, kwargs: Any, *, in_part: bool = False
 ) -> Any:
     """Return what a function makes of its arguments; its backward runs it again.
 
     Args:
-        modules: whose buffers it may move. in_part: keep what matrix products and attention make.
+        forwards: of the modules that it runs.
+        in_part: keep what matrix products and attention make.
+
+    Raises:
+        ModelError: the function changes what running it again would change twice.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -50,8 +55,8 @@ def recomputed(
             return function(*again, **named)
 
     # Of arguments by position alone torch knows which devices draw random numbers, and whether one was written over.
-    context = functools.partial(_contexts, modules, in_part)
-    return checkpoint(call, _of_device(modules), *tensors, use_reentrant=False, context_fn=context)
+    context = functools.partial(_contexts, forwards, in_part)
+    return checkpoint(call, _of_device(forwards.modules), *tensors, use_reentrant=False, context_fn=context)
 
 
 @contextlib.contextmanager
@@ -70,18 +75,20 @@ def _casts_each_time() -> Iterator[None]:
 
 
 def _of_device(modules: Sequence[nn.Module]) -> Tensor | None:
-    parameter = next((p for module in modules for p in module.parameters()), None)
+    parameter = next((p for module in modules for p in module._parameters.values() if p is not None), None)
     return None if parameter is None else torch.empty(0, device=parameter.device)
 
 
-def _contexts(modules: Sequence[nn.Module], in_part: bool) -> tuple[_Context, _Context]:
+def _contexts(forwards: Forwards, in_part: bool) -> tuple[_Context, _Context]:
     first: _Context
     again: _Context
     first = again = contextlib.nullcontext()
     if in_part:
         first, again = create_selective_checkpoint_contexts(_policy)
-    buffers = _Buffers(modules)
-    return _All(buffers.noting, lambda: first), _All(recomputing, buffers.as_they_were, lambda: again)
+    state = forwards.begin()
+    buffers = _Buffers(forwards.buffered)
+    noting = _All(buffers.noting, state.noting, lambda: first)
+    return noting, _All(recomputing, state.as_it_was, buffers.as_they_were, lambda: again)
 
 
 class _All:
@@ -114,7 +121,7 @@ class _Buffers:
     """The buffers of some modules, as they were before a forward."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = list(dict.fromkeys(m for module in modules for m in module.modules() if m._buffers))
+        self._modules = modules
         self._before: dict[tuple[nn.Module, str], Tensor] = {}
 
     @contextlib.contextmanager

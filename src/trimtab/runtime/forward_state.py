@@ -1,0 +1,230 @@
+"""State that a recomputed forward reads and changes besides tensors of the graph: the same in both of its runs.
+
+Attributes and parameters that a module names are noted at every forward, by reference, so that `functional_call` and
+attributes set between forward and backward do not reach the recomputation. The first forwards of a block are watched
+(`measure.loop_state`): random generators of Python, of NumPy and of the user, containers and variables that they change
+are put back for the recomputation from then on. What cannot be put back, such as a tensor changed in place, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.core.errors import ModelError
+from trimtab.measure.generators import GLOBAL_GENERATORS, HeldGenerator, is_generator
+from trimtab.measure.held import HeldBinding, HeldContainer, HeldTensor, is_container
+from trimtab.measure.loop_state import Change, LoopState
+
+_MOST_ITEMS = 10_000  # of a container that is copied at every forward
+_SMALL = 2**20  # bytes of a tensor that later watched forwards copy; the first one copies all
+_Replayed = HeldBinding | HeldContainer | HeldGenerator
+_REFUSED = "a forward whose recomputation changes nothing but buffers, attributes, containers and random generators"
+
+
+@dataclass
+class _Seen:
+    """What forwards in one mode were seen to change, whatever schedule they ran by.
+
+    Attributes:
+        calls: forwards since the first. holds: by the key of each object, what holds it as it is when called.
+    """
+
+    calls: int = 0
+    holds: dict[Any, Callable[[], _Replayed | None]] = field(default_factory=dict)
+
+
+# By the first module, and by mode and the other modules: a schedule that is tried again is not watched again.
+_seen: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Seen]] = weakref.WeakKeyDictionary()
+
+
+class Forwards:
+    """Forwards of some modules that run as one recomputed function.
+
+    Attributes:
+        modules: the modules and their submodules. buffered: those with buffers.
+    """
+
+    def __init__(self, named: dict[str, nn.Module]) -> None:
+        self._named = named
+        self._first, *others = named.values()
+        self._others = tuple(map(id, others))
+        self._list_modules()
+
+    def _list_modules(self) -> None:
+        """List the submodules again: code may have added some."""
+        self.modules = list(dict.fromkeys(each for module in self._named.values() for each in module.modules()))
+        self.buffered = [each for each in self.modules if each._buffers]
+        held = [vars(each) for each in self.modules]
+        is_sharded = any(kind.__name__ == "FSDPModule" for each in self.modules for kind in type(each).__mro__)
+        # FSDP2 swaps sharded and unsharded parameters itself, before either forward.
+        self.parameters = [] if is_sharded else [each["_parameters"] for each in held if each["_parameters"]]
+        self.tables = held + self.parameters
+
+    def begin(self) -> ForwardState:
+        """Return the state that one forward begins with."""
+        seen = _seen.setdefault(self._first, {}).setdefault((self._first.training, *self._others), _Seen())
+        is_due = not _recomputing and not seen.calls & (seen.calls + 1)  # calls 1, 2, 4, 8, ... are watched
+        if is_due and _is_traced(self.modules):
+            return ForwardState(self, seen, None)
+        seen.calls += not _recomputing
+        if not is_due:
+            return ForwardState(self, seen, None)
+        self._list_modules()
+        most = None if seen.calls == 1 else _SMALL
+        return ForwardState(self, seen, LoopState(nn.Module(), modules=self._named, most_bytes_copied=most, logs=True))
+
+    def judge(self, watch: LoopState, seen: _Seen) -> list[_Replayed]:
+        """Return what a watched forward was the first one to change, as it was before it.
+
+        Raises:
+            ModelError: a change that cannot be put back; it was undone.
+        """
+        own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
+        own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values() if buffer is not None}
+        found: list[_Replayed] = []
+        refused: list[Change] = []
+        for change, held in watch.changed():
+            if isinstance(held, HeldContainer) and id(held.container) in own:
+                continue  # names of modules, noted at every forward, and their buffers
+            if isinstance(held, HeldTensor) and id(held.tensor) in own:
+                continue  # buffers
+            if isinstance(held, _Replayed) and not (isinstance(held, HeldContainer) and len(held.items) > _MOST_ITEMS):
+                key, hold = _holding(held, watch.holder_of(held))
+                if key not in seen.holds:
+                    seen.holds[key] = hold
+                    found.append(held)
+            elif held is not None:  # torch's own generators, which its checkpointing puts back
+                refused.append(change)
+        if refused:
+            watch.restore()
+            raise self._refusal(refused)
+        return found
+
+    def _refusal(self, changes: Sequence[Change]) -> ModelError:
+        names = " to ".join(dict.fromkeys((next(iter(self._named)), list(self._named)[-1])))
+        what = ", ".join(map(str, changes[:3])) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
+        return ModelError(
+            "plan.recompute",
+            given=f"a forward of {names} that changes {what}: recomputed, it would change that twice",
+            expected=_REFUSED,
+            way_out=f"Move the change out of {names}, keep the tensor as a buffer, or plan without recomputing it.",
+            code="recompute.side_effects",
+        )
+
+
+class ForwardState:
+    """References, variables and generators as one forward found them."""
+
+    def __init__(self, forwards: Forwards, seen: _Seen, watch: LoopState | None) -> None:
+        self._forwards, self._seen, self._watch = forwards, seen, watch
+        self._tables, self._parameters = forwards.tables, forwards.parameters
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note the state, and what the forward inside changes where it is watched.
+
+        Raises:
+            ModelError: the forward changed what its recomputation would change again.
+        """
+        self._before = [table.copy() for table in self._tables]
+        self._replayed = [held for hold in self._seen.holds.values() if (held := hold()) is not None]
+        self._versions = self._current_versions()
+        generators = [each.peek() for each in GLOBAL_GENERATORS if id(each.generator) not in self._seen.holds]
+        yield
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            self._replayed += self._forwards.judge(watch, self._seen)
+        for held in generators:  # one that only a later forward draws from
+            if held.has_changed() and held.key not in self._seen.holds:
+                self._seen.holds[held.key] = held.again
+                self._replayed.append(held)
+
+    def _current_versions(self) -> list[int]:
+        try:
+            return [p._version for table in self._parameters for p in table.values() if p is not None]
+        except RuntimeError:  # made under inference mode
+            return []
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Recompute inside under the state that was noted; the state found is put back.
+
+        Raises:
+            ModelError: a parameter was changed in place since the forward.
+        """
+        global _recomputing
+        now = [
+            before if _is_same(table, before) else table.copy()
+            for table, before in zip(self._tables, self._before, strict=True)
+        ]
+        others = [held for hold in self._seen.holds.values() if (held := hold()) is not None]
+        _recomputing += 1
+        try:
+            _put(self._tables, self._before)
+            for each in self._replayed:
+                each.restore()
+            if self._current_versions() != self._versions:
+                raise _changed_since()
+            yield
+        finally:
+            _recomputing -= 1
+            _put(self._tables, now)
+            for each in others:
+                each.restore()
+
+
+def _is_same(table: dict[str, Any], items: dict[str, Any]) -> bool:
+    return len(table) == len(items) and all(map(operator.is_, table.values(), items.values()))
+
+
+def _put(tables: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> None:
+    for table, items in zip(tables, wanted, strict=True):
+        if not _is_same(table, items):
+            for name in [name for name in table if name not in items]:
+                del table[name]
+            table.update(items)
+
+
+def _holding(held: _Replayed, holder: Any) -> tuple[Any, Callable[[], _Replayed | None]]:
+    """Return which object a held one is, and what holds it, or whatever has taken its place by then, when called."""
+    if holder is None or isinstance(held, HeldBinding):
+        return held.key, held.again
+    where, get = holder
+
+    def hold() -> _Replayed | None:
+        value = get()
+        if is_generator(value):
+            return HeldGenerator(value)
+        return HeldContainer(value) if is_container(value) and len(value) <= _MOST_ITEMS else None
+
+    return where, hold
+
+
+_recomputing = 0  # how many recomputations are under way: what runs in them was watched before
+
+
+def _is_traced(modules: Sequence[nn.Module]) -> bool:
+    """Return whether values cannot be read: under a dispatch mode or transform, on meta, or in a CUDA graph."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    return any(p.is_meta for module in modules for p in module._parameters.values() if p is not None)
+
+
+def _changed_since() -> ModelError:
+    return ModelError(
+        "plan.recompute",
+        given="parameters that were changed in place between a block's forward and its backward",
+        expected="the same parameters in both: the block's forward is computed again",
+        way_out="Step optimizers and averages after the backward, or plan without recomputation.",
+        code="recompute.side_effects",
+    )

@@ -1,0 +1,417 @@
+"""A recomputed block sees the state of its first forward, and changes nothing twice; else it is refused by name."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import trimtab
+from trimtab.core.errors import ModelError
+from trimtab.core.recompute import schedule_of
+from trimtab.runtime.activation_checkpoint import use_schedule
+
+L = 3
+BAG, NOTES = [], {}
+CALLS = 0
+
+
+class Block(nn.Module):
+    """What a block does with its input besides a layer is `extra`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x * self.factor(x)))
+
+    def factor(self, x):
+        return 1.0
+
+
+class PythonRandom(Block):
+    def factor(self, x):
+        return 1 + random.random()
+
+
+class NumpyRandom(Block):
+    def factor(self, x):
+        return 1 + numpy.random.rand()
+
+
+class OwnRandom(Block):
+    def __init__(self):
+        super().__init__()
+        self.random = random.Random(1)
+
+    def factor(self, x):
+        return 1 + self.random.random()
+
+
+class OwnTorchRandom(Block):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def factor(self, x):
+        return torch.rand(x.shape, generator=self.generator)
+
+
+SHARED = numpy.random.default_rng(3)
+
+
+class OwnNumpyRandom(Block):
+    def factor(self, x):
+        return 1 + float(SHARED.normal())
+
+
+class StochasticDepth(Block):
+    """Drops itself at random from the third call on: not seen in the first forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 2 and random.random() < 0.5:
+            return x
+        return super().forward(x)
+
+
+class Counting(Block):
+    """Depends on how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def factor(self, x):
+        self.calls += 1
+        return 1 / self.calls
+
+
+class CountingGlobally(Block):
+    def factor(self, x):
+        global CALLS
+        CALLS += 1
+        return 1 / CALLS
+
+
+class CountingInAnObject(Block):
+    def __init__(self):
+        super().__init__()
+        self.stats = type("Stats", (), {})()
+        self.stats.calls = 0
+
+    def factor(self, x):
+        self.stats.calls += 1
+        return 1 / self.stats.calls
+
+
+class CountingInTheClass(Block):
+    number = 0
+
+    def factor(self, x):
+        CountingInTheClass.number += 1
+        return 1 / CountingInTheClass.number
+
+
+class Auxiliary(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        self.aux_loss = y.square().mean()
+        return y
+
+
+class Filling(Block):
+    def forward(self, x):
+        y = self.linear(x)
+        BAG.append(y.square().mean())
+        return torch.tanh(y)
+
+
+class FillingADict(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        NOTES[len(NOTES)] = y.square().mean()
+        return y
+
+
+class Caching(Block):
+    """A list of past values that is read, as a cache of keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.past = []
+
+    def factor(self, x):
+        self.past.append(x.detach().mean())
+        self.past = self.past[-3:]
+        return 1 + torch.stack(self.past).mean()
+
+
+class Rolling(Block):
+    """A memory bank that is replaced at every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = torch.zeros(6)
+
+    def factor(self, x):
+        self.bank = 0.9 * self.bank + x.detach().mean(0)
+        return 1 + self.bank
+
+
+def loss_fn(model, x):
+    loss = model(x).square().mean()
+    loss = loss + sum(block.aux_loss for block in model if hasattr(block, "aux_loss"))
+    loss = loss + sum(BAG) + sum(NOTES.values())
+    BAG.clear()
+    NOTES.clear()
+    return loss
+
+
+def begin():
+    global CALLS
+    CALLS = CountingInTheClass.number = 0
+    random.seed(5)
+    numpy.random.seed(5)
+    torch.manual_seed(5)
+    SHARED.bit_generator.state = numpy.random.default_rng(3).bit_generator.state
+    BAG.clear()
+    NOTES.clear()
+
+
+def batches(number=5):
+    return [torch.randn(8, 6, generator=torch.Generator().manual_seed(index)) for index in range(number)]
+
+
+def trained(kind, schedule, micro_batch=8, loss=loss_fn):
+    """Return weights after a few steps, the numbers that generators draw next, and what the blocks hold."""
+    begin()
+    model = nn.Sequential(*(kind() for _ in range(L)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = trimtab.Plan.fixed(8, micro_batch, recompute="every_block" if schedule else None)
+    if schedule == "(0-2)":
+        plan = plan.recomputing(schedule, ("0", "1", "2"), "by hand")
+    with trimtab.start(model, optimizer, plan) as run:
+        for window in run.windows(batches()):
+            run.train_step(window, loss)
+    drawn = [random.random(), numpy.random.rand(), float(torch.rand(())), SHARED.random()]
+    held = [getattr(block, name, None) for block in model for name in ("calls", "bank", "past")]
+    drawn += [block.random.random() for block in model if hasattr(block, "random")]
+    return [p.detach().clone() for p in model.parameters()], drawn, repr(held)
+
+
+REPLAYED = [
+    PythonRandom, NumpyRandom, OwnRandom, OwnTorchRandom, OwnNumpyRandom, StochasticDepth, Counting, CountingGlobally,
+    CountingInAnObject, CountingInTheClass, Auxiliary, Filling, FillingADict, Caching, Rolling,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["every_block", "(0-2)"])
+@pytest.mark.parametrize("kind", REPLAYED)
+def test_training_is_the_same_as_without_recomputation(kind, schedule):
+    if kind is Auxiliary and schedule != "every_block":
+        pytest.skip("of a segment the loss reads an attribute before all of its blocks are called")
+    (ours, drawn, held), (theirs, *others) = trained(kind, schedule), trained(kind, None)
+    for left, right in zip(ours, theirs, strict=True):
+        assert torch.equal(left, right)
+    assert [drawn, held] == others
+
+
+@pytest.mark.parametrize("kind", [PythonRandom, Counting, Filling])
+def test_it_is_so_of_windows_of_several_micro_batches(kind):
+    (ours, *rest), (theirs, *others) = trained(kind, "every_block", 4), trained(kind, None, 4)
+    assert all(map(torch.equal, ours, theirs))
+    assert rest == others
+
+
+class Teacher(Block):
+    """Moves a slow copy of its weight in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow = nn.Linear(6, 6).requires_grad_(False)
+
+    def factor(self, x):
+        self.slow.weight.lerp_(self.linear.weight.detach(), 0.1)
+        return 1 + self.slow(x.detach())
+
+
+class QuietTeacher(Teacher):
+    """As above, without a trace in the version."""
+
+    def factor(self, x):
+        self.slow.weight.data.mul_(0.9)
+        return 1 + self.slow(x.detach())
+
+
+class Memory(Block):
+    def __init__(self):
+        super().__init__()
+        self.bank = torch.zeros(6)
+
+    def factor(self, x):
+        self.bank.mul_(0.9).add_(x.detach().mean(0))
+        return 1 + self.bank
+
+
+OUTSIDE = torch.zeros(6)
+
+
+class MemoryOutside(Block):
+    def factor(self, x):
+        OUTSIDE.mul_(0.9).add_(x.detach().mean(0))
+        return 1 + OUTSIDE
+
+
+class Table(Block):
+    def __init__(self):
+        super().__init__()
+        self.table = numpy.zeros(3)
+
+    def factor(self, x):
+        self.table[1] += 1
+        return 1 + self.table[1]
+
+
+class OwnGradient(Block):
+    def factor(self, x):
+        self.linear.bias.square().sum().backward()
+        return 1.0
+
+
+REFUSED = {
+    Teacher: "slow.weight", QuietTeacher: "slow.weight", Memory: "bank", MemoryOutside: "OUTSIDE", Table: "table",
+    OwnGradient: "linear.bias",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "what"), REFUSED.items())
+def test_a_change_that_would_be_made_twice_is_refused_and_undone(kind, what):
+    begin()
+    model = nn.Sequential(*(kind() for _ in range(L)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = repr(list(model.state_dict().items())), repr([vars(block).get("bank") for block in model]), repr(OUTSIDE)
+    with trimtab.start(model, optimizer, trimtab.Plan.fixed(8, recompute="every_block")) as run:
+        with pytest.raises(ModelError) as caught:
+            run.train_step(run.window(batches()[0]), loss_fn)
+        assert caught.value.code == "recompute.side_effects"
+        assert what in caught.value.given
+        assert "0" in caught.value.given
+        assert run.applied_steps == 0
+    after = repr(list(model.state_dict().items())), repr([vars(block).get("bank") for block in model]), repr(OUTSIDE)
+    assert before == after
+
+
+class LateMemory(Memory):
+    """Moves its memory from the second call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def factor(self, x):
+        self.calls += 1
+        return super().factor(x) if self.calls > 1 else 1.0
+
+
+def test_a_change_that_begins_later_is_refused_when_it_does():
+    begin()
+    model = nn.Sequential(*(LateMemory() for _ in range(L)))
+    with trimtab.start(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), trimtab.Plan.fixed(8, recompute="every_block")
+    ) as run:
+        run.train_step(run.window(batches()[0]), loss_fn)
+        with pytest.raises(ModelError):
+            run.train_step(run.window(batches()[1]), loss_fn)
+
+
+def test_tensors_swapped_in_by_functional_call_are_recomputed_with():
+    def adapted(model, x):
+        """An inner step on a copy of the weights, as meta-learning takes."""
+        weights = {name: p * 1.0 for name, p in model.named_parameters()}
+        inner = functional_call(model, weights, (x,)).square().mean()
+        gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        moved = {name: w - 0.5 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+        return (functional_call(model, moved, (x,)) - 1).square().mean()
+
+    (ours, *_), (theirs, *_) = trained(Block, "every_block", loss=adapted), trained(Block, None, loss=adapted)
+    for left, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
+
+
+class Switched(Block):
+    scale = 1.0
+
+    def factor(self, x):
+        return self.scale
+
+
+@pytest.mark.parametrize("name", ["scale", "training"])
+def test_attributes_set_between_forward_and_backward_do_not_reach_it(name):
+    def loss(model, x):
+        first = model(x)
+        for block in model:
+            setattr(block, name, 0.5 if name == "scale" else False)
+        found = (first * model(x)).mean()
+        for block in model:
+            setattr(block, name, 1.0 if name == "scale" else True)
+        return found
+
+    class Dropping(Switched):
+        def forward(self, x):
+            return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+    (ours, *_), (theirs, *_) = trained(Dropping, "every_block", loss=loss), trained(Dropping, None, loss=loss)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_parameters_changed_in_place_before_the_backward_are_refused():
+    begin()
+    model = nn.Sequential(*(Block() for _ in range(L)))
+    undo = use_schedule(model, ["0", "1", "2"], schedule_of("every_block", L))
+    loss = model(batches()[0]).square().mean()
+    with torch.no_grad():
+        model[1].linear.bias.add_(1)  # which no backward needs, but the forward does
+    with pytest.raises(ModelError) as caught:
+        loss.backward()
+    assert caught.value.code == "recompute.side_effects"
+    undo()
+
+
+def test_what_was_seen_is_remembered_and_nothing_is_watched_again(monkeypatch):
+    begin()
+    model = nn.Sequential(*(PythonRandom() for _ in range(L)))
+    names, schedule = ["0", "1", "2"], schedule_of("every_block", L)
+    undo = use_schedule(model, names, schedule)
+    model(batches()[0]).sum().backward()
+    undo()
+    model(batches()[0]).sum().backward()
+    monkeypatch.setattr("trimtab.runtime.forward_state._is_traced", lambda modules: True)
+    random.seed(0)
+    model.zero_grad()
+    model(batches()[0]).sum().backward()
+    theirs = [p.grad.clone() for p in model.parameters()]
+    undo = use_schedule(model, names, schedule)
+    random.seed(0)
+    model.zero_grad()
+    model(batches()[0]).sum().backward()
+    undo()
+    assert all(torch.equal(p.grad, other) for p, other in zip(model.parameters(), theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Memory, Teacher])
+def test_planning_drops_recomputation_of_such_blocks_with_the_reason(kind, monkeypatch):
+    begin()
+    model = nn.Sequential(*(kind() for _ in range(L)))
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    plan = trimtab.plan(model, optimizer, loss_fn, batches()[0], num_blocks=3)
+    assert plan.recompute.value is None
