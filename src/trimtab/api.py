@@ -39,6 +39,7 @@ from trimtab.core.record import RecordWriter
 from trimtab.core.stop import Stop
 from trimtab.decide.planner import choose_there
 from trimtab.decide.rank_profile import of_any_rank
+from trimtab.distributed.alike import require_same_loop
 from trimtab.distributed.backends import backend_of, is_to_share, require_plannable
 from trimtab.distributed.exchange import has_peers
 from trimtab.distributed.planning import Made, plan_together
@@ -384,6 +385,7 @@ def start(
     )
     exchange, beside = backend.exchange, modules_beside(model, modules)
     require_alone(beside, is_alone=not exchange.has_peers)
+    require_same_loop(model, optimizer, exchange, spreads=plan.zero_stage.value is not None)
     warn_of_unproved_split(plan)
     if exchange.num_ranks == 1 and exchange.has_peers:  # gradients may be reduced by hand, and other ranks would wait
         out_of_memory = out_of_memory or "stop"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.distributed.alike import require_alike
 from trimtab.distributed.exchange import connect, has_peers
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
 from trimtab.runtime.backend import Backend, Given
@@ -148,15 +148,11 @@ def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: Exchange)
     values = {name: getattr(plan, name).value for name in Plan.marks()}
     values |= {"batch_rows": plan.batch_rows, "batch_rule": plan.batch_rule, "recompute_blocks": plan.recompute_blocks}
     values |= options
-    shared = exchange.share([zlib.crc32(repr(value).encode()) for value in values.values()])
-    names = [name for i, name in enumerate(values) if any(each[i] != shared[0][i] for each in shared)]
-    if names:
-        raise ValueGivenError(
-            "plan",
-            given=f"plans of {len(shared)} ranks that differ in {', '.join(names)}",
-            expected="one plan on all ranks, started with the same options",
-            way_out="Plan on one rank, hand its JSON to the others.",
-        )
+    expected, way_out = (
+        "one plan on all ranks, started with the same options",
+        "Plan on one rank, hand its JSON to the others.",
+    )
+    require_alike("plan", values, exchange, what="plans", expected=expected, way_out=way_out)
 
 
 def _processes(number: int) -> str:

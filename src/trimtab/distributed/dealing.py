@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from trimtab.core.errors import BatchError, ValueGivenError
+from trimtab.distributed.alike import DIFFER, dataset_facts, text_of, told
 from trimtab.distributed.process_group import is_apart
 from trimtab.measure.loader_state import is_stateful
 from trimtab.runtime.batches import iterate
@@ -64,8 +64,9 @@ class _DealtWithPlace(Dealt):
 class _Share:
     """Batches of indices, of which only this rank's are loaded."""
 
-    def __init__(self, batches: Iterable[Sequence[int]], rank: int, num_ranks: int) -> None:
+    def __init__(self, batches: Iterable[Sequence[int]], dataset: Any, rank: int, num_ranks: int) -> None:
         self.wrapped, self._rank, self._num_ranks = batches, rank, num_ranks
+        self._facts = dataset_facts(dataset)
 
     def __len__(self) -> int:
         return len(self.wrapped)  # type: ignore[arg-type]
@@ -74,7 +75,8 @@ class _Share:
         is_first = True
         for batch in self.wrapped:
             if is_first:
-                _require_one_order(batch)
+                _require_one_order(batch, self._facts)
+                self._facts = {}  # of the first epoch alone
             is_first = False
             yield batch[rows_of_rank(len(batch), self._rank, self._num_ranks)]
 
@@ -155,7 +157,7 @@ def shard(
         return (_DealtWithPlace if is_stateful(loader) else Dealt)(loader, own, ranks, batching)
     return DataLoader(
         loader.dataset,
-        batch_sampler=_Share(loader.batch_sampler, own, ranks),
+        batch_sampler=_Share(loader.batch_sampler, loader.dataset, own, ranks),
         num_workers=loader.num_workers,
         collate_fn=_Collate(loader.collate_fn),
         pin_memory=loader.pin_memory,
@@ -169,16 +171,23 @@ def shard(
     )
 
 
-def _require_one_order(batch: Sequence[int]) -> None:
-    """Raise on every rank where an epoch's first batch is not the same on all."""
+def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
+    """Raise `BatchError` on every rank if the order of an epoch's first batch differs, or the dataset does.
+
+    Args:
+        facts: of the dataset, by name.
+    """
     if not (dist.is_available() and dist.is_initialized()) or is_apart():
         return
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, zlib.crc32(repr(list(batch)).encode()))
-    if len(set(said)) > 1:
-        raise BatchError(
-            "loader",
-            given="another order on each rank, in which rows would be lost and others seen twice",
-            expected="the same order on all ranks",
-            way_out="Seed it alike: DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
-        )
+    dist.all_gather_object(said, [text_of(value) for value in (list(batch), *facts.values())])
+    names = ("order of samples", *facts)
+    for name, *texts in zip(names, *said, strict=False):
+        if len(set(texts)) > 1:
+            raise BatchError(
+                "loader",
+                given=f"another {name} on each rank ({told(name, texts)}): samples would be lost and others seen twice",
+                expected="the same dataset in the same order on all ranks",
+                way_out="Seed it alike: DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
+                code=DIFFER,
+            )

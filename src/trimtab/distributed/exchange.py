@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,9 +69,7 @@ class RankExchange:
 
     def ask(self, figures: Figures) -> Callable[[], Gathered]:
         """Send this rank's figures without waiting; returns what waits for those of every rank."""
-        if self._group is None:
-            self._group = self._connected()
-            self._mesh = host_mesh(self._group, self._timeout_s)
+        self._meet()
         if self._mesh is not None and len(figures) <= WIDEST:
             answer: Callable[[], Gathered] = self._mesh.ask(figures)
         else:
@@ -83,6 +82,21 @@ class RankExchange:
                 raise self.failed(error) from error
 
         return wait
+
+    def _meet(self) -> None:
+        if self._group is None:
+            self._group = self._connected()
+            self._mesh = host_mesh(self._group, self._timeout_s)
+
+    def texts(self, own: str) -> list[str]:
+        """Return a text of every rank; waits for all of them."""
+        said: list[Any] = [None] * self.num_ranks
+        try:
+            self._meet()
+            dist.all_gather_object(said, own, group=self._group)
+        except RuntimeError as error:
+            raise self.failed(error) from error
+        return [str(each) for each in said]
 
     def _gathering(self, figures: Figures) -> Callable[[], Gathered]:
         own = torch.tensor(list(figures), dtype=torch.float64)

@@ -24,7 +24,7 @@ from trimtab.experiments.gain import measure_gain
 from trimtab.experiments.phase_page import PhasePage, merged
 from trimtab.experiments.planning import given_plan, make_plans
 from trimtab.experiments.progress_bar import ProgressBar
-from trimtab.experiments.ranks import job_plans, ranks_of_job, refuse_on_ranks, task_of_rank
+from trimtab.experiments.ranks import job_plans, ranks_of_job, refuse_on_ranks, require_same_task, task_of_rank
 from trimtab.experiments.together import together
 from trimtab.tasks import load_task
 from trimtab.tasks.placement import device_here
@@ -111,6 +111,7 @@ def phases_of(asked: Asked) -> PhasePage | None:
 
 def _measured(task: Task, asked: Asked, given: Plan | None, progress: Progress, ranks: Together) -> PhasePage:
     device, data = device_here(), ranks.in_turn(task.load_data)
+    require_same_task(task, data)
     plan = _plan(task, data, device, Budget(asked.memory), given, progress, ranks)
     how: dict[str, Any] = {"rounds": asked.rounds, "progress": progress, "together": ranks}
     return PhasePage((measure_gain(task, data, device, plan, **how),), ((),))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from trimtab.calibrate.adapting import RACED
 from trimtab.calibrate.step_shape import step_shape
@@ -14,6 +16,7 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.decide.rank_profile import of_any_rank
+from trimtab.distributed.alike import digest, optimizer_facts, require_same_over_job
 from trimtab.distributed.alone import Together
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import place
@@ -21,7 +24,7 @@ from trimtab.distributed.rehearsal import Rehearsal
 from trimtab.distributed.stage_choice import ADAPTS, RankLoop, Share, of_replicas, share_of
 from trimtab.experiments.planning import PLANNING_SEED, Plans, loop_of, make_plans, profile_here
 from trimtab.tasks.placement import device_here
-from trimtab.tasks.task import Task
+from trimtab.tasks.task import Task, TaskData
 
 
 def ranks_of_job(asked: int) -> int:
@@ -49,6 +52,29 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
         raise ValueGivenError("--ranks", given=str(num_ranks), expected=expected)
     rows = {name: getattr(task, name) for name in ("batch_rows", "budget_rows", "planned_rows")}
     return replace(task, **{name: None if each is None else -(-each // num_ranks) for name, each in rows.items()})
+
+
+def require_same_task(task: Task, data: TaskData) -> None:
+    """Require that a task has the same data and the same optimizer on all ranks of the job; every rank calls it.
+
+    Raises:
+        ValueGivenError: on every rank: what differs, and on which ranks.
+    """
+    if place().num_ranks == 1:
+        return
+    own = {"samples": data.num_rows, "source": data.source.sha256, "values": digest(data.columns)}
+    held_out = [each for batch in data.held_out for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+    own |= {"held-out batches": len(data.held_out), "held-out values": digest(held_out)}
+    way_out = "Have load_data and make_optimizer return the same on every rank: trimtab itself shards the data."
+    require_same_over_job("task", own | _optimizer_facts(task), way_out)
+
+
+def _optimizer_facts(task: Task) -> dict[str, Any]:
+    try:
+        with torch.device("meta"):
+            return optimizer_facts(task.make_optimizer(task.make_model()))
+    except Exception:  # one that cannot be made without memory is compared when its run starts
+        return {}
 
 
 def plan_on_ranks(

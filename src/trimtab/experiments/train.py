@@ -23,6 +23,7 @@ from trimtab.distributed.energy import meter_of_rank
 from trimtab.distributed.process_group import place, total
 from trimtab.experiments.counted_terms import CountedTerms
 from trimtab.experiments.kept_batches import KeptBatches
+from trimtab.experiments.ranks import require_same_task
 from trimtab.experiments.train_figures import Part, figures_of, told_carbon
 from trimtab.experiments.train_record import record_of
 from trimtab.measure.energy import EnergyClock
@@ -92,7 +93,9 @@ def train_part(
     """
     task, plan = asked.task, asked.plan
     device = device_here()
-    data, where = placed(task.load_data(), device)
+    loaded = task.load_data()
+    require_same_task(task, loaded)
+    data, where = placed(loaded, device)
     torch.manual_seed(asked.seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)

@@ -35,6 +35,9 @@ class Exchange(Protocol):
     def share(self, figures: Figures) -> Gathered:
         """Return the figures of every rank, beside what was put; waits for all of them."""
 
+    def texts(self, own: str) -> list[str]:
+        """Return a text of every rank; waits for all of them. For what is compared once, as a job starts."""
+
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum over ranks of a scalar where it is, without waiting for its device."""
 
@@ -77,6 +80,10 @@ class Alone:
     def share(self, figures: Figures) -> Gathered:
         """Return the figures."""
         return [list(figures)]
+
+    def texts(self, own: str) -> list[str]:
+        """Return the text."""
+        return [own]
 
     def sum(self, value: Tensor) -> Tensor:
         """Return the value."""

@@ -42,6 +42,7 @@ class Joining:
     def keep(self, batch: Any, rows: int, micro_batch: int) -> None:
         """A window is made of a batch: its first micro-batch may be needed again."""
         if self._peers.num_ranks > 1:
+            self._peers.drew(batch)
             self._at_hand, _ = next(self._batching.slices(batch, rows, micro_batch))
             if not self._has_good:
                 self._kept = self._at_hand

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from trimtab.core.errors import LossError, RankError
 from trimtab.core.stop import StopReason
 from trimtab.decide.batch_decider import Note
 from trimtab.losses import Count
+from trimtab.runtime.batches import checksum
 from trimtab.runtime.exchange import Exchange, Gathered
 from trimtab.runtime.straggler import Late, Straggler
 
@@ -35,6 +36,7 @@ class _Said(NamedTuple):
 
     `asked`: the figure of which the highest is asked for. `stop`: of `_REASONS`, from 1. `stepped`: windows until now.
     `unknown`: 1 if the number of samples is.
+    `first_batch`: a checksum of the run's first batch, in its window; else 0.
     """
 
     kind: float
@@ -47,6 +49,7 @@ class _Said(NamedTuple):
     took_s: float = 0.0
     asked: float = 0.0
     unknown: float = 0.0
+    first_batch: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Peers:
         self._agreed: Agreed | None = None
         self._straggler, self._note = Straggler(), note
         self._began = time.perf_counter()  # this rank's part of a window, which no other waits for
+        self._first_batch: float | None = None  # of the first batch; 0 from the second window on
         self._counted = 0  # windows that this rank has stepped
         self._steps: int | None = None  # micro-batches of the window, where all ranks have as many
         self._absent: _Said | None = None  # what a rank without data says of the window it joins
@@ -117,6 +121,11 @@ class Peers:
     def count_on_this(self) -> bool:
         """Whether others reduce the window's gradient with this rank's: it cannot begin anew."""
         return self.num_ranks > 1 and self.has_told
+
+    def drew(self, batch: Any) -> None:
+        """Note a batch of this rank: the run's first is compared with those of the other ranks."""
+        if self._first_batch is None and self.num_ranks > 1:
+            self._first_batch = float(checksum(batch))
 
     def tell(self, share: Share) -> None:
         """Say what this rank has of the window, once; does not wait."""
@@ -138,6 +147,7 @@ class Peers:
             kind, self._counted, share.rows, share.num_batches, float(terms), _code_of(share.stop), took_s=took_s
         )
         said = said._replace(unknown=float(share.samples is None))
+        said = said._replace(first_batch=self._first_batch or 0.0)
         self._exchange.recovered()
         self._answer = self._exchange.ask(said if share.limit is None else said._replace(limit=share.limit))
 
@@ -189,6 +199,7 @@ class Peers:
         _require_one_kind(kinds)
         _require_together([int(each.stepped) for each in said])
         rows, terms = int(sum(each.rows for each in said)), sum(each.terms for each in said)
+        self._warn_of_same([each.first_batch for each in said])
         if _NOTHING not in kinds:
             self._say(self._straggler.add([each.took_s for each in said]))
         code, limit = int(max(each.stop for each in said)), min(each.limit for each in said)
@@ -201,6 +212,15 @@ class Peers:
             limit=None if math.isinf(limit) else int(limit),
             samples=None if any(each.unknown for each in said) else rows,
         )
+
+    def _warn_of_same(self, checksums: list[float]) -> None:
+        """Warn once of ranks that train on the same samples."""
+        same = [rank for rank, each in enumerate(checksums) if each and checksums.count(each) > 1]
+        if same:
+            ranks = ", ".join(map(str, same))
+            self._note("same_samples", {"ranks": same})
+            text = f"ranks {ranks} train on the same samples. Use trimtab.shard(loader), or a DistributedSampler."
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _say(self, late: Late | None) -> None:
         """Name the rank that the others wait for."""
@@ -238,6 +258,7 @@ class Peers:
     def over(self, *, stepped: bool = False) -> None:
         """The window is: it was stepped, or given up."""
         self._counted += stepped
+        self._first_batch = 0.0 if stepped else self._first_batch
         self._answer = self._agreed = self._on_device = None
         self._steps = self._absent = self._asked = None
         self._began = time.perf_counter()

@@ -44,7 +44,7 @@ from trimtab.experiments.racing.meter import race_meter
 from trimtab.experiments.racing.own_step import check_step
 from trimtab.experiments.racing.peer_arms import require_peers
 from trimtab.experiments.racing.race import Entry
-from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
+from trimtab.experiments.ranks import job_plans, refuse_on_ranks, require_same_task, task_of_rank
 from trimtab.experiments.timeline import step_memory
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
@@ -98,6 +98,7 @@ def _compared(
         refuse_on_ranks(task, ranks, adapts=bool(settings.adapt), peers=settings.peers)
     progress(f"reading {task.name}")
     data = together.in_turn(task.load_data)
+    require_same_task(task, data)
 
     def claimed() -> Plans | None:
         given = None if plan is None else given_plan(task_of_rank(task, ranks), replicated(plan, ranks), ranks)

@@ -13,7 +13,7 @@ from trimtab.core.progress import Progress
 from trimtab.distributed.crowding import crowded
 from trimtab.distributed.link_speed import calibrate
 from trimtab.distributed.process_group import place
-from trimtab.experiments.ranks import task_of_rank
+from trimtab.experiments.ranks import require_same_task, task_of_rank
 from trimtab.experiments.scaling.bench import Bench, JobSettings
 from trimtab.experiments.scaling.plans import Planned, fitted, plan_of_job, within
 from trimtab.experiments.scaling.result import Job, Refused, TimedArm
@@ -29,6 +29,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         number: of the round. folder: that plans are kept in, for all jobs with as many rows a rank.
     """
     here, data = place(), task.load_data()
+    require_same_task(task, data)
     device = device_here()
     arms: list[TimedArm] = []
     refused: list[Refused] = []

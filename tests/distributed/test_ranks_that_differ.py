@@ -1,0 +1,108 @@
+"""Ranks whose plans, loops, weights or data differ are refused at the start, by the rank and the value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import TESTS, run_command, run_program
+
+from trimtab.core.codec import to_json
+from trimtab.core.plan import Plan
+
+PROGRAM = TESTS / "alike_rank.py"
+TINY_TASK = TESTS / "unit" / "experiments" / "tiny_task.py"
+
+
+def ranks(folder: Path, wrap: str, what: str, number: int = 2) -> list[dict]:
+    run_program(PROGRAM, folder, wrap, what, ranks=number)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "what", "named"),
+    [
+        ("ddp", "lr", "lr of group 0"),
+        ("own", "tensor lr", ""),
+        ("own", "lr", "lr of group 0"),
+        ("zero-2", "betas", "betas of group 0"),
+        ("zero-1", "weight decay", "weight_decay of group 0"),
+        ("ddp", "class", "the optimizer's kind"),
+        ("own", "groups", "parameters of group 0"),
+        ("ddp", "shapes", "parameters"),
+        ("ddp", "frozen", "parameters"),
+        ("own", "weights", "parameter values"),
+        ("ddp", "state", "optimizer state"),
+        ("own", "plan", "micro_batch"),
+        ("zero-2", "clip", "clip_norm"),
+        ("ddp", "samples", "samples"),
+        ("own", "values", "values"),
+        ("zero-2", "subset", "indices"),
+        ("ddp", "nothing", ""),
+        ("zero-2", "weights", ""),  # which are rank 0's once the run has started
+    ],
+)
+def test_the_rank_and_the_value_are_named(tmp_path, wrap, what, named):
+    for each in ranks(tmp_path, wrap, what):
+        if not named:
+            assert not each["error"], each
+            continue
+        assert each["code"] == "ranks.differ", each
+        assert named in each["said"]
+        assert "on rank 1" in each["said"]
+
+
+def test_of_three_ranks_the_one_that_differs_is_named(tmp_path):
+    for each in ranks(tmp_path, "ddp", "lr", number=3):
+        assert each["code"] == "ranks.differ", each
+        assert "0.02 on rank 2" in each["said"]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "own"])
+def test_ranks_that_train_on_the_same_samples_are_warned(tmp_path, wrap):
+    found = ranks(tmp_path, wrap, "unsharded")
+    assert not any(each["error"] for each in found), found
+    assert all(any("trimtab.shard" in text for text in each["warned"]) for each in found)
+
+
+OTHER = """
+import os
+from dataclasses import replace
+import torch
+import tiny
+
+is_other = os.environ.get("RANK") == "1"
+
+def load_data():
+    data = tiny.task.load_data()
+    return replace(data, columns=tuple(DATA)) if is_other else data
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02 if is_other and RATE else 0.01)
+
+task = replace(tiny.task, load_data=load_data, make_optimizer=make_optimizer)
+"""
+ROLLED = "column.roll(1, 0) for column in data.columns"
+FEWER = "column[:-64] for column in data.columns"
+
+
+@pytest.mark.parametrize(
+    ("command", "data", "rate", "named"),
+    [
+        ("train", ROLLED, False, "values"),
+        ("train", "data.columns", True, "lr of group 0"),
+        ("compare", FEWER, False, "samples"),
+    ],
+)
+def test_tasks_that_differ_on_ranks_are_refused(tmp_path, command, data, rate, named):
+    (tmp_path / "tiny.py").write_text(TINY_TASK.read_text())
+    (tmp_path / "other.py").write_text(OTHER.replace("DATA", data).replace("RATE", str(rate)))
+    rows = 16
+    (tmp_path / "plan.json").write_text(to_json(Plan.fixed(rows, num_ranks=2, zero_stage=0)))
+    more = ("--steps", 2) if command == "train" else ("--quick", "--out", tmp_path / "out")
+    done = run_command(tmp_path, command, "other:task", "--ranks", 2, "--plan", tmp_path / "plan.json", *more)
+    assert done.returncode == 1
+    assert named in done.stderr
+    assert "on rank 1" in done.stderr
+    assert "Traceback" not in done.stderr
