@@ -75,8 +75,8 @@ def plain(rows: int = STEPS * ROWS, window: int = ROWS) -> list[Tensor]:
     model, optimizer = parts()
     for batch in DataLoader(points(rows), window):
         optimizer.zero_grad()
-        loss, count = loss_fn(model, batch)
-        (loss / count).backward()
+        found = loss_fn(model, batch)
+        (found.loss_sum / found.count).backward()
         optimizer.step()
     return weights(model)
 

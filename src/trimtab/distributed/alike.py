@@ -18,6 +18,7 @@ from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.gradient_sync import data_parallel
 
 DIFFER = "ranks.differ"
+KIND = "the optimizer's kind"
 _WIDEST = 60  # characters of a value in a message
 _MOST_FIELDS = 8  # in a message
 _LARGE, _SPREAD = 2**28, 1024  # bytes of a tensor that is compared whole; else rows of it
@@ -51,6 +52,7 @@ def require_alike(
     names = list(dict.fromkeys(name for found in each for name in found))
     unlike = [name for name in names if len({found.get(name) for found in each}) > 1]
     if unlike:
+        unlike = [name for name in unlike if name == KIND] or unlike  # another class has other options
         more = f" and {len(unlike) - _MOST_FIELDS} more" if len(unlike) > _MOST_FIELDS else ""
         listed = ", ".join(unlike[:_MOST_FIELDS]) + more
         texts_of_first = [found.get(unlike[0], "absent") for found in each]
@@ -103,7 +105,7 @@ def require_same_over_job(field: str, own: Mapping[str, Any], way_out: str) -> N
 
 def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the class of an optimizer, and of each group the options and the shapes of its parameters."""
-    found: dict[str, Any] = {"the optimizer's kind": type(optimizer).__name__}
+    found: dict[str, Any] = {KIND: type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
         found |= {f"{name} of group {number}": value for name, value in options.items() if _is_plain(value)}
