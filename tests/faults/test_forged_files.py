@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import sys
 from pathlib import Path
 
@@ -11,18 +12,21 @@ import numpy as np
 import pytest
 import torch
 
+import trimtab
 from trimtab.checkpoint.file_names import TREE
 from trimtab.checkpoint.journal import Journal, _summed
 from trimtab.checkpoint.lock import Holder
 from trimtab.checkpoint.manifest import NAME, File, Manifest, _encoded, manifest_of
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.codec import read_json, to_jsonable
-from trimtab.core.errors import FormatError, UsageError
+from trimtab.core.errors import FormatError, TrimtabError, UsageError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 from trimtab.experiments.evaluation.files import read_runs
+from trimtab.experiments.evaluation.record_findings import of_record
 from trimtab.experiments.report import read_report
+from trimtab.experiments.report.run_page import run_page
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
 from trimtab.runtime.keeping import Decided
@@ -204,3 +208,81 @@ def test_a_lock_says_nobody():
     assert Holder.said(plainly(HOLDER)) == Holder(**HOLDER)
     without = [*map(plainly, lacking(HOLDER)), b'{"pid": 1e400, "host": "here", "boot_id": "it"}']
     assert [Holder.said(content) for content in [*FORGED.values(), *without]] == [None] * (len(FORGED) + 4)
+
+
+# Values of a right shape that no writer writes.
+
+FORGED_VALUES = [
+    *(None, True, -1, -(2**70), 2**70, 10**400, -1.5, 1e308, "nan", "-inf", "", "\ud800", "\x1b[31m", [], {}, [1]),
+    {"a": {"a": 1}},
+]
+FORGED_TEXT = ["1e400", "NaN", "-Infinity", "[" * 200 + "]" * 200, "1" * 400]
+
+
+def places(data, at=()):
+    """Yield the place of each value in data."""
+    yield at
+    items = data.items() if isinstance(data, dict) else enumerate(data[:2]) if isinstance(data, list) else ()
+    for name, value in items:
+        yield from places(value, (*at, name))
+
+
+def put(data, at, value):
+    """Return data with another value in a place."""
+    if not at:
+        return value
+    head, *rest = at
+    changed = dict(data) if isinstance(data, dict) else list(data)
+    changed[head] = put(data[head], rest, value)
+    return changed
+
+
+def forged(data, number: int):
+    """Yield texts of data with one value forged: a fixed sample of all."""
+    every = [(at, value) for at in places(data) for value in range(len(FORGED_VALUES) + len(FORGED_TEXT))]
+    for at, value in random.Random(0).sample(every, min(number, len(every))):
+        if value < len(FORGED_VALUES):
+            yield json.dumps(put(data, at, FORGED_VALUES[value]))
+        else:
+            yield json.dumps(put(data, at, "@")).replace('"@"', FORGED_TEXT[value - len(FORGED_VALUES)])
+
+
+def used(kind: str, path: Path) -> None:
+    """Read a file, and use what it holds."""
+    if kind == "plan":
+        plan = read_json(Plan, path)
+        assert f"{plan}"
+        assert plan.changes_in_words is not None
+        model = torch.nn.Linear(3, 1)
+        trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, total_samples=80).close()
+    else:
+        run_page(read_record(path))
+        of_record("it", read_record(path))
+
+
+@pytest.mark.parametrize("kind", ["plan", "record"])
+def test_forged_values_are_typed_errors_or_of_no_harm(kind, tmp_path):
+    lines = json.loads(json.dumps(WHOLE[kind](tmp_path)))
+    path = tmp_path / ("it.jsonl" if kind == "record" else "it.json")
+    refused = 0
+    for index, line in enumerate(lines):
+        for text in forged(line, 150):
+            whole = [json.dumps(each) for each in lines]
+            whole[index] = text
+            path.write_text("\n".join(whole) + "\n")
+            try:
+                used(kind, path)
+            except TrimtabError:
+                refused += 1
+            except Exception as error:
+                pytest.fail(f"{text:.300}: {type(error).__name__}: {error}")
+    assert refused > 50
+
+
+@pytest.mark.parametrize("value", FORGED_TEXT)
+def test_numbers_that_json_has_not_are_refused(value, tmp_path):
+    path = tmp_path / "it.json"
+    text = json.dumps(to_jsonable(Plan.fixed(8, 4)) | {"planning_s": "@"})
+    path.write_text(text.replace('"@"', value))
+    with pytest.raises(FormatError):
+        read_json(Plan, path)

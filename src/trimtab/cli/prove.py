@@ -254,10 +254,10 @@ def report(
 
 def _write_run_page(source: Path, folder: Path, *, as_json: bool) -> None:
     from trimtab.core.codec import write_whole
-    from trimtab.core.record import read_record
+    from trimtab.core.record_summary import read_summary
     from trimtab.experiments.report.run_page import run_page
 
-    page = run_page(read_record(source))
+    page = run_page(read_summary(source))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{source.stem}.html"
     write_whole(path, page)

@@ -8,6 +8,7 @@ import functools
 import os
 import stat
 import uuid
+import warnings
 import weakref
 from io import FileIO
 from pathlib import Path
@@ -165,8 +166,10 @@ class Appended:
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):  # it was opened
-            with contextlib.suppress(SaveError):
+            try:
                 self.close()
+            except SaveError as error:  # raised here it would be printed and lost
+                warnings.warn(f"Lines of a file that was never closed are lost: {error}", RuntimeWarning, stacklevel=2)
 
 
 _EXCLUSIVE: weakref.WeakSet[Appended] = weakref.WeakSet()

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from trimtab.core.appended import Appended, not_written, sync
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, RecordExistsError
-from trimtab.core.files import LINE_BYTES, RECORD_BYTES, open_regular, unreadable
+from trimtab.core.files import LINE_BYTES, RECORD_BYTES, open_regular, too_large, unreadable
 from trimtab.core.record_lines import (
     BRIEF,
     RECORD_SCHEMA,
@@ -45,6 +45,7 @@ __all__ = [
     "RunRecord",
     "StepRecord",
     "read_header",
+    "read_lines",
     "read_record",
     "read_together",
     "require_own",
@@ -261,7 +262,9 @@ def read_header(path: str | Path) -> Header:
     Raises:
         FormatError: no such file, no header, or another schema.
     """
-    return _read(path, lambda file: file.readline())[0]
+    header = next(read_lines(path))
+    assert isinstance(header, Header)  # or `read_lines` raises
+    return header
 
 
 def read_together(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -276,14 +279,13 @@ def read_together(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def read_record(path: str | Path) -> RunRecord:
-    """Read a run's record.
+    """Read a run's record into memory; `read_summary` takes a fraction of it for a long run.
 
     Raises:
-        FormatError: no such file, no header, another schema, or a damaged line that is not the last.
+        FormatError: as of `read_lines`.
     """
-    header, rows = _read(path, lambda file: file.read())
-    if any(isinstance(row, Header) for row in rows):
-        raise FormatError(str(path), given="a second header", expected="one run a file")
+    header, *rows = read_lines(path)
+    assert isinstance(header, Header)  # or `read_lines` raises
     ends = [row for row in rows if isinstance(row, End)]
     return RunRecord(
         header,
@@ -294,14 +296,34 @@ def read_record(path: str | Path) -> RunRecord:
     )
 
 
-def _read(path: str | Path, read: Callable[[BinaryIO], bytes]) -> tuple[Header, list[Line]]:
-    """Return the header, and the whole lines after it, of what is read of a file."""
+def read_lines(path: str | Path) -> Iterator[Line]:
+    """Yield the header of a run's record, and then each whole line after it; a torn last line is left out.
+
+    Raises:
+        FormatError: no regular file, no header, a second one, another schema, or a damaged line that is not the last.
+    """
+    with open_regular(path, "a record", limit=RECORD_BYTES) as file:
+        number = 0
+        while line := _next_line(path, file):
+            number += 1
+            if not line.endswith(b"\n"):  # the run was cut off as it wrote it; it may end inside a character
+                break
+            row = parsed(f"{path}:{number}", line[:-1])
+            if number == 1 and not isinstance(row, Header):
+                raise FormatError(str(path), given="no header", expected="a header line first")
+            if number > 1 and isinstance(row, Header):
+                raise FormatError(str(path), given="a second header", expected="one run a file")
+            yield row
+        if number == 0 or (number == 1 and not line.endswith(b"\n") and line):
+            given = "a torn line" if line else "no header"
+            raise FormatError(str(path), given=given, expected="a header line first")
+
+
+def _next_line(path: str | Path, file: BinaryIO) -> bytes:
     try:
-        with open_regular(path, "a record", limit=RECORD_BYTES) as file:
-            *lines, torn = read(file).split(b"\n")  # bytes: a torn line may end inside a character
+        line = file.readline(LINE_BYTES + 1)
     except OSError as error:
         raise unreadable(path, error, "a record") from None
-    rows = [parsed(f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
-    if not rows or not isinstance(rows[0], Header):
-        raise FormatError(str(path), given="a torn line" if torn else "no header", expected="a header line first")
-    return rows[0], rows[1:]
+    if len(line) > LINE_BYTES:
+        raise too_large(path, len(line), "lines of a record", LINE_BYTES)
+    return line

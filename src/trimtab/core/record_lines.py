@@ -12,6 +12,7 @@ from trimtab.core.codec import from_jsonable, parse, to_jsonable
 from trimtab.core.errors import FormatError, ValueGivenError
 
 RECORD_SCHEMA = 2
+_MOST = 2**62  # of a count
 # Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
 BRIEF = "brief"
 
@@ -42,6 +43,9 @@ class StepRecord:
 
     def __post_init__(self) -> None:
         checks.not_negative(self, "index", "rows", "terms", "wall_s", "num_micro_batches")
+        if max(self.index, self.rows or 0, self.num_micro_batches) > _MOST:
+            given = f"index, rows and k of {self.index}, {self.rows} and {self.num_micro_batches}"
+            raise ValueGivenError("StepRecord", given=given, expected="at most 2**62", code="number.range")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pytest
 import race_records
 
 from trimtab.core.record import End, Event, Header, RunRecord, StepRecord
+from trimtab.core.record_summary import summary_of
 from trimtab.core.stop import StopReason
 from trimtab.experiments.report.run_page import run_page, tracks
 
@@ -20,12 +21,16 @@ def steps(n, k=lambda i: 1, noise=lambda i: None, applied=lambda i: True):
     )
 
 
+def columns(steps):
+    return summary_of(RunRecord(Header("it"), steps)).steps
+
+
 def test_the_tracks_that_say_something_are_drawn():
-    assert [track.name for track in tracks(steps(10))] == ["loss", "rate"]
+    assert [track.name for track in tracks(columns(steps(10)))] == ["loss", "rate"]
     adaptive = steps(10, k=lambda i: 1 + i // 5, noise=lambda i: None if i < 3 else 40.0 + i)
-    found = {track.name: track for track in tracks(adaptive)}
+    found = {track.name: track for track in tracks(columns(adaptive))}
     assert list(found) == ["loss", "k", "noise", "rate"]
-    assert found["k"].values == (1.0,) * 5 + (2.0,) * 5
+    assert list(found["k"].values) == [1] * 5 + [2] * 5
     assert math.isnan(found["noise"].values[0])
     assert found["noise"].values[-1] == 49.0
 

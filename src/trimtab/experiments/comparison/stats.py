@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.record import BRIEF, RunRecord
+from trimtab.core.record_summary import RunSummary
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 from trimtab.experiments.comparison.result import Ratio
 
@@ -167,7 +168,7 @@ def _rate(laps: Sequence[Block], clock: str) -> float:
     return rows / seconds if rows and seconds > 0 else math.nan
 
 
-def blocks(record: RunRecord) -> list[Block]:
+def blocks(record: RunRecord | RunSummary) -> list[Block]:
     """Return the laps of one arm."""
     details = [event.detail for event in record.events if event.name == "block"]
     return [
@@ -175,15 +176,15 @@ def blocks(record: RunRecord) -> list[Block]:
     ]
 
 
-def trained(record: RunRecord) -> tuple[int, float]:
+def trained(record: RunSummary) -> tuple[int, float]:
     """Return (rows, seconds) of training: of a run's windows, or of the laps of an arm of a race.
 
     Windows with an unknown number of rows count as 0 rows.
     """
-    laps = [(step.rows or 0, step.wall_s) for step in record.steps] or [
-        (lap.rows, lap.seconds) for lap in blocks(record)
-    ]
-    return sum(rows for rows, _ in laps), math.fsum(seconds for _, seconds in laps)
+    if record.steps:
+        return record.steps.trained()
+    laps = blocks(record)
+    return sum(lap.rows for lap in laps), math.fsum(lap.seconds for lap in laps)
 
 
 def _number(value: Any) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from trimtab.core.codec import from_jsonable, parse
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.files import read_text
-from trimtab.core.record import read_record
+from trimtab.core.record_summary import read_summary
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_scaling
@@ -91,7 +91,7 @@ def _file(path: Path) -> Path:
 
 def _read(name: str, file: Path) -> Run:
     if file.suffix == RECORD:
-        return of_record(name, read_record(file))
+        return of_record(name, read_summary(file))
     text = read_text(file, _EXPECTED)
     try:
         data = parse(text)

@@ -9,21 +9,23 @@ from typing import Any
 from trimtab.core.codec import from_jsonable
 from trimtab.core.energy import OTHER_RANKS, MeterFacts
 from trimtab.core.record import RunRecord
+from trimtab.core.record_summary import RunSummary, summary_of
 from trimtab.experiments.comparison.result import NO_VERDICT, Verdict
 from trimtab.experiments.comparison.stats import trained
 from trimtab.experiments.evaluation.result import Finding, Run
 
 
-def of_record(name: str, found: RunRecord) -> Run:
+def of_record(name: str, record: RunRecord | RunSummary) -> Run:
     """Return what the record of one run shows: no ratio, for it is paired with nothing."""
+    found = summary_of(record) if isinstance(record, RunRecord) else record
     header, steps = found.header, found.steps
     rows, seconds = trained(found)
     ended = "cut off" if found.end is None else found.end.reason
     what = f"{len(steps)} windows of {rows:,} rows" if steps else f"{rows:,} rows of a race"
     said = f"{header.name}, seed {header.seed}: {what}, ended: {ended}"
     findings = [Finding("throughput", "run", value=rows / seconds)] if seconds > 0 and rows else []
-    if found.evaluations:
-        metric, value = next(iter(found.evaluations[-1].metrics.items()), ("", math.nan))
+    if found.last_evaluation is not None:
+        metric, value = next(iter(found.last_evaluation.metrics.items()), ("", math.nan))
         findings.append(Finding("final_metric", "run", value=value, said=metric))
     ending, meter = {} if found.end is None else found.end.detail, _meter_of(found)
     if meter is None or OTHER_RANKS not in meter.uncounted:  # their rows are in the record, their joules are not
@@ -42,21 +44,20 @@ def of_record(name: str, found: RunRecord) -> Run:
     )
 
 
-def _joules_per_row(found: RunRecord) -> Iterator[float]:
+def _joules_per_row(found: RunSummary) -> Iterator[float]:
     """Yield it by the watts that were counted: evaluations cut off up to a second of training before each.
 
     Of a run that was gone on with it is of what was trained since.
     """
     ending = {} if found.end is None else found.end.detail
     joules, seconds, begun = (ending.get(f"energy_{key}") for key in ("j", "s", "from_step"))
-    steps = [step for step in found.steps if step.index >= (begun or 0)]
-    rows, trained_s = sum(step.rows or 0 for step in steps), math.fsum(step.wall_s for step in steps)
+    rows, trained_s = found.steps.trained(begun if isinstance(begun, int) else 0)
     if isinstance(joules, int | float) and rows:
         is_timed = isinstance(seconds, int | float) and seconds > 0 and trained_s > 0
         yield (joules / seconds * trained_s if is_timed else joules) / rows
 
 
-def _meter_of(found: RunRecord) -> MeterFacts | None:
+def _meter_of(found: RunSummary) -> MeterFacts | None:
     """Return what counted a run's joules, or None where its record does not name it."""
     said = found.header.detail.get("meter")
     return from_jsonable(MeterFacts, said) if isinstance(said, Mapping) else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.core.record import Event, RunRecord, StepRecord
+from trimtab.core.record import Event, RunRecord
+from trimtab.core.record_summary import RunSummary, StepColumns, summary_of
 from trimtab.experiments.comparison.stats import blocks, trained
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.html import escape, labelled, page
@@ -31,33 +33,31 @@ class Track:
 
     name: str
     label: str
-    values: tuple[float, ...]
+    values: Sequence[float]
     is_log: bool = False
     is_step: bool = False
 
 
-def run_page(record: RunRecord) -> str:
+def run_page(found: RunRecord | RunSummary) -> str:
     """Return the page, self-contained: no network, no script, every string from outside escaped."""
+    record = summary_of(found) if isinstance(found, RunRecord) else found
     body = "\n".join((_header(record), _tracks(record), _events(record)))
     return page(f"{record.header.name}: trimtab run", body)
 
 
-def tracks(steps: Sequence[StepRecord]) -> tuple[Track, ...]:
+def tracks(steps: StepColumns) -> tuple[Track, ...]:
     """Return what is drawn: noise and k only where they say something."""
-    noise = tuple(math.nan if step.noise_scale is None else step.noise_scale for step in steps)
-    ks = tuple(float(step.num_micro_batches) for step in steps)
-    found = [Track("loss", "mean loss per term", tuple(step.loss for step in steps))]
-    if len(set(ks)) > 1:
-        found.append(Track("k", "micro-batches per window", ks, is_step=True))
-    if any(math.isfinite(value) for value in noise):
-        found.append(Track("noise", "noise scale N, in rows", noise, is_log=True))
-    rates = tuple(math.nan if step.learning_rate is None else step.learning_rate for step in steps)
-    if not steps or any(math.isfinite(rate) for rate in rates):  # an optimizer may set its own rates
-        found.append(Track("rate", "learning rate, first group", rates))
+    found = [Track("loss", "mean loss per term", steps.loss)]
+    if len(set(steps.num_micro_batches)) > 1:
+        found.append(Track("k", "micro-batches per window", steps.num_micro_batches, is_step=True))
+    if any(map(math.isfinite, steps.noise_scale)):
+        found.append(Track("noise", "noise scale N, in rows", steps.noise_scale, is_log=True))
+    if not steps or any(map(math.isfinite, steps.learning_rate)):  # an optimizer may set its own rates
+        found.append(Track("rate", "learning rate, first group", steps.learning_rate))
     return tuple(found)
 
 
-def _header(record: RunRecord) -> str:
+def _header(record: RunSummary) -> str:
     ended = "cut off: its record has no end" if record.end is None else _ENDS.get(record.end.reason, record.end.reason)
     return (
         f'<header><p class="over">trimtab run</p><h1>{escape(record.header.name)}: {escape(ended)}</h1>'
@@ -65,29 +65,31 @@ def _header(record: RunRecord) -> str:
     )
 
 
-def _trained(record: RunRecord) -> str:
+def _trained(record: RunSummary) -> str:
     """Say what was trained; of an arm of a race its record holds laps, and no window."""
     steps, laps = record.steps, blocks(record)
     rows, seconds = trained(record)
-    void = sum(not step.applied for step in steps)
+    void = steps.num_skipped
     what = f"{len(laps)} laps" if laps and not steps else f"{len(steps)} windows"
-    of = "an unknown number of" if any(step.rows is None for step in steps) else f"{rows:,}"
+    of = "an unknown number of" if steps.has_unknown_rows else f"{rows:,}"
     return f"{what} of {of} rows in {say.seconds(seconds)}, {void} void"
 
 
-def _tracks(record: RunRecord) -> str:
+def _tracks(record: RunSummary) -> str:
     if len(record.steps) < 2:
         return '<p class="muted">Too few windows to draw.</p>'
-    is_known = all(step.rows is not None for step in record.steps)  # else the course is drawn by windows
-    rows = list(itertools.accumulate((step.rows or 0) if is_known else 1 for step in record.steps))
+    # Where the rows of some window are unknown, the course is drawn by windows.
+    counts = itertools.repeat(1, len(record.steps)) if record.steps.has_unknown_rows else record.steps.rows
+    rows = array("d", itertools.accumulate(counts))
     marks = [rows[min(event.step, len(rows)) - 1] if event.step else 0 for event in record.events]
     figures = (_figure(track, rows, marks) for track in tracks(record.steps))
     return f"<section><h2>Course</h2>{''.join(figures)}</section>"
 
 
-def _figure(track: Track, rows: Sequence[int], marks: Sequence[int]) -> str:
+def _figure(track: Track, rows: Sequence[float], marks: Sequence[float]) -> str:
     every = -(-len(rows) // _MOST_POINTS)
-    points = [(x, y) for x, y in zip(rows, track.values, strict=True) if math.isfinite(y)][::every]
+    finite = ((x, y) for x, y in zip(rows, track.values, strict=True) if math.isfinite(y))
+    points = list(itertools.islice(finite, 0, None, every))
 
     def paint(axes: Sequence[Any]) -> None:
         (ax,) = axes
@@ -106,7 +108,7 @@ def _figure(track: Track, rows: Sequence[int], marks: Sequence[int]) -> str:
     return f"<figure>{drawn}<figcaption>{escape(track.label)}; a line where something happened.</figcaption></figure>"
 
 
-def _events(record: RunRecord) -> str:
+def _events(record: RunSummary) -> str:
     if not record.events:
         return '<section><h2>What happened</h2><p class="muted">Nothing but training.</p></section>'
     names = ("after window", "what", "figures")
