@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from trimtab.calibrate import trials
-from trimtab.calibrate.notes import Notes
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate, Trial
 from trimtab.decide.readings import MIN_BLOCKS, speed_ratio
@@ -47,7 +46,7 @@ def machine(monkeypatch):
         def time_block(self, subject, stage, candidate, steps):
             return self.blocks[candidate].pop(0)
 
-        def warm_up(self, subject, arm, notes, *, measure_memory, slowest, paces):
+        def warm_up(self, subject, arm, *, measure_memory, slowest, paces):
             self.warmed[arm.candidate] += 1
             arm.first_s, arm.peak_bytes = 1.0, 100 if measure_memory else None
 
@@ -142,7 +141,7 @@ def test_without_a_control_that_runs_there_is_no_second_look(subject, machine, m
 
 @pytest.mark.parametrize("step_s", [1.0, 0.2])
 def test_there_is_an_end_to_more_blocks(subject, machine, monkeypatch, step_s):
-    def warm_up(subject, arm, notes, **how):
+    def warm_up(subject, arm, **how):
         arm.first_s = step_s
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
@@ -152,7 +151,7 @@ def test_there_is_an_end_to_more_blocks(subject, machine, monkeypatch, step_s):
 
 
 def test_short_steps_run_all_their_blocks(subject, machine, monkeypatch):
-    def warm_up(subject, arm, notes, **how):
+    def warm_up(subject, arm, **how):
         arm.first_s = 0.1
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
@@ -193,7 +192,7 @@ GRAPHS = replace(WHOLE, compiled="cuda_graphs")
 def short_steps(machine, monkeypatch):
     """Have blocks be short enough that a stage of a few seconds has up to fifteen of them."""
 
-    def warm_up(subject, arm, notes, **how):
+    def warm_up(subject, arm, **how):
         arm.first_s = 0.15
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
@@ -242,7 +241,7 @@ def test_what_has_to_be_clearly_faster_to_be_put_first_takes_all_its_blocks(subj
 
 
 def test_a_stage_whose_rivals_were_all_refused_has_no_order_either(subject, machine, monkeypatch):
-    def warm_up(subject, arm, notes, **how):
+    def warm_up(subject, arm, **how):
         arm.first_s, arm.error = 0.15, None if arm.candidate == WHOLE else "out of memory"
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
@@ -258,7 +257,7 @@ def test_where_something_is_accepted_the_incumbent_runs_to_the_end(subject, shor
 
 
 def test_without_an_incumbent_that_runs_no_rival_is_behind(subject, machine, monkeypatch):
-    def fail(subject, arm, notes, **how):
+    def fail(subject, arm, **how):
         arm.first_s, arm.error = 1.0, None if arm.candidate == HALF else "out of memory"
 
     monkeypatch.setattr(trials, "_warm_up", fail)
@@ -458,7 +457,7 @@ def test_what_recording_and_compiling_take_is_of_all_steps_before_it_is_launched
     monkeypatch.setattr(trials, "timer", lambda candidate: lambda step, device: 0.5)
     monkeypatch.setattr(trials, "replay_refusal", lambda *_: None)
     arm = trials._Arm(replace(WHOLE, compiled=way))
-    trials._warm_up(subject, arm, Notes(), measure_memory=False, slowest=100.0, paces=False)
+    trials._warm_up(subject, arm, measure_memory=False, slowest=100.0, paces=False)
     assert arm.error is None
     assert arm.compile_s == took
 
