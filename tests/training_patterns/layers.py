@@ -164,9 +164,9 @@ def checkpointed_by_the_user():
     return Script(model, adamw(model), cross_entropy, classes())
 
 
-@pattern()
+@pattern(rounding=1e-2)
 def scripted():
-    """A scripted model."""
+    """A scripted model; torch fuses it by a profile of its calls, and two plain loops in bf16 are 0.3 % apart."""
     model = torch.jit.script(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
     return Script(model, sgd(model), cross_entropy, classes())
 
