@@ -21,7 +21,7 @@ from trimtab.core.recompute import Kept, Part, Schedule, Segment, schedule_of
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.linked_blocks import Arguments, same_arguments
 from trimtab.runtime.forward_state import Forwards
-from trimtab.runtime.recomputed import recomputed
+from trimtab.runtime.recomputed import keeps_activations, recomputed
 
 _PART = "_trimtab_part"
 # What DistributedDataParallel and torch.compile call what they wrap.
@@ -256,7 +256,7 @@ class _Head:
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what the last block of the segment makes."""
         self.forget()
-        if not torch.is_grad_enabled():
+        if keeps_activations():
             return forward(*args, **kwargs)
         made = recomputed(self._run, self._forwards[self._stages], (self._parts, *args), kwargs)
         self.left = list(self._modules.values())[1:]

@@ -23,6 +23,14 @@ from trimtab.runtime.forward_state import Forwards
 _Context = contextlib.AbstractContextManager[Any]
 
 
+def keeps_activations() -> bool:
+    """Return whether a forward keeps its activations, or has none to keep.
+
+    So it does under `torch.func` transforms, as of gradients per sample: they take no hooks of saved tensors.
+    """
+    return not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def recomputed(
     function: Callable[..., Any], forwards: Forwards, args: Any, kwargs: Any, *, in_part: bool = False
 ) -> Any:
@@ -35,7 +43,7 @@ def recomputed(
     Raises:
         ModelError: the function changes what running it again would change twice.
     """
-    if not torch.is_grad_enabled():
+    if keeps_activations():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():  # which knows of buffers itself
         selective = functools.partial(create_selective_checkpoint_contexts, _policy)

@@ -549,6 +549,24 @@ def test_compiling_blocks_with_buffers_and_recomputing_them_is_refused():
     assert {type(block) for block in model.blocks} == {Block}
 
 
+@pytest.mark.parametrize("schedule", ["every_block", "(0 1)"])
+def test_gradients_per_sample_by_a_transform_are_those_of_a_plain_model(schedule):
+    def gradients(model):
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(weights, x):
+            return torch.func.functional_call(model, weights, x[None]).square().mean()
+
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, torch.ones(3, 4))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    expected = gradients(model)
+    plan = trimtab.Plan.fixed(4).recomputing(schedule, ("0", "1"), "asked for")
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan):
+        torch.testing.assert_close(gradients(model), expected)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in a wrapper"])
 def test_a_scripted_model_is_refused(wrapped):
