@@ -220,21 +220,30 @@ class HeldArray:
     """The values of a NumPy array."""
 
     def __init__(self, array: numpy.ndarray[Any, Any]) -> None:
-        self._array, self._copy = array, array.copy()
+        self.owner, self.key, self._copy = array, id(array), array.copy()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self._copy.nbytes
+
+    def again(self) -> HeldArray:
+        """Return the values as they are now."""
+        return HeldArray(self.owner)
 
     def has_changed(self) -> bool:
         """Return whether shape, dtype or values differ."""
-        now, before = self._array, self._copy
+        now, before = self.owner, self._copy
         if now.shape != before.shape or now.dtype != before.dtype:
             return True
         return bool(now.tobytes() != before.tobytes() if now.dtype != object else list(now.flat) != list(before.flat))
 
     def restore(self) -> None:
         """Restore the values in place; an array that cannot be written has not changed."""
-        if self._array.shape != self._copy.shape:
-            self._array.resize(self._copy.shape, refcheck=False)
-        if self._array.flags.writeable:
-            numpy.copyto(self._array, self._copy)
+        if self.owner.shape != self._copy.shape:
+            self.owner.resize(self._copy.shape, refcheck=False)
+        if self.owner.flags.writeable:
+            numpy.copyto(self.owner, self._copy)
 
 
 # Comparison by value.
@@ -296,7 +305,7 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-_CHUNK = 2**24  # elements whose 64-bit integers exist at a time
+_CHUNK = 2**20  # elements whose 64-bit integers exist at a time
 
 
 def _checksum(tensor: Tensor) -> int | None:
@@ -306,7 +315,8 @@ def _checksum(tensor: Tensor) -> int | None:
         size = flat.element_size()
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
         parts = flat.view(whole).split(_CHUNK)
-        return sum((index + 1) * int(part.sum(dtype=torch.int64)) for index, part in enumerate(parts))
+        sums = torch.stack([part.sum(dtype=torch.int64) for part in parts])
+        return int((sums * torch.arange(1, len(parts) + 1, device=sums.device)).sum())
     return None
 
 

@@ -87,6 +87,8 @@ class LoopState:
             except through `.data`; they are not restored. None: all are copied.
         logs: hold containers too that the functions found only add to and none of them reads. For a part of a loop,
             whose other parts may read them.
+        of_forwards: hold what forwards may change, cheaply: no gradients, checksums instead of copies of trainable
+            parameters, and of the other tensors beyond 1 GiB in all.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class LoopState:
         peak_bytes: int | None = None,
         most_bytes_copied: int | None = None,
         logs: bool = False,
+        of_forwards: bool = False,
     ) -> None:
         self._process = ProcessState.capture(wakes_cuda=False)
         self._copied = host_copy if peak_bytes is None or not _has_room(model, optimizer, peak_bytes) else device_copy
@@ -108,29 +111,44 @@ class LoopState:
         self._gradients: list[tuple[HeldGradient, Place]] = []
         self._containers: list[tuple[HeldContainer, Reached]] = []
         self._others: list[tuple[HeldBinding | HeldArray | HeldGenerator, Place]] = []
-        for each in _walked(model, optimizer, loss_fn, batch, modules, logs=logs):
+        self._of_forwards = of_forwards
+        self._of_loss: set[int] = set()
+        found, of_loss = _walked(model, optimizer, loss_fn, batch, modules, logs=logs)
+        for each in found:
             self._hold(each)
+        for each in of_loss:
+            self._of_loss.add(id(self._hold(each)))
 
-    def _hold(self, reached: Reached) -> None:
+    def is_of_loss(self, held: Held) -> bool:
+        """Return whether an object was reached through the loss alone."""
+        return id(held) in self._of_loss
+
+    def _hold(self, reached: Reached) -> Held:
+        """Hold an object, and return what holds it."""
         value, place = reached.value, reached.place
         if reached.get is not None and reached.put is not None:
-            self._others.append((HeldBinding(reached.get, reached.put), place))
-        elif isinstance(value, dict):
-            self._containers.append((HeldContainer(value), reached))
+            held: HeldBinding | HeldArray | HeldGenerator = HeldBinding(reached.get, reached.put)
         elif isinstance(value, Tensor):
-            self._tensors.append((HeldTensor(value, self._copier(value, reached)), place))
-            if value.is_leaf:
-                gradient = place.then("", ChangeKind.GRADIENT)
-                self._gradients.append((HeldGradient(value, self._copied), gradient))
+            tensor = HeldTensor(value, self._copier(value, reached))
+            self._tensors.append((tensor, place))
+            if value.is_leaf and not self._of_forwards:
+                self._gradients.append((HeldGradient(value, self._copied), place.then("", ChangeKind.GRADIENT)))
+            return tensor
         elif isinstance(value, numpy.ndarray):
-            self._others.append((HeldArray(value), place))
-        elif is_generator(value):
-            self._others.append((HeldGenerator(value), place))
+            held = HeldArray(value)
+        elif not isinstance(value, dict) and is_generator(value):
+            held = HeldGenerator(value)
         else:
-            self._containers.append((HeldContainer(value), reached))
+            container = HeldContainer(value)
+            self._containers.append((container, reached))
+            return container
+        self._others.append((held, place))
+        return held
 
     def _copier(self, tensor: Tensor, reached: Reached) -> Callable[[Tensor], Tensor | None] | None:
-        if reached.is_beside:
+        if self._of_forwards and reached.place.kind is ChangeKind.PARAMETER:
+            return None
+        if reached.is_beside or self._of_forwards:
             self._beside += tensor.nbytes if tensor.layout is torch.strided else 0
             return None if self._beside > _MOST_BESIDE else self._copied
         if self._most_bytes is not None and tensor.layout is torch.strided and tensor.nbytes > self._most_bytes:
@@ -171,9 +189,9 @@ class LoopState:
         if not same_state(before.numpy_rng, now.numpy_rng):
             yield "numpy.random", HeldGenerator(NUMPYS, before.numpy_rng)
 
-    def holder_of(self, held: HeldContainer | HeldBinding | HeldGenerator) -> tuple[Any, Callable[[], Any]] | None:
+    def holder_of(self, held: Held) -> tuple[Any, Callable[[], Any]] | None:
         """Return a key of the name of an object, and what returns the name's value now; None if none is known."""
-        value = held.container if isinstance(held, HeldContainer) else getattr(held, "owner", None)
+        value = getattr(held, {HeldContainer: "container", HeldTensor: "tensor"}.get(type(held), "owner"), None)
         for other, _ in self._others:
             if isinstance(other, HeldBinding) and other.value is value:
                 return other.key, other.get
@@ -217,7 +235,8 @@ def _walked(
     modules: Sequence[Any] | Mapping[str, Any],
     *,
     logs: bool,
-) -> list[Reached]:
+) -> tuple[list[Reached], list[Reached]]:
+    """Return what is reached from the loop, and what is reached through its loss alone."""
     walk = Walk(skips_logs=not logs)
     walk.enter(model, "", ChangeKind.ATTRIBUTE)
     named = modules if isinstance(modules, Mapping) else {_name_of(each, i): each for i, each in enumerate(modules)}
@@ -226,9 +245,10 @@ def _walked(
     if optimizer is not None:
         walk.enter_optimizer(optimizer)
     walk.enter(batch, "batch", ChangeKind.BATCH)
+    number = len(walk.found)
     if loss_fn is not None:
         walk.enter_function(loss_fn)
-    return walk.found
+    return walk.found[:number], walk.found[number:]
 
 
 def _name_of(module: nn.Module, index: int) -> str:

@@ -7,6 +7,7 @@ library, datasets, loaders, iterators, files, and long containers beside the mod
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import random
@@ -79,7 +80,8 @@ class Walk:
             while self._pending:
                 self._visit(*self._pending.popleft())
             if self._functions:
-                self._follow(*self._functions.popleft())
+                with contextlib.suppress(Exception):  # as above
+                    self._follow(*self._functions.popleft())
 
     def enter_optimizer(self, optimizer: Any) -> None:
         """Find what an optimizer holds, whatever its class."""
@@ -104,7 +106,8 @@ class Walk:
         self._alive.append(value)
         handler = _handler_of(type(value))
         if handler is not None:
-            handler(self, value, place, is_beside)
+            with contextlib.suppress(Exception):  # of an object that raises when its attributes are read, the rest
+                handler(self, value, place, is_beside)
 
     def _push(self, value: Any, place: Place, is_beside: bool) -> None:
         if type(value) not in _IGNORED:

@@ -99,7 +99,7 @@ class Run(Passes, Resumable):
         self._auxiliary: list[Any] = []
         can_retry = may_retry(backend, plan) and not self._hooks.found  # a hook would run twice
         recovers = recovers_from(out_of_memory, plan, model, may_retry=can_retry)
-        self._recovery = Recovery(trained, plan, self.note, is_on=recovers)
+        self._recovery = Recovery(trained, plan, self.note, is_on=recovers, watches=not on_trial)
         with contextlib.ExitStack() as undo:
             undo.push(lay_out(model, optimizer, plan))
             backend.spread(model, optimizer, plan)
@@ -184,6 +184,7 @@ class Run(Passes, Resumable):
         """
         self._require_open()
         window = self._order.require_complete("run.step")
+        self._recovery.backwards_done()
         if self._precision.scales and not self._order.unscaled:
             self.unscale()
         self._measure()
@@ -205,7 +206,7 @@ class Run(Passes, Resumable):
         try:
             is_void = self._voids.is_void(self.grad_norm, self.loss, scaled=self._precision.scales)
         except BaseException:  # the policy is to stop: as it was before the window
-            self._recovery.restore_buffers()
+            self._recovery.restore_skipped()
             self._abandon()
             raise
         if is_void:
@@ -222,7 +223,7 @@ class Run(Passes, Resumable):
         agreed = self._peers.agreed()
         self._consumed.add(agreed.rows, self._weights.counted, applied=applied, samples=agreed.samples)
         if not applied or not window.rows:
-            self._recovery.restore_buffers()
+            self._recovery.restore_skipped()
         if not applied:
             self._precision.keep_scale(where=self._voids.is_no_overflow(self.loss))
         if self._recorder is not None:
@@ -286,7 +287,7 @@ class Run(Passes, Resumable):
     def _train(self, window: Window, loss_fn: LossFn, *, steps: bool) -> None:
         check_call(self, window, loss_fn)
         self._order.require_idle("window")
-        self._recovery.begin(noted=self._may_void)
+        self._recovery.begin(loss_fn, noted=self._may_void)
         if self._recovery.is_on:
             window.note_versions()
         # Outside of `except`, whose frames hold tensors.

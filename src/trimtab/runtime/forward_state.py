@@ -15,17 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from trimtab.core.errors import ModelError
 from trimtab.measure.generators import GLOBAL_GENERATORS, HeldGenerator, is_generator
-from trimtab.measure.held import HeldBinding, HeldContainer, HeldTensor, is_container
+from trimtab.measure.held import HeldArray, HeldBinding, HeldContainer, HeldTensor, is_container
 from trimtab.measure.loop_state import Change, LoopState
 
 _MOST_ITEMS = 10_000  # of a container that is copied at every forward
 _SMALL = 2**20  # bytes of a tensor that later watched forwards copy; the first one copies all
-_Replayed = HeldBinding | HeldContainer | HeldGenerator
+Replayed = HeldArray | HeldBinding | HeldContainer | HeldGenerator
 _REFUSED = "a forward whose recomputation changes nothing but buffers, attributes, containers and random generators"
 
 
@@ -38,7 +39,7 @@ class _Seen:
     """
 
     calls: int = 0
-    holds: dict[Any, Callable[[], _Replayed | None]] = field(default_factory=dict)
+    holds: dict[Any, Callable[[], Replayed | None]] = field(default_factory=dict)
 
 
 # By the first module, and by mode and the other modules: a schedule that is tried again is not watched again.
@@ -72,7 +73,7 @@ class Forwards:
         """Return the state that one forward begins with."""
         seen = _seen.setdefault(self._first, {}).setdefault((self._first.training, *self._others), _Seen())
         is_due = not _recomputing and not seen.calls & (seen.calls + 1)  # calls 1, 2, 4, 8, ... are watched
-        if is_due and _is_traced(self.modules):
+        if is_due and is_traced(self.modules):
             return ForwardState(self, seen, None)
         seen.calls += not _recomputing
         if not is_due:
@@ -81,7 +82,7 @@ class Forwards:
         most = None if seen.calls == 1 else _SMALL
         return ForwardState(self, seen, LoopState(nn.Module(), modules=self._named, most_bytes_copied=most, logs=True))
 
-    def judge(self, watch: LoopState, seen: _Seen) -> list[_Replayed]:
+    def judge(self, watch: LoopState, seen: _Seen) -> list[Replayed]:
         """Return what a watched forward was the first one to change, as it was before it.
 
         Raises:
@@ -89,15 +90,15 @@ class Forwards:
         """
         own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
         own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values() if buffer is not None}
-        found: list[_Replayed] = []
+        found: list[Replayed] = []
         refused: list[Change] = []
         for change, held in watch.changed():
             if isinstance(held, HeldContainer) and id(held.container) in own:
                 continue  # names of modules, noted at every forward, and their buffers
             if isinstance(held, HeldTensor) and id(held.tensor) in own:
                 continue  # buffers
-            if isinstance(held, _Replayed) and not (isinstance(held, HeldContainer) and len(held.items) > _MOST_ITEMS):
-                key, hold = _holding(held, watch.holder_of(held))
+            if isinstance(held, Replayed) and _is_small(held):
+                key, hold = holding(held, watch.holder_of(held))
                 if key not in seen.holds:
                     seen.holds[key] = hold
                     found.append(held)
@@ -193,16 +194,24 @@ def _put(tables: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> 
             table.update(items)
 
 
-def _holding(held: _Replayed, holder: Any) -> tuple[Any, Callable[[], _Replayed | None]]:
+def _is_small(held: Replayed) -> bool:
+    if isinstance(held, HeldArray):
+        return held.nbytes <= _SMALL
+    return not isinstance(held, HeldContainer) or len(held.items) <= _MOST_ITEMS
+
+
+def holding(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Replayed | None]]:
     """Return which object a held one is, and what holds it, or whatever has taken its place by then, when called."""
     if holder is None or isinstance(held, HeldBinding):
         return held.key, held.again
     where, get = holder
 
-    def hold() -> _Replayed | None:
+    def hold() -> Replayed | None:
         value = get()
         if is_generator(value):
             return HeldGenerator(value)
+        if isinstance(value, numpy.ndarray):
+            return HeldArray(value)
         return HeldContainer(value) if is_container(value) and len(value) <= _MOST_ITEMS else None
 
     return where, hold
@@ -211,7 +220,7 @@ def _holding(held: _Replayed, holder: Any) -> tuple[Any, Callable[[], _Replayed 
 _recomputing = 0  # how many recomputations are under way: what runs in them was watched before
 
 
-def _is_traced(modules: Sequence[nn.Module]) -> bool:
+def is_traced(modules: Sequence[nn.Module]) -> bool:
     """Return whether values cannot be read: under a dispatch mode or transform, on meta, or in a CUDA graph."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True

@@ -23,6 +23,7 @@ _HINT = (
     "In one process, or with zero_stage=0, trimtab.start(..., out_of_memory='split') runs the window again in smaller "
     "micro-batches, as long as the other ranks do not count on this one."
 )
+_UNHELD = "The window is not run again in smaller micro-batches: its forwards changed what cannot be restored ({})."
 _STATISTICS = " Batch statistics are then those of micro-batches, and training another one."
 _OTHERWISE = "; its gradient is another one by that"
 _UNPROVED = "; that keeps the gradient where each row's loss depends on that row alone: a plan would have proved it"
@@ -57,21 +58,29 @@ class Recovery:
     """What a run keeps to begin a window anew. `limit`: the micro-batch that fits."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, note: Callable[[str, Mapping[str, Any]], None], *, is_on: bool
+        self,
+        model: nn.Module,
+        plan: Plan,
+        note: Callable[[str, Mapping[str, Any]], None],
+        *,
+        is_on: bool,
+        watches: bool = True,
     ) -> None:
         self._assumed = _OTHERWISE if not keeps_maths(plan, model) else _UNPROVED if plan.check is None else ""
         self._has_statistics = has_batch_statistics(model)
         self.is_on, self.limit = is_on, MicroBatchLimit()
-        self._start, self._note = WindowStart(model), note
+        self._start, self._note = WindowStart(model, watches=watches), note
         self._device = next(model.parameters()).device
         self._rows_before: int | None = None
+        self._has_warned = False
         self._is_noted = False  # whether there is a window's start to go back to
         self._began = time.perf_counter()
         self._spent_s, self._saved, self._windows = 0.0, 0, 0
 
-    def begin(self, *, noted: bool) -> None:
-        """A window that may be run again begins; `noted`: its start is taken whenever it is opened."""
+    def begin(self, loss_fn: Callable[..., Any], *, noted: bool) -> None:
+        """Begin a window that may be run again; `noted`: its start is taken whenever it is opened."""
         self._rows_before = self.limit.rows
+        self._start.loss_fn = loss_fn
         if self.is_on and not noted:
             self.note_start()
 
@@ -84,10 +93,22 @@ class Recovery:
         self._windows += 1
         self._spent_s += time.perf_counter() - start
 
-    def restore_buffers(self) -> None:
-        """Put buffers back as the window found them: it is void."""
-        self._start.restore_buffers()
+    def backwards_done(self) -> None:
+        """Look what a watched window's forwards changed, before the optimizer changes anything."""
+        self._start.learn()
+
+    def restore_skipped(self) -> None:
+        """Restore what the forwards of a window changed that is skipped, but random generators."""
+        self._start.restore_skipped()
+        if self._start.unheld and not self._has_warned:
+            self._has_warned = True
+            text = f"a step was skipped, and what its forwards changed could not be restored: {self._unheld}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         self._saved += 1
+
+    @property
+    def _unheld(self) -> str:
+        return ", ".join(self._start.unheld[:3])
 
     def micro_batch_of(self, planned: int) -> int:
         """Return rows per micro-batch where a plan has `planned`."""
@@ -110,7 +131,13 @@ class Recovery:
         if not self.is_on or not may_retry:
             error.add_note(_HINT + (_STATISTICS if self._has_statistics else ""))
             return None
-        return failure if self._is_noted else None
+        if not self._is_noted:
+            return None
+        self._start.learn()
+        if self._start.unheld:
+            error.add_note(_UNHELD.format(self._unheld))
+            return None
+        return failure
 
     def split(self, window: Window, failure: str, *, once: bool) -> None:
         """Halve the micro-batch of a window that was given up, and put back what its forwards changed.

@@ -168,6 +168,16 @@ class Rolling(Block):
         return 1 + self.bank
 
 
+class Table(Block):
+    def __init__(self):
+        super().__init__()
+        self.table = numpy.zeros(3)
+
+    def factor(self, x):
+        self.table[1] += 1
+        return 1 + self.table[1]
+
+
 def loss_fn(model, x):
     loss = model(x).square().mean()
     loss = loss + sum(block.aux_loss for block in model if hasattr(block, "aux_loss"))
@@ -204,14 +214,14 @@ def trained(kind, schedule, micro_batch=8, loss=loss_fn):
         for window in run.windows(batches()):
             run.train_step(window, loss)
     drawn = [random.random(), numpy.random.rand(), float(torch.rand(())), SHARED.random()]
-    held = [getattr(block, name, None) for block in model for name in ("calls", "bank", "past")]
+    held = [getattr(block, name, None) for block in model for name in ("calls", "bank", "past", "table")]
     drawn += [block.random.random() for block in model if hasattr(block, "random")]
     return [p.detach().clone() for p in model.parameters()], drawn, repr(held)
 
 
 REPLAYED = [
     PythonRandom, NumpyRandom, OwnRandom, OwnTorchRandom, OwnNumpyRandom, StochasticDepth, Counting, CountingGlobally,
-    CountingInAnObject, CountingInTheClass, Auxiliary, Filling, FillingADict, Caching, Rolling,
+    CountingInAnObject, CountingInTheClass, Auxiliary, Filling, FillingADict, Caching, Rolling, Table,
 ]  # fmt: skip
 
 
@@ -272,16 +282,6 @@ class MemoryOutside(Block):
         return 1 + OUTSIDE
 
 
-class Table(Block):
-    def __init__(self):
-        super().__init__()
-        self.table = numpy.zeros(3)
-
-    def factor(self, x):
-        self.table[1] += 1
-        return 1 + self.table[1]
-
-
 class OwnGradient(Block):
     def factor(self, x):
         self.linear.bias.square().sum().backward()
@@ -289,7 +289,7 @@ class OwnGradient(Block):
 
 
 REFUSED = {
-    Teacher: "slow.weight", QuietTeacher: "slow.weight", Memory: "bank", MemoryOutside: "OUTSIDE", Table: "table",
+    Teacher: "slow.weight", QuietTeacher: "slow.weight", Memory: "bank", MemoryOutside: "OUTSIDE",
     OwnGradient: "linear.bias",
 }  # fmt: skip
 
@@ -389,19 +389,21 @@ def test_parameters_changed_in_place_before_the_backward_are_refused():
 
 def test_what_was_seen_is_remembered_and_nothing_is_watched_again(monkeypatch):
     begin()
-    model = nn.Sequential(*(PythonRandom() for _ in range(L)))
+    model = nn.Sequential(*(OwnRandom() for _ in range(L)))
     names, schedule = ["0", "1", "2"], schedule_of("every_block", L)
     undo = use_schedule(model, names, schedule)
     model(batches()[0]).sum().backward()
     undo()
     model(batches()[0]).sum().backward()
-    monkeypatch.setattr("trimtab.runtime.forward_state._is_traced", lambda modules: True)
-    random.seed(0)
+    monkeypatch.setattr("trimtab.runtime.forward_state.is_traced", lambda modules: True)
+    for block in model:
+        block.random.seed(0)
     model.zero_grad()
     model(batches()[0]).sum().backward()
     theirs = [p.grad.clone() for p in model.parameters()]
     undo = use_schedule(model, names, schedule)
-    random.seed(0)
+    for block in model:
+        block.random.seed(0)
     model.zero_grad()
     model(batches()[0]).sum().backward()
     undo()

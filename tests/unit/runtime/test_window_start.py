@@ -65,7 +65,7 @@ def test_a_persistent_buffer_that_was_replaced_stands_again():
 
 def test_a_cache_that_grew_or_was_made_or_went_is_left_alone():
     """What says how large it is stands beside it in Python, and is not put back."""
-    model = Model(cos_cache=torch.zeros(4), sin_cache=torch.zeros(4), made=None, gone=torch.zeros(1))
+    model = Model(cos_cache=torch.zeros(4), sin_cache=torch.zeros(4), made_cache=None, gone_cache=torch.zeros(1))
     start = WindowStart(model)
     start.note()
     model.cos, model.sin, model.made = torch.ones(8), torch.ones(4), torch.ones(1)
