@@ -164,12 +164,26 @@ def _subject(task: Task, data: TaskData, device: torch.device, adapt: Collection
     return Subject(model, optimizer, task.loss_fn, move(next(batches), device)), batches
 
 
+class _Epochs:
+    """Batches of a task that can begin again: planning draws nothing from an iterator."""
+
+    def __init__(self, data: TaskData, batch_rows: int) -> None:
+        self._data, self._batch_rows = data, batch_rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._data.batches(PLANNING_SEED, self._batch_rows)
+
+
 def _same_maths(
     task: Task, data: TaskData, subject: Subject, limits: _Limits, *, frees_batch: bool, traces: bool
 ) -> tuple[Plan, Profile]:
     """Return the plan of tier S and the profile behind it."""
-    drawn = data.batches(PLANNING_SEED, task.batch_rows)
-    how = {"data": drawn, "total_steps": task.planned_steps, "frees_batch": frees_batch, "traces": traces}
+    how = {
+        "data": _Epochs(data, task.batch_rows),
+        "total_steps": task.planned_steps,
+        "frees_batch": frees_batch,
+        "traces": traces,
+    }
     found = limits.profile(subject, task.reference, **how)
     return limits.chosen(found), found
 
@@ -224,8 +238,8 @@ def profile_here(
     """Return a task's profile on this machine, under limits that no settings need to meet."""
     device = device_here()
     torch.manual_seed(PLANNING_SEED)
-    model, batches = task.make_model().to(device).train(), task.load_data().batches(PLANNING_SEED, task.batch_rows)
-    loop = (model, task.make_optimizer(model), task.loss_fn, move(next(batches), device))
+    model, batches = task.make_model().to(device).train(), _Epochs(task.load_data(), task.batch_rows)
+    loop = (model, task.make_optimizer(model), task.loss_fn, move(next(iter(batches)), device))
     given = {"budget": budget, "objective": objective, "reference": task.reference, "total_steps": total_steps}
     return profile(*loop, data=batches, progress=progress, **given)
 

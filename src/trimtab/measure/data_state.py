@@ -33,7 +33,7 @@ from trimtab.measure.held import HeldContainer, HeldTensor, is_container
 from trimtab.measure.loader_state import borrowed, has_lasting_workers, is_stateful
 
 _MOST_OBJECTS, _MOST_ITEMS, _DEPTH = 20_000, 1_000, 12  # entered: of all, of a container, and between root and object
-_MOST_BYTES = 2**28  # of tensors and arrays that are copied; larger ones are data
+_MOST_BYTES = 2**26  # of tensors and arrays that are copied; larger ones are data
 _STREAMS = (queue.Queue, queue.SimpleQueue, threading.Thread, BaseProcess, socket.socket)
 _OWN_ITERATORS = ("_iterator", "_initial_iter_for_state_dict")  # of a DataLoader: drawing uses a copy without them
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device)
