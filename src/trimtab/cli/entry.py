@@ -84,7 +84,8 @@ def _explained(launched: Launched) -> None:
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
         if not (isinstance(error, RankError) and error.is_echo):
-            say(f"trimtab: {error}")
+            has_cause = isinstance(error, TrimtabError) and isinstance(error.__cause__, Exception)
+            say(f"trimtab: {error}" + (" (TRIMTAB_TRACEBACK=1 shows where)" if has_cause else ""))
         sys.exit(1)
     except Exception as error:  # a task's own code, mostly
         if os.environ.get("TRIMTAB_TRACEBACK"):
