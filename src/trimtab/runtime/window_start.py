@@ -43,7 +43,7 @@ class WindowStart:
         self._model, self._watches, self._windows = model, watches, 0
         self.loss_fn: Callable[..., Any] | None = None
         self.unheld: list[str] = []
-        self._tables = [module._buffers for module in model.modules()]
+        self._tables = [_table(module) for module in model.modules()]
         self._list_places()
         self._device = next(model.parameters()).device
         self._buffers: list[Tensor | None] = []
@@ -61,7 +61,7 @@ class WindowStart:
         self._places = [
             (module, name, name not in module._non_persistent_buffers_set)
             for module in self._model.modules()
-            for name in module._buffers
+            for name in _table(module)
         ]
         self._number = sum(map(len, self._tables))
 
@@ -70,7 +70,7 @@ class WindowStart:
         if sum(map(len, self._tables)) != self._number:
             self._list_places()
         others = [value for get in self._moving.values() if isinstance(value := get(), Tensor)]
-        buffers = [*(module._buffers.get(name) for module, name, _ in self._places), *others]
+        buffers = [*(_table(module).get(name) for module, name, _ in self._places), *others]
         is_same = len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers))
         if not is_same or self._shapes != [each.shape for each in self._always[1]]:  # resized in place
             self._sort(buffers)
@@ -170,12 +170,12 @@ class WindowStart:
         """
         known = {(id(module), name) for module, name, _ in self._places}
         for module in self._model.modules():
-            for name in [name for name in module._buffers if (id(module), name) not in known]:
+            for name in [name for name in _table(module) if (id(module), name) not in known]:
                 if name not in module._non_persistent_buffers_set:  # registered since
                     del module._buffers[name]
         for (module, name, is_persistent), buffer in zip(self._places, self._buffers, strict=False):
             if is_persistent:
-                module._buffers[name] = buffer
+                _table(module)[name] = buffer
         with torch.no_grad():
             for copy, buffer in zip(*self._always, strict=True):
                 if buffer.shape == copy.shape:
@@ -184,6 +184,12 @@ class WindowStart:
                     buffer.data = copy.clone()
             for each in self._watched:
                 each.restore()
+
+
+def _table(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's buffers by name; of a scripted module, which keeps them elsewhere, a copy of the table."""
+    table = module._buffers
+    return table if isinstance(table, dict) else dict(module.named_buffers(recurse=False))
 
 
 def _itself(value: Any) -> Any:

@@ -233,6 +233,21 @@ def test_a_model_that_an_instrument_does_not_support_is_planned(make):
     assert plan.baseline is not None
 
 
+@pytest.mark.parametrize("make", [scripted, NoHooks])
+def test_and_trains_as_in_a_plain_loop(make):
+    batches, models = [batch_of() for _ in range(3)], [make(), make()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for batch in batches:
+        optimizers[0].zero_grad()
+        loss_fn(models[0], batch).backward()
+        optimizers[0].step()
+    with trimtab.start(models[1], optimizers[1], trimtab.Plan.fixed(ROWS, 4)) as run:
+        for window in run.windows(batches):
+            run.train_step(window, loss_fn)
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def gradient_penalty(model, batch):
     x = batch["x"].detach().clone().requires_grad_()
     output = model(x)
