@@ -190,8 +190,10 @@ def _description(value: Any) -> str:
 
 
 def _remedy(loss: Any) -> str:
-    if isinstance(loss, tuple):
-        return "Return (loss, {...}) with all other values in one dict."
+    if isinstance(loss, tuple | list):
+        return "Return (loss, {...}), a tuple, with all other values in one dict."
+    if isinstance(loss, Mapping):
+        return 'Return the loss itself, or (values.pop("loss"), values) with all other values in a dict.'
     return "Return loss.mean(), or trimtab.Summed(loss.sum(), count); for a model output object, its .loss."
 
 

@@ -212,6 +212,21 @@ def test_other_results_are_refused_by_code(result, code):
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("result", "remedy"),
+    [
+        ([torch.ones((), requires_grad=True), torch.ones(())], "a tuple"),
+        ((torch.ones((), requires_grad=True), {}, {}), "a tuple"),
+        ({"loss": torch.ones((), requires_grad=True)}, 'pop("loss")'),
+    ],
+)
+def test_the_remedy_fits_the_container_of_a_loss(result, remedy):
+    with pytest.raises(LossError) as caught:
+        as_loss(result)
+    assert caught.value.code == "loss.invalid"
+    assert remedy in caught.value.way_out
+
+
 @pytest.mark.parametrize("count", [4, 4.0, np.int64(4), np.float64(4), torch.tensor(4), torch.tensor([4.0])])
 def test_counts_of_a_sum(count):
     loss, found, auxiliary = as_loss(Summed(torch.ones(1, requires_grad=True), count))

@@ -69,6 +69,11 @@ class Forwards:
         self.parameters = [] if is_sharded else [each["_parameters"] for each in held if each["_parameters"]]
         self.tables = held + self.parameters
 
+    @property
+    def names(self) -> str:
+        """Name of the module, or names of the first and the last one."""
+        return " to ".join(dict.fromkeys((next(iter(self._named)), list(self._named)[-1])))
+
     def begin(self) -> ForwardState:
         """Return the state that one forward begins with."""
         seen = _seen.setdefault(self._first, {}).setdefault((self._first.training, *self._others), _Seen())
@@ -110,7 +115,7 @@ class Forwards:
         return found
 
     def _refusal(self, changes: Sequence[Change]) -> ModelError:
-        names = " to ".join(dict.fromkeys((next(iter(self._named)), list(self._named)[-1])))
+        names = self.names
         what = ", ".join(map(str, changes[:3])) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
         return ModelError(
             "plan.recompute",
@@ -122,10 +127,15 @@ class Forwards:
 
 
 class ForwardState:
-    """References, variables and generators as one forward found them."""
+    """References, variables and generators as one forward found them.
+
+    Attributes:
+        is_watched: whether changes by the forward are looked for, and its recomputation is compared with it.
+    """
 
     def __init__(self, forwards: Forwards, seen: _Seen, watch: LoopState | None) -> None:
         self._forwards, self._seen, self._watch = forwards, seen, watch
+        self.is_watched = watch is not None
         self._tables, self._parameters = forwards.tables, forwards.parameters
 
     @contextlib.contextmanager

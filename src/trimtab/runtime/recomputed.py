@@ -15,10 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from trimtab.measure.recomputing import recomputing
-from trimtab.runtime.forward_state import Forwards
+from trimtab.runtime.forward_state import Forwards, ForwardState
+from trimtab.runtime.recomputation_check import RecomputationCheck, argument_changed
 
 _Context = contextlib.AbstractContextManager[Any]
 
@@ -53,18 +59,39 @@ def recomputed(
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[index] for index in places]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    first = [(args, kwargs)]  # the first run fills the caller's own lists and dicts, the second one copies of them
+    del args, kwargs
+    state = forwards.begin()
+    check = RecomputationCheck(forwards.names) if state.is_watched else None
 
     def call(_: Tensor | None, *given: Tensor) -> Any:
-        all_leaves = list(rest)
-        for index, tensor in zip(places, given, strict=True):
-            all_leaves[index] = tensor
-        again, named = tree_unflatten(all_leaves, structure)
+        is_first = bool(first)
+        if is_first:
+            again, named = first.pop()
+        else:
+            all_leaves = list(rest)
+            for index, tensor in zip(places, given, strict=True):
+                all_leaves[index] = tensor
+            again, named = tree_unflatten(all_leaves, structure)
+        versions = _versions(given)
         with _casts_each_time() if in_part else contextlib.nullcontext():
-            return function(*again, **named)
+            result = function(*again, **named)
+        if is_first and _versions(given) != versions:
+            raise argument_changed(forwards.names)
+        if check is not None:
+            check(result)
+        return result
 
     # Of arguments by position alone torch knows which devices draw random numbers, and whether one was written over.
-    context = functools.partial(_contexts, forwards, in_part)
-    return checkpoint(call, _of_device(forwards.modules), *tensors, use_reentrant=False, context_fn=context)
+    context = functools.partial(_contexts, forwards, in_part, state)
+    # A checked recomputation runs to its end; torch stops others after the last tensor that the backward needs.
+    with contextlib.nullcontext() if check is None else set_checkpoint_early_stop(False):
+        return checkpoint(call, _of_device(forwards.modules), *tensors, use_reentrant=False, context_fn=context)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return the number of in-place changes of each tensor; None for inference tensors, which do not count them."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @contextlib.contextmanager
@@ -87,13 +114,12 @@ def _of_device(modules: Sequence[nn.Module]) -> Tensor | None:
     return None if parameter is None else torch.empty(0, device=parameter.device)
 
 
-def _contexts(forwards: Forwards, in_part: bool) -> tuple[_Context, _Context]:
+def _contexts(forwards: Forwards, in_part: bool, state: ForwardState) -> tuple[_Context, _Context]:
     first: _Context
     again: _Context
     first = again = contextlib.nullcontext()
     if in_part:
         first, again = create_selective_checkpoint_contexts(_policy)
-    state = forwards.begin()
     buffers = _Buffers(forwards.buffered)
     noting = _All(buffers.noting, state.noting, lambda: first)
     return noting, _All(recomputing, state.as_it_was, buffers.as_they_were, lambda: again)

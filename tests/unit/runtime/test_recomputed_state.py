@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import contextvars
+import itertools
 import random
 
 import numpy
@@ -417,3 +420,130 @@ def test_planning_drops_recomputation_of_such_blocks_with_the_reason(kind, monke
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     plan = trimtab.plan(model, optimizer, loss_fn, batches()[0], num_blocks=3)
     assert plan.recompute.value is None
+
+
+def _blocks_of(forward):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, *others):
+            return forward(self.linear, x, *others)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    return Model()
+
+
+def _trained_with(make, loss_fn, plan):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    if plan is None:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+    else:
+        with trimtab.start(model, optimizer, plan) as run:
+            for window in run.windows(batches):
+                run.train_step(window, loss_fn)
+    return list(model.parameters())
+
+
+def _append(linear, x, out):
+    y = torch.tanh(linear(x))
+    out.append(y.square().mean())
+    return y
+
+
+def _set_item(linear, x, out):
+    y = torch.tanh(linear(x * (1 + 0.1 * len(out))))
+    out[len(out)] = y.square().mean()
+    return y
+
+
+def _pop(linear, x, scales):
+    return torch.tanh(linear(x * scales.pop()))
+
+
+@pytest.mark.parametrize(
+    ("forward", "make_argument"),
+    [(_append, list), (_set_item, dict), (_pop, lambda: [1.0, 2.0, 3.0]), (_append, collections.deque)],
+    ids=["list", "dict", "list emptied", "deque"],
+)
+def test_blocks_that_change_a_container_argument_train_as_without_recomputation(forward, make_argument):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = _blocks_of(forward).blocks
+
+        def forward(self, x):
+            argument = make_argument()
+            for block in self.blocks:
+                x = block(x, argument)
+            values = argument.values() if isinstance(argument, dict) else argument
+            return x.square().mean() + sum(values)
+
+    plans = (None, trimtab.Plan.fixed(8, recompute="every_block"))
+    plain, ours = (_trained_with(Whole, lambda model, x: model(x), plan) for plan in plans)
+    for expected, found in zip(plain, ours, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def _reads_an_iterator():
+    numbers = itertools.count()
+    return lambda linear, x: torch.tanh(linear(x * (1 + 0.1 * next(numbers))))
+
+
+def _reads_a_context_variable():
+    calls = contextvars.ContextVar("calls", default=0)
+
+    def forward(linear, x):
+        calls.set(calls.get() + 1)
+        return torch.tanh(linear(x)) * (1 + 0.1 * calls.get())
+
+    return forward
+
+
+def _draws_from_the_system():
+    source = random.SystemRandom()
+    return lambda linear, x: torch.tanh(linear(x)) * (1 + source.random())
+
+
+def _writes_its_argument():
+    def forward(linear, x):
+        return torch.tanh(linear(x.clone())) + 0 * x.detach().mul_(1.5)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (_reads_an_iterator, "recompute.differs"),
+        (_reads_a_context_variable, "recompute.differs"),
+        (_draws_from_the_system, "recompute.differs"),
+        (_writes_its_argument, "recompute.side_effects"),
+    ],
+)
+def test_a_recomputation_that_cannot_be_equal_is_refused(make, code):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = _blocks_of(make()).blocks
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    plan = trimtab.Plan.fixed(8, recompute="every_block")
+    with pytest.raises(trimtab.errors.ModelError) as caught:
+        _trained_with(Whole, lambda model, x: model(x), plan)
+    assert caught.value.code == code

@@ -1,0 +1,99 @@
+"""Comparison of a recomputed forward with its first run.
+
+State that no reference leads to (iterators, thread-local and context variables, the environment, clocks, the system's
+random numbers) cannot be put back for a recomputation. Where it has an effect, the two runs have different results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from trimtab.core.errors import ModelError
+
+_MOST_VALUES = 4096  # of each result tensor
+_ROUNDING = 1e-3  # relative; atomic additions on a GPU change the order of a sum, and so its last bits
+_UNITS_OF_ROUNDING = 4  # of a half-precision type
+
+
+class RecomputationCheck:
+    """Callable for the results of both runs, in their order; the second call compares them.
+
+    Args:
+        names: of the recomputed modules, for the message.
+
+    Raises:
+        ModelError: the recomputation's result differs (code "recompute.differs").
+    """
+
+    def __init__(self, names: str) -> None:
+        self._names = names
+        self._first: list[Tensor] | None = None
+        self._tolerance = _ROUNDING
+
+    def __call__(self, result: Any) -> None:
+        # Selective checkpointing replays the operators that it intercepts: it must not see those of the comparison.
+        with _disable_current_modes():
+            self._compare(result)
+
+    def _compare(self, result: Any) -> None:
+        values = [_sample(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _is_readable(leaf)]
+        if self._first is None:
+            self._first, self._tolerance = values, _tolerance(values)
+            return
+        same = len(values) == len(self._first) and all(map(self._is_close, self._first, values))
+        if not same:
+            raise _differs(self._names)
+
+    def _is_close(self, before: Tensor, again: Tensor) -> bool:
+        if before.shape != again.shape:
+            return False
+        finite = before.isfinite() & again.isfinite()
+        before, again = before.double()[finite], again.double()[finite]
+        return bool((again - before).norm() <= self._tolerance * before.norm())
+
+
+def argument_changed(names: str) -> ModelError:
+    """Return the error for a forward that changes a tensor it is given in place."""
+    return ModelError(
+        "plan.recompute",
+        given=f"a forward of {names} that changes an argument in place: its recomputation would start with others",
+        expected="arguments that stay as they are until the backward",
+        way_out=f"Use the out-of-place operation in {names} (relu, not relu_), or plan without recomputing it.",
+        code="recompute.side_effects",
+    )
+
+
+def _differs(names: str) -> ModelError:
+    return ModelError(
+        "plan.recompute",
+        given=f"a forward of {names} whose recomputation has another result",
+        expected="the same result in both runs",
+        way_out=f"Pass what changes between calls (an iterator's item, a counter, a clock) to {names} as an argument, "
+        "or plan without recomputing it.",
+        code="recompute.differs",
+    )
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _MOST_VALUES)].clone()
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and not tensor.is_complex()
+
+
+def _tolerance(values: list[Tensor]) -> float:
+    """Return the relative tolerance for the types of some tensors and of autocast."""
+    types = {value.dtype for value in values if value.is_floating_point()}
+    types |= {torch.get_autocast_dtype(kind) for kind in {value.device.type for value in values} if _casts(kind)}
+    return max((_UNITS_OF_ROUNDING * torch.finfo(each).eps for each in types), default=0.0) + _ROUNDING
+
+
+def _casts(kind: str) -> bool:
+    return torch.is_autocast_enabled(kind)
