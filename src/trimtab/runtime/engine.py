@@ -267,8 +267,8 @@ class Run(Passes, Resumable):
     def train_step(self, window: Window, loss_fn: LossFn) -> Tensor:
         """Run one whole window; returns its mean loss as a detached scalar on the device.
 
-        Where memory runs out in a forward or backward, the window is run again from its start in micro-batches of half
-        the size, with the buffers and torch's random numbers it began with, where the run splits. Any other
+        Where memory runs out in a forward or backward, the window is run again in micro-batches of half the size, where
+        the run splits: from the state it began with, which is everything that its forwards change. Any other
         error gives the window up, as `discard` does, and the next one can be trained on. Nothing of it is counted, but
         not all is undone: forwards may have moved buffers (batch statistics) and random generators, and an optimizer
         that raised may have stepped some of its parameters.
