@@ -42,15 +42,24 @@ def outcome(name: str, plan_name: str) -> Outcome:
     return outcome_of(pattern, lambda script: pattern.plan(plan_name))
 
 
-def planned_outcome(name: str, plan: Callable[..., trimtab.Plan] = trimtab.plan) -> Outcome:
-    """Plan for a pattern by its first batch, train it through that plan, and compare with the plain loop in fp32."""
-    pattern = PATTERNS[name]
+def planned_outcomes(name: str) -> dict[str, Outcome]:
+    """Plan for a pattern by its first batch, train it through that plan, and compare with the plain loop.
+
+    Returns:
+        The outcome of the plan, "planned"; and "proved_split", that of a split in two, if the plan's check allows it.
+    """
+    pattern, made = PATTERNS[name], []
     example = next(iter(pattern.made().batches))
 
     def planned(script: Script) -> trimtab.Plan:
-        return plan(script.model, script.optimizer, script.loss_fn, example, num_blocks=3, modules=script.modules)
+        loop = script.model, script.optimizer, script.loss_fn
+        made.append(trimtab.plan(*loop, example, num_blocks=3, modules=script.modules))
+        return made[0]
 
-    return outcome_of(pattern, planned)
+    found = {"planned": outcome_of(pattern, planned)}
+    if made and made[0].proves_splitting:
+        found["proved_split"] = outcome_of(pattern, lambda script: replace(pattern.plan("half"), check=made[0].check))
+    return found
 
 
 def outcome_of(pattern: Pattern, planned: Callable[[Script], trimtab.Plan]) -> Outcome:

@@ -161,7 +161,8 @@ class Pattern:
         samples: per batch, as the loader's user would count them.
         rounding: largest difference of a parameter after training, as a fraction of the distance that it moved.
         draws: whether losses draw random numbers, so that a split batch is compared with a plain loop that accumulates.
-        outcomes: of each plan whose outcome is not "equal"; "planned" is the plan that `trimtab.plan` makes.
+        outcomes: of each plan whose outcome is not "equal". "planned" is the plan that `trimtab.plan` makes,
+            "proved_split" a split in two that its check allows.
     """
 
     name: str
@@ -204,7 +205,7 @@ def pattern(
 ) -> Callable[[Callable[[], Script]], Callable[[], Script]]:
     """Register a function that makes a script, under its name; arguments as of `Pattern`."""
     outcomes = outcomes or {}
-    assert outcomes.keys() <= PLANS.keys() | {"planned"}
+    assert outcomes.keys() <= PLANS.keys() | {"planned", "proved_split"}
 
     def register(build: Callable[[], Script]) -> Callable[[], Script]:
         assert build.__name__ not in PATTERNS
