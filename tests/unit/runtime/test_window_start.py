@@ -143,3 +143,17 @@ def test_a_loop_that_cannot_be_run_again_pays_for_nothing(monkeypatch):
         run.step()
         assert len(window) == 1
     assert notes == []
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+def test_the_statistics_of_a_scripted_model_are_put_back_where_a_step_is_skipped():
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trimtab.start(model, optimizer, Plan.fixed(6), nonfinite="skip") as run:
+        run.train_step(run.window(torch.randn(6, 3)), lambda model, x: model(x).square().mean())
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        run.train_step(run.window(torch.full((6, 3), torch.nan)), lambda model, x: model(x).square().mean())
+        assert run.applied_steps == 1
+    assert int(before["1.num_batches_tracked"]) == 1
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
