@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trimtab
-from training_patterns.script import STEPS, Script, classes, cross_entropy, mlp, pattern, sgd
+from training_patterns.script import NOT_FUSED, SPLIT_CHANGES, STEPS, Script, classes, cross_entropy, mlp, pattern, sgd
 
 
 def networks():
@@ -115,7 +115,7 @@ def r1_penalty():
     return Script(discriminator, discriminators, loss_fn, pairs(), {"generator": generator})
 
 
-@pattern(rounding=1e-2)
+@pattern(rounding=1e-2, outcomes=NOT_FUSED)
 def weight_clipping():
     """WGAN: weights are clamped after every step."""
     generator, critic = networks()
@@ -148,7 +148,7 @@ def adversarial_examples():
     return Script(model, sgd(model), loss_fn, classes())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def adversarial_examples_by_backward():
     """PGD as older code writes it: `backward` on the inputs, then the model's gradients cleared."""
     model = mlp()
@@ -243,9 +243,9 @@ def meta_learning():
     return Script(model, torch.optim.Adam(model.parameters(), lr=1e-2), loss_fn, batches)
 
 
-@pattern()
+@pattern(rounding=0.1, outcomes={"planned": "refused"})
 def mixed_precision_in_loss():
-    """The user's own autocast inside the loss function."""
+    """The user's own autocast inside the loss function: parts of a batch are rounded to bf16 one by one."""
     model = mlp()
 
     def loss_fn(model, batch):

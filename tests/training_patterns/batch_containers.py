@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from training_patterns.script import STEPS, Script, adamw, classes, cross_entropy, mlp, pattern, sgd
+from training_patterns.script import NO_FP16, STEPS, Script, adamw, classes, cross_entropy, mlp, pattern, sgd
 
 
 class Detector(nn.Module):
@@ -148,7 +148,7 @@ def graph_object():
     return Script(model, adamw(model), loss_fn, [GraphBatch() for _ in range(STEPS)])
 
 
-@pattern(samples=8)
+@pattern(samples=8, outcomes={"half": "raises", "together": "raises"})
 def node_classification():
     """One graph in every step, a mask of training nodes: as many nodes as rows, none of them a sample."""
 
@@ -170,7 +170,7 @@ def node_classification():
     return Script(model, adamw(model), loss_fn, [one] * STEPS)
 
 
-@pattern(samples=8)
+@pattern(samples=8, outcomes=NO_FP16 | {"bf16": "raises"})
 def sparse_inputs():
     """Inputs as sparse tensors."""
     model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -10,7 +10,20 @@ from torch import nn
 from torch.nn import functional as F
 
 import trimtab
-from training_patterns.script import Block, Script, adamw, classes, cross_entropy, mlp, pattern, sgd
+from training_patterns.script import (
+    GRADIENT_HOOKS,
+    NOT_FUSED,
+    REFUSED,
+    SPLIT_CHANGES,
+    Block,
+    Script,
+    adamw,
+    classes,
+    cross_entropy,
+    mlp,
+    pattern,
+    sgd,
+)
 
 
 @pattern()
@@ -71,7 +84,7 @@ def with_closure(script, loop):
         script.optimizer.step(closure)
 
 
-@pattern()
+@pattern(outcomes=REFUSED)
 def sam_by_closure():
     """SAM whose step needs a closure."""
     model = mlp()
@@ -79,7 +92,7 @@ def sam_by_closure():
     return Script(model, optimizer, cross_entropy, classes(), plain=with_closure)
 
 
-@pattern()
+@pattern(outcomes=REFUSED)
 def lbfgs():
     """L-BFGS, whose step needs a closure."""
     model = mlp()
@@ -95,14 +108,14 @@ class ClosureByName(torch.optim.SGD):
         super().step()
 
 
-@pattern()
+@pattern(outcomes=REFUSED)
 def closure_optional_by_signature():
     """An optimizer that calls a closure that its signature calls optional."""
     model = mlp()
     return Script(model, ClosureByName(model.parameters(), lr=0.1), cross_entropy, classes(), plain=with_closure)
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def sam_inside_loss():
     """SAM as a loss of two forwards: the second one with weights moved uphill, by `functional_call`."""
     model = mlp()
@@ -117,7 +130,7 @@ def sam_inside_loss():
     return Script(model, sgd(model), loss_fn, classes())
 
 
-@pattern()
+@pattern(outcomes=GRADIENT_HOOKS | {"planned": "refused"})
 def layer_wise_steps_in_backward():
     """An optimizer per parameter, stepped by hooks in the backward; the loop's own has nothing to do."""
     model = mlp()
@@ -132,7 +145,7 @@ def layer_wise_steps_in_backward():
     return Script(model, torch.optim.SGD(model.parameters(), lr=0.0), cross_entropy, classes())
 
 
-@pattern()
+@pattern(outcomes=GRADIENT_HOOKS)
 def clipped_by_tensor_hooks():
     """Each gradient clamped by a hook of its parameter."""
     model = mlp()
@@ -141,7 +154,7 @@ def clipped_by_tensor_hooks():
     return Script(model, sgd(model), cross_entropy, classes())
 
 
-@pattern()
+@pattern(outcomes=GRADIENT_HOOKS)
 def clipped_by_post_accumulate_hooks():
     """Each gradient's norm clipped by a hook after it is accumulated."""
     model = mlp()
@@ -154,7 +167,7 @@ def clipped_by_post_accumulate_hooks():
     return Script(model, sgd(model), cross_entropy, classes())
 
 
-@pattern()
+@pattern(outcomes=GRADIENT_HOOKS)
 def gradients_by_module_hook():
     """A full backward hook that scales the gradient of a block's input."""
     model = mlp()
@@ -241,7 +254,7 @@ class Scheduled(torch.optim.SGD):
         return super().step(closure)
 
 
-@pattern()
+@pattern(outcomes=NOT_FUSED)
 def schedule_inside_step():
     """A schedule inside the optimizer's step."""
     model = mlp()
@@ -320,7 +333,7 @@ class Both(torch.optim.Optimizer):
             part.step()
 
 
-@pattern()
+@pattern(outcomes=NOT_FUSED)
 def two_optimizers_as_one():
     """AdamW for the body and SGD for the head, behind one `step`."""
     model = mlp()
@@ -360,7 +373,7 @@ class Lookahead(torch.optim.Optimizer):
                 p.copy_(slow)
 
 
-@pattern()
+@pattern(outcomes=NOT_FUSED)
 def lookahead():
     """Lookahead around AdamW."""
     model = mlp()
@@ -384,14 +397,14 @@ class SignOfMomentum(torch.optim.Optimizer):
                 momentum.lerp_(parameter.grad, 0.01)
 
 
-@pattern(rounding=0.5)
+@pattern(rounding=0.5, outcomes=NOT_FUSED)
 def optimizer_of_the_user():
     """Lion: a sign, which rounding turns where a gradient is next to zero."""
     model = mlp()
     return Script(model, SignOfMomentum(model.parameters(), 1e-3), cross_entropy, classes())
 
 
-@pattern()
+@pattern(outcomes=NOT_FUSED)
 def wrapped_step():
     """A `step` that the user's script replaced on the object, to count and to clip."""
     model = mlp()
@@ -421,7 +434,7 @@ def wrapped_zero_grad():
     return Script(model, optimizer, cross_entropy, classes())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def surgery_of_gradients():
     """PCGrad: gradients of two tasks, projected, and put into `grad` inside the loss function."""
     model = mlp(outputs=4)
@@ -438,7 +451,7 @@ def surgery_of_gradients():
     return Script(model, sgd(model), loss_fn, classes())
 
 
-@pattern()
+@pattern(outcomes=NOT_FUSED)
 def sparse_embedding():
     """Sparse gradients of an embedding, by SparseAdam."""
 
@@ -458,7 +471,7 @@ def sparse_embedding():
     return Script(model, optimizer, loss_fn, [torch.randint(0, 30, (16, 3)) for _ in range(20)])
 
 
-@pattern()
+@pattern(outcomes=NOT_FUSED)
 def sparse_embedding_by_sgd():
     """Sparse gradients of an embedding beside dense ones, by SGD."""
 
@@ -502,14 +515,14 @@ def amsgrad():
     )
 
 
-@pattern()
+@pattern(outcomes=NOT_FUSED)
 def dampened_momentum():
     """SGD with dampening, whose first step is unlike the others."""
     model = mlp()
     return Script(model, sgd(model, dampening=0.5), cross_entropy, classes())
 
 
-@pattern(rounding=1e-2)
+@pattern(rounding=1e-2, outcomes=NOT_FUSED)
 def other_optimizers_of_torch():
     """Adafactor, as torch has it."""
     model = mlp()

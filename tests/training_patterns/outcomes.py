@@ -88,7 +88,7 @@ def outcome_of(pattern: Pattern, planned: Callable[[Script], trimtab.Plan]) -> O
     reference = plain(pattern.name, pattern.loop_of(plan))
     if isinstance(reference, str):
         return Outcome("unexpected", f"the plain loop raises {reference}")
-    found = differences(values(script), reference, before, pattern.rounding)
+    found = differences(values(script), reference, before, pattern.tolerance_of(plan))
     if not found:
         return Outcome("equal")
     said = [str(each.message) for each in seen if not each.filename.startswith(TORCH)]
@@ -173,7 +173,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any], before: dict[st
         moved = (
             float((reference - start).norm()) if isinstance(start, Tensor) and start.shape == reference.shape else 0.0
         )
-        limit = max(rounding * moved, 100 * unit * float(reference.norm()))
+        limit = max(rounding * moved, 100 * unit * float(reference.norm())) if rounding else 0.0
         if not off <= limit:
             share = off / moved if moved else float("inf")
             far.append((share, f"{name} is off by {share:.2g} of the distance that it moves"))

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
-from training_patterns.script import Script, adamw, classes, mlp, pattern, sgd
+from training_patterns.script import SPLIT_CHANGES, Script, adamw, classes, mlp, pattern, sgd
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def reinforce():
     """Returns normalised over the batch inside the loss."""
     model = mlp(outputs=4)

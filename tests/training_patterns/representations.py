@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from training_patterns.script import Script, adamw, classes, mlp, pattern, sgd
+from training_patterns.script import SPLIT_CHANGES, Script, adamw, classes, mlp, pattern, sgd
 
 
 def views():
@@ -16,7 +16,7 @@ def views():
     return [(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x)) for x, _ in classes()]
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def simclr():
     """Other samples of the batch are the negatives."""
     model = mlp(outputs=8)
@@ -28,7 +28,7 @@ def simclr():
     return Script(model, sgd(model), loss_fn, views())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def clip():
     """Two encoders and a learned temperature, symmetric over the batch."""
 
@@ -84,21 +84,21 @@ class Moco(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(keys), dtype=torch.long))
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def moco_queue_buffer():
     """MoCo with its queue in a buffer."""
     model = Moco(as_buffer=True)
     return Script(model, sgd(model.query), lambda model, batch: model(*batch), views())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def moco_queue_attribute():
     """MoCo with its queue as a plain attribute."""
     model = Moco(as_buffer=False)
     return Script(model, sgd(model.query), lambda model, batch: model(*batch), views())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def byol():
     """A teacher that the forward moves."""
 
@@ -137,7 +137,7 @@ def mean_teacher():
     return Script(model, sgd(model), loss_fn, views(), {"teacher": teacher}, after_step=follow)
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def dino():
     """A teacher's outputs, centred by a running mean in the loss module."""
     model = mlp(outputs=8)
@@ -169,7 +169,7 @@ def dino():
     return Script(model, sgd(model), loss_fn, views(), others, after_step=follow)
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def barlow_twins():
     """The correlation of two views' features over the batch."""
     model = mlp(outputs=6)
@@ -183,7 +183,7 @@ def barlow_twins():
     return Script(model, sgd(model, 0.02), loss_fn, views())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def triplet_mining():
     """The hardest positive and negative of each sample, within the batch."""
     model = mlp(outputs=8)
@@ -231,7 +231,7 @@ def feature_distillation_by_hooks():
     return Script(model, sgd(model, 0.05), loss_fn, classes())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def vector_quantization():
     """VQ-VAE: a codebook that follows the batch's assignments by a running mean."""
 

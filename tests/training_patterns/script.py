@@ -159,7 +159,9 @@ class Pattern:
     Args:
         build: makes the script's objects; random generators are seeded before it.
         samples: per batch, as the loader's user would count them.
-        rounding: largest difference of a parameter after training, as a fraction of the distance that it moved.
+        rounding: largest difference of a parameter after training, as a fraction of the distance that it moved, by a
+            plan that splits the batch or fuses the step.
+        repeats: whether two plain loops are the same to the bit; then so are all other plans.
         draws: whether losses draw random numbers, so that a split batch is compared with a plain loop that accumulates.
         outcomes: of each plan whose outcome is not "equal". "planned" is the plan that `trimtab.plan` makes,
             "proved_split" a split in two that its check allows.
@@ -169,6 +171,7 @@ class Pattern:
     build: Callable[[], Script]
     samples: int
     rounding: float
+    repeats: bool
     draws: bool
     outcomes: Mapping[str, str]
 
@@ -196,12 +199,22 @@ class Pattern:
         """Return the plain loop that a plan is compared with."""
         return Loop(_AUTOCAST.get(plan.precision.value), parts=plan.num_micro_batches if self.draws else 1)
 
+    def tolerance_of(self, plan: trimtab.Plan) -> float:
+        """Return the largest difference that a plan may make, as a fraction of the distance moved."""
+        sums_alike = not (plan.splits or plan.fused_optimizer.value or plan.memory_layout.value != "keep")
+        return 0.0 if sums_alike and self.repeats else self.rounding
+
 
 PATTERNS: dict[str, Pattern] = {}
 
 
 def pattern(
-    *, samples: int = SAMPLES, rounding: float = 1e-3, draws: bool = False, outcomes: Mapping[str, str] | None = None
+    *,
+    samples: int = SAMPLES,
+    rounding: float = 1e-3,
+    repeats: bool = True,
+    draws: bool = False,
+    outcomes: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[[], Script]], Callable[[], Script]]:
     """Register a function that makes a script, under its name; arguments as of `Pattern`."""
     outcomes = outcomes or {}
@@ -209,7 +222,7 @@ def pattern(
 
     def register(build: Callable[[], Script]) -> Callable[[], Script]:
         assert build.__name__ not in PATTERNS
-        PATTERNS[build.__name__] = Pattern(build.__name__, build, samples, rounding, draws, outcomes)
+        PATTERNS[build.__name__] = Pattern(build.__name__, build, samples, rounding, repeats, draws, outcomes)
         return build
 
     return register

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trimtab
-from training_patterns.script import STEPS, Block, Script, adamw, pattern, sgd, tokens
+from training_patterns.script import NO_FP16, SPLIT_CHANGES, STEPS, Block, Script, adamw, pattern, sgd, tokens
 
 
 class Language(nn.Module):
@@ -54,7 +54,7 @@ def padded(samples: int = 8):
     return made
 
 
-@pattern(samples=8)
+@pattern(samples=8, outcomes=SPLIT_CHANGES)
 def token_means():
     """A mean over the tokens that are no padding, of samples of unlike lengths."""
 
@@ -172,7 +172,7 @@ class Recurrent(nn.Module):
         return self.head(output), hidden
 
 
-@pattern(samples=8)
+@pattern(samples=8, outcomes=SPLIT_CHANGES | NO_FP16)
 def truncated_backpropagation():
     """Truncated backpropagation through time: the hidden state goes from one batch to the next."""
     series = torch.randn(8, 5 * STEPS, 3)
@@ -181,7 +181,7 @@ def truncated_backpropagation():
     return Script(model, adamw(model), HiddenState(), batches)
 
 
-@pattern(samples=6)
+@pattern(samples=6, outcomes=SPLIT_CHANGES | NO_FP16)
 def time_first():
     """Batches of (time, samples, features): the first dimension is no sample."""
 

@@ -7,7 +7,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trimtab
-from training_patterns.script import REFUSED, STEPS, Script, adamw, classes, cross_entropy, images, mlp, pattern, sgd
+from training_patterns.script import (
+    REFUSED,
+    SPLIT_CHANGES,
+    STEPS,
+    Script,
+    adamw,
+    classes,
+    cross_entropy,
+    images,
+    mlp,
+    pattern,
+    sgd,
+)
 
 
 @pattern()
@@ -36,7 +48,7 @@ def label_smoothing():
     return Script(model, adamw(model), lambda model, batch: criterion(model(batch[0]), batch[1]), classes())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def class_weights():
     """A mean weighted by class: its divisor depends on the labels of the whole batch."""
     model, criterion = mlp(), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 10.0]))
@@ -67,7 +79,7 @@ def focal_loss():
     return Script(model, sgd(model), loss_fn, classes())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def dice_loss():
     """Dice over all pixels of a batch: a ratio of sums."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 1, 3, padding=1))
@@ -81,7 +93,7 @@ def dice_loss():
     return Script(model, sgd(model), loss_fn, batches)
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def sum_of_losses():
     """A loss that is a sum over the batch."""
     model = mlp()
@@ -100,7 +112,7 @@ def positive_weight():
     return Script(model, adamw(model), lambda model, batch: criterion(model(batch[0]), batch[1]), batches)
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def sample_weights():
     """Importance weights in the batch, normalised to their sum."""
     model = mlp()
@@ -113,7 +125,7 @@ def sample_weights():
     return Script(model, sgd(model), loss_fn, batches)
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def hard_example_mining():
     """Online hard example mining: the mean of the largest losses of a batch."""
     model = mlp()
@@ -304,7 +316,7 @@ def dict_of_losses():
     return Script(model, sgd(model), lambda model, batch: sum(model(*batch).values()), batches)
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def curriculum_counter():
     """A counter in the loss's closure that anneals a term."""
     model, calls = mlp(), 0
@@ -317,7 +329,7 @@ def curriculum_counter():
     return Script(model, sgd(model), loss_fn, classes())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def loss_scaled_by_running_mean():
     """A loss divided by its own running mean, kept as an attribute of the criterion."""
 
@@ -334,7 +346,7 @@ def loss_scaled_by_running_mean():
     return Script(model, sgd(model), Balanced(), classes())
 
 
-@pattern()
+@pattern(outcomes=SPLIT_CHANGES)
 def auxiliary_backward():
     """A second backward inside the loss function."""
     model = mlp()
