@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -182,7 +184,9 @@ def checkpointed_by_the_user():
 @pattern(rounding=1e-2, repeats=False, outcomes=NOT_RECOMPUTED | NO_FP16)
 def scripted():
     """A scripted model; torch fuses it by a profile of its calls, and two plain loops in bf16 are 0.3 % apart."""
-    model = torch.jit.script(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated, and still used
+        model = torch.jit.script(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
     return Script(model, sgd(model), cross_entropy, classes())
 
 

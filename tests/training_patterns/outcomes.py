@@ -26,9 +26,10 @@ class Outcome:
     """Outcome of a training run.
 
     Args:
-        kind: "equal", "warned", "refused" or "raises" (the plain loop raises the same error); or a fault: "differs",
-            "untyped" (an error that is neither trimtab's nor the plain loop's), "changed" (refused after something had
-            changed), or "unexpected" (trained, though the plain loop raises).
+        kind: "equal", "warned", "refused", "raises" (the plain loop raises the same error), or "skips" (a step that
+            overflowed was skipped with everything as before it; of a plain loop the loss's own state has moved on).
+            Or a fault: "differs", "untyped" (an error that is neither trimtab's nor the plain loop's), "changed"
+            (refused after something had changed), "unexpected" (trained, though the plain loop raises).
         detail: the largest differences, the warnings or the error.
     """
 
@@ -91,6 +92,8 @@ def outcome_of(pattern: Pattern, planned: Callable[[Script], trimtab.Plan]) -> O
     found = differences(values(script), reference, before, pattern.tolerance_of(plan))
     if not found:
         return Outcome("equal")
+    if script.skipped:
+        return Outcome("skips", "; ".join(found[:MOST_NAMED]))
     said = [str(each.message) for each in seen if not each.filename.startswith(TORCH)]
     return Outcome("warned", " | ".join(said)) if said else Outcome("differs", "; ".join(found[:MOST_NAMED]))
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from training_patterns.script import SPLIT_CHANGES, Script, adamw, classes, mlp, pattern, sgd
+from training_patterns.script import SKIPS, SPLIT_CHANGES, Script, adamw, classes, mlp, pattern, sgd
 
 
 def views():
@@ -137,7 +137,7 @@ def mean_teacher():
     return Script(model, sgd(model), loss_fn, views(), {"teacher": teacher}, after_step=follow)
 
 
-@pattern(outcomes=SPLIT_CHANGES)
+@pattern(outcomes=SPLIT_CHANGES | SKIPS)
 def dino():
     """A teacher's outputs, centred by a running mean in the loss module."""
     model = mlp(outputs=8)
@@ -263,7 +263,7 @@ def vector_quantization():
     return Script(model, adamw(model), loss_fn, classes())
 
 
-@pattern()
+@pattern(outcomes=SKIPS)
 def memory_bank():
     """Features of every sample kept in a dict by index, one step old (instance discrimination)."""
     model, bank = mlp(outputs=8), {}

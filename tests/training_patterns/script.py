@@ -35,6 +35,7 @@ class Script:
         plain: the user's own loop; None: `plain_loop`.
         through: the same loop through trimtab; None: `trimtab_loop`.
         per_step: loader batches of one optimizer step.
+        skipped: steps that a run skipped.
     """
 
     model: nn.Module
@@ -49,6 +50,7 @@ class Script:
     plain: Callable[[Script, Loop], None] | None = None
     through: Callable[[Script, trimtab.Plan], None] | None = None
     per_step: int = 1
+    skipped: int = 0
 
     def options(self) -> dict[str, Any]:
         """Return the options of `trimtab.start`."""
@@ -117,6 +119,7 @@ def trimtab_loop(script: Script, plan: trimtab.Plan) -> None:
                 script.before_step()
                 run.step()
             script.after_step()
+        script.skipped = run.num_windows - run.applied_steps
 
 
 def in_parts(batch: Any, parts: int) -> list[Any]:
@@ -149,6 +152,7 @@ SPLIT_CHANGES = {"half": "warned", "together": "warned"}  # a loss or layer that
 NOT_FUSED = {"fused": "refused", "together": "refused"}  # an optimizer without a fused step
 NOT_RECOMPUTED = {"recompute": "refused", "together": "refused"}  # a forward that cannot run twice
 GRADIENT_HOOKS = {"half": "refused", "fp16": "refused", "together": "refused"}  # they would see other gradients
+SKIPS = {"fp16": "skips"}  # a loss scale that overflows at first, and a loss with state of its own
 NO_FP16 = {"fp16": "raises"}  # torch has no fp16 kernel for it on a CPU: the plain loop raises
 
 

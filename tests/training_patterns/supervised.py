@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import trimtab
 from training_patterns.script import (
     REFUSED,
+    SKIPS,
     SPLIT_CHANGES,
     STEPS,
     Script,
@@ -329,7 +330,7 @@ def curriculum_counter():
     return Script(model, sgd(model), loss_fn, classes())
 
 
-@pattern(outcomes=SPLIT_CHANGES)
+@pattern(outcomes=SPLIT_CHANGES | SKIPS)
 def loss_scaled_by_running_mean():
     """A loss divided by its own running mean, kept as an attribute of the criterion."""
 
