@@ -35,6 +35,7 @@ else:
 LONGEST = (
     "test_backends.py",
     "test_launched_ranks.py",
+    "test_training_patterns.py",
     "test_recomputation.py",
     "test_stage_chosen.py",
     "test_compared_ranks.py",
