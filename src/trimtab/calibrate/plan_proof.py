@@ -28,7 +28,7 @@ from trimtab.calibrate.dropout_off import dropout_off
 from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.other_batch import other_values
-from trimtab.calibrate.rounding import Difference, Norms, distances, last_bits_moved, norms, total, worst
+from trimtab.calibrate.rounding import Difference, Norms, distances, finite_norms, last_bits_moved, norms, total, worst
 from trimtab.calibrate.subject import Subject
 from trimtab.core.choice import Check, Proof, Refuted
 from trimtab.core.profile import Candidate, Profile, ProvedCandidate
@@ -49,10 +49,13 @@ SETTINGS = (
     "allocator",
 )
 _LAST_BIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10}
+_ERROR = "proof.error"
 _MOST_SCALES = 20  # a loss scale of 65536 halves until no gradient overflows
 _QUICK_S = 0.1  # a step below this is proved on the whole batch
 _SMALLEST = 1e-9  # of the whole gradient
 _MANY_TIMES, _NEAR_ZERO = 30.0, 1e-3  # of its rounding and of the whole gradient: a gradient that is all rounding
+_TINY_RATE, _MOVING_RATE = 1e-6, 1e-3
+_MOST_ROUNDING = 0.9  # of the distance moved
 _STATE_OF = " of "  # between the name of a tensor of optimizer state and its parameter's
 
 
@@ -156,18 +159,30 @@ def with_proof(subject: Subject, profile: Profile, progress: Callable[[str], Non
         return profile, True
     progress(f"proving the plan: {candidate.describe()}")
     reference, step_s = profile.reference_candidate, sum(profile.phases_s.values())
-    proof = prove(subject, candidate, reference, step_s)
+    proof = _proof_or_error(subject, candidate, reference, step_s)
     profile = replace(profile, proofs=(*profile.proofs, ProvedCandidate(candidate, proof)))
     if proof.code == "proof.out_of_memory" or (candidate == reference and proof.code == "proof.differs"):
         warnings.warn(f"The plan is not proved on this loop: {proof.reason}.", RuntimeWarning, stacklevel=2)
     if proof.holds or candidate == reference or proof.code == "proof.out_of_memory":
         return profile, True
-    for name in refuted_settings(subject, candidate, reference, step_s):
+    causes = proof.settings
+    if proof.code != _ERROR:
+        with contextlib.suppress(Exception):  # the search for the cause fails: every setting is unproved
+            causes = refuted_settings(subject, candidate, reference, step_s)
+    for name in causes:
         value = None if name == "micro_batch" else getattr(candidate, name)
         profile = replace(profile, refuted=(*profile.refuted, Refuted(name, value, f"refused: {proof.reason}")))
         if name == "micro_batch":
             profile = replace(profile, check=Check(False, proof.reason, code="split.plan_differs"))
     return profile, False
+
+
+def _proof_or_error(subject: Subject, candidate: Candidate, reference: Candidate, step_s: float) -> Proof:
+    try:
+        return prove(subject, candidate, reference, step_s)
+    except Exception as error:  # nothing is proved: as if the proof had failed
+        changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
+        return Proof(False, f"unproved: the proof itself failed ({describe(error)})", _ERROR, changed)
 
 
 # Size of the proof --------------------------------------------------------------------------------------------------
@@ -187,9 +202,16 @@ def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
     """Return a candidate for fewer samples, which splits and chunks them as it would split and chunk the batch."""
     if samples == rows:
         return candidate
-    micro = samples if candidate.micro_batch >= rows else max(1, candidate.micro_batch * samples // rows)
+    micro = samples if candidate.micro_batch >= rows else _scaled_micro_batch(candidate.micro_batch, rows, samples)
     chunk = None if candidate.loss_chunk is None else max(1, candidate.loss_chunk * samples // rows)
     return replace(candidate, micro_batch=micro, loss_chunk=chunk)
+
+
+def _scaled_micro_batch(micro_batch: int, rows: int, samples: int) -> int:
+    """Return the micro-batch for fewer samples; its last one is smaller if and only if the plan's is."""
+    is_uneven, wanted = rows % micro_batch != 0, micro_batch * samples / rows
+    alike = [size for size in range(1, samples) if (samples % size != 0) == is_uneven]
+    return min(alike, key=lambda size: abs(size - wanted), default=max(1, int(wanted)))
 
 
 def _smaller(subject: Subject, samples: int) -> Subject:
@@ -232,8 +254,8 @@ def _prove(subject: Subject, candidate: Candidate, changed: tuple[str, ...]) -> 
 def _comparisons(subject: Subject, candidate: Candidate) -> Iterator[tuple[str, _Comparison]]:
     """Yield the comparisons with the precision of each: fp32, then the planned one.
 
-    A model that is compiled in another precision is not compiled for fp32 too. If a plan recomputes, it is compared
-    with dropout on as well, with a plain loop that makes the same split: recomputation has to draw the same masks.
+    A model that is compiled in another precision is not compiled for fp32 too. If a plan splits or recomputes, it is
+    compared with dropout on as well, with a plain loop that makes the same split: both have to draw the same masks.
     """
 
     def may_drop(tried: Candidate) -> bool:
@@ -244,7 +266,7 @@ def _comparisons(subject: Subject, candidate: Candidate) -> Iterator[tuple[str, 
     if candidate.precision != "fp32":
         in_fp32 = replace(in_fp32, compiled=False)
     yield "fp32", _Comparison(in_fp32, None, drops=may_drop(in_fp32))
-    if in_fp32.recompute is not None and not may_drop(in_fp32):
+    if (splits or in_fp32.recompute is not None) and not may_drop(in_fp32):
         same_masks = replace(in_fp32, compiled=False, memory_layout="keep")
         yield "fp32", _Comparison(same_masks, candidate.micro_batch if splits else None, drops=True)
     if candidate.precision != "fp32":
@@ -340,9 +362,9 @@ class _Judge:
         self._tolerance, self._expected = tolerance, expected
         self._sizes = norms(expected.gradients)
         known = {name: each for name, each in before.items() if name in expected.after}
-        self._before = norms(known)
+        self._before = finite_norms(known)
         # Optimizer state that the first step made moved from zero.
-        self._moved = norms(expected.after) | distances(known, expected.after)
+        self._moved = finite_norms(expected.after) | distances(known, expected.after)
         self._rounding = _Rounding(dict.fromkeys(self._sizes, 0.0), dict.fromkeys(expected.after, 0.0))
 
     def learn(self, own: _Steps, moved: _Steps) -> None:
@@ -381,8 +403,11 @@ class _Judge:
         allowed: Norms = {}
         for name, tensor in self._expected.after.items():
             moved, parameter = self._moved[name], name.rpartition(_STATE_OF)[2]
-            allowed[name] = self._tolerance.moved * moved + 4 * _epsilon(tensor) * self._before.get(name, 0.0)
-            allowed[name] += self._explained(self._rounding.after[name], moved, parameter)
+            rounding = 4 * _epsilon(tensor) * self._before.get(name, 0.0)
+            # Less than the whole distance moved, or a tensor that never moves would pass.
+            rounding = min(rounding, _MOST_ROUNDING * moved)
+            explained = self._explained(self._rounding.after[name], moved, parameter)
+            allowed[name] = self._tolerance.moved * moved + max(rounding, explained)
         return allowed
 
     def _explained(self, rounding: float, size: float, parameter: str) -> float:
@@ -410,7 +435,18 @@ def _two_batches(subject: Subject) -> tuple[Any, Any]:
     if subject.second is not None:
         return subject.batch, subject.second
     other = other_values(subject.batch, subject.rows, subject.rows, subject.batching)
-    return subject.batch, subject.batch if other is None else other
+    return subject.batch, subject.batch if other is None or not _trains(subject, other) else other
+
+
+def _trains(subject: Subject, batch: Any) -> bool:
+    """Return whether a batch that was made up has a finite loss: the user's loss may check its values."""
+    try:
+        loss, _ = subject.loss(batch)
+        return bool(torch.isfinite(loss))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
 
 
 def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, pieces: int | None) -> _Steps:
@@ -423,6 +459,7 @@ def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, piece
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     gradients: dict[str, Tensor] = {}
     for batch in batches:
+        held = {name: buffer.clone() for name, buffer in subject.trained.named_buffers()} if precision == "fp16" else {}
         for _ in range(_MOST_SCALES):
             _accumulate(subject, batch, precision, pieces, scaler)
             scaler.unscale_(optimizer)
@@ -435,6 +472,8 @@ def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, piece
             if scaler.get_scale() >= scale:
                 break
             gradients = {}
+            for name, buffer in subject.trained.named_buffers():  # a run restores those of a skipped step
+                buffer.copy_(held[name])
     return _Steps(gradients, _state(subject))
 
 
@@ -507,12 +546,19 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _subject_with_rate(subject: Subject) -> Iterator[None]:
-    """Give groups with a learning rate of 0 (the first step of a warm-up) one that moves weights; undone on leaving."""
-    groups = [g for g in subject.optimizer.param_groups if isinstance(g.get("lr"), float | int) and g["lr"] == 0]
+    """Give groups with a rate that moves nothing (the first step of a warm-up) one that does; undone on leaving."""
+    groups = [g for g in subject.optimizer.param_groups if _is_tiny(g.get("lr"))]
+    before = [group["lr"] for group in groups]
     for group in groups:
-        group["lr"] = 1e-3
+        rate = group["lr"]
+        group["lr"] = torch.full_like(rate, _MOVING_RATE) if isinstance(rate, Tensor) else _MOVING_RATE
     try:
         yield
     finally:
-        for group in groups:
-            group["lr"] = 0.0
+        for group, rate in zip(groups, before, strict=True):
+            group["lr"] = rate
+
+
+def _is_tiny(rate: Any) -> bool:
+    is_rate = isinstance(rate, float | int) or (isinstance(rate, Tensor) and rate.numel() == 1)
+    return is_rate and float(rate) < _TINY_RATE

@@ -215,8 +215,7 @@ def _search(
                 needed = next_recomputables(replace(profile, hurried=True), stage, objective, budget, always=traces)
             profile = _with_blocks(subject, profile, blocks, needed, progress)
         elif stage is None:
-            prove = functools.partial(with_proof, subject, profile, progress)
-            profile, is_over = notes.attempt("plan.not_proved", "the plan was not proved", prove, (profile, True))
+            profile, is_over = with_proof(subject, profile, progress)
             if is_over:
                 return profile
         else:

@@ -49,11 +49,26 @@ def norms(tensors: Named) -> Norms:
     return dict(zip(tensors, values, strict=True))
 
 
+def finite_norms(tensors: Named) -> Norms:
+    """Return the 2-norm of the finite values of each tensor: a mask may well hold infinities."""
+    return norms({name: torch.nan_to_num(_dense(each), 0.0, 0.0, 0.0) for name, each in tensors.items()})
+
+
 def distances(left: Named, right: Named) -> Norms:
-    """Return the 2-norm of `left - right` by name; infinite for a tensor that is missing or of another shape."""
+    """Return the 2-norm of `left - right` by name; infinite for a tensor that is missing or of another shape.
+
+    Equal infinities, and NaN in the same place, are no difference.
+    """
     same = {name for name, each in left.items() if name in right and each.shape == right[name].shape}
-    found = norms({name: _dense(left[name]) - _dense(right[name]) for name in same})
+    found = norms({name: _difference(_dense(left[name]), _dense(right[name])) for name in same})
     return {name: found.get(name, math.inf) for name in left}
+
+
+def _difference(left: Tensor, right: Tensor) -> Tensor:
+    found = left - right
+    if bool(found.isfinite().all()):
+        return found
+    return found.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
 
 
 def total(sizes: Norms) -> float:
