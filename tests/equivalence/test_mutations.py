@@ -232,8 +232,8 @@ def whole_batch_cut(patch):
 def last_slice_dropped(patch):
     """Drop what does not fill a micro-batch, as a loader with drop_last does."""
 
-    def whole(batching, batch, rows, micro_batch):
-        return iter([piece for piece in slices(batching, batch, rows, micro_batch) if piece[1] == micro_batch])
+    def whole(batching, batch, rows, micro_batch, **how):
+        return iter([piece for piece in slices(batching, batch, rows, micro_batch, **how) if piece[1] == micro_batch])
 
     class Shorter(window.Window):
         def _count(self):
@@ -247,8 +247,8 @@ def last_slice_dropped(patch):
 def slices_in_reverse(patch):
     slices = Batching.slices
 
-    def backwards(*args):
-        return reversed(list(slices(*args)))
+    def backwards(*args, **how):
+        return reversed(list(slices(*args, **how)))
 
     patch.setattr(Batching, "slices", backwards)
 

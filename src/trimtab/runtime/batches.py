@@ -10,7 +10,7 @@ import copy
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,13 +70,32 @@ def not_splittable(reason: str) -> BatchError:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on `device`; the batch itself when nothing has to move."""
-    if flat_samples(batch):
-        parts = batch.values() if type(batch) is dict else batch
-        if all(tensor.device == device for tensor in parts):
+    flat = _flat(batch)
+    if flat is not None:
+        for tensor in flat:
+            if tensor.device != device:
+                break
+        else:
             return batch
     elif not any(_has_to_move(leaf, device) for _, leaf in of_batch.leaves(batch)):
         return batch
     return _map(batch, lambda leaf: _moved(leaf, device))
+
+
+def _flat(batch: Batch) -> Collection[Tensor] | None:
+    """Return the tensors of a tuple, list or dict of tensors alone, which most batches are; else None."""
+    kind = type(batch)
+    items: Collection[Tensor]
+    if kind is tuple or kind is list:
+        items = batch
+    elif kind is dict:
+        items = batch.values()
+    else:
+        return None
+    for each in items:
+        if type(each) is not Tensor:
+            return None
+    return items
 
 
 def _has_to_move(leaf: Any, device: torch.device) -> bool:
@@ -110,9 +129,10 @@ def fresh(batch: Batch) -> Batch:
 
     Immutable containers of tensors alone are returned as they are.
     """
-    kind = type(batch)
-    if kind is Tensor or (kind is tuple and all(type(each) is Tensor for each in batch)):
+    if type(batch) is Tensor:
         return batch
+    if _flat(batch) is not None:
+        return batch if type(batch) is tuple else batch.copy()
     return _map(batch, _unchanged)
 
 

@@ -70,8 +70,11 @@ class Batching:
             raise samples_unknown(field, reading.reason)
         return reading.samples
 
-    def slices(self, batch: Any, samples: int, micro_batch: int) -> Iterator[tuple[Any, int]]:
+    def slices(self, batch: Any, samples: int, micro_batch: int, *, is_read: bool = False) -> Iterator[tuple[Any, int]]:
         """Yield (micro-batch, its samples) in order; the last may be smaller. Tensors are views.
+
+        Args:
+            is_read: whether `read` found that the batch can be split.
 
         Raises:
             BatchError: the batch cannot be split, or `split` returned another number of samples.
@@ -79,7 +82,7 @@ class Batching:
         if samples <= micro_batch:
             yield batch, samples
             return
-        if self.split is None:
+        if self.split is None and not is_read:
             _require_splittable(batch, samples)
         for start in range(0, samples, micro_batch):
             stop = min(start + micro_batch, samples)

@@ -144,7 +144,7 @@ class Window:
             self._loop.end_micro_batch(self)
         for batch, rows, micro_batch in zip(self._batches, self._batch_rows, self._micro_batches, strict=True):
             of_next = True
-            for micro, micro_rows in self._batching.slices(batch, rows, micro_batch):
+            for micro, micro_rows in self._batching.slices(batch, rows, micro_batch, is_read=self.may_split):
                 left -= 1
                 self._loop.begin_micro_batch(self, micro_rows, of_next=of_next, last=left == 0)
                 yield to_device(fresh(micro), self._device)
