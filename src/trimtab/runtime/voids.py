@@ -151,7 +151,7 @@ class Voids(Part):
         Raises:
             NonFiniteError: it is non-finite, and the policy is "error".
         """
-        if loss.is_meta or (self._asked != "error" and (self._asked != "warn" or self._has_warned)):
+        if loss.device.type == "meta" or (self._asked != "error" and (self._asked != "warn" or self._has_warned)):
             return
         before, self._late = self._late, (step, Late(loss))
         if loss.device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -20,17 +21,28 @@ BF16 = replace(FP32, precision="bf16")
 
 
 class Loop:
-    """A model whose steps of a few rows take the seconds of a table, and what of them was run."""
+    """A model whose steps of a few rows take the seconds of a table, and what of them was run.
+
+    Both are thread-local, which planning does not restore.
+    """
 
     def __init__(self, monkeypatch, rows=ROWS):
-        self.few_s: dict[str, list[float]] = {"fp32": [0.01], "bf16": []}
-        self.ran: list[tuple[str, int]] = []
+        self._held = threading.local()
+        self._held.few_s, self._held.ran = {"fp32": [0.01], "bf16": []}, []
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.subject = Subject(model, optimizer, self.loss, (torch.randn(rows, 1, 4, 4), torch.zeros(rows).long()))
         monkeypatch.setattr(probe, "time_call", self.time_call)
         monkeypatch.setattr(trials, "time_call", lambda step, device, count=1: (step(), 1.0)[1])
+
+    @property
+    def few_s(self):
+        return self._held.few_s
+
+    @property
+    def ran(self):
+        return self._held.ran
 
     def loss(self, model, batch):
         self.ran.append(("bf16" if torch.is_autocast_enabled("cpu") else "fp32", len(batch[0])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -148,11 +149,20 @@ class Waits(torch.autograd.Function):
 
 
 class Time:
-    """A clock that only those who wait move on."""
+    """A clock that only those who wait move on; thread-local, which recomputation does not restore."""
 
     def __init__(self, monkeypatch) -> None:
+        self._held = threading.local()
         self.now = 0.0
         monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    @property
+    def now(self) -> float:
+        return self._held.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self._held.now = seconds
 
     def waits(self, name: str, wanted: str, seconds: float) -> None:
         self.now += seconds if name == wanted else 0.0
