@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from training_patterns import PATTERNS
+
 ROOT = Path(__file__).parents[2]
 # Five schedules alone and under DDP, two of them under FSDP2; three precisions; dropout or batch norm eager, dropout
 # compiled.
@@ -22,4 +24,4 @@ def test_the_soak_collects_every_cell():
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     found = sum(int(line.rpartition(": ")[2]) for line in done.stdout.split("\n") if ": " in line)
-    assert found == CELLS + KILLED + RUNS + SHARDED + INSIDE + LONG
+    assert found == CELLS + KILLED + RUNS + SHARDED + INSIDE + LONG + len(PATTERNS)
