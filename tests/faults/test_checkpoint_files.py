@@ -240,10 +240,15 @@ def test_ranks_that_are_a_number_have_files_each(parent):
     assert f"step-2/rank-1-{TENSORS}: given nothing; expected a file of each rank" in refusal(parent)
 
 
-@pytest.mark.parametrize("size", [0, 10**15, -1])
+@pytest.mark.parametrize("size", [0, 10**15])
 def test_a_size_is_compared_before_anything_is_read(parent, size):
     forge(parent / "step-2", lambda said: said["files"][TREE].update(bytes=size))
     assert f"step-2/{TREE}: given" in refusal(parent)
+
+
+def test_a_negative_size_is_refused_with_its_manifest(parent):
+    forge(parent / "step-2", lambda said: said["files"][TREE].update(bytes=-1))
+    assert "step-2/manifest.json: given" in refusal(parent)
 
 
 @pytest.mark.parametrize(

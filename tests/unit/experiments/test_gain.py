@@ -12,6 +12,7 @@ from tiny_task import task as tiny
 from torch import nn
 from torch.nn import functional as F
 
+from trimtab import Summed
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.phases import Gain
 from trimtab.core.plan import Plan
@@ -44,7 +45,7 @@ def small_gpt() -> nn.Module:
 
 def token_loss(model, batch):
     tokens = (batch[0] > 0).long()  # (B, T): the points' signs
-    return model(tokens, tokens)
+    return Summed(*model(tokens, tokens))
 
 
 GPT_TASK = replace(tiny, make_model=small_gpt, loss_fn=token_loss, strong=None)

@@ -34,7 +34,7 @@ def world(tmp_path):
     world.energy = EnergyClock(world.meter, clock=lambda: world.now)
     world.path = tmp_path / "run.jsonl"
     with RecordWriter(world.path, Header("run")) as writer:
-        world.recorder = Recorder(writer, world.energy)
+        world.writer, world.recorder = writer, Recorder(writer, world.energy)
         yield world
 
 
@@ -121,6 +121,7 @@ def test_a_run_that_is_gone_on_with_says_from_where_its_joules_are(world):
     steps(world, 5.0)
     state = world.recorder.state_dict()
     assert state["index"] == 20
+    world.writer.close()  # a record has one writer at a time
     with RecordWriter(world.path, Header("run"), continues=True) as writer:
         own = EnergyClock(world.meter, clock=lambda: world.now)
         world.recorder = Recorder(writer, own)
