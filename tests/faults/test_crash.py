@@ -159,7 +159,7 @@ def test_no_loss_differs_after_kills_while_it_is_saved_in_the_background(tmp_pat
 FAULTS = {"no_number": [5, 21, 22, 40], "out_of_memory_from": 13}
 
 
-@pytest.mark.parametrize("verb", ["split", "restore_buffers"])
+@pytest.mark.parametrize("verb", ["split", "restore_skipped"])
 def test_no_loss_differs_where_a_run_is_killed_while_it_recovers(tmp_path, verb):
     """Losses that are no numbers, and memory that runs out: killed in the middle of one of them, and at random."""
     options = {"faults": FAULTS | {"killed_in": [verb]}}
