@@ -94,12 +94,12 @@ class _Comparison:
 
     Args:
         candidate: the plan's settings in it.
-        pieces: samples per forward of the plain loop; None: the whole batch at once.
+        pieces: samples per forward of the plain loop.
         drops: whether dropout stays on.
     """
 
     candidate: Candidate
-    pieces: int | None
+    pieces: int
     drops: bool
 
 
@@ -116,7 +116,8 @@ def prove(subject: Subject, candidate: Candidate, reference: Candidate, step_s: 
     samples = _samples(subject.rows, candidate, step_s)
     while True:
         try:
-            return _prove(_smaller(subject, samples), _scaled(candidate, subject.rows, samples), changed)
+            own = _scaled(reference, subject.rows, samples).micro_batch
+            return _prove(_smaller(subject, samples), _scaled(candidate, subject.rows, samples), own, changed)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -223,7 +224,7 @@ def _smaller(subject: Subject, samples: int) -> Subject:
 # The proof ----------------------------------------------------------------------------------------------------------
 
 
-def _prove(subject: Subject, candidate: Candidate, changed: tuple[str, ...]) -> Proof:
+def _prove(subject: Subject, candidate: Candidate, own_pieces: int, changed: tuple[str, ...]) -> Proof:
     found: list[tuple[Difference, int]] = []
     precisions: list[str] = []
     with (
@@ -231,7 +232,7 @@ def _prove(subject: Subject, candidate: Candidate, changed: tuple[str, ...]) -> 
         LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn)) as start,
     ):
         batches = _two_batches(subject)
-        for precision, comparison in _comparisons(subject, candidate):
+        for precision, comparison in _comparisons(subject, candidate, own_pieces):
             proof = _compared(subject, start, batches, precision, comparison, changed)
             if isinstance(proof, Proof) and proof.code == "proof.baseline_failed" and subject.second is None:
                 start.restore()  # the user's loss may refuse values that were made up
@@ -255,26 +256,29 @@ def _prove(subject: Subject, candidate: Candidate, changed: tuple[str, ...]) -> 
     return Proof(True, reason, "proof.holds", changed, names, tensors, largest.ratio)
 
 
-def _comparisons(subject: Subject, candidate: Candidate) -> Iterator[tuple[str, _Comparison]]:
+def _comparisons(subject: Subject, candidate: Candidate, own_pieces: int) -> Iterator[tuple[str, _Comparison]]:
     """Yield the comparisons with the precision of each: fp32, then the planned one.
 
     A model that is compiled in another precision is not compiled for fp32 too. If a plan splits or recomputes, it is
     compared with dropout on as well, with a plain loop that makes the same split: both have to draw the same masks.
+
+    Args:
+        own_pieces: samples per forward of the user's own loop, which may accumulate.
     """
+    own, pieces = (min(size, subject.rows) for size in (own_pieces, candidate.micro_batch))
 
     def may_drop(tried: Candidate) -> bool:
-        return tried.micro_batch >= subject.rows and not tried.compiled and tried.memory_layout == "keep"
+        return pieces == own and not tried.compiled and tried.memory_layout == "keep"
 
-    splits = candidate.micro_batch < subject.rows
     in_fp32 = replace(candidate, precision="fp32")
     if candidate.precision != "fp32":
         in_fp32 = replace(in_fp32, compiled=False)
-    yield "fp32", _Comparison(in_fp32, None, drops=may_drop(in_fp32))
-    if (splits or in_fp32.recompute is not None) and not may_drop(in_fp32):
+    yield "fp32", _Comparison(in_fp32, own, drops=may_drop(in_fp32))
+    if (pieces != own or in_fp32.recompute is not None) and not may_drop(in_fp32):
         same_masks = replace(in_fp32, compiled=False, memory_layout="keep")
-        yield "fp32", _Comparison(same_masks, candidate.micro_batch if splits else None, drops=True)
+        yield "fp32", _Comparison(same_masks, pieces, drops=True)
     if candidate.precision != "fp32":
-        yield candidate.precision, _Comparison(candidate, None, drops=may_drop(candidate))
+        yield candidate.precision, _Comparison(candidate, own, drops=may_drop(candidate))
 
 
 def _compared(
@@ -442,11 +446,11 @@ def _two_batches(subject: Subject) -> tuple[Any, Any]:
     return subject.batch, subject.batch if other is None else other
 
 
-def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, pieces: int | None) -> _Steps:
+def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, pieces: int) -> _Steps:
     """Train two steps as a plain loop does.
 
     Args:
-        pieces: samples per forward; None: the whole batch at once.
+        pieces: samples per forward.
     """
     optimizer, device = subject.optimizer, subject.device
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
@@ -470,16 +474,16 @@ def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, piece
     return _Steps(gradients, _state(subject))
 
 
-def _accumulate(subject: Subject, batch: Any, precision: str, pieces: int | None, scaler: torch.amp.GradScaler) -> None:
+def _accumulate(subject: Subject, batch: Any, precision: str, pieces: int, scaler: torch.amp.GradScaler) -> None:
     for _, parameter in _trained(subject):
         parameter.grad = None
     rows = subject.rows
     count: Any = None
-    for piece, size in subject.batching.slices(batch, rows, pieces or rows):
+    for piece, size in subject.batching.slices(batch, rows, pieces):
         loss, terms = subject.loss(piece, precision)
         if terms is None:
             scaler.scale(loss * (size / rows)).backward()
-        elif pieces is None:
+        elif pieces >= rows:
             scaler.scale(loss / or_one(terms)).backward()
         else:
             scaler.scale(loss).backward()

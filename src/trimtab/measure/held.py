@@ -94,17 +94,24 @@ class HeldTensor:
 
 
 class HeldGradient:
-    """The gradient of a tensor and its values; also the absence of a gradient."""
+    """The gradient of a tensor and its values; also the absence of a gradient.
 
-    def __init__(self, owner: Tensor, copied: Callable[[Tensor], Tensor] = host_copy) -> None:
+    Args:
+        copied: makes the copy of the values. Where it makes none, the gradient's version shows changes in place.
+    """
+
+    def __init__(self, owner: Tensor, copied: Callable[[Tensor], Tensor | None] = host_copy) -> None:
         self._owner, self._grad = owner, owner.grad
         self._copy = None if owner.grad is None else copied(owner.grad)
+        self._version = None if owner.grad is None else _version(owner.grad)
 
     def has_changed(self) -> bool:
         """Return whether there is another gradient than before."""
         now, copy = self._owner.grad, self._copy
-        if now is None or copy is None:
-            return now is not copy
+        if now is None or self._grad is None:
+            return now is not self._grad
+        if copy is None:
+            return now is not self._grad or _version(now) != self._version
         return now.shape != copy.shape or now.dtype != copy.dtype or same_values(copy, now) is False
 
     def restore(self) -> None:
@@ -315,7 +322,10 @@ def _checksum(tensor: Tensor) -> int | None:
         size = flat.element_size()
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
         parts = flat.view(whole).split(_CHUNK)
-        sums = torch.stack([part.sum(dtype=torch.int64) for part in parts])
+        if flat.device.type == "cpu":  # torch would make a copy of each part in int64
+            sums = torch.tensor([int(part.numpy().sum(dtype=numpy.int64)) for part in parts], dtype=torch.int64)
+        else:
+            sums = torch.stack([part.sum(dtype=torch.int64) for part in parts])
         return int((sums * torch.arange(1, len(parts) + 1, device=sums.device)).sum())
     return None
 

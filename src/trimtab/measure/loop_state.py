@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,7 @@ class LoopState:
             whose other parts may read them.
         of_forwards: hold what forwards may change, cheaply: no gradients, checksums instead of copies of trainable
             parameters, and of the other tensors beyond 1 GiB in all.
+        held_elsewhere: ids of tensors that the caller has copies of: they are not copied again, and not restored.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class LoopState:
         most_bytes_copied: int | None = None,
         logs: bool = False,
         of_forwards: bool = False,
+        held_elsewhere: Container[int] = (),
     ) -> None:
         self._process = ProcessState.capture(wakes_cuda=False)
         self._copied = host_copy if peak_bytes is None or not _has_room(model, optimizer, peak_bytes) else device_copy
@@ -111,7 +113,7 @@ class LoopState:
         self._gradients: list[tuple[HeldGradient, Place]] = []
         self._containers: list[tuple[HeldContainer, Reached]] = []
         self._others: list[tuple[HeldBinding | HeldArray | HeldGenerator, Place]] = []
-        self._of_forwards = of_forwards
+        self._of_forwards, self._held_elsewhere = of_forwards, held_elsewhere
         self._of_loss: set[int] = set()
         found, of_loss = _walked(model, optimizer, loss_fn, batch, modules, logs=logs)
         for each in found:
@@ -132,7 +134,8 @@ class LoopState:
             tensor = HeldTensor(value, self._copier(value, reached))
             self._tensors.append((tensor, place))
             if value.is_leaf and not self._of_forwards:
-                self._gradients.append((HeldGradient(value, self._copied), place.then("", ChangeKind.GRADIENT)))
+                copied = _by_version if self._is_large(value) else self._copied
+                self._gradients.append((HeldGradient(value, copied), place.then("", ChangeKind.GRADIENT)))
             return tensor
         elif isinstance(value, numpy.ndarray):
             held = HeldArray(value)
@@ -146,14 +149,20 @@ class LoopState:
         return held
 
     def _copier(self, tensor: Tensor, reached: Reached) -> Callable[[Tensor], Tensor | None] | None:
+        if id(tensor) in self._held_elsewhere:
+            return _by_version
+        if self._of_forwards and self._is_large(tensor):
+            return _by_version
         if self._of_forwards and reached.place.kind is ChangeKind.PARAMETER:
             return None
         if reached.is_beside or self._of_forwards:
             self._beside += tensor.nbytes if tensor.layout is torch.strided else 0
             return None if self._beside > _MOST_BESIDE else self._copied
-        if self._most_bytes is not None and tensor.layout is torch.strided and tensor.nbytes > self._most_bytes:
-            return _by_version
-        return self._copied
+        return _by_version if self._is_large(tensor) else self._copied
+
+    def _is_large(self, tensor: Tensor) -> bool:
+        most = self._most_bytes
+        return most is not None and tensor.layout is torch.strided and tensor.nbytes > most
 
     def changes(self) -> list[Change]:
         """Return what differs now from the held state: by value, in the order in which it was found."""

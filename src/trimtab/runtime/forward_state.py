@@ -145,7 +145,7 @@ class ForwardState:
         Raises:
             ModelError: the forward changed what its recomputation would change again.
         """
-        self._before = [table.copy() for table in self._tables]
+        self._before = [dict(table) for table in self._tables]
         self._replayed = [held for hold in self._seen.holds.values() if (held := hold()) is not None]
         self._versions = self._current_versions()
         generators = [each.peek() for each in GLOBAL_GENERATORS if id(each.generator) not in self._seen.holds]
@@ -173,7 +173,7 @@ class ForwardState:
         """
         global _recomputing
         now = [
-            before if _is_same(table, before) else table.copy()
+            before if _is_same(table, before) else dict(table)
             for table, before in zip(self._tables, self._before, strict=True)
         ]
         others = [held for hold in self._seen.holds.values() if (held := hold()) is not None]

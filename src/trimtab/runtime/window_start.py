@@ -86,8 +86,13 @@ class WindowStart:
         self._watch = None
         if self._watches and not self._windows & (self._windows - 1) and not is_traced(list(self._model.modules())):
             most = None if self._windows <= _FULLY_WATCHED else _SMALL
-            how = {"loss_fn": self.loss_fn, "most_bytes_copied": most}
-            self._watch = LoopState(self._model, of_forwards=True, **how)  # type: ignore[arg-type]
+            self._watch = LoopState(
+                self._model,
+                loss_fn=self.loss_fn,
+                most_bytes_copied=most,
+                of_forwards=True,
+                held_elsewhere={id(buffer) for buffer in self._always[1]},
+            )
 
     def learn(self) -> None:
         """Compare a watched window's state with its start: called before anything but forwards and backwards ran."""
