@@ -14,10 +14,9 @@ drawn in the order in which elements lie in memory); otherwise dropout is held a
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +32,7 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.choice import Check, Proof, Refuted
 from trimtab.core.profile import Candidate, Profile, ProvedCandidate
 from trimtab.decide.planner import chosen_candidate
+from trimtab.measure.held import host_copy
 from trimtab.measure.loop_state import LoopState
 from trimtab.runtime.accumulation import or_one
 from trimtab.runtime.out_of_memory import is_out_of_memory
@@ -80,12 +80,45 @@ _FP32 = Tolerance(relative=1e-4, moved=1e-3, times=30.0, most=0.3)
 _REDUCED = Tolerance(relative=0.02, moved=0.05, times=4.0, most=0.9)
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """What two steps of a loop made: gradients of the first, and the state after the second."""
+class _Copies:
+    """Copies of what two steps of a loop made: gradients of the first, and the state after the second."""
 
-    gradients: dict[str, Tensor]
-    after: dict[str, Tensor]
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+        self.after: dict[str, Tensor] = {}
+
+    def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Copy the gradients of the first step."""
+        self.gradients = {name: host_copy(each) for name, each in gradients.items()}
+
+    def see_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the state after the second step."""
+        self.after = {name: host_copy(each) for name, each in state.items()}
+
+    def clear(self) -> None:
+        """Let the copies go."""
+        self.gradients, self.after = {}, {}
+
+
+class _Distances:
+    """How far what two steps of a loop made is from copies: nothing is copied."""
+
+    def __init__(self, copies: _Copies) -> None:
+        self._copies = copies
+        self.gradients: Norms = {}
+        self.after: Norms = {}
+
+    def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Compare the gradients of the first step."""
+        self.gradients = distances(self._copies.gradients, gradients)
+
+    def see_state(self, state: Mapping[str, Tensor]) -> None:
+        """Compare the state after the second step."""
+        self.after = distances(self._copies.after, state)
+
+
+_Seen = _Copies | _Distances
+_Loop = Callable[[_Seen], None]
 
 
 @dataclass(frozen=True)
@@ -103,21 +136,35 @@ class _Comparison:
     drops: bool
 
 
-def prove(subject: Subject, candidate: Candidate, reference: Candidate, step_s: float | None = None) -> Proof:
+def prove(
+    subject: Subject,
+    candidate: Candidate,
+    reference: Candidate,
+    step_s: float | None = None,
+    start: LoopState | None = None,
+) -> Proof:
     """Return whether a candidate trains as the plain loop does; leaves no trace.
+
+    Memory beside the loop's own: one copy of gradients, parameters, buffers and optimizer state, on the host; and
+    another one where `start` is not given.
 
     Args:
         subject: the user's loop.
         candidate: the settings to prove.
         reference: the loop's own settings.
         step_s: seconds of a step of the loop; if it is long, fewer samples are used.
+        start: the loop's state, where it is held already.
     """
     changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
     samples = _samples(subject.rows, candidate, step_s)
+    state = start or LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
     while True:
         try:
             own = _scaled(reference, subject.rows, samples).micro_batch
-            return _prove(_smaller(subject, samples), _scaled(candidate, subject.rows, samples), own, changed)
+            tried = _scaled(candidate, subject.rows, samples)
+            with contextlib.ExitStack() as stack:
+                stack.callback(state.restore)
+                return _prove(_smaller(subject, samples), tried, own, changed, state)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -127,7 +174,11 @@ def prove(subject: Subject, candidate: Candidate, reference: Candidate, step_s: 
 
 
 def refuted_settings(
-    subject: Subject, candidate: Candidate, reference: Candidate, step_s: float | None = None
+    subject: Subject,
+    candidate: Candidate,
+    reference: Candidate,
+    step_s: float | None = None,
+    start: LoopState | None = None,
 ) -> tuple[str, ...]:
     """Return the settings because of which a proof failed: found by leaving settings out.
 
@@ -137,7 +188,7 @@ def refuted_settings(
     changed = [name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name)]
 
     def holds(tried: Candidate) -> bool:
-        return prove(subject, tried, reference, step_s).holds
+        return prove(subject, tried, reference, step_s, start).holds
 
     if len(changed) > 1:
         for name in changed:
@@ -148,8 +199,13 @@ def refuted_settings(
     return tuple(changed)
 
 
-def with_proof(subject: Subject, profile: Profile, progress: Callable[[str], None]) -> tuple[Profile, bool]:
+def with_proof(
+    subject: Subject, profile: Profile, progress: Callable[[str], None], start: LoopState
+) -> tuple[Profile, bool]:
     """Prove the candidate that a profile's plan would choose; leaves no trace.
+
+    Args:
+        start: the loop's state.
 
     Returns:
         The profile with the outcome, and whether the search is over. If the proof failed, the settings that caused it
@@ -160,7 +216,7 @@ def with_proof(subject: Subject, profile: Profile, progress: Callable[[str], Non
         return profile, True
     progress(f"proving the plan: {candidate.describe()}")
     reference, step_s = profile.reference_candidate, sum(profile.phases_s.values())
-    proof = _proof_or_error(subject, candidate, reference, step_s)
+    proof = _proof_or_error(subject, candidate, reference, step_s, start)
     profile = replace(profile, proofs=(*profile.proofs, ProvedCandidate(candidate, proof)))
     if proof.code == "proof.out_of_memory" or (candidate == reference and proof.code == "proof.differs"):
         warnings.warn(f"The plan is not proved on this loop: {proof.reason}.", RuntimeWarning, stacklevel=2)
@@ -169,7 +225,7 @@ def with_proof(subject: Subject, profile: Profile, progress: Callable[[str], Non
     causes = proof.settings
     if proof.code != _ERROR:
         with contextlib.suppress(Exception):  # the search for the cause fails: every setting is unproved
-            causes = refuted_settings(subject, candidate, reference, step_s)
+            causes = refuted_settings(subject, candidate, reference, step_s, start)
     for name in causes:
         value = None if name == "micro_batch" else getattr(candidate, name)
         profile = replace(profile, refuted=(*profile.refuted, Refuted(name, value, f"refused: {proof.reason}")))
@@ -178,9 +234,11 @@ def with_proof(subject: Subject, profile: Profile, progress: Callable[[str], Non
     return profile, False
 
 
-def _proof_or_error(subject: Subject, candidate: Candidate, reference: Candidate, step_s: float) -> Proof:
+def _proof_or_error(
+    subject: Subject, candidate: Candidate, reference: Candidate, step_s: float, start: LoopState
+) -> Proof:
     try:
-        return prove(subject, candidate, reference, step_s)
+        return prove(subject, candidate, reference, step_s, start)
     except Exception as error:  # nothing is proved: as if the proof had failed
         changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
         return Proof(False, f"unproved: the proof itself failed ({describe(error)})", _ERROR, changed)
@@ -224,26 +282,24 @@ def _smaller(subject: Subject, samples: int) -> Subject:
 # The proof ----------------------------------------------------------------------------------------------------------
 
 
-def _prove(subject: Subject, candidate: Candidate, own_pieces: int, changed: tuple[str, ...]) -> Proof:
+def _prove(
+    subject: Subject, candidate: Candidate, own_pieces: int, changed: tuple[str, ...], start: LoopState
+) -> Proof:
     found: list[tuple[Difference, int]] = []
     precisions: list[str] = []
-    with (
-        _subject_with_rate(subject),
-        LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn)) as start,
-    ):
-        batches = _two_batches(subject)
-        for precision, comparison in _comparisons(subject, candidate, own_pieces):
+    batches = _two_batches(subject)
+    for precision, comparison in _comparisons(subject, candidate, own_pieces):
+        proof = _compared(subject, start, batches, precision, comparison, changed)
+        if isinstance(proof, Proof) and proof.code == "proof.baseline_failed" and subject.second is None:
+            start.restore()  # the user's loss may refuse values that were made up
+            batches = (subject.batch, subject.batch)
             proof = _compared(subject, start, batches, precision, comparison, changed)
-            if isinstance(proof, Proof) and proof.code == "proof.baseline_failed" and subject.second is None:
-                start.restore()  # the user's loss may refuse values that were made up
-                batches = (subject.batch, subject.batch)
-                proof = _compared(subject, start, batches, precision, comparison, changed)
-            if isinstance(proof, Proof):
-                if proof.code == "proof.baseline_failed" and precision != candidate.precision:
-                    continue  # a loop that does not run in fp32 is proved in its own precision
-                return proof
-            found.append(proof)
-            precisions.append(precision)
+        if isinstance(proof, Proof):
+            if proof.code == "proof.baseline_failed" and precision != candidate.precision:
+                continue  # a loop that does not run in fp32 is proved in its own precision
+            return proof
+        found.append(proof)
+        precisions.append(precision)
     if not found:
         return Proof(False, "the plain loop ran in no precision", "proof.baseline_failed", changed)
     largest = max((difference for difference, _ in found), key=lambda each: each.ratio)
@@ -290,58 +346,63 @@ def _compared(
     changed: tuple[str, ...],
 ) -> tuple[Difference, int] | Proof:
     """Return the largest difference and the number of tensors compared, or a proof that failed."""
-    model = subject.trained
-    before = _state(subject)
 
-    def steps(loop: Callable[[], _Steps]) -> _Steps:
+    def steps(loop: _Loop, seen: _Seen) -> None:
         start.restore()
-        with contextlib.nullcontext() if comparison.drops else dropout_off(model):
-            return loop()
+        is_random = contextlib.nullcontext() if comparison.drops else dropout_off(subject.trained)
+        with _subject_with_rate(subject), is_random:
+            loop(seen)
 
-    def plain() -> _Steps:
-        return _plain_steps(subject, batches, precision, comparison.pieces)
+    def plain(seen: _Seen) -> None:
+        _plain_steps(subject, batches, precision, comparison.pieces, seen)
 
+    def planned(seen: _Seen) -> None:
+        _planned_steps(subject, comparison.candidate, batches, seen)
+
+    def moved(loop: _Loop) -> _Loop:
+        def run(seen: _Seen) -> None:
+            with last_bits_moved(subject.trained, seed=1, epsilon=_LAST_BIT.get(precision, 0.0)):
+                loop(seen)
+
+        return run
+
+    expected, found = _Copies(), _Copies()
     try:
-        expected = steps(plain)
+        steps(plain, expected)
     except Exception as error:
         return _failed("proof.baseline_failed", "the plain loop", error, changed)
-
-    def planned() -> _Steps:
-        return _planned_steps(subject, comparison.candidate, batches)
-
+    start.restore()
+    judge = _Judge(_FP32 if precision == "fp32" else _REDUCED, _state(subject), expected)
+    apart = _Distances(expected)
     try:
-        found = steps(planned)
+        steps(planned, apart)
     except Exception as error:
         return _failed("proof.failed", "the plan", error, changed)
-    judge = _Judge(_FP32 if precision == "fp32" else _REDUCED, before, expected)
-    difference = judge.largest(found)
-    if not difference.is_rounding and (name := _not_reproducible(expected, steps(plain))):
-        start.restore()
-        reason = f"unproved: two runs of the plain loop from one state differ in the gradient of {name}"
-        return Proof(False, reason, "proof.not_reproducible", changed)
-    for loop, own in ((plain, expected), (planned, found)):  # each loop's rounding, as long as it may explain more
-        if not difference.is_rounding:
-            judge.learn(own, steps(functools.partial(_with_last_bits_moved, subject, precision, loop)))
-            difference = judge.largest(found)
-    start.restore()
+    difference = judge.largest(apart)
+    if not difference.is_rounding:
+        again = _Distances(expected)
+        steps(plain, again)
+        if name := judge.not_reproducible(again):
+            reason = f"unproved: two runs of the plain loop from one state differ in the gradient of {name}"
+            return Proof(False, reason, "proof.not_reproducible", changed)
+        rounding = _Distances(expected)  # each loop's, as long as it may explain more
+        steps(moved(plain), rounding)
+        judge.learn(rounding)
+        difference = judge.largest(apart)
+    if not difference.is_rounding:
+        expected.clear()  # two copies at a time would be held
+        steps(planned, found)
+        rounding = _Distances(found)
+        steps(moved(planned), rounding)
+        judge.learn(rounding)
+        difference = judge.largest(apart)
     if difference.is_rounding:
-        return difference, len(expected.after)
+        return difference, judge.num_tensors
     reason = (
         f"{difference.name} differs from the plain loop's in {precision} by {difference.relative:.2g} (relative), "
         f"{difference.ratio:.2g} times the tolerance"
     )
     return Proof(False, reason, "proof.differs", changed, worst=difference.ratio)
-
-
-def _not_reproducible(first: _Steps, again: _Steps) -> str:
-    """Return a parameter whose gradient two runs of one loop compute differently, or "".
-
-    Atomic additions of a GPU may differ in rounding from one run to the next, which is no difference here.
-    """
-    sizes = norms(first.gradients)
-    allowed = {name: 1e-4 * size + 1e-5 * total(sizes) for name, size in sizes.items()}
-    found = worst(distances(first.gradients, again.gradients), allowed, sizes)
-    return "" if found.is_rounding else found.name
 
 
 def _failed(code: str, who: str, error: Exception, changed: tuple[str, ...]) -> Proof:
@@ -350,71 +411,65 @@ def _failed(code: str, who: str, error: Exception, changed: tuple[str, ...]) -> 
     return Proof(False, f"{who} fails: {describe(error)}", code, changed)
 
 
-def _with_last_bits_moved(subject: Subject, precision: str, loop: Callable[[], _Steps]) -> _Steps:
-    with last_bits_moved(subject.trained, seed=1, epsilon=_LAST_BIT.get(precision, 0.0)):
-        return loop()
-
-
-@dataclass(frozen=True)
-class _Rounding:
-    """Rounding errors of gradients and state, by name."""
-
-    gradients: Norms
-    after: Norms
-
-
 class _Judge:
-    """Compares what two loops made, each tensor by its own tolerance."""
+    """Compares what two loops made, each tensor by its own tolerance.
 
-    def __init__(self, tolerance: Tolerance, before: dict[str, Tensor], expected: _Steps) -> None:
-        self._tolerance, self._expected = tolerance, expected
+    Args:
+        before: the state that both start from.
+        expected: what the plain loop made; only norms of it are kept.
+    """
+
+    def __init__(self, tolerance: Tolerance, before: Mapping[str, Tensor], expected: _Copies) -> None:
+        self._tolerance = tolerance
         self._sizes = norms(expected.gradients)
         known = {name: each for name, each in before.items() if name in expected.after}
         self._before = finite_norms(known)
         # Optimizer state that the first step made moved from zero.
         self._moved = finite_norms(expected.after) | distances(known, expected.after)
-        self._rounding = _Rounding(dict.fromkeys(self._sizes, 0.0), dict.fromkeys(expected.after, 0.0))
+        self._epsilons = {name: _epsilon(each) for name, each in expected.after.items()}
+        self._of_gradients, self._of_state = (dict.fromkeys(each, 0.0) for each in (self._sizes, self._moved))
 
-    def learn(self, own: _Steps, moved: _Steps) -> None:
-        """Learn the rounding errors of a loop.
+    @property
+    def num_tensors(self) -> int:
+        """Tensors of state that are compared."""
+        return len(self._moved)
 
-        Args:
-            own: what the loop made.
-            moved: what it made from weights whose last bits were moved.
+    def not_reproducible(self, again: _Distances) -> str:
+        """Return a parameter whose gradient a second run of the plain loop computes differently, or "".
+
+        Atomic additions of a GPU may differ in rounding from one run to the next, which is no difference here.
         """
-        gradients, after = distances(own.gradients, moved.gradients), distances(own.after, moved.after)
-        known = self._rounding
-        self._rounding = _Rounding(
-            {name: max(gradients.get(name, 0.0), known.gradients[name]) for name in known.gradients},
-            {name: max(after.get(name, 0.0), known.after[name]) for name in known.after},
-        )
+        least = 1e-5 * total(self._sizes)
+        found = worst(again.gradients, {name: 1e-4 * size + least for name, size in self._sizes.items()}, self._sizes)
+        return "" if found.is_rounding else found.name
 
-    def largest(self, found: _Steps) -> Difference:
+    def learn(self, rounding: _Distances) -> None:
+        """Learn a loop's rounding errors: its distances to itself from weights whose last bits were moved."""
+        for known, seen in ((self._of_gradients, rounding.gradients), (self._of_state, rounding.after)):
+            known.update({name: max(seen.get(name, 0.0), size) for name, size in known.items()})
+
+    def largest(self, apart: _Distances) -> Difference:
         """Return the largest difference to what another loop made."""
-        expected = self._expected
-        if missing := sorted(expected.after.keys() - found.after.keys()):
-            return Difference(missing[0], math.inf, math.inf)
-        gradients = worst(distances(expected.gradients, found.gradients), self._of_gradients(), self._sizes)
-        after = worst(distances(expected.after, found.after), self._of_state(), self._moved)
+        gradients = worst(apart.gradients, self._allowed_of_gradients(), self._sizes)
+        after = worst(apart.after, self._allowed_of_state(), self._moved)
         return max(replace(gradients, name=f"the gradient of {gradients.name}"), after, key=lambda each: each.ratio)
 
-    def _of_gradients(self) -> Norms:
+    def _allowed_of_gradients(self) -> Norms:
         """Return the tolerance of each gradient."""
         least, allowed = _SMALLEST * total(self._sizes), self._tolerance.relative
         return {
-            name: allowed * size + least + self._explained(self._rounding.gradients[name], size, name)
+            name: allowed * size + least + self._explained(self._of_gradients[name], size, name)
             for name, size in self._sizes.items()
         }
 
-    def _of_state(self) -> Norms:
+    def _allowed_of_state(self) -> Norms:
         """Return the tolerance of each parameter, buffer and tensor of optimizer state."""
         allowed: Norms = {}
-        for name, tensor in self._expected.after.items():
-            moved, parameter = self._moved[name], name.rpartition(_STATE_OF)[2]
-            rounding = 4 * _epsilon(tensor) * self._before.get(name, 0.0)
+        for name, moved in self._moved.items():
+            rounding = 4 * self._epsilons[name] * self._before.get(name, 0.0)
             # Less than the whole distance moved, or a tensor that never moves would pass.
             rounding = min(rounding, _MOST_ROUNDING * moved)
-            explained = self._explained(self._rounding.after[name], moved, parameter)
+            explained = self._explained(self._of_state[name], moved, name.rpartition(_STATE_OF)[2])
             allowed[name] = self._tolerance.moved * moved + max(rounding, explained)
         return allowed
 
@@ -426,7 +481,7 @@ class _Judge:
         """
         explained, gradient = self._tolerance.times * rounding, self._sizes.get(parameter)
         if gradient is not None:
-            is_rounding = gradient < _MANY_TIMES * self._rounding.gradients[parameter]
+            is_rounding = gradient < _MANY_TIMES * self._of_gradients[parameter]
             if is_rounding and gradient < _NEAR_ZERO * total(self._sizes):
                 return explained
         return min(explained, self._tolerance.most * size)
@@ -446,7 +501,7 @@ def _two_batches(subject: Subject) -> tuple[Any, Any]:
     return subject.batch, subject.batch if other is None else other
 
 
-def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, pieces: int) -> _Steps:
+def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, pieces: int, seen: _Seen) -> None:
     """Train two steps as a plain loop does.
 
     Args:
@@ -454,13 +509,13 @@ def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, piece
     """
     optimizer, device = subject.optimizer, subject.device
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    gradients: dict[str, Tensor] = {}
-    for batch in batches:
+    for index, batch in enumerate(batches):
         held = {name: buffer.clone() for name, buffer in subject.trained.named_buffers()} if precision == "fp16" else {}
         for _ in range(_MOST_SCALES):
             _accumulate(subject, batch, precision, pieces, scaler)
             scaler.unscale_(optimizer)
-            gradients = gradients or _gradients(subject)
+            if index == 0:  # of the last try, whose gradients did not overflow
+                seen.see_gradients(_gradients(subject))
             if subject.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([p for _, p in _trained(subject)], subject.clip_norm)
             scale = scaler.get_scale()
@@ -468,10 +523,9 @@ def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, piece
             scaler.update()
             if scaler.get_scale() >= scale:
                 break
-            gradients = {}
             for name, buffer in subject.trained.named_buffers():  # a run restores those of a skipped step
                 buffer.copy_(held[name])
-    return _Steps(gradients, _state(subject))
+    seen.see_state(_state(subject))
 
 
 def _accumulate(subject: Subject, batch: Any, precision: str, pieces: int, scaler: torch.amp.GradScaler) -> None:
@@ -494,14 +548,14 @@ def _accumulate(subject: Subject, batch: Any, precision: str, pieces: int, scale
                 parameter.grad /= or_one(count)
 
 
-def _planned_steps(subject: Subject, candidate: Candidate, batches: Sequence[Any]) -> _Steps:
+def _planned_steps(subject: Subject, candidate: Candidate, batches: Sequence[Any], seen: _Seen) -> None:
     """Train two steps as a run of the plan does."""
     first, second = batches
     with subject.start(candidate) as run:
         for _ in range(_MOST_SCALES):
             run.accumulate(run.window(first), subject.loss_fn)
             run.unscale()
-            gradients = _gradients(subject)
+            seen.see_gradients(_gradients(subject))
             if run.step():
                 break
         steps = run.applied_steps
@@ -509,7 +563,7 @@ def _planned_steps(subject: Subject, candidate: Candidate, batches: Sequence[Any
             run.train_step(run.window(second), subject.loss_fn)
             if run.applied_steps > steps:
                 break
-    return _Steps(gradients, _state(subject))
+    seen.see_state(_state(subject))
 
 
 def _trained(subject: Subject) -> list[tuple[str, Tensor]]:
@@ -517,28 +571,22 @@ def _trained(subject: Subject) -> list[tuple[str, Tensor]]:
 
 
 def _gradients(subject: Subject) -> dict[str, Tensor]:
-    return {name: _copy(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in _trained(subject)}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in _trained(subject)}
 
 
 def _state(subject: Subject) -> dict[str, Tensor]:
-    """Return copies of parameters, buffers and tensors of optimizer state, by name.
+    """Return parameters, buffers and tensors of optimizer state, by name.
 
     Step counters are left out: a fused step counts in another type.
     """
     model, optimizer = subject.trained, subject.optimizer
-    found = {name: _copy(p) for name, p in model.named_parameters()}
-    found |= {name: _copy(buffer) for name, buffer in model.named_buffers()}
+    found: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+    found |= {name: buffer.detach() for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                found[f"{key}{_STATE_OF}{name}"] = _copy(value)
+                found[f"{key}{_STATE_OF}{name}"] = value.detach()
     return found
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy; a GPU's on the host, because four copies of all optimizer state may not fit beside a step."""
-    data = tensor.detach()
-    return data.to("cpu", copy=True) if data.is_cuda else data.clone()
 
 
 @contextlib.contextmanager

@@ -215,7 +215,7 @@ def _search(
                 needed = next_recomputables(replace(profile, hurried=True), stage, objective, budget, always=traces)
             profile = _with_blocks(subject, profile, blocks, needed, progress)
         elif stage is None:
-            profile, is_over = with_proof(subject, profile, progress)
+            profile, is_over = with_proof(subject, profile, progress, snapshot)
             if is_over:
                 return profile
         else:

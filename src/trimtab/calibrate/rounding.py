@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trimtab.measure.held import host_copy
+
 Named = Mapping[str, Tensor]
 Norms = dict[str, float]
 
@@ -42,29 +44,39 @@ class Difference:
 
 def norms(tensors: Named) -> Norms:
     """Return the 2-norm of each tensor, in double precision; one transfer from the device."""
-    found = [torch.linalg.vector_norm(_dense(each), dtype=_wide(each)).abs() for each in tensors.values()]
-    if not found:
-        return {}
-    values = torch.stack([each.to(found[0].device) for each in found]).tolist()
-    return dict(zip(tensors, values, strict=True))
+    return _numbers({name: _norm(each) for name, each in tensors.items()})
 
 
 def finite_norms(tensors: Named) -> Norms:
     """Return the 2-norm of the finite values of each tensor: a mask may well hold infinities."""
-    return norms({name: torch.nan_to_num(_dense(each), 0.0, 0.0, 0.0) for name, each in tensors.items()})
+    finite = (torch.nan_to_num(_dense(each), 0.0, 0.0, 0.0) for each in tensors.values())  # one at a time
+    return _numbers({name: _norm(each) for name, each in zip(tensors, finite, strict=True)})
 
 
 def distances(left: Named, right: Named) -> Norms:
     """Return the 2-norm of `left - right` by name; infinite for a tensor that is missing or of another shape.
 
-    Equal infinities, and NaN in the same place, are no difference.
+    Equal infinities, and NaN in the same place, are no difference. One pair at a time is brought to one device.
     """
-    same = {name for name, each in left.items() if name in right and each.shape == right[name].shape}
-    found = norms({name: _difference(_dense(left[name]), _dense(right[name])) for name in same})
+    same = [name for name, each in left.items() if name in right and each.shape == right[name].shape]
+    found = _numbers({name: _norm(_difference(left[name], right[name])) for name in same})
     return {name: found.get(name, math.inf) for name in left}
 
 
+def _norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(_dense(tensor), dtype=_wide(tensor)).abs()
+
+
+def _numbers(found: Mapping[str, Tensor]) -> Norms:
+    if not found:
+        return {}
+    device = next(iter(found.values())).device
+    return dict(zip(found, torch.stack([each.to(device) for each in found.values()]).tolist(), strict=True))
+
+
 def _difference(left: Tensor, right: Tensor) -> Tensor:
+    device = left.device if left.is_cuda else right.device
+    left, right = _dense(left.detach()).to(device), _dense(right.detach()).to(device)
     found = left - right
     if bool(found.isfinite().all()):
         return found
@@ -116,7 +128,7 @@ def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterat
                 if not parameter.is_floating_point() or parameter.layout is not torch.strided:
                     continue
                 data = parameter.data
-                moved.append((data, data.clone()))
+                moved.append((data, host_copy(data)))
                 size = max(epsilon, torch.finfo(data.dtype).eps)
                 signs = torch.randint(0, 2, (data.numel(),), generator=generator).to(data.device, data.dtype)
                 data.mul_(1 + size * (2 * signs - 1).view(data.shape))

@@ -158,7 +158,7 @@ def of_same_size(longest: Any, example: Any, batching: Batching = BY_CONTAINERS)
 
 def _require_splittable(batch: Any, samples: int) -> None:
     """Raise `BatchError` if the containers of a batch do not say which parts belong to which sample."""
-    if of_batch.flat_samples(batch) == samples:
+    if of_batch.quick_samples(batch) == samples:
         return
     reading = of_batch.read(batch)
     if reading.samples != samples or not reading.is_splittable:

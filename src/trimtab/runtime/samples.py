@@ -80,7 +80,7 @@ _ROWS = _Fit(True, row_lists=1)
 
 def read(batch: Any) -> Reading:
     """Return the number of samples of a batch, and whether it can be split."""
-    if samples := flat_samples(batch):
+    if samples := quick_samples(batch):
         return Reading(samples, is_splittable=True)
     fits = {number: _fit(batch, number, is_root=True) for number in _candidates(batch)}
     confirmed = [number for number, fit in fits.items() if _confirms(fit)]
@@ -98,7 +98,7 @@ def read(batch: Any) -> Reading:
 
 
 def flat_samples(batch: Any) -> int:
-    """Return the samples of a tuple, list or dict of dense tensors of one length; else 0. Every step asks for it."""
+    """Return the samples of a tuple, list or dict of dense tensors of one length; else 0."""
     kind = type(batch)
     if kind is dict:
         items = batch.values()
@@ -113,6 +113,31 @@ def flat_samples(batch: Any) -> int:
         if each.layout is not torch.strided or each.is_nested:
             return 0
         samples, is_images = each.size(0), is_images and _is_image(each)
+    return 0 if is_images else samples
+
+
+def quick_samples(batch: Any) -> int:
+    """Return the samples of a tuple, list or mapping of dense tensors of one length; else 0. Every step asks for it.
+
+    Mappings in a mapping, and one in a tuple, may hold such tensors too: several in a sequence could be samples.
+    """
+    kind, most_mappings = type(batch), 0
+    if kind is dict or isinstance(batch, Mapping):
+        items, most_mappings = batch.values(), len(batch)
+    elif kind is tuple or kind is list:
+        items, most_mappings = batch, int(kind is tuple)
+    else:
+        return 0
+    samples, is_images = 0, kind is list
+    for each in items:
+        if type(each) is Tensor:
+            size = each.size(0) if each.dim() and each.layout is torch.strided and not each.is_nested else 0
+        else:
+            size = quick_samples(each) if most_mappings and isinstance(each, Mapping) else 0
+            most_mappings -= 1
+        if not size or (samples and size != samples):
+            return 0
+        samples, is_images = size, is_images and _is_image(each)
     return 0 if is_images else samples
 
 

@@ -17,6 +17,8 @@ from trimtab.calibrate import plan_proof
 from trimtab.calibrate.plan_proof import SETTINGS, prove, refuted_settings
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate
+from trimtab.measure.loop_state import LoopState
+from trimtab.measure.memory import peak_growth
 from trimtab.measure.snapshot import fingerprint
 from trimtab.nn import LossHead
 from trimtab.runtime import accumulation, engine, optimizers
@@ -416,3 +418,14 @@ def test_a_precision_that_changes_what_one_layer_computes_is_caught(monkeypatch)
 def test_gradients_left_scaled_are_caught(monkeypatch):
     monkeypatch.setattr(engine.MixedPrecision, "scaled", lambda self, loss: loss * 2)
     assert not prove(text(), candidate_of("precision"), REFERENCE).holds
+
+
+def test_a_proof_holds_one_copy_of_the_training_state():
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    subject = Subject(model, optimizer, lambda model, batch: model(batch).square().mean(), torch.randn(ROWS, 512))
+    state = 4 * sum(p.nbytes for p in model.parameters())  # with gradients and two moments
+    with LoopState(model, optimizer) as start:
+        grown = peak_growth(lambda: prove(subject, candidate_of("fused_optimizer"), REFERENCE, None, start))
+    own = state  # gradients and moments of the loop itself, and one tensor in double precision
+    assert grown < own + 1.1 * state
