@@ -123,7 +123,7 @@ def _check(subject: Subject) -> Check:
     try:
         pieces = list(_unequal_split(subject))
     except BatchError as error:
-        return _refused("split.not_sliceable", f"the batch cannot be split: {error.given}")
+        return _refused("split.not_sliceable", error.given)
     with _held(subject):
         verdict = _proof(subject, pieces)
         if verdict.code:
@@ -223,7 +223,8 @@ def _changes_refusal(changed: Sequence[Change]) -> Check:
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     return _refused(
         "split.state_changes",
-        f"each forward changes {named}, which micro-batches would change several times per step",
+        f"each forward changes {named}, which micro-batches would change several times per step; what only records "
+        "the training can be returned instead, as (loss, {name: value}), and recorded outside of the loss",
     )
 
 

@@ -284,12 +284,15 @@ def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
     if not columns.fits or columns.is_free:
         if is_rows:
             return _ROWS
-        is_unclear = columns.is_free and any(map(is_record, value))  # dicts of another number belong to no sample
+        # Dicts of another number belong to no sample.
+        is_unclear = columns.is_free and any(map(is_record, value)) and _are_of_one_kind(value)
         return columns._replace(is_ambiguous=is_unclear) if columns.fits else _NO
     if len({_signature(item) for item in value}) > 1:
         return columns  # unlike items are columns, as inputs and targets
     if is_rows:
         return columns._replace(is_ambiguous=True, firm=0, row_lists=columns.row_lists + 1)
+    if is_root and isinstance(value, tuple) and len(value) > 1 and all(isinstance(item, list) for item in value):
+        return columns  # as source texts beside target texts
     is_columns = all(isinstance(item, Tensor | np.ndarray) for item in value)
     if is_columns and not (all(map(_is_image, value)) and not (is_root and isinstance(value, tuple))):
         return columns

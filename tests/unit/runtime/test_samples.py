@@ -77,6 +77,9 @@ KNOWN = {
     "columns of columns": ((rows(5), [rows(5, 2), {"z": rows(5)}]), 5),
     "nested pairs": ([[rows(5, 2), rows(5, 3, 8, 8)], [torch.zeros(5).long(), rows(5, 1)]], 5),
     "dataclass": (Example(rows(4), {"deep": rows(4, 2)}), 4),
+    "texts beside texts": ((["a", "b", "c"], ["x", "y", "z"]), 3),
+    "one text beside another": ((["a"], ["x"]), 1),
+    "dicts of no samples beside a tensor": ((rows(2), ({}, {}, 0)), 2),
     "user dict": (UserDict(x=rows(4)), 4),
     "batch encoding": (BatchEncoding({"ids": rows(4, 7), "mask": rows(4, 7)}), 4),
 }
