@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from trimtab.core.compiled import is_recorded
@@ -22,7 +23,22 @@ from trimtab.core.plan import Plan
 from trimtab.measure.closures import reached
 from trimtab.runtime.voids import BEFORE_THE_STEP
 
-_WRAPPERS = ("trimtab", "deepspeed")  # packages whose hooks are part of how a model runs; torch's may wrap a function
+_WRAPPERS = "trimtab", "deepspeed"  # packages whose hooks are part of how a model runs
+# Modules of torch whose hooks run a model. Any other function of torch is a hook only if a user registered it.
+_OF_TORCH = (
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.checkpoint",
+    "torch.utils.flop_counter",
+    "torch.utils.module_tracker",
+    "torch._dynamo",
+    "torch._functorch",
+    "torch._higher_order_ops",
+    "torch._inductor",
+    "torch.autograd.profiler",
+    "torch.profiler",
+)
+_REGISTERING = "torch.autograd.graph", "torch.utils.hooks"  # modules of functions that call the hook they were given
 _CLOSURE_DEPTH = 3  # of wrappers around a function of the user's
 _BY_PARAMETER = ("_backward_hooks", "tensor hook"), ("_post_accumulate_grad_hooks", "post-accumulate-grad hook")
 _BY_MODULE = ("_backward_hooks", "backward hook"), ("_backward_pre_hooks", "backward pre-hook")
@@ -215,13 +231,23 @@ def users(hooks: Mapping[int, Any] | None) -> Iterator[Any]:
 
 
 def is_users(hook: Any) -> bool:
-    """Return True for a hook registered by the user, False for hooks of wrappers such as DDP."""
-    packages = [_module(function).partition(".")[0] for function in _functions(hook)]
-    return packages[0] not in _WRAPPERS and not all(package == "torch" for package in packages)
+    """Return True for a hook registered by the user, False for hooks of wrappers such as DDP.
+
+    A hook of a wrapper that calls a function of the user is the user's.
+    """
+    modules = [_module(function) for function in _functions(hook)]
+    if modules[0].partition(".")[0] in _WRAPPERS:
+        return False
+    called = [module for module in modules if module not in _REGISTERING]
+    return not called or not all(map(_is_wrappers, called))
+
+
+def _is_wrappers(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in _OF_TORCH)
 
 
 def _functions(hook: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield a hook and the functions in its closure."""
+    """Yield a hook and the functions and callable objects in its closure."""
     if isinstance(hook, functools.partial):
         yield from _functions(hook.func, depth)
         inner: Iterable[Any] = (*hook.args, *hook.keywords.values())
@@ -230,9 +256,17 @@ def _functions(hook: Any, depth: int = 0) -> Iterator[Any]:
         yield hook
         inner = (cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_bound(cell))
     if depth < _CLOSURE_DEPTH:
+        takes_modules = _module(hook) in _REGISTERING
         for each in inner:
-            if isinstance(each, types.FunctionType | types.MethodType | functools.partial):
+            if _is_called(each, takes_modules=takes_modules):
                 yield from _functions(each, depth + 1)
+
+
+def _is_called(value: Any, *, takes_modules: bool) -> bool:
+    """Return whether a hook may call a value of its closure: modules are mostly state, except as a registered hook."""
+    if not callable(value) or isinstance(value, type | Node):
+        return False
+    return takes_modules or not isinstance(value, nn.Module)
 
 
 def _is_bound(cell: types.CellType) -> bool:

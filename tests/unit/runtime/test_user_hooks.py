@@ -71,16 +71,48 @@ def on_parameters(register):
     return install
 
 
+class Observer:
+    """A callable object that returns nothing, for one gradient or several."""
+
+    def __call__(self, gradients):
+        assert gradients is not None
+
+
+class ObserverModule(nn.Module):
+    def forward(self, gradients):
+        assert gradients is not None
+
+
+def on_several(hook, **options):
+    return lambda model: [torch.autograd.graph.register_multi_grad_hook(tuple(model.parameters()), hook, **options)]
+
+
 HOOKS = {
     "a tensor hook": on_parameters(lambda p: p.register_hook(clamp)),
     "a callable object": on_parameters(lambda p: p.register_hook(Clipper())),
     "a partial": on_parameters(lambda p: p.register_hook(functools.partial(scaled, 2.0))),
+    "a function of torch": on_parameters(lambda p: p.register_hook(F.softsign)),
+    "a builtin of torch": on_parameters(lambda p: p.register_hook(torch.sign)),
+    "an operator of torch": on_parameters(lambda p: p.register_hook(torch.ops.aten.sign.default)),
+    "a module of torch": on_parameters(lambda p: p.register_hook(nn.Tanh())),
+    "a partial of torch": on_parameters(
+        lambda p: p.register_hook(functools.partial(F.hardtanh, min_val=-0.02, max_val=0.02))
+    ),
+    "a post-accumulate partial of torch": on_parameters(
+        lambda p: p.register_post_accumulate_grad_hook(functools.partial(nn.utils.clip_grad_value_, clip_value=0.01))
+    ),
     "a post-accumulate hook": on_parameters(lambda p: p.register_post_accumulate_grad_hook(Clipper().on_accumulated)),
     "a backward hook": lambda model: [model[2].register_full_backward_hook(clamped_input)],
     "a backward pre-hook": lambda model: [model[2].register_full_backward_pre_hook(clamped_output)],
     "a hook of several tensors": lambda model: [
         torch.autograd.graph.register_multi_grad_hook(tuple(model.parameters()), lambda grads: None)
     ],
+    "a callable object of several tensors": on_several(Observer()),
+    "a method of several tensors": on_several(Observer().__call__),
+    "a module of several tensors": on_several(ObserverModule()),
+    "a function of torch of several tensors": on_several(torch.is_tensor),
+    "a callable object of any of several tensors": on_several(Observer(), mode="any"),
+    "a callable object within a function of torch": on_several(torch.no_grad()(Observer().__call__)),
 }
 every_hook = pytest.mark.parametrize("install", HOOKS.values(), ids=HOOKS)
 
