@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import numbers
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from trimtab.core.errors import LossError
 
 Count = Tensor | int | float
 _LARGEST = sys.float_info.max
+_LAST_OPERATIONS = 4  # a loss may be divided by a number of batches after it was scaled
 _EXPECTED = "a scalar mean, trimtab.Summed(loss_sum, count), or one of them in a pair (loss, auxiliary)"
 
 
@@ -93,6 +95,42 @@ def as_loss(result: Any) -> LossResult:
         )
     scalar = loss if loss.dim() == 0 else loss.reshape(())  # a reshape of a scalar would add a node to the graph
     return LossResult(scalar, None if count is None else _beside(loss, checked_count(count)), auxiliary)
+
+
+def require_unscaled(loss: Tensor) -> None:
+    """Raise if a loss was multiplied by a `GradScaler`'s scale: the optimizer would step by gradients as many times.
+
+    For one loss of a run: the scale is searched for among the objects of the process.
+
+    Raises:
+        LossError: `scaler.scale(loss)` was returned.
+    """
+    factors = {each.untyped_storage().data_ptr() for each in _last_factors(loss)}
+    if not factors:
+        return
+    scalers = (each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler))
+    if any(each._scale is not None and each._scale.untyped_storage().data_ptr() in factors for each in scalers):
+        raise LossError(
+            "loss_fn",
+            given="a loss multiplied by a GradScaler's scale",
+            expected="the loss itself",
+            way_out="Remove the GradScaler from the loop. A plan with precision fp16 scales the loss and unscales the "
+            'gradients itself; reference=trimtab.Reference("fp16") states that your loop did.',
+            code="loss.scaled",
+        )
+
+
+def _last_factors(loss: Tensor) -> list[Tensor]:
+    """Return the numbers that the last operations of a loss multiplied with."""
+    found, node = [], loss.grad_fn
+    for _ in range(_LAST_OPERATIONS):
+        if node is None:
+            break
+        factor = getattr(node, "_saved_other", None) if type(node).__name__ == "MulBackward0" else None
+        if isinstance(factor, Tensor) and not factor.dim() and not factor.requires_grad:
+            found.append(factor)
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    return found
 
 
 def mean_of(result: Any) -> Tensor:

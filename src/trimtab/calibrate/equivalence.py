@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,7 @@ TOLERANCE = 1e-4
 _TIMES_ROUNDING, _MOST_ROUNDING = 30.0, 1e-5
 _SMALLEST = 1e-9  # of the whole gradient: below this nothing is told apart
 _FP32_BYTES = 4
+_STATISTIC = re.compile(r"\.(running_mean|running_var|num_batches_tracked)\b")
 _DIFFERS = ("split.gradient_differs", "split.token_mean", "split.loss_is_sum")  # found by comparing gradients
 _HALF_ROUNDING = 0.02  # half precision rounds a gradient by less
 _MOVED = 0.01  # relative size of the move of weights under which changes of state are looked for
@@ -210,11 +212,16 @@ def _batch_statistics(model: nn.Module, changed: Sequence[Change]) -> Check | No
     owners = {name: module for name, module in model.named_modules() if normalises_by_batch(module)}
     moved = {c.path.rpartition(".")[0].removeprefix("model.").removeprefix("model") for c in changed}
     kinds = sorted({type(module).__name__ for name, module in owners.items() if name in moved})
-    if not kinds:
+    if kinds:
+        reason = f"{', '.join(kinds)} normalises over the batch: micro-batches would have other statistics"
+        return _refused("split.batch_statistics", reason)
+    others = [change.path for change in changed if _STATISTIC.search(change.path)]
+    if len(others) < len(changed):
         return None
     return _refused(
         "split.batch_statistics",
-        f"{', '.join(kinds)} normalises over the batch: micro-batches would have other statistics",
+        f"the loss runs a network that normalises over the batch and moves {others[0]}: micro-batches would have other "
+        "statistics. Run that network outside of the loss and pass its output in the batch",
     )
 
 

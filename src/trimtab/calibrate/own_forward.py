@@ -8,6 +8,7 @@ import torch
 
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import LossError
+from trimtab.losses import require_unscaled
 from trimtab.runtime.compiled import noting_calls
 from trimtab.runtime.precision import dtype_of
 
@@ -16,8 +17,9 @@ def require_own_forward(subject: Subject, precision: str) -> None:
     """Take the loss of the batch once, as the loop does, gradients and precision included.
 
     Raises:
-        LossError: the loss function raised, its result is not a loss, it did not call the model itself, or the model
-            runs under an autocast of the loop's own: whatever precision is tried, that would run.
+        LossError: the loss function raised, its result is not a loss, it did not call the model itself, the model
+            runs under an autocast of the loop's own (whatever precision is tried, that would run), or the loss has the
+            scale of a `GradScaler`.
     """
     casts = set[torch.dtype | None]()
     _look(subject, precision, casts)
@@ -54,6 +56,7 @@ def _look(subject: Subject, precision: str, casts: set[torch.dtype | None]) -> N
 
     end = noting_calls(subject.model, note)
     try:
-        subject.loss(precision=precision)
+        loss, _ = subject.loss(precision=precision)
+        require_unscaled(loss)
     finally:
         end()

@@ -306,8 +306,8 @@ def _prove(
     tensors = found[0][1]
     names = tuple(dict.fromkeys(precisions))
     reason = (
-        f"two steps of the plain loop and of the plan agree in {' and '.join(names)}: {tensors} tensors compared, "
-        f"largest difference {largest.ratio:.2g} of its tolerance"
+        f"two steps of a plain loop and of the plan, both in {' and then both in '.join(names)}, agree to rounding in "
+        f"gradients and {tensors} tensors of state; the largest difference is {largest.ratio:.2g} of its tolerance"
     )
     return Proof(True, reason, "proof.holds", changed, names, tensors, largest.ratio)
 

@@ -193,7 +193,7 @@ class Plan:
         if not isinstance(value := self.fused_optimizer.value, bool):
             raise FormatError("plan.fused_optimizer", given=repr(value), expected="true or false")
         check_compiled(self.compiled.value, num_ranks=self.num_ranks)
-        if self.splits and self.check is not None and not self.check.splittable:
+        if self.splits and self.check is not None and not self.check.splittable and not self.splits_as_the_loop:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Mark.DYNAMICS))
 
     def _check_warmup(self) -> None:
@@ -271,6 +271,12 @@ class Plan:
                 yield field.name, value
 
     @property
+    def splits_as_the_loop(self) -> bool:
+        """Whether the micro-batch is a batch of the user's own loop, which accumulates gradients over several."""
+        accumulate = self.reference.accumulate
+        return accumulate > 1 and self.micro_batch.value == math.ceil(self.batch_rows / accumulate)
+
+    @property
     def num_micro_batches(self) -> int:
         """k: micro-batches in a full window."""
         return math.ceil(self.batch_rows / int(self.micro_batch.value or 1))
@@ -337,7 +343,8 @@ def _explain(plan: Plan) -> str:
     for name, choice in plan.choices():
         lines += _choice(name, choice)
     if plan.check is not None:
-        verdict = "splitting keeps the gradient" if plan.check.splittable else "splitting is refused"
+        refused = "other splits than the loop's own are refused" if plan.splits_as_the_loop else "splitting is refused"
+        verdict = "splitting keeps the gradient" if plan.check.splittable else refused
         lines += ["", f"check: {verdict}: {plan.check.reason}"]
     if plan.proof is not None:
         lines.append(f"proof: {plan.proof.reason}")
@@ -355,6 +362,10 @@ def _explain(plan: Plan) -> str:
 def _verdict(plan: Plan) -> str:
     if not plan.changes and plan.elsewhere:
         return f"Change nothing: on {plan.elsewhere} nothing traced is predicted to be better. Nothing was run."
+    if plan.check is None and plan.proof is None and plan.predicted is None and plan.measured is None:
+        changes = plan.changes_in_words or "nothing"
+        split = "; that splitting keeps this model's maths is not proved either" if plan.splits else ""
+        return f"Change {changes}: set by hand, nothing was measured or proved{split}."
     if not plan.changes:
         return "Change nothing: no setting tried is better than this loop by more than the measurement can resolve."
     text = f"Change {plan.changes_in_words} ({_TIERS[plan.tier]})"
@@ -370,6 +381,8 @@ def _verdict(plan: Plan) -> str:
 
 
 def _rows(plan: Plan) -> str:
+    if plan.check is not None and plan.check.code == "batch.samples_unknown":
+        return "an unknown number of samples"
     return f"{plan.batch_rows} rows" + (f" on each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else "")
 
 

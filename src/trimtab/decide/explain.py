@@ -278,7 +278,11 @@ class Told:
     def _untried(self, name: str) -> str:
         loop, check = self.profile.loop, self.profile.check
         if name == "micro_batch":
-            if loop.batch_rows == 1:
+            if self.profile.reference.accumulate > 1:
+                size = self.profile.reference_candidate.micro_batch
+                own = f"a batch of the loop, which accumulates: {size} samples"
+                return own if check.splittable else f"{own}; other sizes are refused: {check.reason}"
+            if loop.batch_rows == 1 and check.code != "batch.samples_unknown":
                 return "the user's batch: it has one row"
             why = ", as measuring was cut short" if self.profile.hurried else ""
             untried = f"smaller micro-batches were not tried{why}"

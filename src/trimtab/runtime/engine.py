@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.stop import Stop
-from trimtab.losses import as_loss, detached
+from trimtab.losses import as_loss, detached, require_unscaled
 from trimtab.runtime import gradients, optimizers
 from trimtab.runtime.applied import apply_plan, lay_out, require_free
 from trimtab.runtime.backend import Backend, Given, may_retry
@@ -97,6 +97,7 @@ class Run(Passes, Resumable):
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers, batching)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
         self._auxiliary: list[Any] = []
+        self._is_loss_checked = on_trial  # planning has checked it
         can_retry = may_retry(backend, plan) and not self._hooks.found  # a hook would run twice
         recovers = recovers_from(out_of_memory, plan, model, may_retry=can_retry)
         self._recovery = Recovery(trained, plan, self.note, is_on=recovers, watches=not on_trial)
@@ -124,11 +125,15 @@ class Run(Passes, Resumable):
             result: what a loss function may return: a scalar mean, `Summed`, or `(loss, auxiliary)`.
 
         Raises:
-            LossError: not a loss. LoopError: no micro-batch is open, or `run.model` had no forward for it.
+            LossError: not a loss, or one with the scale of a `GradScaler`.
+            LoopError: no micro-batch is open, or `run.model` had no forward for it.
         """
         self._require_open()
         self._order.require_micro_batch()
         loss, count, auxiliary = as_loss(result)
+        if not self._is_loss_checked:
+            require_unscaled(loss)
+            self._is_loss_checked = True
         rows = self._order.micro_rows
         self._hooks.require_mean(self._order.window, count)
         if rows:  # not of a micro-batch that only takes part in other ranks' collectives

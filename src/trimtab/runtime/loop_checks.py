@@ -46,9 +46,10 @@ class OwnStep:
         where, line = f"{name}:{number}", linecache.getline(name, number).strip()
         is_open = self._order.window is not None
         remedy = "Call run.step() in its place" if is_open else "Remove it"
+        effect = "the run does not clip, unscale or count this step" if is_open else "each window is applied twice"
         warnings.warn(
-            f"optimizer.step() at {where} steps parameters that the run steps itself, so that each window is applied "
-            f"twice. {remedy}{': ' + line if line else ''}",
+            f"optimizer.step() at {where} steps parameters that run.step() has to step: {effect}. "
+            f"{remedy}{': ' + line if line else ''}",
             RuntimeWarning,
             stacklevel=3,
         )

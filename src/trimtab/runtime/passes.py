@@ -50,6 +50,7 @@ class Passes(RunView):
     _recovery: Recovery
     _num_stopped = 0  # passes that a stop condition ended, or let nobody begin
     _warned_whole = False
+    _is_first_window = True
     plan: Plan
 
     @property
@@ -215,6 +216,7 @@ class Passes(RunView):
             raise LoopError("run.window", given="no batch", expected="at least one")
         rows, whole, reason = self._sizes(batches)
         may_split, samples = not reason, None if whole else sum(rows)
+        self._warn_of_other_steps(rows, is_counted=not whole)
         planned = [self._micro_batch_of(each, len(batches)) for each in rows]
         micro_batches = planned if may_split else rows
         if not may_split:
@@ -254,6 +256,24 @@ class Passes(RunView):
             self._warned_whole = True
             text = f"A batch trains whole, without the micro-batches of the plan: {reason}."
             warnings.warn(f"{text} Pass count= and split= to trimtab.start.", RuntimeWarning, stacklevel=4)
+
+    def _warn_of_other_steps(self, rows: Sequence[int], *, is_counted: bool) -> None:
+        """Warn, in the first window, if the steps of a loop that accumulates are not those that were planned."""
+        is_first, self._is_first_window = self._is_first_window, False
+        accumulate, planned = self.plan.reference.accumulate, self.plan.batch_rows
+        if not is_first or not is_counted or accumulate == 1 or isinstance(self._control, BatchControl):
+            return
+        step = f"The plan is for steps of {planned} samples, {accumulate} batches of the loader each"
+        if sum(rows) <= planned / accumulate:
+            text = f"{step}; this step has {sum(rows)}. Call run.of_batches({accumulate}) before run.windows(loader)"
+        elif len(rows) > 1 and max(rows) < self.plan.micro_batch.value:
+            micro = f"its micro-batch of {self.plan.micro_batch.value} samples is larger than a batch, {max(rows)}"
+            text = (
+                f"{step}; {micro}, so that every batch trains alone. Let the loader yield {planned} samples at a time"
+            )
+        else:
+            return
+        warnings.warn(f"{text}.", RuntimeWarning, stacklevel=6)
 
     def _micro_batch_of(self, rows: int, num_batches: int) -> int:
         planned = self.plan.micro_batch_of(rows)

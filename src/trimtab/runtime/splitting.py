@@ -15,8 +15,13 @@ class UnprovedSplitWarning(UserWarning):
 
 
 def warn_of_unproved_split(plan: Plan) -> None:
-    """Warn the caller of the caller if a plan splits the batch without a check that proves it."""
+    """Warn the caller of the caller if a plan splits the batch without a check that proves it.
+
+    A split as the user's own loop makes it, which accumulates, needs no proof.
+    """
     if not plan.splits or plan.proves_splitting:
+        return
+    if plan.check is not None and plan.splits_as_the_loop:
         return
     split = f"plan.micro_batch: {plan.micro_batch.value} of {plan.batch_rows} samples"
     if plan.check is None:

@@ -266,7 +266,7 @@ def test_the_verdict_says_how_sure_its_speed_is(verified, said):
 
 def test_a_split_set_by_hand_is_not_said_to_be_proved():
     assert Plan.fixed(8, 4).micro_batch.reason == "set by hand; not proved to keep the maths"
-    assert str(Plan.fixed(8, 4)).splitlines()[0].endswith("That splitting keeps this model's maths is not proved.")
+    assert "not proved" in str(Plan.fixed(8, 4)).splitlines()[0]
     proved = dataclasses.replace(Plan.fixed(8, 4), check=Check(True, "proved"))
     assert "not proved" not in str(proved).splitlines()[0]
     assert "not proved" not in str(Plan.fixed(8))
