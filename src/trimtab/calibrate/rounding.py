@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from trimtab.measure.held import host_copy
 
 Named = Mapping[str, Tensor]
 Norms = dict[str, float]
+_PART = 2**20  # elements whose signs are drawn at a time
 
 
 @dataclass(frozen=True)
@@ -120,23 +121,57 @@ def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterat
         seed: of the draw; the process's generators are left alone.
         epsilon: relative size of the move; 0: that of each parameter's own type.
     """
-    generator = torch.Generator().manual_seed(seed)
-    moved: list[tuple[Tensor, Tensor]] = []
+    held: list[tuple[Tensor, Tensor]] = []
     try:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if not parameter.is_floating_point() or parameter.layout is not torch.strided:
-                    continue
-                data = parameter.data
-                moved.append((data, host_copy(data)))
-                size = max(epsilon, torch.finfo(data.dtype).eps)
-                signs = torch.randint(0, 2, (data.numel(),), generator=generator).to(data.device, data.dtype)
-                data.mul_(1 + size * (2 * signs - 1).view(data.shape))
+        move_last_bits(model, seed, epsilon, lambda data: held.append((data, host_copy(data))))
         yield
     finally:
         with torch.no_grad():
-            for data, before in moved:
+            # In reverse: a parameter that overlaps an earlier one was copied after that one's move.
+            for data, before in reversed(held):
                 data.copy_(before)
+
+
+def move_last_bits(
+    model: nn.Module, seed: int, epsilon: float = 0.0, hold: Callable[[Tensor], None] | None = None
+) -> None:
+    """Move every parameter as `last_bits_moved` does; the caller restores them.
+
+    Args:
+        model: whose parameters are moved.
+        seed: as of `last_bits_moved`.
+        epsilon: as of `last_bits_moved`.
+        hold: called with each parameter's data before the move.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    moved = set[tuple[object, ...]]()
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or parameter.layout is not torch.strided:
+            continue
+        data = parameter.data
+        place = (data.device, data.data_ptr(), data.shape, data.stride())
+        if place in moved and data.numel():  # tied through `.data`: two moves could cancel
+            continue
+        moved.add(place)
+        if hold is not None:
+            hold(data)
+        size = max(epsilon, torch.finfo(data.dtype).eps)
+        with torch.no_grad():
+            for part in _parts(data):
+                signs = torch.randint(0, 2, part.shape, generator=generator, dtype=torch.int8)
+                part.mul_(1 + size * (2 * signs - 1).to(data.device, data.dtype))
+
+
+def _parts(data: Tensor) -> Iterator[Tensor]:
+    """Yield views of at most about `_PART` elements along the longest dimension."""
+    if data.dim() == 0 or data.numel() <= _PART:
+        yield data
+        return
+    dimension = max(range(data.dim()), key=lambda each: data.shape[each])
+    length = data.shape[dimension]
+    step = max(1, _PART * length // data.numel())
+    for first in range(0, length, step):
+        yield data.narrow(dimension, first, min(step, length - first))
 
 
 def _dense(tensor: Tensor) -> Tensor:
