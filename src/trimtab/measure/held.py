@@ -61,7 +61,7 @@ class HeldTensor:
         self._data = tensor.data
         self._version = _version(tensor)
         self._wants_grad = tensor.requires_grad if tensor.is_leaf else None
-        self._sum = _checksum(self._data) if copied is None else None
+        self._sum = checksum(self._data) if copied is None else None
         self._copy = copied(tensor) if copied is not None and can_write(tensor) and _has_memory(tensor) else None
 
     @property
@@ -79,7 +79,7 @@ class HeldTensor:
         if self._copy is not None and (same := same_values(self._copy, tensor)) is not None:
             return not same
         if self._sum is not None:
-            return _checksum(tensor.data) != self._sum
+            return checksum(tensor.data) != self._sum
         return _version(tensor) != self._version
 
     def restore(self) -> None:
@@ -315,7 +315,7 @@ def _version(tensor: Tensor) -> int | None:
 _CHUNK = 2**20  # elements whose 64-bit integers exist at a time
 
 
-def _checksum(tensor: Tensor) -> int | None:
+def checksum(tensor: Tensor) -> int | None:
     """Return a sum over a tensor's bytes as integers; None if it cannot be read."""
     with contextlib.suppress(RuntimeError, NotImplementedError):
         flat = _local(tensor).detach().reshape(-1)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from trimtab.measure.generators import HeldGenerator
-from trimtab.measure.held import HeldArray, HeldBinding, HeldContainer, HeldTensor
+from trimtab.measure.held import HeldArray, HeldBinding, HeldContainer, HeldTensor, checksum
 from trimtab.measure.loop_state import Change, ChangeKind, LoopState
 from trimtab.runtime.forward_state import Replayed, holding, is_traced
 
@@ -23,9 +24,10 @@ _FULLY_WATCHED = 2  # windows that are watched by the values of all tensors; lat
 class WindowStart:
     """The state that a window begins with, for a window that is repeated or skipped.
 
-    Persistent buffers of floating point and all small ones are copied before every window: batch statistics are written
-    without a trace in the tensor's version. Large ones of other kinds (quantised weights, masks, caches) are copied
-    from the first window on that changed them by their version; what such a window did to them stays.
+    Small buffers and batch statistics are copied before every window. Large ones (frozen weights, masks, codebooks,
+    queues) are copied only after a window that moved them: their version shows it, and in the first two windows a
+    checksum of persistent ones too, since some writes leave the version as it was. What the first such window did to a
+    persistent buffer cannot be restored: that window is not repeated, and skipping it is warned of.
 
     Windows 1, 2, 4, 8, ... are watched (`measure.loop_state`): frozen parameters, attributes, containers, variables and
     generators that their forwards change are held before every window from then on. Plain numbers and lists that only
@@ -36,20 +38,19 @@ class WindowStart:
 
     Attributes:
         loss_fn: followed by the watch too, where it is known.
-        unheld: what forwards were seen to change that cannot be held, such as parameters that the optimizer steps.
     """
 
     def __init__(self, model: nn.Module, *, watches: bool = False) -> None:
         self._model, self._watches, self._windows = model, watches, 0
         self.loss_fn: Callable[..., Any] | None = None
-        self.unheld: list[str] = []
+        self._unheld: list[str] = []
         self._tables = [_table(module) for module in model.modules()]
         self._list_places()
         self._device = next(model.parameters()).device
         self._buffers: list[Tensor | None] = []
         self._always: tuple[list[Tensor], list[Tensor]] = [], []  # copies and tensors
         self._shapes: list[torch.Size] = []
-        self._watched: list[_Watched] = []
+        self._large: list[_Large] = []
         self._generators: Any = None
         self._watch: LoopState | None = None
         self._holds: dict[Any, Callable[[], Replayed | None]] = {}  # by the key of each object
@@ -76,13 +77,13 @@ class WindowStart:
             self._sort(buffers)
         if self._always[0]:
             torch._foreach_copy_(*self._always)
-        for each in self._watched:
-            each.note()
+        self._windows += self._watches
+        for each in self._large:
+            each.note(is_summed=0 < self._windows <= _FULLY_WATCHED)
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         self._generators = torch.get_rng_state(), cuda  # NumPy's alone would take 85 us a window
         self._held = [held for hold in self._holds.values() if (held := hold()) is not None]
         self._learned = []
-        self._windows += self._watches
         self._watch = None
         if self._watches and not self._windows & (self._windows - 1) and not is_traced(list(self._model.modules())):
             most = None if self._windows <= _FULLY_WATCHED else _SMALL
@@ -91,11 +92,13 @@ class WindowStart:
                 loss_fn=self.loss_fn,
                 most_bytes_copied=most,
                 of_forwards=True,
-                held_elsewhere={id(buffer) for buffer in self._always[1]},
+                held_elsewhere={id(buffer) for buffer in self._buffers},
             )
 
     def learn(self) -> None:
         """Compare a watched window's state with its start: called before anything but forwards and backwards ran."""
+        for each in self._large:
+            each.learn()
         watch, self._watch = self._watch, None
         if watch is None:
             return
@@ -122,22 +125,39 @@ class WindowStart:
                         self._held.append(held)
             elif held is not None:
                 unheld.append(str(change))
-        self.unheld += [each for each in unheld if each not in self.unheld]
+        self._unheld += [each for each in unheld if each not in self._unheld]
+
+    @property
+    def unheld(self) -> list[str]:
+        """What forwards changed and a restore leaves changed: parameters that the optimizer steps, and large buffers
+        that this window was the first to move.
+        """
+        if not (lost := [each.place for each in self._large if each.is_lost]):
+            return self._unheld
+        paths = {id(module): f"{path}." if path else "" for path, module in self._model.named_modules()}
+        return self._unheld + [f"buffer {paths.get(module, '')}{name}" for module, name in lost]
 
     def _sort(self, buffers: list[Tensor | None]) -> None:
-        """Make room for copies."""
-        always, watched = [], []
+        """Divide buffers into those that are always copied, with room for the copies, and large ones."""
+        always: list[Tensor] = []
+        large: list[_Large] = []
+        known = {id(each.buffer): each for each in self._large}
+        moved = {each.place for each in self._large if each.has_moved}
         number = len(self._places)
         for index, buffer in enumerate(buffers):
             if buffer is None or not can_be_written(buffer):
                 continue
-            is_persistent = index >= number or self._places[index][2]
-            changes = is_persistent and (index >= number or buffer.is_floating_point() or buffer.is_complex())
-            if changes or buffer.nbytes < _LARGE:
+            module, name, is_persistent = self._places[index] if index < number else (self._model, "", True)
+            # Fused batch norms write statistics without a new version.
+            is_moving = index >= number or (is_persistent and isinstance(module, _NormBase))
+            if is_moving or buffer.nbytes < _LARGE:
                 always.append(buffer.detach() if buffer.requires_grad else buffer)  # copies must not be in a graph
+            elif id(buffer) in known:
+                large.append(known[id(buffer)])
             else:
-                watched.append(_Watched(buffer))
-        self._always, self._watched = ([torch.empty_like(each) for each in always], always), watched
+                place = id(module), name
+                large.append(_Large(buffer, place, is_persistent=is_persistent, has_moved=place in moved))
+        self._always, self._large = ([torch.empty_like(each) for each in always], always), large
         self._buffers, self._shapes = buffers, [each.shape for each in always]
 
     @property
@@ -145,7 +165,7 @@ class WindowStart:
         """Bytes of the copies that are made before every window, on any device."""
         copies, _ = self._always
         states = [state for state in self._generators or () if state is not None]
-        return sum(each.nbytes for each in (*copies, *states))
+        return sum(each.nbytes for each in (*copies, *states)) + sum(each.copied_bytes for each in self._large)
 
     def restore(self) -> None:
         """Restore buffers, generators and everything else that forwards changed."""
@@ -183,11 +203,8 @@ class WindowStart:
                 _table(module)[name] = buffer
         with torch.no_grad():
             for copy, buffer in zip(*self._always, strict=True):
-                if buffer.shape == copy.shape:
-                    buffer.copy_(copy)
-                else:  # resized in place
-                    buffer.data = copy.clone()
-            for each in self._watched:
+                _write(buffer, copy)
+            for each in self._large:
                 each.restore()
 
 
@@ -223,25 +240,65 @@ def bytes_to_begin_anew(model: nn.Module) -> int:
     return start.kept_bytes
 
 
-class _Watched:
-    """A buffer whose version tells whether it changed."""
+class _Large:
+    """A large buffer, copied before a window only after one moved it.
 
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer, self._version = buffer, buffer._version
+    Args:
+        place: the id of its module, and its name there. has_moved: whether an earlier buffer of that place moved.
+    """
+
+    def __init__(self, buffer: Tensor, place: tuple[int, str], *, is_persistent: bool, has_moved: bool) -> None:
+        self.buffer, self.place, self.has_moved = buffer, place, has_moved
+        self._is_persistent = is_persistent
+        self._version = buffer._version
         self._copy: Tensor | None = None
+        self._sum: int | None = None
 
-    def note(self) -> None:
-        """Copy it, where it has changed since the last call."""
-        if self._buffer._version != self._version:
-            value = self._buffer.detach()
-            self._copy = value.clone() if self._copy is None else self._copy.copy_(value)
-            self._version = self._buffer._version
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copy."""
+        return 0 if self._copy is None else self._copy.nbytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether this window moved a persistent buffer that was not copied: caches are made again."""
+        return self._is_persistent and self._copy is None and self._is_other
+
+    @property
+    def _is_other(self) -> bool:
+        return self.has_moved or self.buffer._version != self._version
+
+    def note(self, *, is_summed: bool) -> None:
+        """Copy it if it has moved, by its version since the last call.
+
+        Args:
+            is_summed: whether a checksum shows a move of a persistent buffer that leaves the version as it was.
+        """
+        if self._is_other:
+            value = self.buffer.detach()
+            is_alike = self._copy is not None and self._copy.shape == value.shape
+            self._copy = self._copy.copy_(value) if self._copy is not None and is_alike else value.clone()
+            self._version = self.buffer._version
+        is_summed &= self._is_persistent and not self.has_moved
+        self._sum = checksum(self.buffer) if is_summed else None
+
+    def learn(self) -> None:
+        """Compare with the checksum, if there is one."""
+        self.has_moved |= self._sum is not None and checksum(self.buffer) != self._sum
+        self._sum = None
 
     def restore(self) -> None:
-        """Put it back, where it has changed and was copied."""
-        if self._copy is not None and self._buffer._version != self._version:
-            self._buffer.copy_(self._copy)
-            self._version = self._buffer._version
+        """Restore the values, if they have moved and were copied."""
+        if self._copy is not None and self._is_other:
+            _write(self.buffer, self._copy)
+            self._version = self.buffer._version
+
+
+def _write(buffer: Tensor, copy: Tensor) -> None:
+    if buffer.shape == copy.shape:
+        buffer.copy_(copy)
+    else:  # resized in place
+        buffer.data = copy.clone()
 
 
 def can_be_written(buffer: Tensor) -> bool:

@@ -12,6 +12,7 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate
 from trimtab.decide.search import Stage
 from trimtab.measure.memory import peak_bytes
+from trimtab.runtime.window_start import bytes_to_begin_anew
 
 pytestmark = pytest.mark.usefixtures("brief_trials")
 FLOAT = 4  # bytes
@@ -60,28 +61,31 @@ def test_a_wide_mlp_peaks_in_the_backward_of_its_relu(micro_batch, frees_batch):
 
 
 class Masked(nn.Module):
-    """With a mask that is saved with its weights, and so copied by a run that may begin a window anew."""
+    """With a mask that is saved with its weights."""
 
-    def __init__(self):
+    def __init__(self, rows):
         super().__init__()
         self.linear = nn.Linear(256, 256)
-        self.register_buffer("mask", torch.ones(1024, 1024))
+        self.register_buffer("mask", torch.ones(rows, 1024))
 
     def forward(self, x):
         return self.linear(x) * self.mask[0, :256]
 
 
-def test_a_trial_holds_what_a_run_keeps_to_begin_a_window_anew():
+@pytest.mark.parametrize(("rows", "is_copied"), [(255, True), (1024, False)])
+def test_a_trial_holds_what_a_run_keeps_to_begin_a_window_anew(rows, is_copied):
+    """A copy of a buffer below 1 MiB; a larger one is copied only after a window moved it."""
     torch.manual_seed(0)
-    model, batch = Masked(), torch.randn(64, 256)
+    model, batch = Masked(rows), torch.randn(64, 256)
     subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, batch)
     profile = trimtab.profile(model, subject.optimizer, mean_loss, batch, num_blocks=3, traces=True)
     whole = profile.trials[0]
     with trimtab.start(model, subject.optimizer, trimtab.Plan.fixed(64, 32)) as run:
         live = [*subject.live_tensors()]
         taken = peak_bytes(lambda: run.train_step(run.window(batch), mean_loss), subject.device, lambda: live)
-    kept = model.mask.nbytes + torch.get_rng_state().nbytes
-    assert whole.peak_bytes > kept + model.mask.nbytes
+    kept = torch.get_rng_state().nbytes
+    assert bytes_to_begin_anew(model) == kept + model.mask.nbytes * is_copied
+    assert (whole.peak_bytes > kept + 2 * model.mask.nbytes) is is_copied
     half = next(traced for traced in profile.traces if traced.candidate.alike(whole.candidate))
     assert half.sliced.peak_bytes(32) == pytest.approx(taken, rel=0.01)
     assert half.whole.peak_bytes(64) == pytest.approx(whole.peak_bytes, rel=0.01)

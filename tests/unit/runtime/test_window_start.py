@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -101,20 +103,131 @@ def test_a_buffer_made_under_inference_is_no_obstacle():
     start.restore()
 
 
-def test_large_buffers_that_are_no_statistics_are_copied_once_they_change(monkeypatch):
+def moved_by_version(buffer):
+    buffer += 1
+
+
+def moved_unseen(buffer):
+    buffer.data.add_(1)
+
+
+def normalised(buffer):
+    nn.functional.batch_norm(torch.randn(4, len(buffer)), buffer, torch.ones(len(buffer)), training=True)
+
+
+MOVES = {
+    "integers": (torch.arange(8), moved_by_version),
+    "floats": (torch.zeros(8), moved_by_version),
+    "floats without a version": (torch.zeros(8), moved_unseen),
+    "statistics without a version": (torch.zeros(8), normalised),
+}
+
+
+@pytest.mark.parametrize(("value", "move"), MOVES.values(), ids=MOVES)
+def test_a_large_buffer_is_copied_after_the_first_window_that_moved_it(value, move, monkeypatch):
     monkeypatch.setattr(window_start, "_LARGE", 8)
-    model = Model(weights=torch.arange(8), mask_cache=torch.zeros(8), codebook=torch.zeros(8))
+    model = Model(still=torch.zeros(8), moving=value.clone())
+    start = WindowStart(model, watches=True)
+    start.note()
+    start.learn()
+    generators = start.kept_bytes
+    start.note()
+    move(model.moving)
+    start.learn()
+    assert start.unheld == ["buffer moving"]
+    assert start.kept_bytes == generators
+    for _ in range(3):
+        start.note()
+        before = model.moving.clone()
+        move(model.moving)
+        start.restore_skipped()
+        assert start.unheld == []
+        assert torch.equal(model.moving, before)
+        assert start.kept_bytes == generators + value.nbytes
+        move(model.moving)
+
+
+def test_a_large_buffer_that_other_ones_take_the_place_of_is_restored_after_the_first_window(monkeypatch):
+    monkeypatch.setattr(window_start, "_LARGE", 8)
+    model = Model(queue=torch.zeros(8))
+    start = WindowStart(model, watches=True)
+    for window in range(3):
+        start.note()
+        before, values = model.queue, model.queue.clone()
+        model.queue[0] += 1
+        model.queue = model.queue.clone()
+        if window:
+            start.restore_skipped()
+            assert model.queue is before
+            assert torch.equal(before, values)
+            model.queue[0] += 1
+            model.queue = model.queue.clone()
+        start.learn()
+
+
+def test_a_large_cache_that_moved_stays():
+    model = Model(mask_cache=torch.zeros(2**19))
+    start = WindowStart(model, watches=True)
+    start.note()
+    model.mask += 1
+    start.restore_skipped()
+    assert start.unheld == []
+    assert model.mask.all()
+
+
+def test_large_batch_statistics_are_copied_from_the_first_window_on(monkeypatch):
+    monkeypatch.setattr(window_start, "_LARGE", 8)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
     start = WindowStart(model)
     start.note()
-    assert [each._copy for each in start._watched] == [None, None]  # the codebook, which may learn, is copied
-    model.weights += 1
-    start.note()
-    model.weights += 1
-    model.codebook.data.add_(1.0)
+    model(torch.randn(4, 3))
     start.restore()
-    assert torch.equal(model.weights, torch.arange(8) + 1)
-    assert torch.equal(model.codebook, torch.zeros(8))
-    assert start._watched[1]._copy is None
+    assert torch.equal(model[1].running_mean, torch.zeros(8))
+    assert start.unheld == []
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_window_that_moved_a_large_buffer_first_is_not_repeated(window):
+    """It is repeated once a copy is there: then it trains as it would have done in halves."""
+    model = Model(base=torch.zeros(2**18))
+    calls = []
+
+    def loss_fn(model, batch):
+        model.base.data.add_(1)
+        calls.append(len(batch))
+        if len(calls) == window + 1:
+            raise torch.OutOfMemoryError("no")
+        return model(batch).mean() + 0 * model.base[0]
+
+    options = {"out_of_memory": "split"}
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4), **options) as run:
+        for _ in range(window):
+            run.train_step(run.window(torch.randn(4, 3)), loss_fn)
+        context = pytest.warns(RuntimeWarning) if window else pytest.raises(torch.OutOfMemoryError)
+        with context as caught:
+            run.train_step(run.window(torch.randn(4, 3)), loss_fn)
+        if not window:
+            assert "buffer base" in caught.value.__notes__[0]
+            return
+    assert calls == [4] * window + [4, 2, 2]
+    assert model.base[0] == window + 2
+
+
+@pytest.mark.parametrize(("moves", "warned"), [(True, True), (False, False)])
+def test_a_skipped_step_warns_of_a_large_buffer_that_it_moved_first(moves, warned):
+    model = Model(base=torch.zeros(2**18))
+
+    def loss_fn(model, batch):
+        if moves:
+            model.base.add_(1)
+        return model(batch).mean()
+
+    context = pytest.warns(RuntimeWarning) if warned else contextlib.nullcontext()
+    with (
+        trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4), nonfinite="skip") as run,
+        context,
+    ):
+        run.train_step(run.window(torch.full((4, 3), torch.nan)), loss_fn)
 
 
 def test_memory_that_runs_out_while_noting_passes_and_nothing_is_put_back(monkeypatch):
