@@ -25,7 +25,16 @@ from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.other_batch import other_values
 from trimtab.calibrate.own_forward import require_own_forward
-from trimtab.calibrate.rounding import Difference, Norms, distances, last_bits_moved, norms, total, worst
+from trimtab.calibrate.rounding import (
+    Difference,
+    Norms,
+    distances,
+    last_bits_moved,
+    move_last_bits,
+    norms,
+    total,
+    worst,
+)
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Check
@@ -59,7 +68,7 @@ class _Verdict:
     difference: float | None = None
 
 
-def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
+def check_splitting(subject: Subject, precision: str = "fp32", start: LoopState | None = None) -> Check:
     """Return whether micro-batches smaller than the batch compute the same gradient; leaves no trace.
 
     The longest batch and an example batch are both checked: a mean over tokens splits exactly if no sample is padded.
@@ -68,6 +77,7 @@ def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
     Args:
         subject: the user's loop.
         precision: the loop's own. The loop runs once in it; the proof is in fp32.
+        start: the loop's state, if it is held already; it is restored on leaving.
 
     Returns:
         The verdict, with a code, a reason and the largest relative difference of a parameter's gradient.
@@ -75,20 +85,27 @@ def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
     Raises:
         LossError: the loss function raised, or its result is not a loss.
     """
-    check = _check_of_batch(subject, precision)
+    state = start or _held(subject)
+    with contextlib.ExitStack() as stack:
+        stack.callback(state.restore)
+        return _checked(subject, precision, state)
+
+
+def _checked(subject: Subject, precision: str, start: LoopState) -> Check:
+    check = _check_of_batch(subject, precision, start)
     if subject.example is None or not check.splittable:
         return check
-    other = _check_of_batch(replace(subject, batch=subject.example, example=None), precision)
+    other = _check_of_batch(replace(subject, batch=subject.example, example=None), precision, start)
     return check if other.splittable else replace(other, reason=f"{other.reason} (found on the example batch)")
 
 
-def _check_of_batch(subject: Subject, precision: str) -> Check:
+def _check_of_batch(subject: Subject, precision: str, start: LoopState) -> Check:
     rows = subject.rows
     while True:
         part = subject.first(rows)
         try:
-            refusal = _state_refusal(part, precision)
-            check = _unknown_samples(part) or refusal or _check(part)
+            refusal = _state_refusal(part, precision, start)
+            check = _unknown_samples(part) or refusal or _check(part, start)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -119,14 +136,14 @@ def _unknown_samples(subject: Subject) -> Check | None:
     return None
 
 
-def _check(subject: Subject) -> Check:
+def _check(subject: Subject, start: LoopState) -> Check:
     if subject.rows < 2:
         return _refused("split.one_sample", "the batch has one sample")
     try:
         pieces = list(_unequal_split(subject))
     except BatchError as error:
         return _refused("split.not_sliceable", error.given)
-    with _held(subject):
+    with _restoring(start):
         verdict = _proof(subject, pieces)
         if verdict.code:
             return _refused(verdict.code, verdict.reason, verdict.difference)
@@ -156,7 +173,28 @@ def _held(subject: Subject) -> LoopState:
     return LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
 
 
-def _state_refusal(subject: Subject, precision: str) -> Check | None:
+def _watched(subject: Subject) -> LoopState:
+    """Return the state as it is now, held to find changes: of what `_held` has copies, checksums are enough."""
+    state = subject.optimizer.state.values()
+    held = {id(tensor) for each in state for tensor in each.values() if isinstance(tensor, Tensor)}
+    return LoopState(
+        subject.trained,
+        subject.optimizer,
+        loss_fn=own_loss(subject.loss_fn),
+        of_forwards=True,
+        held_elsewhere=held,
+    )
+
+
+@contextlib.contextmanager
+def _restoring(start: LoopState) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        start.restore()
+
+
+def _state_refusal(subject: Subject, precision: str, start: LoopState) -> Check | None:
     """Return a refusal if a second forward would change anything again, or compute something else for the first.
 
     Weights are moved a little, so that a teacher that still equals its student is seen to follow it. A value that every
@@ -166,29 +204,33 @@ def _state_refusal(subject: Subject, precision: str) -> Check | None:
         LossError: as of `require_own_forward`.
     """
     model = subject.trained
-    with last_bits_moved(model, seed=0, epsilon=_MOVED):
-        with _held(subject) as state:
-            require_own_forward(subject, precision)
-            changed = _counted(state.changes())
-        if not model.training:  # handed over in evaluation mode: what training would change
-            with _as_it_trains(model), _held(subject) as state:
-                with contextlib.suppress(Exception):  # it fails in training mode, which the proof reports
-                    subject.loss()
-                changed += _counted(state.changes())
-        if not changed:
-            return None
-        if refusal := _batch_statistics(model, changed):
-            return refusal
-        repeats = _changes_again(subject)
+    with _restoring(start):
+        move_last_bits(model, seed=0, epsilon=_MOVED)
+        state = _watched(subject)
+        require_own_forward(subject, precision)
+        changed = _counted(state.changes())
+    if not model.training:  # handed over in evaluation mode: what training would change
+        with _restoring(start), _as_it_trains(model):
+            move_last_bits(model, seed=0, epsilon=_MOVED)
+            state = _watched(subject)
+            with contextlib.suppress(Exception):  # it fails in training mode, which the proof reports
+                subject.loss()
+            changed += _counted(state.changes())
+    if not changed:
+        return None
+    if refusal := _batch_statistics(model, changed):
+        return refusal
+    repeats = _changes_again(subject, start)
     return None if repeats == [] else _changes_refusal(repeats or changed)
 
 
-def _changes_again(subject: Subject) -> list[Change] | None:
+def _changes_again(subject: Subject, start: LoopState) -> list[Change] | None:
     """Return what a second forward changes again; None if it computes another gradient, or fails."""
     whole = [(subject.batch, subject.rows)]
-    with _as_it_trains(subject.trained), dropout_off(subject.trained), _held(subject):
+    with _restoring(start), _as_it_trains(subject.trained), dropout_off(subject.trained):
+        move_last_bits(subject.trained, seed=0, epsilon=_MOVED)
         try:
-            before, between = _gradient(subject, whole), _held(subject)
+            before, between = _gradient(subject, whole), _watched(subject)
             after = _gradient(subject, whole)
         except Exception as error:
             _pass_on_memory(error)
@@ -365,8 +407,14 @@ def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> Gradients:
     for piece, rows in pieces:
         loss, count = subject.loss(piece)
         weights.weigh(loss, count, rows).backward()
-    factor = weights.correction
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad * factor for name, p in parameters.items()}
+    factor, found = weights.correction, Gradients()
+    for name, parameter in parameters.items():
+        gradient, parameter.grad = parameter.grad, None  # taken, not copied: the batch's gradient is held once
+        if gradient is None:
+            found[name] = torch.zeros_like(parameter)
+        else:
+            found[name] = gradient if isinstance(factor, float) and factor == 1 else gradient * factor
+    return found
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 
 from trimtab.calibrate.equivalence import check_splitting
@@ -13,6 +12,7 @@ from trimtab.calibrate.step_counts import is_of_loss, require_plain_step
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import OptimizerError, TrimtabError
 from trimtab.core.plan import Check
+from trimtab.measure.loop_state import LoopState
 from trimtab.runtime.compiled import is_compiled
 from trimtab.runtime.hook_watch import HooksOfForward
 from trimtab.runtime.optimizers import drop_gradients
@@ -20,15 +20,13 @@ from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.user_hooks import GradientHook, gradient_hooks, in_words, require_plannable
 
 
-def checked(
-    subject: Subject, precision: str, notes: Notes, restore: Callable[[], None]
-) -> tuple[Check, tuple[GradientHook, ...]]:
+def checked(subject: Subject, precision: str, notes: Notes, start: LoopState) -> tuple[Check, tuple[GradientHook, ...]]:
     """Return the verdict on splitting the batch, and the gradient hooks of the model and its forward.
 
     Splitting is refused for a model with hooks, and, with a note, if the proof itself fails.
 
     Args:
-        restore: restores the loop after a step.
+        start: the loop's state, which is restored after the step.
 
     Raises:
         LossError: the loop's plain forward or backward fails, or its result is no loss. OptimizerError: its step fails,
@@ -36,9 +34,9 @@ def checked(
     """
     require_plannable(hooks := gradient_hooks(subject.trained))
     hooks += _hooks_of_own_step(subject, precision)
-    restore()
+    start.restore()
     try:
-        check = check_splitting(subject, precision)
+        check = check_splitting(subject, precision, start)
         if hooks:
             check = replace(check, splittable=False, reason=f"the model has {in_words(hooks)}", code="split.hooks")
         return check, hooks

@@ -110,7 +110,7 @@ def _profile(
         drawn = Drawn() if data is None else draw_some(subject, data, notes)
         subject = replace(subject, second=drawn.batch)
         progress("checking that splitting keeps the gradient")
-        check, hooks = checked(subject, reference.precision, notes, snapshot.restore)
+        check, hooks = checked(subject, reference.precision, notes, snapshot)
         if check.splittable:
             kept = functools.partial(bytes_to_begin_anew, subject.trained)
             said = "memory that a run keeps to repeat a window was not counted"

@@ -17,6 +17,8 @@ from trimtab.calibrate.equivalence import TOLERANCE, check_splitting
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import LossError
 from trimtab.losses import Summed
+from trimtab.measure.loop_state import LoopState
+from trimtab.measure.memory import peak_growth
 from trimtab.measure.snapshot import fingerprint
 
 ROWS = 16
@@ -548,3 +550,16 @@ def test_planning_takes_the_second_batch_from_the_data():
     batches = [token_batch((9,) * 8), token_batch((9,) * 8), token_batch()]
     found = trimtab.profile(model, optimizer, token_mean, batches[0], data=batches, num_blocks=3)
     assert (found.check.splittable, found.check.code) == (False, "split.token_mean")
+
+
+def test_the_check_copies_no_state_that_planning_holds():
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256, bias=False), nn.Tanh())))
+    optimizer = torch.optim.Adam(model.parameters())
+    tried = Subject(model, optimizer, lambda model, batch: model(batch).square().mean(), torch.randn(8, 256))
+    tried.loss()[0].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    parameters = sum(p.nbytes for p in model.parameters())
+    with LoopState(model, optimizer) as start:
+        grown = peak_growth(lambda: check_splitting(tried, start=start))
+    assert grown < 2.9 * parameters  # two gradients, and temporaries of one of the eight layers
