@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,22 +14,27 @@ from torch.overrides import TorchFunctionMode
 
 from trimtab.runtime.dropout import droppers
 
-# Modules of users and libraries that drop activations or whole branches by a mask of their own (DropPath, DropBlock).
+# Layers of users and libraries that may draw masks themselves (DropPath, DropBlock).
 _OWN_DROP_NAMES = ("drop", "stochasticdepth")
 
 
 @contextlib.contextmanager
-def dropout_off(model: nn.Module) -> Iterator[None]:
+def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterator[None]:
     """Hold dropout as the identity.
 
-    Probabilities of modules are set to 0. Functional dropout, attention dropout, dropout between recurrent layers and
-    randomized ReLU are intercepted where torch is called, so that no module has to leave training mode. Modules outside
-    torch whose class name says that they drop something (`DropPath`) draw their own masks: these modules alone are put
-    into evaluation mode.
+    Probabilities of torch's modules are set to 0. Functional dropout, attention dropout, dropout between recurrent
+    layers and randomized ReLU are intercepted where torch is called, so that no module has to leave training mode.
+
+    Args:
+        model: whose dropout is held.
+        drawing: of `own_droppers`, those that were seen to draw random numbers. They are put into evaluation mode if
+            they draw masks themselves, and their probabilities are set to 0.
     """
-    own = [m for m in model.modules() if _drops_by_itself(m) and m.training]
-    probabilities = [(module, name, getattr(module, name)) for module, name in droppers(model)]
-    for module in own:
+    own = own_droppers(model)
+    modes = [module for module in drawing if _is_drop_layer(module) and module.training]
+    found = [(module, name) for module, name in droppers(model) if module not in own or module in drawing]
+    probabilities = [(module, name, getattr(module, name)) for module, name in found]
+    for module in modes:
         module.training = False
     for module, name, _ in probabilities:
         setattr(module, name, 0.0)
@@ -39,14 +44,26 @@ def dropout_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, probability in probabilities:
             setattr(module, name, probability)
-        for module in own:
+        for module in modes:
             module.training = True
 
 
-def _drops_by_itself(module: nn.Module) -> bool:
+def own_droppers(model: nn.Module) -> set[nn.Module]:
+    """Return modules outside torch that may drop values by masks of their own.
+
+    Those are layers whose class name says it, such as `DropPath`, and modules that hold a probability of dropout.
+    """
+    named = {module for module in model.modules() if _is_drop_layer(module)}
+    return named | {module for module, _ in droppers(model) if not _is_of_torch(module)}
+
+
+def _is_drop_layer(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
-    is_of_torch = type(module).__module__.startswith("torch.nn.")
-    return not is_of_torch and not any(module.children()) and any(part in name for part in _OWN_DROP_NAMES)
+    return not _is_of_torch(module) and not any(module.children()) and any(part in name for part in _OWN_DROP_NAMES)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
 
 
 class _DropoutOff(TorchFunctionMode):

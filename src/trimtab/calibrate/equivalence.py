@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,14 @@ from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.other_batch import other_values
 from trimtab.calibrate.own_forward import require_own_forward
+from trimtab.calibrate.random_masks import (
+    Draw,
+    OwnMasks,
+    UnmatchedMasks,
+    counted_draws,
+    extreme_draws,
+    shared_draws,
+)
 from trimtab.calibrate.rounding import (
     Difference,
     Norms,
@@ -40,8 +49,10 @@ from trimtab.core.errors import BatchError
 from trimtab.core.plan import Check
 from trimtab.measure.loop_state import TORCH_GENERATORS, Change, ChangeKind, LoopState
 from trimtab.runtime.accumulation import WindowWeights
+from trimtab.runtime.batches import samples_at
 from trimtab.runtime.batching import UNKNOWN
 from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.samples import read
 from trimtab.runtime.splitting import normalises_by_batch
 
 TOLERANCE = 1e-4
@@ -56,6 +67,7 @@ _HALF_ROUNDING = 0.02  # half precision rounds a gradient by less
 _MOVED = 0.01  # relative size of the move of weights under which changes of state are looked for
 _OTHER_WEIGHT = 1e-3  # from here on a piece of the batch has another weight than its share of the samples
 _REPEATED = 2e-6  # a gradient computed again from the same values; atomic additions on a GPU change no more
+_COUNTED = 4  # samples for which drawn numbers are counted, at most
 _OTHER_ROWS = 4  # a second batch needs no more than this many samples, or a quarter of the batch
 
 
@@ -144,6 +156,10 @@ def _check(subject: Subject, start: LoopState) -> Check:
     except BatchError as error:
         return _refused("split.not_sliceable", error.given)
     with _restoring(start):
+        shared = _shared_masks(subject)
+    if shared:
+        return _refused("split.random", f"unproved: samples share random numbers of {shared}")
+    with _restoring(start):
         verdict = _proof(subject, pieces)
         if verdict.code:
             return _refused(verdict.code, verdict.reason, verdict.difference)
@@ -227,11 +243,12 @@ def _state_refusal(subject: Subject, precision: str, start: LoopState) -> Check 
 def _changes_again(subject: Subject, start: LoopState) -> list[Change] | None:
     """Return what a second forward changes again; None if it computes another gradient, or fails."""
     whole = [(subject.batch, subject.rows)]
+    masks = OwnMasks(subject.trained, subject.rows)
     with _restoring(start), _as_it_trains(subject.trained), dropout_off(subject.trained):
         move_last_bits(subject.trained, seed=0, epsilon=_MOVED)
         try:
-            before, between = _gradient(subject, whole), _watched(subject)
-            after = _gradient(subject, whole)
+            before, between = _gradient(subject, whole, masks), _watched(subject)
+            after = _gradient(subject, whole, masks)
         except Exception as error:
             _pass_on_memory(error)
             return None
@@ -277,6 +294,49 @@ def _changes_refusal(changed: Sequence[Change]) -> Check:
     )
 
 
+# Random masks -------------------------------------------------------------------------------------------------------
+
+
+def _shared_masks(subject: Subject) -> str:
+    """Return where a forward draws random numbers that several samples share and a gradient depends on, or "".
+
+    Elements that are drawn for some samples, and for these samples twice, are counted: a mask of a weight has as many.
+    """
+    for few, many, times in _samples_and_more(subject):
+        try:
+            with _as_it_trains(subject.trained):
+                counts = Counter[Draw](), Counter[Draw]()
+                for batch, count in zip((few, many), counts, strict=True):
+                    with counted_draws(count):
+                        subject.loss(batch)
+                shared = shared_draws(*counts, times)
+                if not shared or not _matter(subject, many, shared):
+                    return ""
+                return ", ".join(dict.fromkeys(draw.text(subject.trained) for draw in shared[:3]))
+        except Exception as error:  # of a batch that was made up, or of a part, which the proof reports
+            _pass_on_memory(error)
+    return ""
+
+
+def _samples_and_more(subject: Subject) -> Iterator[tuple[Any, Any, float | None]]:
+    """Yield pairs of batches, and how many times the samples of the first one the second one has, if all are alike."""
+    samples = max(1, min(_COUNTED, subject.rows // 2))
+    if read(subject.batch).samples == subject.rows:
+        with contextlib.suppress(BatchError, RuntimeError, TypeError, IndexError):
+            first = list(range(samples))
+            yield samples_at(subject.batch, first), samples_at(subject.batch, first * 2), 2.0
+    yield subject.batching.part(subject.batch, 0, samples, subject.rows), subject.batch, None
+
+
+def _matter(subject: Subject, batch: Any, draws: Sequence[Draw]) -> bool:
+    """Return whether the gradient of a batch depends on some draws: a number that is drawn may not be used."""
+    found: list[Gradients] = []
+    for high in (False, True):
+        with extreme_draws(draws, high=high):
+            found.append(_gradient(subject, [(batch, 1)], OwnMasks(nn.Module(), 1)))
+    return not _difference(*found).relative <= _REPEATED
+
+
 # Gradients ----------------------------------------------------------------------------------------------------------
 
 Gradients = dict[str, Tensor]
@@ -292,9 +352,10 @@ def _unequal_split(subject: Subject) -> Iterator[tuple[Any, int]]:
 
 def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
     model, whole_batch = subject.trained, [(subject.batch, subject.rows)]
+    masks = OwnMasks(model, subject.rows)
     with _as_it_trains(model), dropout_off(model):
         try:
-            whole = _gradient(subject, whole_batch)
+            whole = _gradient(subject, whole_batch, masks)
         except Exception as error:
             _pass_on_memory(error)
             reason = f"nothing can be proved: in training mode without dropout the loss fails ({describe(error)})"
@@ -304,21 +365,23 @@ def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
             reason = "the gradient of the whole batch is zero or not finite, so nothing can be proved"
             return _Verdict("split.no_gradient", reason)
         try:
-            split = _gradient(subject, pieces)
+            split = _gradient(subject, pieces, masks)
+        except UnmatchedMasks as error:
+            return _Verdict("split.random", f"unproved: {error}")
         except Exception as error:  # the user's model may refuse a part of its batch in any way
             _pass_on_memory(error)
             return _Verdict("split.part_fails", f"a part of the batch does not run alone: {describe(error)}")
-        found = _within(subject, whole, sizes, split)
+        found = _within(subject, whole, sizes, split, masks)
         if found.is_rounding:
             return _Verdict(difference=found.relative if found.ratio > 0 else 0.0)
-        repeat = _within(subject, whole, sizes, _gradient(subject, whole_batch))
+        repeat = _within(subject, whole, sizes, _gradient(subject, whole_batch, masks), masks)
         if not repeat.is_rounding:
             why = "is still random from one forward to the next with dropout held off"
             return _Verdict("split.random", f"unproved: the gradient of {repeat.name} {why}")
-        return _cause(subject, whole, sizes, pieces, found)
+        return _cause(subject, whole, sizes, pieces, found, masks)
 
 
-def _within(subject: Subject, whole: Gradients, sizes: Norms, other: Gradients) -> Difference:
+def _within(subject: Subject, whole: Gradients, sizes: Norms, other: Gradients, masks: OwnMasks) -> Difference:
     """Return the parameter whose gradient differs most.
 
     The tolerance is a constant share of each gradient, and a multiple of its rounding if that could explain more.
@@ -329,7 +392,7 @@ def _within(subject: Subject, whole: Gradients, sizes: Norms, other: Gradients) 
     if found.is_rounding or not _near_zero(apart, allowed, everything):
         return found
     with last_bits_moved(subject.trained, seed=0):
-        moved = distances(whole, _gradient(subject, [(subject.batch, subject.rows)]))
+        moved = distances(whole, _gradient(subject, [(subject.batch, subject.rows)], masks))
     explained = {name: min(_TIMES_ROUNDING * moved[name], _MOST_ROUNDING * everything) for name in allowed}
     return worst(apart, {name: allowed[name] + explained[name] for name in allowed}, sizes)
 
@@ -340,7 +403,12 @@ def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
 
 
 def _cause(
-    subject: Subject, whole: Gradients, sizes: Norms, pieces: Sequence[tuple[Any, int]], found: Difference
+    subject: Subject,
+    whole: Gradients,
+    sizes: Norms,
+    pieces: Sequence[tuple[Any, int]],
+    found: Difference,
+    masks: OwnMasks,
 ) -> _Verdict:
     """Return why the gradient of a split differs, with the remedy if there is one.
 
@@ -348,7 +416,9 @@ def _cause(
     of a sum, others those of a mean over terms that samples have different numbers of.
     """
     text = f"the gradient of {found.name} differs by {found.relative:.2g} (relative) when the batch is split unequally"
-    weights = _weights_that_fit(whole, [_gradient(subject, [piece]) for piece in pieces])
+    starts = itertools.accumulate((rows for _, rows in pieces), initial=0)
+    parts = [_gradient(subject, [piece], masks, first) for piece, first in zip(pieces, starts, strict=False)]
+    weights = _weights_that_fit(whole, parts)
     nominal = [rows / subject.rows for _, rows in pieces]
     if weights is not None and any(abs(w - n) > _OTHER_WEIGHT * n for w, n in zip(weights, nominal, strict=True)):
         remedy = "return trimtab.Summed(loss_sum, count), and it can be split"
@@ -398,15 +468,25 @@ def _pass_on_memory(error: Exception) -> None:
         raise error
 
 
-def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> Gradients:
+def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]], masks: OwnMasks, first: int = 0) -> Gradients:
+    """Return the gradient of pieces of the batch together.
+
+    Args:
+        subject: the user's loop.
+        pieces: each with its number of samples.
+        masks: of modules that draw masks themselves.
+        first: index of the first sample of the pieces in the batch.
+    """
     parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
     for parameter in parameters.values():
         parameter.grad = None
     weights = WindowWeights()
     weights.open(sum(rows for _, rows in pieces), len(pieces))
     for piece, rows in pieces:
-        loss, count = subject.loss(piece)
-        weights.weigh(loss, count, rows).backward()
+        with masks.of(first, rows):
+            loss, count = subject.loss(piece)
+            weights.weigh(loss, count, rows).backward()
+        first += rows
     factor, found = weights.correction, Gradients()
     for name, parameter in parameters.items():
         gradient, parameter.grad = parameter.grad, None  # taken, not copied: the batch's gradient is held once

@@ -16,17 +16,18 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.calibrate.dropout_off import dropout_off
 from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.other_batch import other_values
+from trimtab.calibrate.random_masks import drawing_modules
 from trimtab.calibrate.rounding import Difference, Norms, distances, finite_norms, last_bits_moved, norms, total, worst
 from trimtab.calibrate.subject import Subject
 from trimtab.core.choice import Check, Proof, Refuted
@@ -288,12 +289,13 @@ def _prove(
     found: list[tuple[Difference, int]] = []
     precisions: list[str] = []
     batches = _two_batches(subject)
+    drawing = _drawing(subject)
     for precision, comparison in _comparisons(subject, candidate, own_pieces):
-        proof = _compared(subject, start, batches, precision, comparison, changed)
+        proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
         if isinstance(proof, Proof) and proof.code == "proof.baseline_failed" and subject.second is None:
             start.restore()  # the user's loss may refuse values that were made up
             batches = (subject.batch, subject.batch)
-            proof = _compared(subject, start, batches, precision, comparison, changed)
+            proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
         if isinstance(proof, Proof):
             if proof.code == "proof.baseline_failed" and precision != candidate.precision:
                 continue  # a loop that does not run in fp32 is proved in its own precision
@@ -310,6 +312,13 @@ def _prove(
         f"gradients and {tensors} tensors of state; the largest difference is {largest.ratio:.2g} of its tolerance"
     )
     return Proof(True, reason, "proof.holds", changed, names, tensors, largest.ratio)
+
+
+def _drawing(subject: Subject) -> set[nn.Module]:
+    """Return the modules that draw masks themselves in a forward; the caller restores the loop."""
+    with contextlib.suppress(Exception):  # the plain loop fails too, and its error is reported
+        return drawing_modules(subject.trained, subject.loss)
+    return set()
 
 
 def _comparisons(subject: Subject, candidate: Candidate, own_pieces: int) -> Iterator[tuple[str, _Comparison]]:
@@ -344,12 +353,13 @@ def _compared(
     precision: str,
     comparison: _Comparison,
     changed: tuple[str, ...],
+    drawing: Collection[nn.Module],
 ) -> tuple[Difference, int] | Proof:
     """Return the largest difference and the number of tensors compared, or a proof that failed."""
 
     def steps(loop: _Loop, seen: _Seen) -> None:
         start.restore()
-        is_random = contextlib.nullcontext() if comparison.drops else dropout_off(subject.trained)
+        is_random = contextlib.nullcontext() if comparison.drops else dropout_off(subject.trained, drawing)
         with _subject_with_rate(subject), is_random:
             loop(seen)
 

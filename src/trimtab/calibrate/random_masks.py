@@ -1,0 +1,282 @@
+"""Random numbers drawn in a forward: whether parts of a batch draw masks for their samples alone, and their replay.
+
+Dropout may be held as the identity because parts of a batch draw masks of the same distribution. That is true only if
+each sample has a mask of its own. A mask of a weight, or one number for the whole batch, is drawn again for each
+micro-batch: the step then averages over several masks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trimtab.calibrate.dropout_off import own_droppers
+
+_IGNORED = ("aten::_cudnn_init_dropout_state",)  # made once per process, of one size
+_FAR = 3.0  # standard deviations
+_OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"  # the user has registered none
+_SEEDS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers that are drawn in one place.
+
+    Args:
+        module: the innermost module whose forward runs; None in the loss.
+        operator: name of the operator, such as "aten::bernoulli_.float".
+    """
+
+    module: nn.Module | None
+    operator: str
+
+    def text(self, model: nn.Module) -> str:
+        """Return the place in words."""
+        name = next((name for name, each in model.named_modules() if each is self.module), "")
+        where = f"{name} ({type(self.module).__name__})" if self.module is not None else "the loss function"
+        return f"{self.operator.removeprefix('aten::').partition('.')[0]} in {where}"
+
+
+class UnmatchedMasks(RuntimeError):
+    """A part of a batch draws other random numbers than the whole batch does for these samples."""
+
+
+class _Modules:
+    """Keeps track of the innermost module whose forward runs."""
+
+    def __init__(self, entered: Callable[[nn.Module], None] | None = None) -> None:
+        self._running: list[nn.Module] = []
+        self._entered = entered
+
+    @property
+    def innermost(self) -> nn.Module | None:
+        """The module whose forward runs, or None in the loss."""
+        return self._running[-1] if self._running else None
+
+    @contextlib.contextmanager
+    def tracked(self, left: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
+        """Follow the forwards of all modules."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._running.append(module)
+            if self._entered is not None:
+                self._entered(module)
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            while self._running and self._running.pop() is not module:
+                pass
+            if left is not None:
+                left(module)
+
+        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_OF_GLOBAL_HOOKS)
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Seeded(TorchDispatchMode):
+    """Passes each operator that draws random numbers to a function, below autograd."""
+
+    def __init__(self, drawn: Callable[[Draw, Callable[[], Any], Any, Any], Any]) -> None:
+        super().__init__()
+        self._drawn, self._modules = drawn, _Modules()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or func.name() in _IGNORED:
+            return func(*args, **kwargs)
+        draw = Draw(self._modules.innermost, func.name())
+        return self._drawn(draw, lambda: func(*args, **kwargs), args, kwargs)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Intercept operators of this thread."""
+        with self._modules.tracked(), self:
+            yield
+
+
+def _first(result: Any) -> Tensor | None:
+    found = result[0] if isinstance(result, tuple | list) and result else result
+    return found if isinstance(found, Tensor) else None
+
+
+# Masks that samples share --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted_draws(elements: Counter[Draw]) -> Iterator[None]:
+    """Add the number of elements that are drawn, by place."""
+
+    def drawn(draw: Draw, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        result = call()
+        first = _first(result)
+        elements[draw] += 0 if first is None else first.numel()
+        return result
+
+    with _Seeded(drawn).on():
+        yield
+
+
+def shared_draws(few: Mapping[Draw, int], many: Mapping[Draw, int], times: float | None) -> list[Draw]:
+    """Return the draws whose number of elements is not proportional to the number of samples.
+
+    Args:
+        few: elements drawn for some samples.
+        many: elements drawn for more samples, these among them.
+        times: the second number of samples divided by the first; None if samples are of different sizes, in which case
+            more samples need more elements.
+    """
+    draws = dict.fromkeys((*few, *many))
+    if times is None:
+        return [draw for draw in draws if many.get(draw, 0) <= few.get(draw, 0)]
+    return [draw for draw in draws if many.get(draw, 0) != times * few.get(draw, 0)]
+
+
+@contextlib.contextmanager
+def extreme_draws(draws: Collection[Draw], *, high: bool) -> Iterator[None]:
+    """Let some draws return the smallest or the largest values, while all others draw as from one seed."""
+
+    def drawn(draw: Draw, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        if draw not in draws:
+            return call()
+        value = _extreme(draw.operator, args, kwargs, high=high)
+        result = call()
+        first = _first(result)
+        if value is not None and first is not None and first.is_floating_point():
+            first.fill_(value)
+            return result
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(_SEEDS[int(high)])
+            return call()
+
+    torch.manual_seed(0)
+    with _Seeded(drawn).on():
+        yield
+
+
+def _extreme(operator: str, args: Any, kwargs: Any, *, high: bool) -> float | None:
+    """Return the smallest or largest value that an operator draws; None if it is unknown."""
+    name = operator.removeprefix("aten::").partition(".")[0].rstrip("_")
+    if name == "bernoulli":
+        return float(high)
+    if name == "uniform":
+        start = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
+        end = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
+        return float(start + (end - start) * (1 - 2**-20) * high)
+    if name in ("rand", "rand_like"):
+        return 1 - 2**-7 if high else 0.0
+    if name in ("randn", "randn_like", "normal"):
+        return _FAR if high else -_FAR
+    return None
+
+
+# Modules that draw masks of their own -------------------------------------------------------------------------------
+
+
+class OwnMasks:
+    """The masks that modules outside torch draw for a batch, drawn once and sliced for parts of the batch.
+
+    These modules stay in training mode. The first use is recorded, and has to be of the whole batch.
+
+    Args:
+        model: whose modules draw.
+        samples: of the whole batch.
+    """
+
+    def __init__(self, model: nn.Module, samples: int) -> None:
+        self._model, self._samples = model, samples
+        self._own = own_droppers(model)
+        self._recorded: dict[nn.Module, list[Tensor]] | None = None
+
+    @contextlib.contextmanager
+    def of(self, first: int, samples: int) -> Iterator[None]:
+        """Use the masks of some samples.
+
+        Raises:
+            UnmatchedMasks: masks are not of samples.
+        """
+        if not self._own:
+            yield
+            return
+        use = _Use(self._samples, first, samples, self._recorded or {})
+        is_first = self._recorded is None
+        with _Seeded(lambda draw, call, *_: self._drawn(use, is_first, draw, call)).on():
+            yield
+        self._recorded = use.recorded
+
+    def _drawn(self, use: _Use, is_first: bool, draw: Draw, call: Callable[[], Any]) -> Any:
+        result = call()
+        if draw.module not in self._own:
+            return result
+        assert draw.module is not None
+        if not isinstance(result, Tensor):
+            raise UnmatchedMasks(f"{draw.text(self._model)} cannot be repeated")
+        known, number = use.recorded.setdefault(draw.module, []), use.counts[draw.module]
+        use.counts[draw.module] += 1
+        if is_first:
+            known.append(result.detach().clone())
+            return result
+        mask = use.part(known[number], result) if number < len(known) else None
+        if mask is None:
+            raise UnmatchedMasks(f"{draw.text(self._model)} draws masks that do not belong to single samples")
+        return result.copy_(mask)
+
+
+@dataclass
+class _Use:
+    total: int
+    first: int
+    samples: int
+    recorded: dict[nn.Module, list[Tensor]]
+    counts: Counter[nn.Module] = field(default_factory=Counter)
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor | None:
+        """Return the part of a mask that belongs to these samples; None if there is none of that shape."""
+        if whole.shape == like.shape:
+            return whole
+        if whole.dim() != like.dim():
+            return None
+        differ = [i for i in range(whole.dim()) if whole.shape[i] != like.shape[i]]
+        size = whole.shape[differ[0]]
+        if len(differ) > 1 or size % self.total or like.shape[differ[0]] != size // self.total * self.samples:
+            return None
+        each = size // self.total
+        return whole.narrow(differ[0], self.first * each, self.samples * each)
+
+
+def drawing_modules(model: nn.Module, forward: Callable[[], Any]) -> set[nn.Module]:
+    """Return the modules outside torch that drop something and advance torch's generators in a forward."""
+    own, before, found = own_droppers(model), dict[nn.Module, list[Tensor]](), set[nn.Module]()
+    if not own:
+        return found
+
+    def entered(module: nn.Module) -> None:
+        if module in own:
+            before[module] = _generators()
+
+    def left(module: nn.Module) -> None:
+        if module in own and not all(map(torch.equal, before.pop(module, []), _generators())):
+            found.add(module)
+
+    with _Modules(entered).tracked(left):
+        forward()
+    return found
+
+
+def _generators() -> list[Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
