@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import json
 import os
 import sys
@@ -23,6 +22,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent / "unit" / "decide"))
 
+from call_counts import OutOfReach
 from memory_rank import Words, batch_of, loss, settling
 from simulated_machine import MIB, Machine, measured
 from test_rank_stages import ACCELERATOR, shape, traces_of
@@ -213,10 +213,12 @@ def taken(job: Job, found: dict) -> list[int]:
 def no_room() -> dict:
     """Memory runs out once, on one rank alone, in what is rehearsed first."""
     job = Job(Words)
-    calls = itertools.count()  # which no rehearsal puts back, as it would a list
+    calls = OutOfReach(number=0)  # which no rehearsal puts back, as it would a list
 
     def fits(model, batch):
-        if dist.get_rank() and len(batch) == ROWS and next(calls) == 0:
+        calls.held.number += bool(dist.get_rank()) and len(batch) == ROWS
+        if calls.held.number == 1:
+            calls.held.number += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return loss(model, batch)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 
 import pytest
 import test_accelerate
@@ -11,6 +10,7 @@ import test_lightning
 import test_transformers
 import torch
 from accelerate import Accelerator
+from call_counts import OutOfReach
 from test_hosts_of_unlike_lengths import InOrder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,17 +38,17 @@ pytestmark = [
 
 
 class Counter:
-    """Counts on a queue, which recomputation does not restore as it does a number."""
+    """Counts where no reference leads: recomputation restores a number that it reaches."""
 
     def __init__(self) -> None:
-        self._calls = queue.SimpleQueue()
+        self._calls = OutOfReach(number=0)
 
     def add(self) -> None:
-        self._calls.put(None)
+        self._calls.held.number += 1
 
     @property
     def calls(self) -> int:
-        return self._calls.qsize()
+        return self._calls.held.number
 
     def __deepcopy__(self, memo) -> Counter:
         return Counter()

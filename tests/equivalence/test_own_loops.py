@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from call_counts import OutOfReach
 from plain_loop import Case, assert_close, assert_same_training, train_ours, train_plain
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -123,14 +124,14 @@ def test_a_plan_is_made_for_the_longest_batch():
     """It is measured on that alone; the example is proved to split besides, before anything is."""
     model, optimizer = Case(Reader, sgd, word_loss, SENTENCES, torch.float32).build()
     example, longest = SENTENCES[0], SENTENCES[2]
-    seen = []
+    seen = OutOfReach(lengths=[])
 
     def noting(model, batch):
-        seen.append(batch[0].shape[1])
+        seen.held.lengths.append(batch[0].shape[1])
         return word_loss(model, batch)
 
     trimtab.plan(model, optimizer, noting, example, longest_batch=longest, num_blocks=3)
-    assert [length for length, _ in itertools.groupby(seen)] == [12, example[0].shape[1], 12]
+    assert [length for length, _ in itertools.groupby(seen.held.lengths)] == [12, example[0].shape[1], 12]
 
 
 # Two networks: a run of each.

@@ -6,7 +6,8 @@ support every program. Only the plain training step decides whether a loop works
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from trimtab.calibrate.failures import describe
@@ -45,6 +46,17 @@ class Notes:
         except Exception as error:  # of the user's code, or of torch: the reason is recorded
             self.add(code, what, error)
             return default
+
+
+def report_not_restorable(changes: Sequence[object], notes: Notes) -> None:
+    """Warn of iterators and queues that planning drew from and cannot put back, once, with a note on the plan."""
+    if not changes:
+        return
+    names = ", ".join(map(str, changes))
+    what = f"planning took items of {names}, which cannot be copied and so cannot be put back"
+    remedy = "pass the values in the batch, or make the iterator again after planning"
+    notes.add("state.not_restored", what, remedy)
+    warnings.warn(f"{what}: {remedy}.", RuntimeWarning, stacklevel=2)
 
 
 def loss_failed(error: Exception) -> LossError:

@@ -19,7 +19,7 @@ from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
 from trimtab.calibrate.drawing import Drawn, draw_some, waiting_s
 from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.facts import loop_facts, with_tested_step
-from trimtab.calibrate.notes import Interrupted, Notes, interrupting, planning_failed
+from trimtab.calibrate.notes import Interrupted, Notes, interrupting, planning_failed, report_not_restorable
 from trimtab.calibrate.one_at_a_time import one_at_a_time
 from trimtab.calibrate.own_step import checked
 from trimtab.calibrate.padding import padding_saves_s
@@ -132,6 +132,7 @@ def _profile(
         profile = _with_padding(subject, profile, notes)
         if traces:
             profile = _with_traces_for_others(subject, profile, progress, notes)
+        report_not_restorable(snapshot.not_restorable(), notes)
     forget_peak(subject.device)  # of candidates: a run looks at its own
     if drawn.seconds is not None and phases:
         phases = {"data": waiting_s(drawn.seconds, phases, data)} | phases

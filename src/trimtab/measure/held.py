@@ -12,6 +12,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from trimtab.measure.iterators import exchanged, has_position, inside
+
 _ROOTS_OF_CONTAINERS = (OrderedDict, dict, list, set, deque, bytearray)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -168,10 +170,27 @@ class HeldContainer:
         elif len(before) != len(now) or not all(map(same_value, before, now)):
             yield MISSING
 
+    def reader(self, key: Any) -> Callable[[], Any]:
+        """Return what returns an item; `MISSING` if there is none."""
+        return functools.partial(self._item, key)
+
+    def _item(self, key: Any) -> Any:
+        try:
+            return self._kind.__getitem__(self.container, key)
+        except (KeyError, IndexError):
+            return MISSING
+
+    def exchange(self, key: Any, old: Any, new: Any) -> None:
+        """Hold another iterator in place of the old one in an item; by key of a dict, else by index."""
+        self.items[key] = exchanged(self.items[key], old, new)
+
     def restore(self) -> None:
         """Restore the items, if others are in their place."""
         before, now = self.items, self._items()
         if _has_same_objects(before, now):
+            return
+        if isinstance(self.container, bytearray) and len(before) == len(now):  # a memoryview keeps the size
+            self.container[:] = bytes(before)
             return
         self._kind.clear(self.container)
         if isinstance(self.container, dict):
@@ -216,6 +235,10 @@ class HeldBinding:
     def has_changed(self) -> bool:
         """Return whether the name has another value."""
         return not same_value(self.value, self.get())
+
+    def exchange(self, old: Any, new: Any) -> None:
+        """Hold another iterator in place of the old one in the value."""
+        self.value = exchanged(self.value, old, new)
 
     def restore(self) -> None:
         """Set the name to the object that it had."""
@@ -277,6 +300,8 @@ def same_value(left: Any, right: Any, depth: int = 0) -> bool:
         return len(left) == len(right) and all(same_value(a, b, depth + 1) for a, b in zip(left, right, strict=True))
     if isinstance(left, set):
         return left == right
+    if (found := inside(left)) and all(map(has_position, inside(right))):  # whose positions are compared separately
+        return len(found) == len(inside(right))
     if hasattr(left, "__func__") and hasattr(left, "__self__"):  # bound methods are made at each access
         return left.__func__ is right.__func__ and left.__self__ is right.__self__
     return False

@@ -30,9 +30,11 @@ from trimtab.measure.held import (
     reachable,
     tensors_of,
 )
+from trimtab.measure.iterators import HeldIterator, has_position, inside
 from trimtab.measure.memory import most_bytes
 from trimtab.measure.places import ChangeKind, Place, Reached
 from trimtab.measure.process_state import ProcessState
+from trimtab.measure.raw_memory import HeldMemory, is_raw_memory
 from trimtab.measure.reach import Walk
 
 __all__ = ["Change", "ChangeKind", "LoopState", "unchanged_by"]
@@ -42,7 +44,8 @@ TORCH_GENERATORS = ("torch's generator", "torch's CUDA generator")
 _ROOM = 3  # times the bytes of the copies that a GPU must have free beside a peak: recording a trial needs some too
 _MOST_BESIDE = 2**30  # bytes copied of tensors beside the model; of others a checksum is kept
 
-Held = HeldTensor | HeldGradient | HeldContainer | HeldBinding | HeldArray | HeldGenerator
+Other = HeldBinding | HeldArray | HeldGenerator | HeldIterator | HeldMemory
+Held = HeldTensor | HeldGradient | HeldContainer | Other
 
 _TEXTS = {
     ChangeKind.FROZEN_PARAMETER: "parameter without gradient",
@@ -85,10 +88,11 @@ class LoopState:
             peak, and are restored many times faster. None: on the host, where they count in no peak.
         most_bytes_copied: tensors of the model that are larger are held by their version, which shows changes in place
             except through `.data`; they are not restored. None: all are copied.
-        logs: hold containers too that the functions found only add to and none of them reads. For a part of a loop,
-            whose other parts may read them.
+        logs: compare containers too that the functions found only add to and none of them reads. For a part of a
+            loop, whose other parts may read them. Otherwise what was added is taken out when the state is restored.
         of_forwards: hold what forwards may change, cheaply: no gradients, checksums instead of copies of trainable
-            parameters, and of the other tensors beyond 1 GiB in all.
+            parameters, and of the other tensors beyond 1 GiB in all; no containers that are only added to.
+        iterators: hold iterators and queues.
         held_elsewhere: ids of tensors that the caller has copies of: they are not copied again, and not restored.
     """
 
@@ -104,6 +108,7 @@ class LoopState:
         most_bytes_copied: int | None = None,
         logs: bool = False,
         of_forwards: bool = False,
+        iterators: bool = True,
         held_elsewhere: Container[int] = (),
     ) -> None:
         self._process = ProcessState.capture(wakes_cuda=False)
@@ -112,14 +117,22 @@ class LoopState:
         self._tensors: list[tuple[HeldTensor, Place]] = []
         self._gradients: list[tuple[HeldGradient, Place]] = []
         self._containers: list[tuple[HeldContainer, Reached]] = []
-        self._others: list[tuple[HeldBinding | HeldArray | HeldGenerator, Place]] = []
+        self._others: list[tuple[Other, Place]] = []
+        self._logs: list[HeldContainer] = []
         self._of_forwards, self._held_elsewhere = of_forwards, held_elsewhere
         self._of_loss: set[int] = set()
-        found, of_loss = _walked(model, optimizer, loss_fn, batch, modules, logs=logs)
+        found, of_loss, added_to = _walked(model, optimizer, loss_fn, batch, modules, logs=logs)
         for each in found:
-            self._hold(each)
+            if iterators or not _is_positioned(each):
+                self._hold(each)
         for each in of_loss:
-            self._of_loss.add(id(self._hold(each)))
+            if iterators or not _is_positioned(each):
+                self._of_loss.add(id(self._hold(each)))
+        if not of_forwards:
+            self._logs += [HeldContainer(each.value) for each in added_to]
+        self._iterators = [(each, place) for each, place in self._others if isinstance(each, HeldIterator)]
+        if self._iterators:
+            self._name_iterators()
 
     def is_of_loss(self, held: Held) -> bool:
         """Return whether an object was reached through the loss alone."""
@@ -129,7 +142,7 @@ class LoopState:
         """Hold an object, and return what holds it."""
         value, place = reached.value, reached.place
         if reached.get is not None and reached.put is not None:
-            held: HeldBinding | HeldArray | HeldGenerator = HeldBinding(reached.get, reached.put)
+            held: Other = HeldBinding(reached.get, reached.put)
         elif isinstance(value, Tensor):
             tensor = HeldTensor(value, self._copier(value, reached))
             self._tensors.append((tensor, place))
@@ -141,12 +154,40 @@ class LoopState:
             held = HeldArray(value)
         elif not isinstance(value, dict) and is_generator(value):
             held = HeldGenerator(value)
+        elif has_position(value):
+            held = HeldIterator(value)
+        elif is_raw_memory(value):
+            held = HeldMemory(value)
         else:
             container = HeldContainer(value)
             self._containers.append((container, reached))
             return container
         self._others.append((held, place))
         return held
+
+    def _name_iterators(self) -> None:
+        """Give each iterator the names and container items that hold it."""
+        known = {held.key: held for held, _ in self._iterators}
+        for other, _ in self._others:
+            if isinstance(other, HeldBinding):
+                for index, each in enumerate(inside(other.value)):
+                    if (held := known.get(id(each))) is not None:
+                        held.held_by.append(other.exchange)
+                        held.get = held.get or functools.partial(_inside_of, other.get, index)
+        for container, _ in self._containers:
+            items = container.items
+            if not isinstance(items, dict | list) or isinstance(container.container, set | bytearray):
+                continue
+            for key, item in items.items() if isinstance(items, dict) else enumerate(items):
+                for index, each in enumerate(inside(item)):
+                    if (held := known.get(id(each))) is not None:
+                        held.held_by.append(functools.partial(container.exchange, key))
+                        held.get = held.get or functools.partial(_inside_of, container.reader(key), index)
+
+    def not_restorable(self) -> list[Change]:
+        """Return iterators and queues that have changed and cannot be restored."""
+        found = (Change(place.path(), place.kind) for held, place in self._iterators if _is_lost(held))
+        return list(dict.fromkeys(found))
 
     def _copier(self, tensor: Tensor, reached: Reached) -> Callable[[Tensor], Tensor | None] | None:
         if id(tensor) in self._held_elsewhere:
@@ -213,8 +254,12 @@ class LoopState:
 
     def restore(self) -> None:
         """Restore everything bit for bit, on the same objects; repeatable."""
+        for iterator, _ in self._iterators:
+            iterator.restore()
         for container, _ in self._containers:
             container.restore()
+        for log in self._logs:
+            log.restore()
         for tensor, place in self._tensors:
             tensor.restore()
             if tensor.is_checked_only and tensor.has_changed():
@@ -222,7 +267,8 @@ class LoopState:
         for gradient, _ in self._gradients:
             gradient.restore()
         for other, _ in self._others:
-            other.restore()
+            if not isinstance(other, HeldIterator):
+                other.restore()
         self._process.restore()
 
     def _warn_of(self, place: Place) -> None:
@@ -244,8 +290,8 @@ def _walked(
     modules: Sequence[Any] | Mapping[str, Any],
     *,
     logs: bool,
-) -> tuple[list[Reached], list[Reached]]:
-    """Return what is reached from the loop, and what is reached through its loss alone."""
+) -> tuple[list[Reached], list[Reached], list[Reached]]:
+    """Return what is reached from the loop, through its loss alone, and containers that are only added to."""
     walk = Walk(skips_logs=not logs)
     walk.enter(model, "", ChangeKind.ATTRIBUTE)
     named = modules if isinstance(modules, Mapping) else {_name_of(each, i): each for i, each in enumerate(modules)}
@@ -257,7 +303,21 @@ def _walked(
     number = len(walk.found)
     if loss_fn is not None:
         walk.enter_function(loss_fn)
-    return walk.found[:number], walk.found[number:]
+    return walk.found[:number], walk.found[number:], walk.logs()
+
+
+def _is_positioned(reached: Reached) -> bool:
+    return reached.get is None and has_position(reached.value)
+
+
+def _is_lost(held: HeldIterator) -> bool:
+    return not held.is_restorable and held.has_changed()
+
+
+def _inside_of(get: Callable[[], Any], index: int) -> Any:
+    """Return the iterator inside the value of a name; `MISSING` if there is none."""
+    found = inside(get())
+    return found[index] if index < len(found) else MISSING
 
 
 def _name_of(module: nn.Module, index: int) -> str:

@@ -100,6 +100,10 @@ def put_attribute(owner: type, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
+def put_arguments(function: functools.partial[Any], args: tuple[Any, ...]) -> None:
+    function.__setstate__((function.func, args, function.keywords, vars(function) or None))
+
+
 def put_item(space: dict[str, Any], name: str, value: Any) -> None:
     if value is MISSING:
         space.pop(name, None)

@@ -61,11 +61,13 @@ class Reached(NamedTuple):
     Attributes:
         is_beside: reached through a function, and neither the model's nor the optimizer's.
         is_named: a container whose keys are attributes. get, put: read and set the value of a name.
+        is_log: a container that functions only add to, and none reads; its items are not entered.
     """
 
     value: Any
     place: Place
     is_beside: bool
     is_named: bool = False
+    is_log: bool = False
     get: functools.partial[Any] | None = None
     put: Callable[[Any], None] | None = None

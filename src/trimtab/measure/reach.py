@@ -1,8 +1,8 @@
 """Objects that a training step can change: everything reachable from a model, its optimizer, its loss and a batch.
 
 Followed are attributes of modules and of plain objects, containers, closures, globals, default arguments, partials,
-bound methods, hooks and the methods of the user's own classes. Not entered are code of torch and of the standard
-library, datasets, loaders, iterators, files, and long containers beside the model.
+bound methods, hooks, iterators and the methods of the user's own classes; of objects of installed packages, their
+data. Not entered are code of torch and of the standard library, datasets, files, and long containers beside the model.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import queue
 import random
+import threading
 import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from enum import Enum
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy
@@ -23,15 +26,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trimtab.measure.generators import is_generator
 from trimtab.measure.held import MISSING, is_container
+from trimtab.measure.iterators import has_position, inside, is_positioned, parts_of
 from trimtab.measure.names import (
     globals_of,
     is_library,
     is_log,
     is_package,
+    put_arguments,
     put_attribute,
     put_cell,
     put_item,
@@ -40,9 +46,11 @@ from trimtab.measure.names import (
     value_of,
 )
 from trimtab.measure.places import ChangeKind, Place, Reached
+from trimtab.measure.raw_memory import MEMORY, bytes_of, is_raw_memory
 
 _DEPTH = 5  # functions and objects between a root and what they refer to
 _MOST_ITEMS, _MOST_HELD = 1000, 1_000_000  # entered, and held, of a container beside the model; longer ones are data
+_MOST_OF_PACKAGES = 1000  # objects of installed packages that are entered, of a container and in all
 
 
 _Get = functools.partial[Any]
@@ -53,8 +61,8 @@ class Walk:
     """Finds each object once, the model's own first.
 
     Args:
-        skips_logs: containers beside the model that functions only add to, and none that is followed reads, are left
-            out: no step depends on them.
+        skips_logs: containers beside the model that functions only add to, and none that is followed reads, are
+            listed separately: no step depends on them.
 
     Attributes:
         found: in the order in which they were reached. modules: likewise.
@@ -64,6 +72,8 @@ class Walk:
         self._skips_logs = skips_logs
         self.found: list[Reached] = []
         self.modules: list[nn.Module] = []
+        self._logs: dict[int, Reached] = {}
+        self._of_packages = 0
         self._seen: set[int] = set()
         self._followed: set[Any] = set()  # functions, cells, and names of globals
         self._alive: list[Any] = []  # an id is taken for another object's once its object is freed
@@ -98,6 +108,10 @@ class Walk:
         elif _handler_of(type(function)) is None:
             self._object(function, place, True)
         self.enter(function, "loss_fn", ChangeKind.CLOSURE, is_beside=True)
+
+    def logs(self) -> list[Reached]:
+        """Return the containers that functions only add to, unless another path leads to them."""
+        return [each for each in self._logs.values() if id(each.value) not in self._seen]
 
     def _visit(self, value: Any, place: Place, is_beside: bool) -> None:
         if id(value) in self._seen:
@@ -201,16 +215,43 @@ class Walk:
         self._methods(type(value), place)
 
     def _package_object(self, value: Any, place: Place, is_beside: bool) -> None:
-        """Enter an object of an installed package if it is plain data; else what it holds that can be trained."""
+        """Enter an object of an installed package: all of it if it is plain data, else its attributes that are data."""
         held = getattr(value, "__dict__", None)
+        self._of_packages += 1
         if not isinstance(held, dict) or place.depth > _DEPTH:
             return
         if all(map(_is_data, held.values())):
             self._object(value, place, is_beside)
             return
+        is_full = self._of_packages > _MOST_OF_PACKAGES
+        if not is_full:
+            self._seen.add(id(held))
+            self.found.append(Reached(held, place, is_beside, is_named=True))
         for name, each in held.items():
-            if isinstance(each, nn.Module | Optimizer | Tensor):
-                self._pending.append((each, place.then(f".{name}", deeper=True), is_beside))
+            is_trained = isinstance(each, nn.Module | Optimizer | Tensor)
+            if is_trained or not (is_full or isinstance(each, _FUNCTIONS) or _is_long(each)):
+                self._push(each, place.then(f".{name}", deeper=True), is_beside)
+
+    def _iterator(self, value: Any, place: Place, is_beside: bool) -> None:
+        self.found.append(Reached(value, place, is_beside))
+        for each in parts_of(value):
+            self._push(each, place.then(f".{getattr(each, '__name__', type(each).__name__)}", deeper=True), is_beside)
+
+    def _memory(self, value: Any, place: Place, is_beside: bool) -> None:
+        if is_raw_memory(value) and not (is_beside and bytes_of(value) > _MOST_HELD):
+            self.found.append(Reached(value, place, is_beside))
+
+    def _view(self, value: memoryview, place: Place, is_beside: bool) -> None:
+        self._push(value.obj, place, is_beside)
+
+    def _shared(self, value: Any, place: Place, is_beside: bool) -> None:
+        self._push(value.get_obj(), place, is_beside)
+
+    def _loader(self, value: Any, place: Place, is_beside: bool) -> None:
+        """Find the random generators of a loader or a sampler, and no data."""
+        for name in ("generator", "sampler", "batch_sampler"):
+            if (each := getattr(value, name, None)) is not None:
+                self._push(each, place.then(f".{name}", deeper=True), is_beside)
 
     def _generator(self, value: Any, place: Place, is_beside: bool) -> None:
         self.found.append(Reached(value, place.then("", ChangeKind.GENERATOR), is_beside))
@@ -225,10 +266,14 @@ class Walk:
         self._functions.append((value, place))
 
     def _variable(self, function: types.FunctionType, key: Any, get: _Get, put: _Put, place: Place) -> None:
-        is_left_out = self._skips_logs and is_container(get()) and is_log(function.__code__, place.label)
-        if key not in self._followed and not is_left_out:
-            self._followed.add(key)
-            self._binding(get, put, place, True)
+        if key in self._followed:
+            return
+        value = get()
+        if self._skips_logs and is_container(value) and is_log(function.__code__, place.label):
+            self._logs.setdefault(id(value), Reached(value, place, True, is_log=True))
+            return
+        self._followed.add(key)
+        self._binding(get, put, place, True)
 
     def _binding(self, get: _Get, put: _Put, place: Place, is_beside: bool) -> None:
         value = get()
@@ -266,10 +311,15 @@ class Walk:
         elif isinstance(value, functools.partial):
             positional = {f"argument {index}": each for index, each in enumerate(value.args)}
             self._parts(value.func, positional | value.keywords, place)
+            if inside((value.args, *value.keywords.values())):  # restored by another iterator in its place
+                here = Place("arguments", ChangeKind.CLOSURE, depth=place.depth + 1)
+                get, put = functools.partial(getattr, value, "args"), functools.partial(put_arguments, value)
+                self._binding(get, put, here, True)
+                self._push(value.keywords, here, True)
         elif isinstance(value, types.MethodType):
             self._parts(value.__func__, {"self": value.__self__}, place)
-        elif isinstance(value, types.BuiltinMethodType):
-            if is_generator(value.__self__):
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            if is_generator(value.__self__) or has_position(value.__self__):
                 self._push(value.__self__, place, True)
         elif isinstance(value, property):
             self._functions.extend((each, place) for each in (value.fget, value.fset))
@@ -306,6 +356,11 @@ class Walk:
             self._variable(function, (id(space), variable), get, put, at(variable))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._push(default, at("default argument"), True)
+        if inside(function.__defaults__):
+            get = functools.partial(getattr, function, "__defaults__")
+            self._binding(get, functools.partial(setattr, function, "__defaults__"), at("default arguments"), True)
+        if function.__kwdefaults__:
+            self._push(function.__kwdefaults__, at("default arguments"), True)
         self._names(vars(function), at(function.__name__), True)
 
 
@@ -333,20 +388,24 @@ _TABLES = {"_parameters": ChangeKind.PARAMETER, "_buffers": ChangeKind.BUFFER, "
 _HOOKS = (dict, OrderedDict, set)
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod)
+_BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
+_FUNCTIONS = (*_CODE, types.MethodType, functools.partial)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
 _IGNORED = {*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format, type(MISSING), range, slice}
 _DATA = (*_PLAIN, Tensor, numpy.ndarray, numpy.generic, tuple, frozenset, type, torch.dtype, torch.device, Enum)
 _NEVER = (
     Enum,
     Dataset,
-    DataLoader,
-    Sampler,
     io.IOBase,
     weakref.ReferenceType,
     types.ModuleType,
     torch.jit.ScriptFunction,
 )
 _Handler = Callable[[Walk, Any, Place, bool], None]
+
+
+def _is_long(value: Any) -> bool:
+    return (isinstance(value, tuple | frozenset) or is_container(value)) and len(value) > _MOST_OF_PACKAGES
 
 
 def _is_data(value: Any) -> bool:
@@ -370,9 +429,12 @@ def _handler_of(kind: type) -> _Handler | None:
         (torch.Generator, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator): Walk._generator,
         (tuple, frozenset): Walk._tuple,
         numpy.ndarray: Walk._array,
-        (types.FunctionType, types.MethodType, functools.partial, types.BuiltinMethodType): Walk._callable,
+        (types.FunctionType, types.MethodType, functools.partial, *_BOUND): Walk._callable,
         type: Walk._class,
-        LRScheduler: Walk._object,
+        (DataLoader, Sampler): Walk._loader,
+        (LRScheduler, SobolEngine, threading.local, queue.Queue): Walk._object,
+        memoryview: Walk._view,
+        SynchronizedBase: Walk._shared,
     }
     for kinds, handler in handlers.items():
         if issubclass(kind, kinds):
@@ -385,7 +447,11 @@ def _handler_of_object(kind: type) -> _Handler | None:
         return None if issubclass(kind, random.SystemRandom) else Walk._generator
     if issubclass(kind, (dict, list, set, deque, bytearray)):
         return Walk._container
-    if hasattr(kind, "__next__") or hasattr(kind, "__wrapped__"):
+    if is_positioned(kind):
+        return Walk._iterator
+    if issubclass(kind, MEMORY):
+        return Walk._memory
+    if hasattr(kind, "__wrapped__"):
         return None
     module = kind.__module__
     if module.startswith("torch.amp") or kind in (types.SimpleNamespace,) or module in ("argparse", "collections"):

@@ -85,7 +85,12 @@ class Forwards:
             return ForwardState(self, seen, None)
         self._list_modules()
         most = None if seen.calls == 1 else _SMALL
-        return ForwardState(self, seen, LoopState(nn.Module(), modules=self._named, most_bytes_copied=most, logs=True))
+        return ForwardState(self, seen, self._watch(most))
+
+    def _watch(self, most_bytes: int | None) -> LoopState:
+        """Hold what forwards may change; iterators are found by comparing the recomputation with its forward."""
+        modules = self._named
+        return LoopState(nn.Module(), modules=modules, most_bytes_copied=most_bytes, logs=True, iterators=False)
 
     def judge(self, watch: LoopState, seen: _Seen) -> list[Replayed]:
         """Return what a watched forward was the first one to change, as it was before it.

@@ -92,6 +92,7 @@ class WindowStart:
                 loss_fn=self.loss_fn,
                 most_bytes_copied=most,
                 of_forwards=True,
+                iterators=False,
                 held_elsewhere={id(buffer) for buffer in self._buffers},
             )
 

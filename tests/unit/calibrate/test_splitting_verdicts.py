@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from call_counts import OutOfReach
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
@@ -181,15 +182,15 @@ def test_what_is_computed_over_the_batch_may_not(model, loss_fn, batch, code):
 
 def test_batch_norm_is_refused_by_one_forward_alone():
     """Which tells the statistics; three gradients more would prove what is known, and take a second of planning."""
-    calls = []
+    calls = OutOfReach(rows=[])
 
     def counted(model, batch):
-        calls.append(len(batch[0]))
+        calls.held.rows.append(len(batch[0]))
         return class_mean(model, batch)
 
     check = check_splitting(subject(mlp(nn.BatchNorm1d(8)), counted))
     assert (check.splittable, check.relative_difference) == (False, None)
-    assert calls == [ROWS]
+    assert calls.held.rows == [ROWS]
 
 
 @pytest.mark.parametrize("case", [*SPLITTABLE, *REFUSED])
@@ -432,7 +433,7 @@ def test_a_batch_of_one_kind_of_values_does_not_prove_another():
 
 def test_an_lstm_without_dropout_is_proved_as_it_trains():
     """In evaluation mode cuDNN has no backward of it."""
-    modes = set()
+    modes = OutOfReach(seen=set())
 
     class Recurrent(nn.Module):
         def __init__(self):
@@ -440,11 +441,11 @@ def test_an_lstm_without_dropout_is_proved_as_it_trains():
             self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
 
         def forward(self, x):
-            modes.add(self.lstm.training)
+            modes.held.seen.add(self.lstm.training)
             return self.head(self.lstm(x)[0])
 
     assert check_splitting(subject(Recurrent(), token_sum, token_batch())).splittable
-    assert modes == {True}
+    assert modes.held.seen == {True}
 
 
 def gradient_penalty(model, batch):

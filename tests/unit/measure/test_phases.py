@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+from call_counts import OutOfReach
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -149,20 +149,20 @@ class Waits(torch.autograd.Function):
 
 
 class Time:
-    """A clock that only those who wait move on; thread-local, which recomputation does not restore."""
+    """A clock that only those who wait move on; recomputation does not reach it."""
 
     def __init__(self, monkeypatch) -> None:
-        self._held = threading.local()
+        self._kept = OutOfReach(now=0.0)
         self.now = 0.0
         monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     @property
     def now(self) -> float:
-        return self._held.now
+        return self._kept.held.now
 
     @now.setter
     def now(self, seconds: float) -> None:
-        self._held.now = seconds
+        self._kept.held.now = seconds
 
     def waits(self, name: str, wanted: str, seconds: float) -> None:
         self.now += seconds if name == wanted else 0.0

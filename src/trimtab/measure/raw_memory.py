@@ -1,0 +1,60 @@
+"""Values in plain memory: arrays of Python's `array` and numbers, arrays and structures of `ctypes`."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+from typing import Any
+
+_NUMBERS = set("bBhHiIlLqQfdgcu?")  # formats of simple ctypes values that are no pointers
+_OF_CTYPES = (ctypes.c_int.__mro__[1], ctypes.Array, ctypes.Structure)
+MEMORY = (array.array, *_OF_CTYPES)  # classes that may hold such values
+
+
+def is_raw_memory(value: Any) -> bool:
+    """Return whether a value is an array of `array`, or of a ctypes class without pointers."""
+    return isinstance(value, array.array) or (isinstance(value, _OF_CTYPES) and _is_plain(type(value)))
+
+
+def _is_plain(kind: Any) -> bool:
+    if issubclass(kind, ctypes.Array):
+        return _is_plain(kind._type_)
+    if issubclass(kind, ctypes.Structure):
+        return all(_is_plain(field[1]) for each in kind.__mro__ for field in vars(each).get("_fields_", ()))
+    return getattr(kind, "_type_", None) in _NUMBERS
+
+
+def bytes_of(value: Any) -> int:
+    """Return the size in bytes."""
+    return len(value) * value.itemsize if isinstance(value, array.array) else ctypes.sizeof(value)
+
+
+class HeldMemory:
+    """The bytes of an `array.array` or of a ctypes object."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.key = owner, id(owner)
+        self._bytes = _bytes(owner)
+
+    def has_changed(self) -> bool:
+        """Return whether the bytes differ."""
+        return _bytes(self.owner) != self._bytes
+
+    def restore(self) -> None:
+        """Restore the bytes in place."""
+        owner, now = self.owner, _bytes(self.owner)
+        if now == self._bytes:
+            return
+        if not isinstance(owner, array.array):
+            ctypes.memmove(ctypes.addressof(owner), self._bytes, len(self._bytes))
+        elif len(now) == len(self._bytes):  # also while a memoryview keeps the size
+            memoryview(owner).cast("B")[:] = self._bytes
+        else:
+            del owner[:]
+            owner.frombytes(self._bytes)
+
+
+def _bytes(owner: Any) -> bytes:
+    if isinstance(owner, array.array):
+        return owner.tobytes()
+    return ctypes.string_at(ctypes.addressof(owner), ctypes.sizeof(owner))
