@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copyreg
+import functools
 import gc
 import itertools
 import multiprocessing.queues
@@ -33,9 +34,10 @@ _BOUND = (types.MethodWrapperType, types.BuiltinMethodType)
 
 def has_position(value: Any) -> bool:
     """Return whether a value is an iterator or a queue whose position is known: of Python, or of a `DataLoader`."""
-    return isinstance(value, _POSITIONED)
+    return is_positioned(type(value))
 
 
+@functools.cache
 def is_positioned(kind: type) -> bool:
     """Return whether objects of a class are such iterators or queues."""
     return issubclass(kind, _POSITIONED)
