@@ -14,6 +14,7 @@ drawn in the order in which elements lie in memory); otherwise dropout is held a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ SETTINGS = (
 )
 _LAST_BIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10}
 _ERROR = "proof.error"
+_NON_FINITE = "proof.nonfinite"
 _MOST_SCALES = 20  # a loss scale of 65536 halves until no gradient overflows
 _QUICK_S = 0.1  # a step below this is proved on the whole batch
 _SMALLEST = 1e-9  # of the whole gradient
@@ -219,14 +221,16 @@ def with_proof(
     reference, step_s = profile.reference_candidate, sum(profile.phases_s.values())
     proof = _proof_or_error(subject, candidate, reference, step_s, start)
     profile = replace(profile, proofs=(*profile.proofs, ProvedCandidate(candidate, proof)))
-    if proof.code == "proof.out_of_memory" or (candidate == reference and proof.code == "proof.differs"):
+    if proof.code == "proof.out_of_memory" or (candidate == reference and proof.code in ("proof.differs", _NON_FINITE)):
         warnings.warn(f"The plan is not proved on this loop: {proof.reason}.", RuntimeWarning, stacklevel=2)
     if proof.holds or candidate == reference or proof.code == "proof.out_of_memory":
         return profile, True
     causes = proof.settings
     if proof.code != _ERROR:
         with contextlib.suppress(Exception):  # the search for the cause fails: every setting is unproved
-            causes = refuted_settings(subject, candidate, reference, step_s, start)
+            # A loop that is NaN without any setting proves none of them: no cause is looked for.
+            if proof.code != _NON_FINITE or prove(subject, reference, reference, step_s, start).code != _NON_FINITE:
+                causes = refuted_settings(subject, candidate, reference, step_s, start)
     for name in causes:
         value = None if name == "micro_batch" else getattr(candidate, name)
         profile = replace(profile, refuted=(*profile.refuted, Refuted(name, value, f"refused: {proof.reason}")))
@@ -292,8 +296,9 @@ def _prove(
     drawing = _drawing(subject)
     for precision, comparison in _comparisons(subject, candidate, own_pieces):
         proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
-        if isinstance(proof, Proof) and proof.code == "proof.baseline_failed" and subject.second is None:
-            start.restore()  # the user's loss may refuse values that were made up
+        unusable = isinstance(proof, Proof) and proof.code in ("proof.baseline_failed", _NON_FINITE)
+        if unusable and subject.second is None and batches[1] is not subject.batch:
+            start.restore()  # the user's loss may refuse values that were made up, or be infinite there
             batches = (subject.batch, subject.batch)
             proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
         if isinstance(proof, Proof):
@@ -383,6 +388,9 @@ def _compared(
         return _failed("proof.baseline_failed", "the plain loop", error, changed)
     start.restore()
     judge = _Judge(_FP32 if precision == "fp32" else _REDUCED, _state(subject), expected)
+    if name := judge.non_finite():
+        reason = f"unproved: two steps of the plain loop in {precision} make {name} NaN or infinite"
+        return Proof(False, reason, _NON_FINITE, changed)
     apart = _Distances(expected)
     try:
         steps(planned, apart)
@@ -443,6 +451,15 @@ class _Judge:
     def num_tensors(self) -> int:
         """Tensors of state that are compared."""
         return len(self._moved)
+
+    def non_finite(self) -> str:
+        """Return what the plain loop made NaN or infinite, a gradient or a parameter that was finite, or "".
+
+        Values in buffers do not count: a mask may well hold infinities.
+        """
+        names = (f"the gradient of {name}" for name, size in self._sizes.items() if not math.isfinite(size))
+        parameters = (name for name in self._sizes if not math.isfinite(self._moved.get(name, 0.0)))
+        return next(itertools.chain(names, parameters), "")
 
     def not_reproducible(self, again: _Distances) -> str:
         """Return a parameter whose gradient a second run of the plain loop computes differently, or "".

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from trimtab import Summed
 from trimtab.calibrate import plan_proof
 from trimtab.calibrate.plan_proof import SETTINGS, prove, refuted_settings
 from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import InfeasibleError
 from trimtab.core.profile import Candidate
 from trimtab.measure.loop_state import LoopState
 from trimtab.measure.memory import peak_growth
@@ -430,3 +432,81 @@ def test_a_proof_holds_one_copy_of_the_training_state():
         grown = peak_growth(lambda: prove(subject, candidate_of("fused_optimizer"), REFERENCE, None, start))
     own = state  # gradients and moments of the loop itself, and one tensor in double precision
     assert grown < own + 1.1 * state
+
+
+def made_nan(model, batch):
+    return (model(batch) * float("nan")).mean()
+
+
+def infinite_after_a_step(model, batch):
+    return model(batch).square().sum() * 1e30
+
+
+class Masked(nn.Module):
+    """Holds a mask of infinities, as causal attention does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+        self.register_buffer("unset", torch.full((2,), float("nan")))
+
+    def forward(self, x):
+        return (self.linear(x).unsqueeze(1) + self.mask).softmax(-1).mean(1)
+
+
+def masked(loss_fn):
+    torch.manual_seed(1)
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e20)
+    return Subject(model, optimizer, loss_fn, torch.rand(ROWS, 8))
+
+
+@pytest.mark.parametrize("setting", [None, "micro_batch", "fused_optimizer", "precision"])
+@pytest.mark.parametrize("loss_fn", [made_nan, infinite_after_a_step])
+def test_a_loop_that_is_not_finite_proves_nothing(loss_fn, setting):
+    candidate = REFERENCE if setting is None else candidate_of(setting)
+    proof = prove(masked(loss_fn), candidate, REFERENCE)
+    assert (proof.holds, proof.code) == (False, "proof.nonfinite"), proof.reason
+
+
+def test_infinities_in_a_mask_are_no_obstacle():
+    subject = masked(lambda model, batch: model(batch)[:, 0].mean())
+    subject.optimizer.param_groups[0]["lr"] = 0.1
+    assert prove(subject, candidate_of("micro_batch"), REFERENCE).code == "proof.holds"
+
+
+def test_a_diverged_loop_is_refused_without_a_warning():
+    subject = masked(made_nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(InfeasibleError):
+            trimtab.plan(subject.model, subject.optimizer, made_nan, subject.batch)
+
+
+def test_a_loop_that_diverges_in_the_proof_alone_is_planned_unchanged_with_one_warning(monkeypatch):
+    monkeypatch.setattr(plan_proof._Judge, "non_finite", lambda self: "linear.weight")
+    subject = text()
+    before = fingerprint(subject.model, subject.optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = trimtab.plan(subject.model, subject.optimizer, counted_loss, subject.batch)
+    assert (plan.proof.holds, plan.proof.code, plan.proof.settings) == (False, "proof.nonfinite", ())
+    assert [each.category for each in caught] == [RuntimeWarning]
+    assert fingerprint(subject.model, subject.optimizer) == before
+
+
+def test_the_setting_that_makes_a_loop_infinite_is_the_cause(monkeypatch):
+    """Only in bf16 the plain loop is not finite: the other settings are kept."""
+    known = plan_proof._compared
+
+    def compared(subject, start, batches, precision, comparison, changed, drawing):
+        if precision == "bf16":
+            return plan_proof.Proof(False, "", "proof.nonfinite", changed)
+        return known(subject, start, batches, precision, comparison, changed, drawing)
+
+    monkeypatch.setattr(plan_proof, "_compared", compared)
+    tried = replace(REFERENCE, precision="bf16", micro_batch=3)
+    assert prove(text(), tried, REFERENCE).code == "proof.nonfinite"
+    assert refuted_settings(text(), tried, REFERENCE) == ("precision",)
