@@ -54,8 +54,13 @@ class LossResult(NamedTuple):
     auxiliary: Any = None
 
 
-def parts_of(result: Any) -> LossResult:
+def parts_of(result: Any, *, is_auxiliary: bool = False) -> LossResult:
     """Return the parts of a loss function's result without validating the loss itself.
+
+    Args:
+        result: as of `as_loss`.
+        is_auxiliary: whether the loss function returned auxiliary values before: the outputs of a last batch of one
+            sample are then no number.
 
     Raises:
         LossError: a pair with a number as its second member (code "loss.pair_ambiguous").
@@ -63,19 +68,20 @@ def parts_of(result: Any) -> LossResult:
     auxiliary = None
     if isinstance(result, tuple) and len(result) == 2:
         result, auxiliary = result
-        if _is_number(auxiliary):
+        if not is_auxiliary and _is_number(auxiliary):
             raise _ambiguous(auxiliary)
     if isinstance(result, Summed):
         return LossResult(result.loss_sum, result.count, auxiliary)
     return LossResult(result, None, auxiliary)
 
 
-def as_loss(result: Any) -> LossResult:
+def as_loss(result: Any, *, is_auxiliary: bool = False) -> LossResult:
     """Return the validated parts of a loss function's result.
 
     Args:
         result: a scalar mean; `Summed`; or `(loss, auxiliary)`, a pair of one of these and a mapping, an object or a
             tensor of several elements.
+        is_auxiliary: as of `parts_of`.
 
     Returns:
         Loss (0-dimensional tensor), count (on the loss's device if it is a tensor) or None, auxiliary value or None.
@@ -83,7 +89,7 @@ def as_loss(result: Any) -> LossResult:
     Raises:
         LossError: not such a result, or a loss without a gradient.
     """
-    loss, count, auxiliary = parts_of(result)
+    loss, count, auxiliary = parts_of(result, is_auxiliary=is_auxiliary)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise _bad_loss(_description(loss), _remedy(loss))
     if loss.is_complex():

@@ -391,7 +391,8 @@ def test_batches_that_come_from_elsewhere_are_noted(loop, tmp_path):
                 yield {"x": torch.tensor(list(read)).float()[:, None].repeat(1, 4), "y": torch.zeros(len(read)).long()}
 
     try:
-        found = loop.profile(data=OfDescriptor(), num_blocks=3)
+        with pytest.warns(RuntimeWarning, match="first epoch"):
+            found = loop.profile(data=OfDescriptor(), num_blocks=3)
     finally:
         os.close(number)
     assert [note.code for note in found.notes] == ["data.not_repeatable"]

@@ -237,3 +237,13 @@ def test_summed_is_public_and_frozen():
     assert trimtab.Summed is Summed
     with pytest.raises(AttributeError):
         Summed(torch.ones(()), 2).count = 3
+
+
+def test_outputs_of_a_last_batch_of_one_sample_are_no_number():
+    model = build()
+    rows = [torch.randn(number, 4).double() for number in (ROWS, ROWS, 1)]
+    for shape in (lambda y: y, lambda y: y[:, 0]):
+        with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(ROWS)) as run:
+            for window in run.windows(rows):
+                run.train_step(window, lambda model, x, shape=shape: ((y := model(x)).square().mean(), shape(y)))
+            assert run.applied_steps == 3

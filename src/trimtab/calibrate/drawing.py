@@ -5,6 +5,7 @@ The data are left as they were: their state is restored, and one-shot data are n
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -97,7 +98,9 @@ def _drawn(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
         batches = islice(iterate("data", lent), 1 + _BATCHES)
         again = next(batches, None)
         if first is not None and not _are_equal(first, again):
-            notes.add("data.not_repeatable", "the first epoch may differ from that without planning", _CHANGED)
+            said = "the first epoch may differ from that without planning"
+            notes.add("data.not_repeatable", said, _CHANGED)
+            warnings.warn(f"data: {said}: {_CHANGED}. Leave data= out.", RuntimeWarning, stacklevel=2)
         del first
         elements, last = ([] if again is None else [_elements(again)]), [again]
 

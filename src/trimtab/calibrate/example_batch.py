@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from trimtab.core.errors import BatchError
 from trimtab.runtime.batches import copied, fresh, map_leaves, tensors_in
 from trimtab.runtime.samples import is_leaf, is_record, is_sequence
 
@@ -25,6 +26,20 @@ class _Look:
     def __init__(self) -> None:
         self.modes: set[tuple[bool, bool]] = set()
         self.changes = False
+
+
+def require_repeatable(batch: Any) -> None:
+    """Raise `BatchError` for an example batch that can be read once: planning calls the loss many times."""
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    for each in (batch, *parts):
+        if isinstance(each, Iterator):
+            raise BatchError(
+                "example_batch",
+                given=f"a {type(each).__name__}, which can be read only once",
+                expected="a batch that the loss can be called with many times",
+                way_out="Pass a list of its items: list(batch).",
+                code="batch.iterator",
+            )
 
 
 def protected(loss_fn: LossFn) -> LossFn:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from trimtab.calibrate.failures import describe
 from trimtab.core.errors import LossError, ModelError, TrimtabError
 from trimtab.core.notes import Note
+from trimtab.runtime.loop_checks import graph_used
 
 T = TypeVar("T")
 
@@ -61,6 +62,8 @@ def report_not_restorable(changes: Sequence[object], notes: Notes) -> None:
 
 def loss_failed(error: Exception) -> LossError:
     """Return the error of a loop whose plain forward or backward raises."""
+    if (found := graph_used(error)) is not None:
+        return found
     return LossError(
         "loss_fn",
         given=f"{describe(error)} in a plain forward and backward of the example batch",

@@ -54,6 +54,7 @@ _LAST_BIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10}
 _ERROR = "proof.error"
 _NON_FINITE = "proof.nonfinite"
 _MOST_SCALES = 20  # a loss scale of 65536 halves until no gradient overflows
+_PLAIN_SCALE = 2.0**12
 _QUICK_S = 0.1  # a step below this is proved on the whole batch
 _SMALLEST = 1e-9  # of the whole gradient
 _MANY_TIMES, _NEAR_ZERO = 30.0, 1e-3  # of its rounding and of the whole gradient: a gradient that is all rounding
@@ -535,7 +536,8 @@ def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, piece
         pieces: samples per forward.
     """
     optimizer, device = subject.optimizer, subject.device
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    # Another scale than a run begins with: a backward that is not linear would compute other gradients under it.
+    scaler = torch.amp.GradScaler(device.type, init_scale=_PLAIN_SCALE, enabled=precision == "fp16")
     for index, batch in enumerate(batches):
         held = {name: buffer.clone() for name, buffer in subject.trained.named_buffers()} if precision == "fp16" else {}
         for _ in range(_MOST_SCALES):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.calibrate.example_batch import protected
+from trimtab.calibrate.example_batch import protected, require_repeatable
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
 from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
@@ -64,6 +64,7 @@ class Subject:
         require_free(self.model)
         if not callable(self.loss_fn):
             raise ValueGivenError("loss_fn", given=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
+        require_repeatable(self.batch)
         object.__setattr__(self, "loss_fn", protected(self.loss_fn))
         _ = self.rows
         if self.named_blocks:
@@ -144,6 +145,7 @@ class Subject:
         Raises:
             LossError: the loss function raised, or its result is not a loss.
         """
+        is_part = batch is not None
         batch = to_device(self.batch if batch is None else batch, self.device)
         try:
             with autocast(precision, self.device):
@@ -154,7 +156,7 @@ class Subject:
                 given=f"{type(error).__name__}: {error} when called as loss_fn(model, batch)",
                 expected="a function of (model, batch) that fits the example batch",
             ) from error
-        loss, count, _ = as_loss(result)
+        loss, count, _ = as_loss(result, is_auxiliary=is_part)  # what the whole batch's loss is was checked
         return loss, count
 
     def state(self, *, peak_bytes: int | None = None) -> LoopState:

@@ -205,6 +205,15 @@ class LoopState:
         most = self._most_bytes
         return most is not None and tensor.layout is torch.strided and tensor.nbytes > most
 
+    def held(self) -> Iterator[tuple[Held, str]]:
+        """Yield each held object with its path; gradients are left out."""
+        for tensor, place in self._tensors:
+            yield tensor, place.path()
+        for container, reached in self._containers:
+            yield container, reached.place.path()
+        for other, place in self._others:
+            yield other, place.path()
+
     def changes(self) -> list[Change]:
         """Return what differs now from the held state: by value, in the order in which it was found."""
         return list(dict.fromkeys(change for change, _ in self.changed()))

@@ -260,6 +260,7 @@ class Walk:
         self.found.append(Reached(value, place, is_beside))
 
     def _class(self, value: type, place: Place, is_beside: bool) -> None:
+        self._seen.discard(id(value))  # visited as a value, and not yet entered
         self._methods(value, place)
 
     def _callable(self, value: Any, place: Place, is_beside: bool) -> None:

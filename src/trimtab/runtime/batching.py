@@ -53,7 +53,11 @@ class Batching:
                 reading = Reading(samples, reason=f"{reason}: pass split=function")
         if reading.samples == 0:
             raise BatchError(
-                "batch", given="a batch of 0 samples", expected="at least one sample", code="batch.no_samples"
+                "batch",
+                given="a batch of 0 samples",
+                expected="at least one sample",
+                way_out="Skip such batches in the loader: a mean over no samples is not a number.",
+                code="batch.no_samples",
             )
         if self.split is not None and reading.samples is not None:
             return Reading(reading.samples, is_splittable=True)

@@ -28,7 +28,7 @@ from trimtab.runtime.data_position import DataPosition
 from trimtab.runtime.hook_watch import HookWatch
 from trimtab.runtime.joining import Joining
 from trimtab.runtime.keeping import Keeper, NotKept
-from trimtab.runtime.loop_checks import OwnStep, UnequalBatches
+from trimtab.runtime.loop_checks import OwnGradients, OwnStep, UnequalBatches, explained, warn_of_own_functions
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.passes import Passes
 from trimtab.runtime.peers import Agreed, Peers, Share
@@ -96,7 +96,10 @@ class Run(Passes, Resumable):
         self._batching, self._unequal = batching, UnequalBatches(plan)
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers, batching)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
+        may_look = not on_trial and not self._hooks.found and plan.zero_stage.value is None
+        self._gradients = OwnGradients(optimizer, is_on=may_look)
         self._auxiliary: list[Any] = []
+        self._has_auxiliary = False
         self._is_loss_checked = on_trial  # planning has checked it
         can_retry = may_retry(backend, plan) and not self._hooks.found  # a hook would run twice
         recovers = recovers_from(out_of_memory, plan, model, may_retry=can_retry)
@@ -130,9 +133,12 @@ class Run(Passes, Resumable):
         """
         self._require_open()
         self._order.require_micro_batch()
-        loss, count, auxiliary = as_loss(result)
+        loss, count, auxiliary = as_loss(result, is_auxiliary=self._has_auxiliary)
+        self._has_auxiliary = auxiliary is not None
         if not self._is_loss_checked:
             require_unscaled(loss)
+            if self._precision.scales and self.plan.proof is None:
+                warn_of_own_functions(loss)
             self._is_loss_checked = True
         rows = self._order.micro_rows
         self._hooks.require_mean(self._order.window, count)
@@ -143,7 +149,10 @@ class Run(Passes, Resumable):
         if self._order.is_last:
             self._tell()
         self._control.backward_begins()
-        self._backend.backward(weighted)
+        self._gradients.backward_begins()
+        with explained():
+            self._backend.backward(weighted)
+        self._gradients.backward_done()
         self._order.backward_done()
         self._control.backward_done(rows, rows if count is None else count)
 
@@ -167,6 +176,7 @@ class Run(Passes, Resumable):
         if self._order.unscaled:
             raise LoopError("run.unscale", given="a second call", expected="one call per window")
         self._measure()
+        self._gradients.end()
         self._order.unscaled = True
         self._precision.unscale(self._optimizer)
         self._backend.multiply(self._weights.correction)
@@ -189,6 +199,7 @@ class Run(Passes, Resumable):
         """
         self._require_open()
         window = self._order.require_complete("run.step")
+        self._gradients.step_begins(is_scaled=self._precision.scales)
         self._recovery.backwards_done()
         if self._precision.scales and not self._order.unscaled:
             self.unscale()
@@ -368,6 +379,7 @@ class Run(Passes, Resumable):
         self._control.opened(window)
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
         optimizers.drop_gradients(self._optimizer, between_steps=True)
+        self._gradients.begin()
         self._auxiliary.clear()
         self._weights.open(window.rows, window.num_micro_batches, self._control.num_batches)
 
@@ -398,6 +410,7 @@ class Run(Passes, Resumable):
         if self._order.unscaled:
             self._precision.renew()
         optimizers.drop_gradients(self._optimizer)
+        self._gradients.end()
         self._order.reset()
         self._peers.over()
         self._backend.end()

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError
 from trimtab.measure.generators import GLOBAL_GENERATORS, HeldGenerator, is_generator
 from trimtab.measure.held import HeldArray, HeldBinding, HeldContainer, HeldTensor, is_container
 from trimtab.measure.loop_state import Change, LoopState
 
+_MOST_LOOKED_AT = 100  # objects that are compared around every forward
 _MOST_ITEMS = 10_000  # of a container that is copied at every forward
 _SMALL = 2**20  # bytes of a tensor that later watched forwards copy; the first one copies all
 Replayed = HeldArray | HeldBinding | HeldContainer | HeldGenerator
@@ -42,6 +43,19 @@ class _Seen:
     holds: dict[Any, Callable[[], Replayed | None]] = field(default_factory=dict)
 
 
+@dataclass
+class _LookedAt:
+    """Objects that are compared around every forward, because it may change them in some calls only.
+
+    Attributes:
+        holds: by the key of each object, what holds it as it is when called. tensors: with their paths; a change in
+            place is seen by their version, and cannot be put back.
+    """
+
+    holds: dict[Any, Callable[[], Replayed | None]] = field(default_factory=dict)
+    tensors: list[tuple[Tensor, str]] = field(default_factory=list)
+
+
 # By the first module, and by mode and the other modules: a schedule that is tried again is not watched again.
 _seen: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Seen]] = weakref.WeakKeyDictionary()
 
@@ -57,6 +71,7 @@ class Forwards:
         self._named = named
         self._first, *others = named.values()
         self._others = tuple(map(id, others))
+        self._looked_at: _LookedAt | None = None
         self._list_modules()
 
     def _list_modules(self) -> None:
@@ -77,7 +92,7 @@ class Forwards:
     def begin(self) -> ForwardState:
         """Return the state that one forward begins with."""
         seen = _seen.setdefault(self._first, {}).setdefault((self._first.training, *self._others), _Seen())
-        is_due = not _recomputing and not seen.calls & (seen.calls + 1)  # calls 1, 2, 4, 8, ... are watched
+        is_due = not _recomputing and (self._looked_at is None or not seen.calls & (seen.calls + 1))  # 1, 2, 4, 8, ...
         if is_due and is_traced(self.modules):
             return ForwardState(self, seen, None)
         seen.calls += not _recomputing
@@ -85,12 +100,37 @@ class Forwards:
             return ForwardState(self, seen, None)
         self._list_modules()
         most = None if seen.calls == 1 else _SMALL
-        return ForwardState(self, seen, self._watch(most))
+        watch = self._watch(most)
+        self._looked_at = self._reached(watch)
+        return ForwardState(self, seen, watch)
 
     def _watch(self, most_bytes: int | None) -> LoopState:
         """Hold what forwards may change; iterators are found by comparing the recomputation with its forward."""
         modules = self._named
         return LoopState(nn.Module(), modules=modules, most_bytes_copied=most_bytes, logs=True, iterators=False)
+
+    @property
+    def looked_at(self) -> _LookedAt:
+        """What is compared around every forward."""
+        return self._looked_at or _LookedAt()
+
+    def _reached(self, watch: LoopState) -> _LookedAt:
+        """Return what a watch reached that a forward may change in some calls only."""
+        own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
+        own |= {id(tensor) for table in self.parameters for tensor in table.values()}
+        own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values()}
+        tables = {id(value) for each in self.modules for value in vars(each).values() if isinstance(value, dict)}
+        holds, tensors = {}, []
+        for held, path in watch.held():
+            if isinstance(held, HeldTensor):
+                if id(held.tensor) not in own and not held.tensor.is_inference():
+                    tensors.append((held.tensor, path))
+            elif isinstance(held, HeldContainer) and id(held.container) in own | tables:
+                continue  # names of modules, noted at every forward
+            elif isinstance(held, Replayed) and len(holds) < _MOST_LOOKED_AT and _is_small(held):
+                key, hold = holding(held, watch.holder_of(held))
+                holds[key] = hold
+        return _LookedAt(holds, tensors[:_MOST_LOOKED_AT])
 
     def judge(self, watch: LoopState, seen: _Seen) -> list[Replayed]:
         """Return what a watched forward was the first one to change, as it was before it.
@@ -116,10 +156,11 @@ class Forwards:
                 refused.append(change)
         if refused:
             watch.restore()
-            raise self._refusal(refused)
+            raise self.refusal(refused)
         return found
 
-    def _refusal(self, changes: Sequence[Change]) -> ModelError:
+    def refusal(self, changes: Sequence[Change | str]) -> ModelError:
+        """Return the error of a forward that changes what cannot be put back."""
         names = self.names
         what = ", ".join(map(str, changes[:3])) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
         return ModelError(
@@ -154,7 +195,19 @@ class ForwardState:
         self._replayed = [held for hold in self._seen.holds.values() if (held := hold()) is not None]
         self._versions = self._current_versions()
         generators = [each.peek() for each in GLOBAL_GENERATORS if id(each.generator) not in self._seen.holds]
+        looked_at = _LookedAt() if self._watch is not None else self._forwards.looked_at
+        others = [
+            (k, hold, now) for k, hold in looked_at.holds.items() if k not in self._seen.holds and (now := hold())
+        ]
+        versions = [tensor._version for tensor, _ in looked_at.tensors]
         yield
+        for key, hold, was in others:
+            if _has_changed(was):
+                self._seen.holds[key] = hold
+                self._replayed.append(was)
+        moved = [p for (t, p), v in zip(looked_at.tensors, versions, strict=True) if t._version != v]
+        if moved:
+            raise self._forwards.refusal(moved)
         if self._watch is not None:
             watch, self._watch = self._watch, None
             self._replayed += self._forwards.judge(watch, self._seen)
@@ -207,6 +260,10 @@ def _put(tables: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> 
             for name in [name for name in table if name not in items]:
                 del table[name]
             table.update(items)
+
+
+def _has_changed(held: Replayed) -> bool:
+    return any(True for _ in held.changes()) if isinstance(held, HeldContainer) else held.has_changed()
 
 
 def _is_small(held: Replayed) -> bool:

@@ -1,21 +1,35 @@
-"""Warnings about a loop around a run: an optimizer step of its own, windows whose batches are weighted by size."""
+"""Warnings about a loop around a run: lines of a plain loop that were left in, batches weighted by their size."""
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
+from trimtab.core.errors import LossError, ModelError
 from trimtab.core.plan import Plan
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.window import Window
 
+_MOST_NODES = 20_000  # of a loss's graph
+_LINEAR = (
+    "torch",
+    "torchvision",
+    "flash_attn",
+    "xformers",
+    "triton",
+    "deepspeed",
+    "trimtab",
+)  # packages' own functions
 _TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
@@ -53,6 +67,150 @@ class OwnStep:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+class OwnGradients:
+    """Warns once if the loop changes gradients where a run does not expect it: lines of a plain loop that were left in.
+
+    In a run's first window the gradients are compared before each backward and before the step with what they were:
+    one that was removed (`zero_grad`), one that changed without `run.backward` (`loss.backward()` in the loop or in the
+    loss function), and under a loss scale one that changed before the step without `run.unscale()` (clipping by hand).
+
+    Args:
+        optimizer: of the parameters.
+        is_on: whether the first window is looked at.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]] if is_on else []
+        self._seen: list[tuple[Tensor, int | None] | None] | None = None
+        self._is_on, self._num_backwards = is_on, 0
+
+    def begin(self) -> None:
+        """A window was opened, and its gradients dropped."""
+        if self._is_on:
+            self._note()
+
+    def backward_begins(self) -> None:
+        """A micro-batch's forward is over."""
+        if not self._has_changed():
+            return
+        if self._num_backwards == 0:
+            self._warn(
+                "There are gradients before a step's first run.backward(loss), which are added to its own.",
+                "Remove loss.backward() from the loop and from the loss function",
+            )
+        else:
+            self._warn(
+                "Gradients changed between two calls of run.backward in one step, which adds them up.",
+                "Remove zero_grad() and loss.backward() from the loop",
+            )
+
+    def backward_done(self) -> None:
+        """A micro-batch's backward is over."""
+        if self._is_on:
+            self._num_backwards += 1
+            self._note()
+
+    def step_begins(self, *, is_scaled: bool) -> None:
+        """The optimizer is about to step; the first window is over.
+
+        Args:
+            is_scaled: whether the gradients have a loss scale that the step is to remove.
+        """
+        if not self._is_on:
+            return
+        seen = self._seen or []
+        if any(was is not None and p.grad is None for was, p in zip(seen, self._parameters, strict=False)):
+            self._warn(
+                "Gradients were removed between run.backward(loss) and run.step(), which then changes nothing.",
+                "Remove zero_grad() from the loop: the run drops gradients after each step",
+            )
+        elif is_scaled and self._has_changed():
+            self._warn(
+                "Gradients were changed before run.step() while they are multiplied by the loss scale of fp16.",
+                "Call run.unscale() first; or pass clip_norm= to trimtab.start in place of clipping by hand",
+            )
+        self.end()
+
+    def end(self) -> None:
+        """Stop looking: the first window is over or given up, or its gradients are unscaled."""
+        self._is_on, self._seen, self._parameters = False, None, []
+
+    def _note(self) -> None:
+        self._seen = [None if p.grad is None else (p.grad, _version(p.grad)) for p in self._parameters]
+
+    def _has_changed(self) -> bool:
+        def differs(was: tuple[Tensor, int | None] | None, now: Tensor | None) -> bool:
+            if was is None or now is None:
+                return was is not now
+            return was[0] is not now or was[1] != _version(now)
+
+        return any(differs(was, p.grad) for was, p in zip(self._seen or [], self._parameters, strict=False))
+
+    def _warn(self, text: str, remedy: str) -> None:
+        self.end()
+        warnings.warn(f"{text} {remedy}.", RuntimeWarning, stacklevel=4)
+
+
+def warn_of_own_functions(loss: Tensor) -> None:
+    """Warn if a loss's graph has functions of the user's: their backwards receive gradients times the loss scale."""
+    pending, seen = [loss.grad_fn], set[Any]()
+    while pending and len(seen) < _MOST_NODES:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [each for each, _ in node.next_functions]
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and function.__module__.partition(".")[0] not in _LINEAR:
+            warnings.warn(
+                f"The backward of {function.__qualname__} receives gradients times the loss scale of fp16. If it "
+                "clamps or normalises them, training differs. trimtab.plan(...) compares it with the plain loop.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Raise errors of a backward that have a known cause as errors that name it.
+
+    Raises:
+        LossError: the loss's graph was used before. ModelError: a recomputation did not do what the forward did.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise ModelError(
+            "plan.recompute",
+            given=f"a forward whose recomputation differs from it: {str(error).splitlines()[0]}",
+            expected="the same operators on the same shapes in both runs",
+            way_out="Plan without recomputing these blocks: recompute=None.",
+            code="recompute.differs",
+        ) from error
+    except RuntimeError as error:
+        if (found := graph_used(error)) is None:
+            raise
+        raise found from error
+
+
+def graph_used(error: BaseException) -> LossError | None:
+    """Return the error of a loss whose graph was freed by an earlier backward; None for other errors."""
+    if "backward through the graph a second time" not in str(error):
+        return None
+    return LossError(
+        "loss_fn",
+        given="a loss whose graph was freed by an earlier backward",
+        expected="a loss that run.backward is the first to go through",
+        way_out="Remove loss.backward() from the loss function and the loop; detach() tensors kept from earlier steps.",
+        code="loss.graph_used",
+    )
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _caller() -> FrameType | None:

@@ -68,6 +68,17 @@ def argument_changed(names: str) -> ModelError:
     )
 
 
+def buffer_changed(name: str) -> ModelError:
+    """Return the error of a large buffer that a later forward is the first to change: no copy of it was made."""
+    return ModelError(
+        "plan.recompute",
+        given=f"a forward that is the first to change the buffer {name}, which is too large to be copied in every call",
+        expected="buffers that change in the first forward, or never",
+        way_out="Plan without recomputing this block. The next forward copies the buffer.",
+        code="recompute.side_effects",
+    )
+
+
 def _differs(names: str) -> ModelError:
     return ModelError(
         "plan.recompute",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -24,17 +25,20 @@ from torch.utils.checkpoint import (
 
 from trimtab.measure.recomputing import recomputing
 from trimtab.runtime.forward_state import Forwards, ForwardState
-from trimtab.runtime.recomputation_check import RecomputationCheck, argument_changed
+from trimtab.runtime.recomputation_check import RecomputationCheck, argument_changed, buffer_changed
 
+_SMALL = 2**16  # bytes of a buffer that is copied at every forward
 _Context = contextlib.AbstractContextManager[Any]
 
 
 def keeps_activations() -> bool:
     """Return whether a forward keeps its activations, or has none to keep.
 
-    So it does under `torch.func` transforms, as of gradients per sample: they take no hooks of saved tensors.
+    It keeps them under `torch.func` transforms (gradients per sample), which take no hooks of saved tensors, and in
+    forward-mode differentiation, whose tangents a recomputation would not have.
     """
-    return not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+    in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0
 
 
 def recomputed(
@@ -160,14 +164,22 @@ class _Buffers:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Copy those that move: all of them the first time, then those that did.
+        """Copy small ones, and those that move: all of them the first time, then those that did.
 
         The first time by their values, for which the device is waited for: batch statistics move without a new version.
+        Small ones are always copied, because a layer may begin to run in a later call (stochastic depth, unfreezing).
+
+        Raises:
+            ModelError: a large one moved for the first time in a later call, so that no copy of it was made.
         """
         seen = [(m, name, b, b._version) for m in self._modules for name, b in m._buffers.items() if b is not None]
         modes = {module: module.training for module in self._modules}  # which a forward may change
         moves = {module: _moved_by(module, mode) for module, mode in modes.items()}
-        copies = {(m, name): b.clone() for m, name, b, _ in seen if moves[m] is None or name in moves[m]}
+        copies = {
+            (m, name): b.clone()
+            for m, name, b, _ in seen
+            if moves[m] is None or name in moves[m] or b.nbytes <= _SMALL  # type: ignore[operator]
+        }
         yield
         for module, names in moves.items():
             if names is None:
@@ -177,7 +189,11 @@ class _Buffers:
             moved = now is not buffer or buffer._version != version or name in (names or ())
             if moved or (names is None and copy is not None and not _is_same(copy, buffer)):
                 _moving[module][modes[module]].add(name)
+                if copy is None and now is buffer:
+                    raise buffer_changed(name)
                 self._before[module, name] = buffer if copy is None else copy
+            elif copy is not None:  # batch statistics move without a new version
+                self._before[module, name] = copy
 
     @contextlib.contextmanager
     def as_they_were(self) -> Iterator[None]:

@@ -510,3 +510,33 @@ def test_the_setting_that_makes_a_loop_infinite_is_the_cause(monkeypatch):
     tried = replace(REFERENCE, precision="bf16", micro_batch=3)
     assert prove(text(), tried, REFERENCE).code == "proof.nonfinite"
     assert refuted_settings(text(), tried, REFERENCE) == ("precision",)
+
+
+class Clamp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+@pytest.mark.parametrize(("function", "holds"), [(Clamp, False), (Double, True)])
+def test_a_backward_that_is_not_linear_does_not_pass_under_a_loss_scale(function, holds):
+    def loss_fn(model, batch):
+        return F.cross_entropy(function.apply(model(batch[0])), batch[1])
+
+    subject = replace(images(), loss_fn=loss_fn)
+    assert prove(subject, candidate_of("precision"), REFERENCE).holds
+    assert prove(subject, replace(REFERENCE, precision="fp16"), REFERENCE).holds is holds

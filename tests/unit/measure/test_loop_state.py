@@ -468,3 +468,40 @@ def test_a_model_of_some_hundred_modules_is_walked_in_milliseconds():
         LoopState(model, optimizer)
         taken.append(time.perf_counter() - start)
     assert min(taken) < 0.2, f"{min(taken) * 1e3:.1f} ms for {len(list(model.modules()))} modules"
+
+
+class Tracker:
+    total, bag, teacher = 0.0, [], None
+
+
+class HoldsTracker:
+    tracker = Tracker
+
+
+def add_to_the_class(model, batch):
+    Tracker.total += 1
+
+
+def add_to_its_list(model, batch):
+    Tracker.bag.append(1)
+
+
+def move_its_teacher(model, batch):
+    Tracker.teacher.weight.data.mul_(2)
+
+
+def add_through_another_class(model, batch):
+    HoldsTracker.tracker.total += 1
+
+
+@pytest.mark.parametrize("change", [add_to_the_class, add_to_its_list, move_its_teacher, add_through_another_class])
+def test_attributes_of_a_class_that_a_function_names_are_held(change):
+    Tracker.total, Tracker.bag, Tracker.teacher = 0.0, [], nn.Linear(2, 2).requires_grad_(False)
+    weight = Tracker.teacher.weight.clone()
+    state = LoopState(nn.Linear(2, 2), loss_fn=change, logs=True)
+    assert state.changes() == []
+    change(None, None)
+    assert len(state.changes()) == 1
+    state.restore()
+    assert (Tracker.total, Tracker.bag) == (0.0, [])
+    assert torch.equal(Tracker.teacher.weight, weight)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 
 import trimtab
@@ -181,6 +182,58 @@ class Table(Block):
         return 1 + self.table[1]
 
 
+class SomeCalls(Block):
+    """Changes what `every_third` changes in calls 3, 6, 9, ... only: calls that are not watched."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def factor(self, x):
+        self.calls += 1
+        return 1.0 if self.calls % 3 else self.every_third(x)
+
+
+class RandomInSomeCalls(SomeCalls):
+    def __init__(self):
+        super().__init__()
+        self.random = random.Random(1)
+
+    def every_third(self, x):
+        return 1 + self.random.random()
+
+
+class FillingInSomeCalls(SomeCalls):
+    def __init__(self):
+        super().__init__()
+        self.past = []
+
+    def every_third(self, x):
+        self.past.append(self.calls)
+        return 1 + sum(self.past) / 100
+
+
+class StatisticsInSomeCalls(SomeCalls):
+    """Batch statistics move without a new version of their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.bank = self.norm.running_mean
+
+    def every_third(self, x):
+        return 1 + self.norm(x)
+
+
+class TensorInSomeCalls(SomeCalls):
+    def __init__(self):
+        super().__init__()
+        self.held = [torch.zeros(6)]
+
+    def every_third(self, x):
+        return 1 + self.held[0].add_(1)
+
+
 def loss_fn(model, x):
     loss = model(x).square().mean()
     loss = loss + sum(block.aux_loss for block in model if hasattr(block, "aux_loss"))
@@ -225,6 +278,7 @@ def trained(kind, schedule, micro_batch=8, loss=loss_fn):
 REPLAYED = [
     PythonRandom, NumpyRandom, OwnRandom, OwnTorchRandom, OwnNumpyRandom, StochasticDepth, Counting, CountingGlobally,
     CountingInAnObject, CountingInTheClass, Auxiliary, Filling, FillingADict, Caching, Rolling, Table,
+    RandomInSomeCalls, FillingInSomeCalls, StatisticsInSomeCalls,
 ]  # fmt: skip
 
 
@@ -335,6 +389,24 @@ def test_a_change_that_begins_later_is_refused_when_it_does():
         run.train_step(run.window(batches()[0]), loss_fn)
         with pytest.raises(ModelError):
             run.train_step(run.window(batches()[1]), loss_fn)
+
+
+def test_a_tensor_changed_in_place_in_some_calls_is_refused_in_the_first_of_them():
+    with pytest.raises(ModelError) as caught:
+        trained(TensorInSomeCalls, "every_block")
+    assert caught.value.code == "recompute.side_effects"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # torch's decompositions
+@pytest.mark.parametrize("kind", [Block, StochasticDepth])
+def test_forward_mode_differentiation_keeps_activations(kind):
+    def tangents(model, x):
+        with forward_ad.dual_level():
+            y, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+        return y.square().mean() + (0.0 if tangent is None else tangent.square().mean())
+
+    (ours, *_), (theirs, *_) = (trained(kind, schedule, loss=tangents) for schedule in ("every_block", None))
+    assert all(map(torch.equal, ours, theirs))
 
 
 def test_tensors_swapped_in_by_functional_call_are_recomputed_with():
