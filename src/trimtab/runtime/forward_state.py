@@ -119,7 +119,8 @@ class Forwards:
         own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
         own |= {id(tensor) for table in self.parameters for tensor in table.values()}
         own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values()}
-        tables = {id(value) for each in self.modules for value in vars(each).values() if isinstance(value, dict)}
+        named = (item for each in self.modules for item in vars(each).items())
+        tables = {id(value) for name, value in named if name.startswith("_") and isinstance(value, dict)}  # torch's
         holds, tensors = {}, []
         for held, path in watch.held():
             if isinstance(held, HeldTensor):
