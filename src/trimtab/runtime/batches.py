@@ -10,7 +10,7 @@ import copy
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from trimtab.runtime import samples as of_batch
 from trimtab.runtime.samples import flat_samples, is_leaf, leaf_samples, set_fields
 
 Batch = Any
+_LEAVES = of_batch.PLAIN | {Tensor}
 _DEPTH = 4  # objects within objects that tensors are looked for in
 
 
@@ -70,15 +71,15 @@ def not_splittable(reason: str) -> BatchError:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on `device`; the batch itself when nothing has to move."""
-    flat = _flat(batch)
-    if flat is not None:
-        for tensor in flat:
-            if tensor.device != device:
-                break
-        else:
+    tensors: list[Tensor] = []
+    others: list[Any] = []
+    _collect(batch, tensors, others)
+    for tensor in tensors:
+        if tensor.device != device:
+            break
+    else:
+        if not any(map(_is_movable, others)):
             return batch
-    elif not any(_has_to_move(leaf, device) for _, leaf in of_batch.leaves(batch)):
-        return batch
     return _map(batch, lambda leaf: _moved(leaf, device))
 
 
@@ -96,10 +97,6 @@ def _flat(batch: Batch) -> Collection[Tensor] | None:
         if type(each) is not Tensor:
             return None
     return items
-
-
-def _has_to_move(leaf: Any, device: torch.device) -> bool:
-    return leaf.device != device if isinstance(leaf, Tensor) else _is_movable(leaf)
 
 
 def _is_movable(leaf: Any) -> bool:
@@ -133,7 +130,23 @@ def fresh(batch: Batch) -> Batch:
         return batch
     if _flat(batch) is not None:
         return batch if type(batch) is tuple else batch.copy()
-    return _map(batch, _unchanged)
+    return _renewed(batch)
+
+
+def _renewed(value: Any) -> Any:
+    """Return new containers of the same leaves: those of most batches without a look at each constant."""
+    kind = type(value)
+    if kind is dict:
+        return {key: item if type(item) in _LEAVES else _renewed(item) for key, item in value.items()}
+    if kind is not list and kind is not tuple:
+        return _map(value, _unchanged)
+    kinds = set(map(type, value))
+    if kinds <= _LEAVES:
+        return value.copy() if kind is list else value
+    if kinds in ({list}, {dict}) and of_batch.holds_constants(value, 2):
+        (inner,) = kinds
+        return kind(map(inner.copy, value))
+    return kind(map(_renewed, value))
 
 
 def _unchanged(leaf: Any) -> Any:
@@ -159,21 +172,43 @@ def _copy(leaf: Any) -> Any:
 
 
 def tensors_in(batch: Batch) -> Iterator[Tensor]:
-    """Yield the tensors of a batch; of objects of unknown classes those in their attributes."""
-    for _, leaf in of_batch.leaves(batch):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif not is_leaf(leaf):
-            yield from _tensors_of(leaf, _DEPTH)
+    """Return an iterator over the tensors of a batch; of objects of unknown classes those in their attributes."""
+    tensors: list[Tensor] = []
+    _collect_all(batch, tensors, _DEPTH)
+    return iter(tensors)
 
 
-def _tensors_of(value: Any, depth: int) -> Iterator[Tensor]:
-    for each in getattr(value, "__dict__", {}).values() if depth else ():
-        for _, leaf in of_batch.leaves(each):
+def _collect_all(value: Any, tensors: list[Tensor], depth: int) -> None:
+    others: list[Any] = []
+    _collect(value, tensors, others)
+    for other in others if depth else ():
+        if not isinstance(other, type):
+            for each in getattr(other, "__dict__", {}).values():
+                _collect_all(each, tensors, depth - 1)
+
+
+def _collect(value: Any, tensors: list[Tensor], others: list[Any]) -> None:
+    """Append the tensors of a batch, and its objects of unknown classes. Long lists of constants are passed over."""
+    kind = type(value)
+    if kind is dict:
+        items: Iterable[Any] = value.values()
+    elif kind is list or kind is tuple:
+        if value and type(value[0]) is not Tensor and of_batch.holds_constants(value):
+            return
+        items = value
+    else:
+        for _, leaf in of_batch.leaves(value):
             if isinstance(leaf, Tensor):
-                yield leaf
-            elif not is_leaf(leaf) and not isinstance(leaf, type):
-                yield from _tensors_of(leaf, depth - 1)
+                tensors.append(leaf)
+            elif not is_leaf(leaf):
+                others.append(leaf)
+        return
+    for item in items:
+        kind = type(item)
+        if kind is Tensor:
+            tensors.append(item)
+        elif kind not in of_batch.PLAIN:
+            _collect(item, tensors, others)
 
 
 def versions_of(batch: Batch) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,8 @@ CONSTANTS = (
     torch.dtype,
     torch.device,
 )
+PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None)})  # types of most constants
+_FEW = 8  # items of a list, or lists in a list, that are looked at where others are taken to be as they are
 _CHANNELS, _IMAGE_DIMENSIONS = (1, 3, 4), 3
 _MOST_LEAVES = 1000  # looked at for the reason of an unknown number
 
@@ -59,6 +61,7 @@ class _Fit(NamedTuple):
         fits: whether the part agrees. is_free: whether it agrees with any number. is_ambiguous: whether a split could
             be done in two ways. firm: leaves that confirm the number. row_lists: lists read as one sample per item.
         tensors: tensors among the leaves. weak: those in lists of alike parts, which do not confirm the number.
+        unsliceable: layouts of tensors that a split would have to slice and cannot.
     """
 
     fits: bool
@@ -68,6 +71,7 @@ class _Fit(NamedTuple):
     row_lists: int = 0
     tensors: int = 0
     weak: int = 0
+    unsliceable: frozenset[str] = frozenset()
 
 
 _NO = _Fit(False)
@@ -82,7 +86,8 @@ def read(batch: Any) -> Reading:
     """Return the number of samples of a batch, and whether it can be split."""
     if samples := quick_samples(batch):
         return Reading(samples, is_splittable=True)
-    fits = {number: _fit(batch, number, is_root=True) for number in _candidates(batch)}
+    numbers = [number for number in _candidates(batch) if _may_fit(batch, number)]
+    fits = {number: _fit(batch, number, is_root=True) for number in numbers}
     confirmed = [number for number, fit in fits.items() if _confirms(fit)]
     rivals = [number for number, fit in fits.items() if fit.weak and number not in confirmed]
     if len(confirmed) != 1 or rivals:
@@ -91,9 +96,8 @@ def read(batch: Any) -> Reading:
     fit = fits[samples]
     if fit.is_ambiguous:
         return Reading(samples, reason=f"{samples} samples and a list that could hold samples or columns")
-    kinds = {_kind(leaf) for _, leaf in leaves(batch) if not is_sliceable(leaf)}
-    if kinds:
-        return Reading(samples, reason=f"{' and '.join(sorted(kinds))} tensors cannot be sliced")
+    if fit.unsliceable:
+        return Reading(samples, reason=f"{' and '.join(sorted(fit.unsliceable))} tensors cannot be sliced")
     return Reading(samples, is_splittable=True)
 
 
@@ -207,24 +211,33 @@ def is_list_of_rows(value: Any, samples: int) -> bool:
     """Return whether a list or tuple that is no leaf holds one sample per item, in a batch of `samples` samples."""
     if len(value) != samples or not _are_of_one_kind(value):
         return False
-    columns = _combined([_fit(item, samples) for item in value])
+    columns = _columns(value, samples)
     return columns.is_free or not columns.fits
-
-
-def is_sliceable(leaf: Any) -> bool:
-    """Return whether a leaf can be sliced by its first dimension."""
-    return not isinstance(leaf, Tensor) or not leaf.ndim or (leaf.layout is torch.strided and not leaf.is_nested)
-
-
-def _kind(leaf: Tensor) -> str:
-    return "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
 
 
 def _is_constants(value: Any) -> bool:
     """Return whether a value is a list or tuple of constants that are not tensors."""
     if type(value) is not list and (not isinstance(value, tuple) or is_named_tuple(value)):
         return False
+    if value and type(value[0]) in PLAIN and PLAIN.issuperset(map(type, value)):
+        return True
     return all(isinstance(item, CONSTANTS) for item in value)
+
+
+def holds_constants(value: list[Any] | tuple[Any, ...], levels: int = 8) -> bool:
+    """Return whether a list or tuple holds plain constants alone, dicts of these, or lists of them in several levels.
+
+    Of lists in a list, the first items are looked at, and all items of `_FEW` lists: a batch may hold a million words.
+    """
+    kinds = set(map(type, value))
+    if kinds <= PLAIN:
+        return True
+    if levels < 2 or not kinds <= {list, tuple}:
+        return levels > 1 and kinds == {dict} and PLAIN.issuperset(map(type, _values_of(value)))
+    first = {type(item[0]) for item in value if item}
+    if first <= PLAIN:
+        return all(PLAIN.issuperset(map(type, item)) for item in value[:: -(-len(value) // _FEW)])
+    return first <= PLAIN | {list, tuple} and all(holds_constants(item, levels - 1) for item in value)
 
 
 class _Possible(NamedTuple):
@@ -249,14 +262,22 @@ def _possible(value: Any) -> _Possible:
 
 
 def _common(values: Sequence[Any]) -> _Possible:
-    only: set[int] | None = None
+    """Return numbers that may be common to all values: those of a tensor, or of the first value that has samples.
+
+    They are candidates, each of which is compared with every value afterwards.
+    """
+    for value in values:
+        if type(value) is Tensor and value.ndim:
+            return _Possible({value.size(0)})
+    if len(values) > _FEW and _are_constants(values, None):
+        return _Possible(None)
     hints: frozenset[int] = frozenset()
     for value in values:
         found = _possible(value)
-        hints |= found.hints
         if found.only is not None:
-            only = found.only if only is None else only & found.only
-    return _Possible(only, hints)
+            return found
+        hints |= found.hints
+    return _Possible(None, hints)
 
 
 def _candidates(batch: Any) -> list[int]:
@@ -264,22 +285,52 @@ def _candidates(batch: Any) -> list[int]:
     return sorted(possible.hints if possible.only is None else possible.only)
 
 
+def _may_fit(value: Any, samples: int) -> bool:
+    """Return False if the first items of a batch show that it has another number of samples."""
+    kind = type(value)
+    if kind is Tensor:
+        return not value.ndim or value.size(0) == samples
+    if kind is dict:
+        return all(_may_fit(item, samples) for item in value.values())
+    if (kind is list or kind is tuple) and value and type(value[0]) not in PLAIN:
+        return len(value) == samples or all(_may_fit(item, samples) for item in value[:_FEW])
+    return True
+
+
 def _fit(value: Any, samples: int, *, is_root: bool = False) -> _Fit:
     """Return how a part of a batch agrees with a number of samples."""
+    kind = type(value)
+    if kind is Tensor or isinstance(value, Tensor):
+        return _fit_tensor(value, samples)
+    if kind in PLAIN:
+        return _FREE
+    if kind is dict:
+        return _combined(list(value.values()), samples)
     if is_leaf(value):
         found = leaf_samples(value, samples)
         if found is None:
             return _FREE
         if found != samples:
             return _NO
-        return _TENSOR if isinstance(value, Tensor | np.ndarray) else _TEXTS if isinstance(value, tuple) else _FIRM
+        return _TENSOR if isinstance(value, np.ndarray) else _TEXTS if isinstance(value, tuple) else _FIRM
     if is_record(value):
-        return _combined([_fit(item, samples) for item in parts(value)])
+        return _combined(parts(value), samples)
     return _fit_sequence(value, samples, is_root=is_root) if is_sequence(value) else _NO
 
 
+def _fit_tensor(value: Tensor, samples: int) -> _Fit:
+    if not value.ndim:
+        return _FREE
+    if value.size(0) != samples:
+        return _NO
+    if value.layout is torch.strided and not value.is_nested:
+        return _TENSOR
+    layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    return _TENSOR._replace(unsliceable=frozenset([layout]))
+
+
 def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
-    columns = _combined([_fit(item, samples) for item in value])
+    columns = _columns(value, samples)
     is_rows = len(value) == samples and not is_root and _are_of_one_kind(value)
     if not columns.fits or columns.is_free:
         if is_rows:
@@ -287,7 +338,7 @@ def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
         # Dicts of another number belong to no sample.
         is_unclear = columns.is_free and any(map(is_record, value)) and _are_of_one_kind(value)
         return columns._replace(is_ambiguous=is_unclear) if columns.fits else _NO
-    if len({_signature(item) for item in value}) > 1:
+    if not _are_alike(value):
         return columns  # unlike items are columns, as inputs and targets
     if is_rows:
         return columns._replace(is_ambiguous=True, firm=0, row_lists=columns.row_lists + 1)
@@ -300,18 +351,55 @@ def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
     return columns._replace(firm=0, weak=0 if is_columns else columns.weak + columns.tensors)
 
 
-def _combined(fits: Sequence[_Fit]) -> _Fit:
-    if not all(fit.fits for fit in fits):
-        return _NO
-    return _Fit(
-        True,
-        is_free=all(fit.is_free for fit in fits),
-        is_ambiguous=any(fit.is_ambiguous for fit in fits),
-        firm=sum(fit.firm for fit in fits),
-        row_lists=sum(fit.row_lists for fit in fits),
-        tensors=sum(fit.tensors for fit in fits),
-        weak=sum(fit.weak for fit in fits),
-    )
+def _columns(value: Sequence[Any], samples: int) -> _Fit:
+    """Return how the items of a list agree with a number of samples if they are columns."""
+    if len(value) > _FEW:
+        if not _fit(value[0], samples).fits:
+            return _NO
+        if _are_constants(value, samples):
+            return _FREE
+    return _combined(value, samples)
+
+
+def _are_constants(items: Sequence[Any], samples: int | None) -> bool:
+    """Return whether items are dicts or tuples of constants that agree with any number of samples."""
+    kinds = set(map(type, items))
+    if kinds == {dict}:
+        return PLAIN.issuperset(map(type, _values_of(items)))
+    if kinds == {tuple} and samples not in set(map(len, items)):
+        return PLAIN.issuperset(map(type, itertools.chain.from_iterable(items)))
+    return False
+
+
+def _values_of(dicts: Sequence[dict[Any, Any]]) -> Iterable[Any]:
+    return itertools.chain.from_iterable(map(dict.values, dicts))
+
+
+def _combined(values: Sequence[Any], samples: int) -> _Fit:
+    """Return how all values agree with a number of samples: the first that does not ends it, tensors come first."""
+    others: list[Any] = []
+    tensors = 0
+    is_free, is_ambiguous, unsliceable = True, False, frozenset[str]()
+    for value in values:
+        if type(value) is not Tensor:
+            others.append(value)
+        elif (fit := _fit_tensor(value, samples)) is _NO:
+            return _NO
+        elif fit is not _FREE:
+            is_free, tensors, unsliceable = False, tensors + 1, unsliceable | fit.unsliceable
+    firm, row_lists, weak = tensors, 0, 0
+    for value in others:
+        if (fit := _fit(value, samples)) is _FREE:
+            continue
+        if not fit.fits:
+            return _NO
+        is_free, is_ambiguous = is_free and fit.is_free, is_ambiguous or fit.is_ambiguous
+        firm, row_lists = firm + fit.firm, row_lists + fit.row_lists
+        tensors, weak = tensors + fit.tensors, weak + fit.weak
+        unsliceable |= fit.unsliceable
+    if is_free and not is_ambiguous:
+        return _FREE
+    return _Fit(True, is_free, is_ambiguous, firm, row_lists, tensors, weak, unsliceable)
 
 
 def _confirms(fit: _Fit) -> bool:
@@ -320,13 +408,36 @@ def _confirms(fit: _Fit) -> bool:
 
 def _are_of_one_kind(items: Sequence[Any]) -> bool:
     """Return whether items could be samples: objects of one class, or tensors of as many dimensions."""
+    kinds = set(map(type, items))
+    if not any(issubclass(kind, Tensor | np.ndarray) for kind in kinds):
+        return len(kinds) == 1
     return len({item.ndim if isinstance(item, Tensor | np.ndarray) else type(item) for item in items}) == 1
+
+
+def _are_alike(items: Sequence[Any]) -> bool:
+    """Return whether items have one signature; the containers that the first two open with show most differences."""
+    return len(set(map(_opening, items[:2]))) == 1 and len(set(map(_signature, items))) == 1
+
+
+def _opening(value: Any) -> tuple[type, ...]:
+    """Return the classes of a container, of its first item, of that item's first one, and so on."""
+    kinds = []
+    while (kind := type(value)) in (dict, list, tuple):
+        kinds.append(kind)
+        if kind is dict or not value:
+            break
+        value = value[0]
+    return tuple(kinds)
 
 
 def _signature(value: Any) -> Any:
     """Return what samples of one kind have in common: structure, dimensions and types."""
-    if isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, Tensor):
+        return "array", value.ndim, value.dtype
+    if isinstance(value, np.ndarray):
         return "array", value.ndim, str(value.dtype)
+    if type(value) is dict:
+        return tuple([(key, _signature(item)) for key, item in value.items()])
     if isinstance(value, Mapping):
         return type(value), tuple((key, _signature(item)) for key, item in value.items())
     if is_record(value) or is_sequence(value):

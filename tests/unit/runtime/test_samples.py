@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
+import sys
 from collections import OrderedDict, UserDict
 from pathlib import Path
 from typing import Any
@@ -332,3 +334,76 @@ def test_tensors_of_unknown_objects_are_seen_and_so_are_their_versions():
     before = versions_of(batch)
     batch["graph"].x.mul_(2)
     assert versions_of(batch) != before
+
+
+# Long lists.
+
+LONG = {
+    "texts of words": lambda number: [["a"] * 30 for _ in range(number)],
+    "numbers in three levels": lambda number: [[[1.0] * 5] * 6 for _ in range(number)],
+    "texts": lambda number: ["a"] * number,
+    "dicts": lambda number: [{"id": index, "name": "a"} for index in range(number)],
+    "tuples": lambda number: [(index, "a") for index in range(number)],
+    "tuples of texts": lambda number: tuple(("a", "b", "c") for _ in range(number)),
+}
+
+
+def calls_of(function):
+    """Return the number of calls of Python functions that a function makes."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("make", [LONG[name] for name in LONG if "levels" not in name])
+def test_the_items_of_a_long_list_are_not_looked_at_one_by_one(make):
+    def step():
+        assert read(batch) == (number, True, "")
+        assert to_device(batch, torch.device("cpu")) is batch
+        assert len(versions_of(batch)) == 1
+
+    found = []
+    for number in (1024, 4096):
+        batch = {"x": rows(number, 2), "long": make(number)}
+        assert fresh(batch)["long"] == batch["long"]
+        found.append(calls_of(step))
+    assert found[1] <= found[0] + 50 < 1024
+
+
+@pytest.mark.parametrize("make", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"x": x}], ids=["bare", "list", "dict"])
+def test_a_tensor_among_the_items_of_a_long_list_is_found(make, wrap):
+    batch = list(make(600))
+    batch[333] = wrap(rows(3))
+    assert len(list(tensors_in(batch))) == 1
+    assert {each.device.type for each in tensors_in(to_device(batch, torch.device("meta")))} == {"meta"}
+    assert next(tensors_in(fresh(batch))) is next(tensors_in(batch))
+
+
+@pytest.mark.parametrize("inner", [["a"] * 3, {"a": 1}, [["a"]], [{"a": [1]}], ({"a": 1},)], ids=str)
+def test_containers_in_long_lists_are_fresh(inner):
+    def containers(value):
+        yield id(value)
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, list | dict | tuple):
+                yield from containers(item)
+
+    batch = [copy.deepcopy(inner) for _ in range(600)]
+    given = fresh(batch)
+    assert given == batch
+    assert not set(containers(given)) & set(containers(batch))
+
+
+def test_a_list_of_sparse_samples_is_split_between_them():
+    batch = rows(3, 2), [torch.eye(4).to_sparse()] * 3
+    assert read(batch) == (3, True, "")
+    assert [len(part[1]) for part, _ in BY_CONTAINERS.slices(batch, 3, 2)] == [2, 1]
