@@ -88,9 +88,14 @@ class _Modules:
 
 
 class _Seeded(TorchDispatchMode):
-    """Passes each operator that draws random numbers to a function, below autograd."""
+    """Passes each operator that draws random numbers to a function, below autograd.
 
-    def __init__(self, drawn: Callable[[Draw, Callable[[], Any], Any, Any], Any]) -> None:
+    Args:
+        drawn: called with the place, the result, a function that draws again, and the operator's arguments; returns
+            the result to use.
+    """
+
+    def __init__(self, drawn: Callable[[Draw, Any, Callable[[], Any], Any, Any], Any]) -> None:
         super().__init__()
         self._drawn, self._modules = drawn, _Modules()
 
@@ -98,8 +103,12 @@ class _Seeded(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or func.name() in _IGNORED:
             return func(*args, **kwargs)
+        before = _generators()
+        result = func(*args, **kwargs)
+        if all(map(torch.equal, before, _generators())):  # attention without dropout, for example
+            return result
         draw = Draw(self._modules.innermost, func.name())
-        return self._drawn(draw, lambda: func(*args, **kwargs), args, kwargs)
+        return self._drawn(draw, result, lambda: func(*args, **kwargs), args, kwargs)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -120,8 +129,7 @@ def _first(result: Any) -> Tensor | None:
 def counted_draws(elements: Counter[Draw]) -> Iterator[None]:
     """Add the number of elements that are drawn, by place."""
 
-    def drawn(draw: Draw, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        result = call()
+    def drawn(draw: Draw, result: Any, *_: Any) -> Any:
         first = _first(result)
         elements[draw] += 0 if first is None else first.numel()
         return result
@@ -149,11 +157,10 @@ def shared_draws(few: Mapping[Draw, int], many: Mapping[Draw, int], times: float
 def extreme_draws(draws: Collection[Draw], *, high: bool) -> Iterator[None]:
     """Let some draws return the smallest or the largest values, while all others draw as from one seed."""
 
-    def drawn(draw: Draw, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+    def drawn(draw: Draw, result: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         if draw not in draws:
-            return call()
+            return result
         value = _extreme(draw.operator, args, kwargs, high=high)
-        result = call()
         first = _first(result)
         if value is not None and first is not None and first.is_floating_point():
             first.fill_(value)
@@ -214,12 +221,11 @@ class OwnMasks:
             return
         use = _Use(self._samples, first, samples, self._recorded or {})
         is_first = self._recorded is None
-        with _Seeded(lambda draw, call, *_: self._drawn(use, is_first, draw, call)).on():
+        with _Seeded(lambda draw, result, *_: self._drawn(use, is_first, draw, result)).on():
             yield
         self._recorded = use.recorded
 
-    def _drawn(self, use: _Use, is_first: bool, draw: Draw, call: Callable[[], Any]) -> Any:
-        result = call()
+    def _drawn(self, use: _Use, is_first: bool, draw: Draw, result: Any) -> Any:
         if draw.module not in self._own:
             return result
         assert draw.module is not None

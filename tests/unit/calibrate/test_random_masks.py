@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.plan_proof import prove
@@ -247,6 +248,29 @@ class LayerDrop(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
+class AttendingByProbability(nn.Module):
+    """Holds a probability, and calls an operator that draws nothing while dropout is held off."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention_dropout = 0.2
+
+    def forward(self, x):
+        x = torch.stack([x, x.tanh()], 1).unsqueeze(1)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=self.attention_dropout).mean((1, 2))
+
+
+class Recomputed(nn.Module):
+    """Draws its masks again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), DropPath(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
 class Attending(nn.Module):
     def __init__(self):
         super().__init__()
@@ -292,6 +316,9 @@ PER_SAMPLE = {
     "attention": function(sdpa),
     "MultiheadAttention": Attending,
     "LSTM": Recurrent,
+    "attention and a probability": AttendingByProbability,
+    "recomputed": Recomputed,
+    "called twice": lambda: nn.Sequential(*[DropPath()] * 2),
     "TransformerEncoderLayer": lambda: nn.Sequential(
         nn.Unflatten(1, (1, WIDTH)), nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.2, batch_first=True), nn.Flatten()
     ),
