@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.calibrate.dropout_off import own_droppers
+from trimtab.measure.watching import Watching
 
 _IGNORED = ("aten::_cudnn_init_dropout_state",)  # made once per process, of one size
 _FAR = 3.0  # standard deviations
@@ -87,7 +87,7 @@ class _Modules:
                 handle.remove()
 
 
-class _Seeded(TorchDispatchMode):
+class _Seeded(Watching):
     """Passes each operator that draws random numbers to a function, below autograd.
 
     Args:
@@ -112,7 +112,7 @@ class _Seeded(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Intercept operators of this thread."""
+        """Intercept operators of this thread, of compiled models too, which run as written meanwhile."""
         with self._modules.tracked(), self:
             yield
 
