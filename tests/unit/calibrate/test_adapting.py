@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from call_counts import OutOfReach
 from rank_cases import Tokens
 from torch import nn
 
@@ -102,17 +103,18 @@ def test_data_is_gone_through_again_where_it_ends_and_an_iterators_is_not():
 
 
 def test_a_schedule_is_run_through_whole_in_each_training():
-    rates = []
+    noted = OutOfReach(rates=[])
 
     class Noting(torch.optim.AdamW):
         def step(self, closure=None):
-            rates.append(self.param_groups[0]["lr"])
+            noted.held.rates.append(self.param_groups[0]["lr"])
             return super().step(closure)
 
     its = subject()
     noting = Subject(its.model, Noting(its.model.parameters(), lr=0.01), loss_fn, its.batch)
     plan = Plan.fixed(ROWS, schedule="warmup_cosine")
     short_race(noting, plan, plan, batches(), lambda text: None, num_steps=40, num_pairs=1)
+    rates = noted.held.rates
     assert rates[:40] == rates[40:80]
     assert rates[0] == pytest.approx(0.005)
     assert max(rates) == pytest.approx(0.01)
@@ -362,16 +364,16 @@ def test_evaluating_changes_no_training():
     its = subject(Heavy)
     its.model.blocks.eval()
     before = fingerprint(its.model, its.optimizer)
-    ended: list[tuple[bool, bool]] = []
+    modes = OutOfReach(ended=[])
 
     def noted(model, batch):
-        ended.append((model.training, model.blocks.training))
+        modes.held.ended.append((model.training, model.blocks.training))
         return loss_fn(model, batch)
 
     noting = Subject(its.model, its.optimizer, noted, its.batch)
     for by_unseen in (False, True):
         short_race(noting, STANDS, STANDS, batches(), lambda text: None, 4, 1, by_unseen=by_unseen)
-        assert set(ended) == ({(True, False), (False, False)} if by_unseen else {(True, False)})
+        assert set(modes.held.ended) == ({(True, False), (False, False)} if by_unseen else {(True, False)})
     assert fingerprint(its.model, its.optimizer) == before
     assert its.model.training
     assert not its.model.blocks.training
@@ -426,16 +428,17 @@ def test_passes_are_known_by_length_and_steps():
 
 def test_pairs_of_few_batches_that_are_not_shuffled_differ_in_their_order(monkeypatch):
     monkeypatch.setattr("trimtab.calibrate.short_race.is_lost", lambda pair: False)
-    seen = []
+    kept = OutOfReach(seen=[])
 
     def noted(model, batch):
-        seen.append(int(batch[0][0, 0]))
+        kept.held.seen.append(int(batch[0][0, 0]))
         return loss_fn(model, batch)
 
     its = subject()
     noting = Subject(its.model, its.optimizer, noted, its.batch)
     data = [(torch.full((ROWS, 6), i), torch.full((ROWS, 6), i)) for i in range(8)]
     short_race(noting, STANDS, STANDS, data, lambda text: None, 8, 3, by_unseen=True, same_step=True)
+    seen = kept.held.seen
     orders = [seen[i : i + 16 : 2] for i in range(0, len(seen), 48)]  # of each pair's first training
     assert [sorted(order) for order in orders] == [list(range(8))] * 3
     assert len({tuple(order) for order in orders}) == 3
@@ -455,17 +458,19 @@ def test_a_rival_whose_step_breaks_a_limit_does_not_win():
 
 def test_what_is_unseen_is_of_one_pass():
     """Two trainings of 8 batches in each pass of 20: the last four of each are dropped."""
-    seen = []
+    kept = OutOfReach(seen=[])
 
     def noted(model, batch):
-        seen.append(int(batch[0][0, 0]))
+        kept.held.seen.append(int(batch[0][0, 0]))
         return loss_fn(model, batch)
 
     its = subject()
     noting = Subject(its.model, its.optimizer, noted, its.batch)
     data = [(torch.full((ROWS, 6), i % 11), torch.full((ROWS, 6), i % 11)) for i in range(20)]
     short_race(noting, STANDS, STANDS, data, lambda text: None, 8, 3, by_unseen=True, same_step=True)
+    seen = kept.held.seen
     trainings = [set(seen[i : i + 16]) for i in range(0, len(seen), 16)]  # each batch is evaluated, then trained on
+    assert trainings
     assert all(each in ({*range(8)}, {8, 9, 10, *range(5)}) for each in trainings)
     few = data[:5]
     with pytest.raises(ValueGivenError, match="at least the 8 of one training"):
