@@ -27,11 +27,12 @@ from trimtab.calibrate.failures import describe
 from trimtab.calibrate.other_batch import other_values
 from trimtab.calibrate.own_forward import require_own_forward
 from trimtab.calibrate.random_masks import (
+    VARIANTS,
     Draw,
     OwnMasks,
     UnmatchedMasks,
     counted_draws,
-    extreme_draws,
+    other_draws,
     shared_draws,
 )
 from trimtab.calibrate.rounding import (
@@ -163,6 +164,8 @@ def _check(subject: Subject, start: LoopState) -> Check:
         verdict = _proof(subject, pieces)
         if verdict.code:
             return _refused(verdict.code, verdict.reason, verdict.difference)
+        if shared is None:
+            return _refused("split.random", "unproved: the random numbers of a forward could not be counted")
         if (other := _second_batch(subject)) is not None:
             second = _proof(other, list(_unequal_split(other)))
             if second.code in _DIFFERS:
@@ -297,8 +300,10 @@ def _changes_refusal(changed: Sequence[Change]) -> Check:
 # Random masks -------------------------------------------------------------------------------------------------------
 
 
-def _shared_masks(subject: Subject) -> str:
+def _shared_masks(subject: Subject) -> str | None:
     """Return where a forward draws random numbers that several samples share and a gradient depends on, or "".
+
+    None if the forward fails.
 
     Elements that are drawn for some samples, and for these samples twice, are counted: a mask of a weight has as many.
     """
@@ -315,7 +320,7 @@ def _shared_masks(subject: Subject) -> str:
                 return ", ".join(dict.fromkeys(draw.text(subject.trained) for draw in shared[:3]))
         except Exception as error:  # of a batch that was made up, or of a part, which the proof reports
             _pass_on_memory(error)
-    return ""
+    return None
 
 
 def _samples_and_more(subject: Subject) -> Iterator[tuple[Any, Any, float | None]]:
@@ -325,16 +330,20 @@ def _samples_and_more(subject: Subject) -> Iterator[tuple[Any, Any, float | None
         with contextlib.suppress(BatchError, RuntimeError, TypeError, IndexError):
             first = list(range(samples))
             yield samples_at(subject.batch, first), samples_at(subject.batch, first * 2), 2.0
-    yield subject.batching.part(subject.batch, 0, samples, subject.rows), subject.batch, None
+    part, _ = next(_unequal_split(subject))
+    yield part, subject.batch, None
 
 
 def _matter(subject: Subject, batch: Any, draws: Sequence[Draw]) -> bool:
     """Return whether the gradient of a batch depends on some draws: a number that is drawn may not be used."""
-    found: list[Gradients] = []
-    for high in (False, True):
-        with extreme_draws(draws, high=high):
-            found.append(_gradient(subject, [(batch, 1)], OwnMasks(nn.Module(), 1)))
-    return not _difference(*found).relative <= _REPEATED
+    before: Gradients | None = None
+    for variant in range(VARIANTS):
+        with other_draws(draws, variant):
+            found = _gradient(subject, [(batch, 1)], OwnMasks(nn.Module(), 1))
+        if before is not None and not _difference(before, found).relative <= _REPEATED:
+            return True
+        before = found
+    return False
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------

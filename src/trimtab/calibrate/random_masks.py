@@ -24,7 +24,8 @@ from trimtab.measure.watching import Watching
 _IGNORED = ("aten::_cudnn_init_dropout_state",)  # made once per process, of one size
 _FAR = 3.0  # standard deviations
 _OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"  # the user has registered none
-_SEEDS = (1, 2)
+_EXTREMES = (0, 1)
+VARIANTS = 5  # of numbers that are drawn: the extremes, and three seeds
 
 
 @dataclass(frozen=True)
@@ -154,20 +155,26 @@ def shared_draws(few: Mapping[Draw, int], many: Mapping[Draw, int], times: float
 
 
 @contextlib.contextmanager
-def extreme_draws(draws: Collection[Draw], *, high: bool) -> Iterator[None]:
-    """Let some draws return the smallest or the largest values, while all others draw as from one seed."""
+def other_draws(draws: Collection[Draw], variant: int) -> Iterator[None]:
+    """Let some draws return other numbers, while all others draw as from one seed.
+
+    Args:
+        draws: which ones.
+        variant: 0 and 1 are the smallest and the largest values, where they are known: a comparison with any
+            probability turns out differently. Others are seeds.
+    """
 
     def drawn(draw: Draw, result: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        if draw not in draws:
-            return result
-        value = _extreme(draw.operator, args, kwargs, high=high)
         first = _first(result)
-        if value is not None and first is not None and first.is_floating_point():
-            first.fill_(value)
+        if draw not in draws or first is None:
+            return result
+        extremes = _extremes(draw.operator, args, kwargs, first) if variant < len(_EXTREMES) else None
+        if extremes is not None:
+            first.fill_(extremes[variant])
             return result
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         with torch.random.fork_rng(devices):
-            torch.manual_seed(_SEEDS[int(high)])
+            torch.manual_seed(variant + 1)
             return call()
 
     torch.manual_seed(0)
@@ -175,19 +182,23 @@ def extreme_draws(draws: Collection[Draw], *, high: bool) -> Iterator[None]:
         yield
 
 
-def _extreme(operator: str, args: Any, kwargs: Any, *, high: bool) -> float | None:
-    """Return the smallest or largest value that an operator draws; None if it is unknown."""
-    name = operator.removeprefix("aten::").partition(".")[0].rstrip("_")
+def _extremes(operator: str, args: Any, kwargs: Any, result: Tensor) -> tuple[float, float] | None:
+    """Return the smallest and the largest value that an operator draws; None if they are unknown."""
+    name, _, overload = operator.removeprefix("aten::").partition(".")
+    name = name.rstrip("_")
+    below_one = 1 - torch.finfo(result.dtype).eps if result.is_floating_point() else 1.0
     if name == "bernoulli":
-        return float(high)
+        return 0.0, 1.0
     if name == "uniform":
         start = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
         end = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
-        return float(start + (end - start) * (1 - 2**-20) * high)
+        return float(start), float(start + (end - start) * below_one)
     if name in ("rand", "rand_like"):
-        return 1 - 2**-7 if high else 0.0
-    if name in ("randn", "randn_like", "normal"):
-        return _FAR if high else -_FAR
+        return 0.0, below_one
+    if name in ("randn", "randn_like", "normal") and result.is_floating_point():
+        return -_FAR, _FAR
+    if name == "randint":
+        return (args[0], args[1] - 1) if overload.startswith("low") else (0, args[0] - 1)
     return None
 
 

@@ -153,6 +153,34 @@ class ZeroInitialized(DropAll):
         return x + self.gain * super().forward(x)
 
 
+class DropByInteger(nn.Module):
+    def forward(self, x):
+        return x * torch.randint(0, 2, ()) if self.training else x
+
+
+class DropByIndex(nn.Module):
+    """Keeps one of two halves, by an operator whose smallest value is not known."""
+
+    def forward(self, x):
+        return x * (torch.arange(WIDTH) % 2 == torch.multinomial(torch.ones(2), 1)) if self.training else x
+
+
+class DropRarely(nn.Module):
+    """Its number is almost never large enough."""
+
+    def forward(self, x):
+        return x * (torch.rand(()) < 0.99999) if self.training else x
+
+
+class NeedsSamples(DropAll):
+    """Runs on the parts of the proof alone."""
+
+    def forward(self, x):
+        if len(x) not in (2, 4, 10, ROWS) or (self.training and len(x) == 8):
+            raise ValueError(f"{len(x)} samples")
+        return super().forward(x)
+
+
 class StochasticDepth(nn.Module):
     """As torchvision has it."""
 
@@ -178,6 +206,10 @@ SHARED = {
     "dropout of one sample": lambda: Between(dropout_over_samples),
     "attention over samples": lambda: Between(attention_over_samples),
     "one number": DropAll,
+    "one integer": DropByInteger,
+    "one index": DropByIndex,
+    "one number that rarely drops": DropRarely,
+    "sizes of the proof alone": NeedsSamples,
     "one number and a probability": AllOrNothing,
     "zero initialized": ZeroInitialized,
     "stochastic depth": lambda: StochasticDepth(0.05, "batch"),
