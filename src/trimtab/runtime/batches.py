@@ -10,8 +10,8 @@ import copy
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from trimtab.core.errors import BatchError
 from trimtab.runtime import samples as of_batch
+from trimtab.runtime.inner_lists import InnerLists
 from trimtab.runtime.samples import flat_samples, is_leaf, leaf_samples, set_fields
 
 Batch = Any
 _LEAVES = of_batch.PLAIN | {Tensor}
+_LONG = 16  # items of a list whose lists and dicts of constants are copied only where a loss changes them
 _DEPTH = 4  # objects within objects that tensors are looked for in
 
 
@@ -71,15 +73,8 @@ def not_splittable(reason: str) -> BatchError:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on `device`; the batch itself when nothing has to move."""
-    tensors: list[Tensor] = []
-    others: list[Any] = []
-    _collect(batch, tensors, others)
-    for tensor in tensors:
-        if tensor.device != device:
-            break
-    else:
-        if not any(map(_is_movable, others)):
-            return batch
+    if contents_of(batch).are_on(device):
+        return batch
     return _map(batch, lambda leaf: _moved(leaf, device))
 
 
@@ -121,32 +116,41 @@ def _moved(leaf: Any, device: torch.device) -> Any:
         ) from error
 
 
-def fresh(batch: Batch) -> Batch:
+def fresh(batch: Batch, inner: InnerLists | None = None, contents: Contents | None = None) -> Batch:
     """Return a batch of the same tensors in new containers, so that a loss may take items out of it.
 
     Immutable containers of tensors alone are returned as they are.
+
+    Args:
+        inner: whether lists in long lists are copied; None: they are. contents: of the batch, if they are known.
     """
     if type(batch) is Tensor:
         return batch
     if _flat(batch) is not None:
         return batch if type(batch) is tuple else batch.copy()
-    return _renewed(batch)
+    shared: Container[int] = () if inner is None or inner.are_copied or contents is None else contents.long_lists
+    return _renewed(batch, inner, shared)
 
 
-def _renewed(value: Any) -> Any:
+def _renewed(value: Any, inner: InnerLists | None, shared: Container[int]) -> Any:
     """Return new containers of the same leaves: those of most batches without a look at each constant."""
     kind = type(value)
     if kind is dict:
-        return {key: item if type(item) in _LEAVES else _renewed(item) for key, item in value.items()}
+        return {k: item if type(item) in _LEAVES else _renewed(item, inner, shared) for k, item in value.items()}
     if kind is not list and kind is not tuple:
         return _map(value, _unchanged)
+    if id(value) in shared:
+        return kind(value)
     kinds = set(map(type, value))
     if kinds <= _LEAVES:
-        return value.copy() if kind is list else value
-    if kinds in ({list}, {dict}) and of_batch.holds_constants(value, 2):
-        (inner,) = kinds
-        return kind(map(inner.copy, value))
-    return kind(map(_renewed, value))
+        return kind(value)
+    if kinds in ({list}, {dict}, {tuple}) and of_batch.levels_of_constants(value, 2):
+        (each,) = kinds
+        watched = inner if len(value) >= _LONG else None
+        if each is tuple or (watched is not None and not watched.are_copied):
+            return kind(value)
+        return kind(map(each.copy, value) if watched is None else watched.copies_of(value, each))
+    return kind(_renewed(item, inner, shared) for item in value)
 
 
 def _unchanged(leaf: Any) -> Any:
@@ -171,49 +175,87 @@ def _copy(leaf: Any) -> Any:
         return leaf
 
 
+class Contents(NamedTuple):
+    """Contents of a batch.
+
+    Args:
+        tensors: its tensors. others: its objects of unknown classes.
+        long_lists: lists and tuples of lists or dicts of constants, by their ids, while the batch exists.
+    """
+
+    tensors: list[Tensor]
+    others: list[Any]
+    long_lists: dict[int, Any]
+
+    def are_on(self, device: torch.device) -> bool:
+        """Return whether nothing has to move to a device."""
+        for tensor in self.tensors:
+            if tensor.device != device:
+                return False
+        return not any(map(_is_movable, self.others))
+
+    def versions(self) -> tuple[int, ...]:
+        """Return the version counters of the tensors, those of objects too, and the numbers of items in long lists."""
+        tensors = self.tensors
+        if self.others:
+            tensors = tensors.copy()
+            _collect_of(self.others, tensors, _DEPTH)
+        sizes = (sum(map(len, each)) for each in self.long_lists.values())
+        return *(-1 if tensor.is_inference() else tensor._version for tensor in tensors), *sizes
+
+
+def contents_of(batch: Batch) -> Contents:
+    """Return the tensors, objects and long lists of a batch."""
+    contents = Contents([], [], {})
+    _collect(batch, contents)
+    return contents
+
+
 def tensors_in(batch: Batch) -> Iterator[Tensor]:
     """Return an iterator over the tensors of a batch; of objects of unknown classes those in their attributes."""
-    tensors: list[Tensor] = []
-    _collect_all(batch, tensors, _DEPTH)
-    return iter(tensors)
+    contents = contents_of(batch)
+    _collect_of(contents.others, contents.tensors, _DEPTH)
+    return iter(contents.tensors)
 
 
-def _collect_all(value: Any, tensors: list[Tensor], depth: int) -> None:
-    others: list[Any] = []
-    _collect(value, tensors, others)
-    for other in others if depth else ():
-        if not isinstance(other, type):
-            for each in getattr(other, "__dict__", {}).values():
-                _collect_all(each, tensors, depth - 1)
+def _collect_of(objects: Iterable[Any], tensors: list[Tensor], depth: int) -> None:
+    """Append the tensors in attributes of objects."""
+    for each in objects if depth else ():
+        if not isinstance(each, type):
+            for value in getattr(each, "__dict__", {}).values():
+                contents = contents_of(value)
+                tensors += contents.tensors
+                _collect_of(contents.others, tensors, depth - 1)
 
 
-def _collect(value: Any, tensors: list[Tensor], others: list[Any]) -> None:
-    """Append the tensors of a batch, and its objects of unknown classes. Long lists of constants are passed over."""
+def _collect(value: Any, contents: Contents) -> None:
     kind = type(value)
     if kind is dict:
         items: Iterable[Any] = value.values()
     elif kind is list or kind is tuple:
-        if value and type(value[0]) is not Tensor and of_batch.holds_constants(value):
+        if value and type(value[0]) is not Tensor and (levels := of_batch.levels_of_constants(value)):
+            if levels == 2 and len(value) >= _LONG:
+                contents.long_lists[id(value)] = value
             return
         items = value
     else:
         for _, leaf in of_batch.leaves(value):
             if isinstance(leaf, Tensor):
-                tensors.append(leaf)
+                contents.tensors.append(leaf)
             elif not is_leaf(leaf):
-                others.append(leaf)
+                contents.others.append(leaf)
         return
     for item in items:
         kind = type(item)
         if kind is Tensor:
-            tensors.append(item)
+            contents.tensors.append(item)
         elif kind not in of_batch.PLAIN:
-            _collect(item, tensors, others)
+            _collect(item, contents)
 
 
 def versions_of(batch: Batch) -> tuple[int, ...]:
-    """Return the version counters of a batch's tensors: an in-place change increments one."""
-    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors_in(batch))
+    """Return the version counters of a batch's tensors and the sizes of its long lists, which show changes in place."""
+    return contents_of(batch).versions()
 
 
 def checksum(batch: Batch) -> int:

@@ -26,6 +26,7 @@ from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.data_position import DataPosition
 from trimtab.runtime.hook_watch import HookWatch
+from trimtab.runtime.inner_lists import InnerLists
 from trimtab.runtime.joining import Joining
 from trimtab.runtime.keeping import Keeper, NotKept
 from trimtab.runtime.loop_checks import OwnGradients, OwnStep, UnequalBatches, explained, warn_of_own_functions
@@ -94,6 +95,7 @@ class Run(Passes, Resumable):
         self.grad_norm: Tensor | None = None
         self._peers = Peers(exchange, self.note, in_step=backend.in_step)
         self._batching, self._unequal = batching, UnequalBatches(plan)
+        self._inner_lists = None if on_trial else InnerLists()  # trials copy all: they use one batch again
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers, batching)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
         may_look = not on_trial and not self._hooks.found and plan.zero_stage.value is None

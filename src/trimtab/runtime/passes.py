@@ -22,6 +22,7 @@ from trimtab.runtime.batching import UNKNOWN, Batching
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.data_position import DataPosition, length_of, require_state_kept
 from trimtab.runtime.fixed_batch import FixedBatch
+from trimtab.runtime.inner_lists import InnerLists
 from trimtab.runtime.joining import Joining, NoRows
 from trimtab.runtime.keeping import Keeper
 from trimtab.runtime.order import LoopOrder
@@ -42,6 +43,7 @@ class Passes(RunView):
     _control: BatchControl | FixedBatch
     _device: torch.device
     _joining: Joining
+    _inner_lists: InnerLists | None
     _keeper: Keeper
     _order: LoopOrder
     _peers: Peers
@@ -232,6 +234,7 @@ class Passes(RunView):
             batching=self._batching,
             samples=samples,
             may_split=may_split,
+            inner_lists=self._inner_lists,
         )
 
     def _sizes(self, batches: Sequence[Any]) -> tuple[list[int], bool, str]:

@@ -224,20 +224,26 @@ def _is_constants(value: Any) -> bool:
     return all(isinstance(item, CONSTANTS) for item in value)
 
 
-def holds_constants(value: list[Any] | tuple[Any, ...], levels: int = 8) -> bool:
-    """Return whether a list or tuple holds plain constants alone, dicts of these, or lists of them in several levels.
+def levels_of_constants(value: list[Any] | tuple[Any, ...], most: int = 8) -> int:
+    """Return the levels of a list or tuple of plain constants (1), of lists or dicts of these (2), and so on.
 
     Of lists in a list, the first items are looked at, and all items of `_FEW` lists: a batch may hold a million words.
+
+    Returns:
+        0 if it holds anything else, or has more levels than `most`.
     """
     kinds = set(map(type, value))
     if kinds <= PLAIN:
-        return True
-    if levels < 2 or not kinds <= {list, tuple}:
-        return levels > 1 and kinds == {dict} and PLAIN.issuperset(map(type, _values_of(value)))
+        return 1
+    if most < 2 or not kinds <= {list, tuple}:
+        return 2 if most > 1 and kinds == {dict} and PLAIN.issuperset(map(type, _values_of(value))) else 0
     first = {type(item[0]) for item in value if item}
     if first <= PLAIN:
-        return all(PLAIN.issuperset(map(type, item)) for item in value[:: -(-len(value) // _FEW)])
-    return first <= PLAIN | {list, tuple} and all(holds_constants(item, levels - 1) for item in value)
+        return 2 if all(PLAIN.issuperset(map(type, item)) for item in value[:: -(-len(value) // _FEW)]) else 0
+    if not first <= PLAIN | {list, tuple}:
+        return 0
+    inner = [levels_of_constants(item, most - 1) for item in value]
+    return 1 + max(inner) if all(inner) else 0
 
 
 class _Possible(NamedTuple):

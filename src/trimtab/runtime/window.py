@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.core.errors import LoopError, LossError
-from trimtab.runtime.batches import fresh, holds_nan, to_device, versions_of
+from trimtab.runtime.batches import Contents, contents_of, fresh, holds_nan, to_device, versions_of
 from trimtab.runtime.batching import BY_CONTAINERS, Batching
+from trimtab.runtime.inner_lists import InnerLists
 
 
 class Loop(Protocol):
@@ -35,7 +36,8 @@ class Window:
         batches: the loader's batches it is made of; their host copies are kept until it is over.
         rows: of each batch, by which it is weighted. micro_batches: rows per micro-batch, of each.
         batching: how batches are split. samples: of all batches; None if unknown, and `rows` are then equal units.
-        may_split: whether smaller micro-batches can be made.
+        may_split: whether smaller micro-batches can be made. inner_lists: whether a loss gets copies of lists in long
+            lists; None: it does.
 
     Attributes:
         num_micro_batches: k.
@@ -52,10 +54,12 @@ class Window:
         batching: Batching = BY_CONTAINERS,
         samples: int | None = None,
         may_split: bool = True,
+        inner_lists: InnerLists | None = None,
     ) -> None:
         self.rows, self.num_batches = sum(rows), len(batches)
         self.samples, self.may_split = samples, may_split
-        self._batching = batching
+        self._batching, self._inner_lists = batching, inner_lists
+        self._contents: tuple[Contents | None, ...] = (None,) * len(batches)
         self._versions: tuple[tuple[int, ...], ...] | None = None
         self._loop, self._device = loop, device
         self._batches, self._batch_rows = tuple(batches), tuple(rows)
@@ -91,7 +95,8 @@ class Window:
 
     def note_versions(self) -> None:
         """Note the versions of its tensors, to see whether the loss changes them in place."""
-        self._versions = tuple(map(versions_of, self._batches))
+        contents = tuple(map(contents_of, self._batches))
+        self._contents, self._versions = contents, tuple([each.versions() for each in contents])
 
     @property
     def repeat_refusal(self) -> str:
@@ -142,14 +147,25 @@ class Window:
             self._loop.begin_micro_batch(self, 0, of_next=False, last=left == 0)
             yield to_device(fresh(self._padding), self._device)
             self._loop.end_micro_batch(self)
-        for batch, rows, micro_batch in zip(self._batches, self._batch_rows, self._micro_batches, strict=True):
+        sizes = zip(self._batch_rows, self._micro_batches, strict=True)
+        if self._inner_lists is not None:
+            self._inner_lists.dropped()
+        for batch, contents, (rows, micro_batch) in zip(self._batches, self._contents, sizes, strict=True):
             of_next = True
             for micro, micro_rows in self._batching.slices(batch, rows, micro_batch, is_read=self.may_split):
                 left -= 1
                 self._loop.begin_micro_batch(self, micro_rows, of_next=of_next, last=left == 0)
-                yield to_device(fresh(micro), self._device)
+                yield self._given(micro, contents if micro is batch else None)
                 self._loop.end_micro_batch(self)
+                if self._inner_lists is not None:
+                    self._inner_lists.returned()
                 of_next = False
+
+    def _given(self, micro: Any, contents: Contents | None) -> Any:
+        """Return new containers of a micro-batch, on the device."""
+        given = fresh(micro, self._inner_lists, contents)
+        is_there = contents is not None and contents.are_on(self._device)
+        return given if is_there else to_device(given, self._device)
 
 
 def check_call(loop: Loop, window: Any, loss_fn: Any) -> None:
