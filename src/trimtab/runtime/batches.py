@@ -150,7 +150,10 @@ def _renewed(value: Any, inner: InnerLists | None, shared: Container[int]) -> An
         if each is tuple or (watched is not None and not watched.are_copied):
             return kind(value)
         return kind(map(each.copy, value) if watched is None else watched.copies_of(value, each))
-    return kind(_renewed(item, inner, shared) for item in value)
+    if kinds == {dict}:  # as of boxes and labels
+        leaves = _LEAVES.issuperset
+        return kind([d.copy() if leaves(map(type, d.values())) else _renewed(d, inner, shared) for d in value])
+    return kind([_renewed(item, inner, shared) for item in value])
 
 
 def _unchanged(leaf: Any) -> Any:
@@ -200,8 +203,11 @@ class Contents(NamedTuple):
         if self.others:
             tensors = tensors.copy()
             _collect_of(self.others, tensors, _DEPTH)
-        sizes = (sum(map(len, each)) for each in self.long_lists.values())
-        return *(-1 if tensor.is_inference() else tensor._version for tensor in tensors), *sizes
+        sizes = [sum(map(len, each)) for each in self.long_lists.values()]
+        try:
+            return *[tensor._version for tensor in tensors], *sizes
+        except RuntimeError:  # of a tensor made in inference mode, which has none
+            return *(-1 if tensor.is_inference() else tensor._version for tensor in tensors), *sizes
 
 
 def contents_of(batch: Batch) -> Contents:
@@ -249,6 +255,12 @@ def _collect(value: Any, contents: Contents) -> None:
         kind = type(item)
         if kind is Tensor:
             contents.tensors.append(item)
+        elif kind is dict:  # without a call for each, as of boxes and labels
+            for each in item.values():
+                if type(each) is Tensor:
+                    contents.tensors.append(each)
+                elif type(each) not in of_batch.PLAIN:
+                    _collect(each, contents)
         elif kind not in of_batch.PLAIN:
             _collect(item, contents)
 
