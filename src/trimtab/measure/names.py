@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import functools
 import itertools
@@ -102,6 +103,12 @@ def put_attribute(owner: type, name: str, value: Any) -> None:
 
 def put_arguments(function: functools.partial[Any], args: tuple[Any, ...]) -> None:
     function.__setstate__((function.func, args, function.keywords, vars(function) or None))
+
+
+def put_context(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    """Set a variable of this context; one that had no value keeps its new one, which Python cannot take away."""
+    if value is not MISSING:
+        variable.set(value)
 
 
 def put_item(space: dict[str, Any], name: str, value: Any) -> None:

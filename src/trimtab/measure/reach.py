@@ -8,6 +8,7 @@ data. Not entered are code of torch and of the standard library, datasets, files
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import io
 import queue
@@ -40,6 +41,7 @@ from trimtab.measure.names import (
     put_arguments,
     put_attribute,
     put_cell,
+    put_context,
     put_item,
     put_slot,
     slots_of,
@@ -247,6 +249,9 @@ class Walk:
     def _shared(self, value: Any, place: Place, is_beside: bool) -> None:
         self._push(value.get_obj(), place, is_beside)
 
+    def _context_variable(self, value: contextvars.ContextVar[Any], place: Place, is_beside: bool) -> None:
+        self._binding(functools.partial(value.get, MISSING), functools.partial(put_context, value), place, is_beside)
+
     def _loader(self, value: Any, place: Place, is_beside: bool) -> None:
         """Find the random generators of a loader or a sampler, and no data."""
         for name in ("generator", "sampler", "batch_sampler"):
@@ -389,6 +394,7 @@ _TABLES = {"_parameters": ChangeKind.PARAMETER, "_buffers": ChangeKind.BUFFER, "
 _HOOKS = (dict, OrderedDict, set)
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _FUNCTIONS = (*_CODE, types.MethodType, functools.partial)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
@@ -433,7 +439,8 @@ def _handler_of(kind: type) -> _Handler | None:
         (types.FunctionType, types.MethodType, functools.partial, *_BOUND): Walk._callable,
         type: Walk._class,
         (DataLoader, Sampler): Walk._loader,
-        (LRScheduler, SobolEngine, threading.local, queue.Queue): Walk._object,
+        (LRScheduler, SobolEngine, threading.local, queue.Queue, *_WEAK): Walk._object,
+        contextvars.ContextVar: Walk._context_variable,
         memoryview: Walk._view,
         SynchronizedBase: Walk._shared,
     }

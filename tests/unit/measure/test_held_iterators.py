@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextvars
 import ctypes
 import functools
 import itertools
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader
 from trimtab.measure.loop_state import LoopState
 
 MANY = list(range(1000))
+model = nn.Linear(2, 2)
 
 
 class Own:
@@ -55,6 +57,22 @@ def of_this_thread():
     place = threading.local()
     place.number = 0
     return place
+
+
+def of_this_context():
+    variable = contextvars.ContextVar("number")
+    variable.set(0)
+    return variable
+
+
+def in_context(variable):
+    variable.set(variable.get() + 1)
+    return variable.get()
+
+
+def in_weak_keys(held):
+    held[model] += 1
+    return held[model]
 
 
 def first(values):
@@ -107,6 +125,8 @@ RESTORED = {
     "ctypes array": (ctypes.c_int * 2, first),
     "Value": (lambda: multiprocessing.Value("i", 0), value),
     "RawArray": (lambda: multiprocessing.RawArray("i", 2), first),
+    "context": (of_this_context, in_context),
+    "weak keys": (lambda: weakref.WeakKeyDictionary({model: 1}), in_weak_keys),
     "thread": (of_this_thread, number),
     "view of bytes": (lambda: memoryview(bytearray(2)), first),
     "view of an array": (lambda: memoryview(array.array("i", [0, 1])), first),
@@ -163,7 +183,6 @@ def in_attribute(held, use):
 
 
 PLACES = [in_closure, in_default, in_keyword, in_partial, in_attribute]
-model = nn.Linear(2, 2)
 
 
 @pytest.mark.parametrize("name", RESTORED)
