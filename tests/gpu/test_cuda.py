@@ -14,9 +14,10 @@ import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
 from trimtab.losses import Summed
+from trimtab.measure.loop_state import LoopState
 from trimtab.measure.memory import peak_bytes, unused_bytes
 from trimtab.measure.phases import StepClock
-from trimtab.measure.snapshot import Snapshot, fingerprint
+from trimtab.measure.snapshot import fingerprint
 from trimtab.recipes.loop import hold_strict_fp32
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -87,7 +88,7 @@ def test_a_snapshot_takes_no_memory_of_the_device() -> None:
     optimizer.step()
     model.held = [torch.ones(2**20, device="cuda")]
     before, weights = fingerprint(model, optimizer), torch.cuda.memory_allocated()
-    with Snapshot(model, optimizer):
+    with LoopState(model, optimizer):
         assert torch.cuda.memory_allocated() == weights
         optimizer.step()
         model.held[0].mul_(2)

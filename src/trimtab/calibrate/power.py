@@ -18,7 +18,7 @@ from trimtab.core.profile import ALONE, Candidate, is_final
 from trimtab.decide.search import Stage
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.measure.energy import EnergyClock, GivenWatts, Meter
-from trimtab.measure.snapshot import Snapshot
+from trimtab.measure.loop_state import LoopState
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.runtime.engine import Run
@@ -52,7 +52,7 @@ class Power:
             return 0
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 
-    def read(self, subject: Subject, arms: Sequence[Metered], start: Snapshot, num_windows: int) -> None:
+    def read(self, subject: Subject, arms: Sequence[Metered], start: LoopState, num_windows: int) -> None:
         """Add each arm's watts, in turns; none of an arm in which the meter was lost once.
 
         One whose step raises has that error, as in its blocks, and is run no further.

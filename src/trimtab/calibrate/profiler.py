@@ -39,11 +39,10 @@ from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Tr
 from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
-from trimtab.measure.loop_state import unchanged_by
+from trimtab.measure.loop_state import LoopState, unchanged_by
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory import forget_peak, is_profiled
 from trimtab.measure.meters import Found, with_idle
-from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock
 from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
@@ -185,7 +184,7 @@ def _search(
     profile: Profile,
     num_blocks: int,
     progress: Callable[[str], None],
-    snapshot: Snapshot,
+    snapshot: LoopState,
     *,
     traces: bool,
     start: float,
@@ -278,7 +277,7 @@ def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, fl
     "slicing" cuts the batch into micro-batches and moves them to the device; drawing batches is timed apart. The first
     step is not counted, and fewer steps are where one is long. Leaves no trace.
     """
-    with Snapshot(subject.trained, subject.optimizer), subject.start(candidate) as run:
+    with LoopState(subject.trained, subject.optimizer), subject.start(candidate) as run:
         run.train_step(run.window(subject.batch), subject.loss_fn)
         clock, faults, steps = PhaseClock(subject.device), [page_faults.num_faults()], 0
         while steps == 0 or (steps < _PHASE_STEPS and sum(clock.seconds.values()) * (1 + 1 / steps) <= _PHASES_S):

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.measure.held import reachable, tensors_of
-from trimtab.measure.loop_state import LoopState
 from trimtab.measure.process_state import ProcessState
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-Snapshot = LoopState  # of a model and its optimizer alone
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a sha256 over all that `Snapshot` holds, addresses and hooks too: equal before and after a trial."""
+    """Return a sha256 over a model, its optimizer and the process, addresses and hooks too: equal after a trial."""
     digest = hashlib.sha256()
     for line in _facts(model, optimizer):
         digest.update(line if isinstance(line, bytes) else repr(line).encode())

@@ -16,7 +16,8 @@ import trimtab
 from trimtab.calibrate import trials
 from trimtab.core.errors import InfeasibleError
 from trimtab.measure import machine
-from trimtab.measure.snapshot import Snapshot, fingerprint
+from trimtab.measure.loop_state import LoopState
+from trimtab.measure.snapshot import fingerprint
 
 ROWS = 6
 
@@ -301,7 +302,7 @@ def wreck(made, chosen):
 def test_a_snapshot_puts_back_what_was_wrecked_again_and_again(model, optimizer):
     made, chosen, batch = loop(model, optimizer)
     before, there = fingerprint(made, chosen), members(made)
-    snapshot = Snapshot(made, chosen)
+    snapshot = LoopState(made, chosen)
     for _ in range(2):
         random_loss(made, batch)
         wreck(made, chosen)

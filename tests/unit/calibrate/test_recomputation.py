@@ -23,8 +23,8 @@ from trimtab.decide import search
 from trimtab.decide.checkpoint_schedule import keep_all, predict
 from trimtab.decide.optimal_schedule import optimal
 from trimtab.decide.planner import choose
+from trimtab.measure.loop_state import LoopState
 from trimtab.measure.memory import peak_bytes
-from trimtab.measure.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("brief_trials")
 MEASURING_S = recompute_seconds._MEASURING_S  # where trials are not brief
@@ -181,7 +181,7 @@ def test_measuring_leaves_the_loop_as_it_was():
     subject = subject_of()
     before = {name: value.clone() for name, value in subject.model.state_dict().items()}
     kinds = [type(module) for module in subject.model.modules()]
-    with Snapshot(subject.model, subject.optimizer):
+    with LoopState(subject.model, subject.optimizer):
         measure_recomputable(subject, Candidate("fp32", "keep", False, 256))
     assert [type(module) for module in subject.model.modules()] == kinds
     assert all(torch.equal(value, before[name]) for name, value in subject.model.state_dict().items())

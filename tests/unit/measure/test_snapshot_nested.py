@@ -13,7 +13,8 @@ import trimtab
 from trimtab.calibrate import trials
 from trimtab.measure import machine
 from trimtab.measure.held import reachable
-from trimtab.measure.snapshot import Snapshot, fingerprint
+from trimtab.measure.loop_state import LoopState
+from trimtab.measure.snapshot import fingerprint
 
 ROWS = 6
 
@@ -109,7 +110,7 @@ def look(model, optimizer):
 def test_what_is_nested_is_put_back_on_the_same_objects_again_and_again():
     model, optimizer, batch = loop()
     before, print_before = look(model, optimizer), fingerprint(model, optimizer)
-    snapshot = Snapshot(model, optimizer)
+    snapshot = LoopState(model, optimizer)
     for _ in range(2):
         train(model, optimizer, batch)
         assert look(model, optimizer) != before
@@ -135,7 +136,7 @@ def test_training_goes_on_as_without_a_snapshot():
     for planned in (False, True):
         model, optimizer, batch = loop()
         if planned:
-            with Snapshot(model, optimizer):
+            with LoopState(model, optimizer):
                 train(model, optimizer, batch)
         train(model, optimizer, batch)
         ends.append((look(model, optimizer)[1], [p.tolist() for p in model.parameters()]))
@@ -163,7 +164,7 @@ CHANGES = {
 def test_a_fingerprint_sees_each_and_a_snapshot_undoes_it(change):
     model, optimizer, _ = loop()
     before, values = fingerprint(model, optimizer), look(model, optimizer)
-    with Snapshot(model, optimizer):
+    with LoopState(model, optimizer):
         change(model, optimizer)
         assert fingerprint(model, optimizer) != before
     assert fingerprint(model, optimizer) == before
@@ -196,7 +197,7 @@ def test_other_objects_are_entered_and_never_copied():
     model.shared, model.sparse = torch.ones(1).expand(5), torch.eye(2).to_sparse()
     model.graph = (model.body.weight * 2).sum()  # not a leaf, and its backward is still to come
     held = model.opaque, model.output, model.cached, model.shared, model.sparse, model.graph
-    with Snapshot(model, optimizer):
+    with LoopState(model, optimizer):
         model.opaque.values.append(2)
         model.opaque = model.output = model.cached = model.shared = model.sparse = model.graph = None
     found = model.opaque, model.output, model.cached, model.shared, model.sparse, model.graph
@@ -217,7 +218,7 @@ def test_everything_is_reached_once_and_deep_nests_do_not_overflow():
 
 def test_a_copy_made_while_held_is_a_copy():
     model, optimizer, batch = loop()
-    with Snapshot(model, optimizer):
+    with LoopState(model, optimizer):
         train(model, optimizer, batch)
         ema = copy.deepcopy(model)
         assert ema.history == model.history

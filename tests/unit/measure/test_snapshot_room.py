@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from trimtab.measure import loop_state as module
+from trimtab.measure.loop_state import LoopState
 from trimtab.measure.memory import forget_peak
 from trimtab.measure.process_state import ProcessState
-from trimtab.measure.snapshot import Snapshot, fingerprint
+from trimtab.measure.snapshot import fingerprint
 
 GIB = 2**30
 
@@ -46,7 +47,7 @@ def test_copies_lie_where_there_is_room_and_are_put_back_alike(monkeypatch, peak
     monkeypatch.setattr(module, "_has_room", lambda model, optimizer, peak: has_room)
     model, optimizer, step = trained()
     before = fingerprint(model, optimizer)
-    held = Snapshot(model, optimizer, peak_bytes=peak_bytes)
+    held = LoopState(model, optimizer, peak_bytes=peak_bytes)
     (other,) = copied.keys() - {where}
     assert (len(copied[where]) > 10, copied[other]) == (True, [])  # weights, gradients, states, statistics
     for _ in range(2):
@@ -87,7 +88,7 @@ def test_holding_a_model_on_the_host_does_not_initialise_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", initialises)
     model, optimizer, step = trained()
     before = fingerprint(model, optimizer)
-    with Snapshot(model, optimizer):
+    with LoopState(model, optimizer):
         step()
     assert fingerprint(model, optimizer) == before
     with pytest.raises(AssertionError, match="initialised"):
