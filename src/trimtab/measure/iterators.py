@@ -88,7 +88,9 @@ def _part(value: Any) -> Any:
 def _of_state(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_of_state, value))
-    return tuple(map(_part, value)) if type(value) is list else _part(value)
+    if type(value) is list:  # of `itertools.cycle`, which only adds to it
+        return len(value), [_Same(each) for each in value[-1:]]
+    return _part(value)
 
 
 class _Same:

@@ -36,6 +36,15 @@ class HeldMemory:
         self.owner, self.key = owner, id(owner)
         self._bytes = _bytes(owner)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return len(self._bytes)
+
+    def again(self) -> HeldMemory:
+        """Return the values as they are now."""
+        return HeldMemory(self.owner)
+
     def has_changed(self) -> bool:
         """Return whether the bytes differ."""
         return _bytes(self.owner) != self._bytes

@@ -23,11 +23,12 @@ from trimtab.core.errors import ModelError
 from trimtab.measure.generators import GLOBAL_GENERATORS, HeldGenerator, is_generator
 from trimtab.measure.held import HeldArray, HeldBinding, HeldContainer, HeldTensor, is_container
 from trimtab.measure.loop_state import Change, LoopState
+from trimtab.measure.raw_memory import HeldMemory, is_raw_memory
 
 _MOST_LOOKED_AT = 100  # objects that are compared around every forward
 _MOST_ITEMS = 10_000  # of a container that is copied at every forward
 _SMALL = 2**20  # bytes of a tensor that later watched forwards copy; the first one copies all
-Replayed = HeldArray | HeldBinding | HeldContainer | HeldGenerator
+Replayed = HeldArray | HeldBinding | HeldContainer | HeldGenerator | HeldMemory
 _REFUSED = "a forward whose recomputation changes nothing but buffers, attributes, containers and random generators"
 
 
@@ -268,7 +269,7 @@ def _has_changed(held: Replayed) -> bool:
 
 
 def _is_small(held: Replayed) -> bool:
-    if isinstance(held, HeldArray):
+    if isinstance(held, HeldArray | HeldMemory):
         return held.nbytes <= _SMALL
     return not isinstance(held, HeldContainer) or len(held.items) <= _MOST_ITEMS
 
@@ -285,6 +286,8 @@ def holding(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Replayed | N
             return HeldGenerator(value)
         if isinstance(value, numpy.ndarray):
             return HeldArray(value)
+        if is_raw_memory(value):
+            return HeldMemory(value)
         return HeldContainer(value) if is_container(value) and len(value) <= _MOST_ITEMS else None
 
     return where, hold

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from trimtab.measure.generators import HeldGenerator
 from trimtab.measure.held import HeldArray, HeldBinding, HeldContainer, HeldTensor, checksum
 from trimtab.measure.loop_state import Change, ChangeKind, LoopState
+from trimtab.measure.raw_memory import HeldMemory
 from trimtab.runtime.forward_state import Replayed, holding, is_traced
 
 _LARGE = 2**20  # bytes
@@ -221,7 +222,7 @@ def _itself(value: Any) -> Any:
 
 def _is_plain(change: Change, held: Replayed) -> bool:
     """Return whether what changed is a number or a container without tensors, and no module's attribute."""
-    if change.kind is not ChangeKind.CLOSURE or isinstance(held, HeldGenerator | HeldArray):
+    if change.kind is not ChangeKind.CLOSURE or isinstance(held, HeldGenerator | HeldArray | HeldMemory):
         return False
     if isinstance(held, HeldBinding):
         values = [held.value, held.get()]

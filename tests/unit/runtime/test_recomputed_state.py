@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextvars
 import itertools
+import multiprocessing
 import random
+import threading
 
 import numpy
 import pytest
@@ -124,6 +127,28 @@ class CountingInTheClass(Block):
     def factor(self, x):
         CountingInTheClass.number += 1
         return 1 / CountingInTheClass.number
+
+
+class CountingInAnArray(Block):
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.shared = array.array("d", [0.0]), multiprocessing.Value("i", 0)
+
+    def factor(self, x):
+        self.numbers[0] += 1
+        self.shared.value += 1
+        return 1 / (self.numbers[0] + self.shared.value)
+
+
+class CountingInAThread(Block):
+    def __init__(self):
+        super().__init__()
+        self.place = threading.local()
+        self.place.calls = 0
+
+    def factor(self, x):
+        self.place.calls += 1
+        return 1 / self.place.calls
 
 
 class Auxiliary(Block):
@@ -277,7 +302,8 @@ def trained(kind, schedule, micro_batch=8, loss=loss_fn):
 
 REPLAYED = [
     PythonRandom, NumpyRandom, OwnRandom, OwnTorchRandom, OwnNumpyRandom, StochasticDepth, Counting, CountingGlobally,
-    CountingInAnObject, CountingInTheClass, Auxiliary, Filling, FillingADict, Caching, Rolling, Table,
+    CountingInAnObject, CountingInTheClass, CountingInAnArray, CountingInAThread,
+    Auxiliary, Filling, FillingADict, Caching, Rolling, Table,
     RandomInSomeCalls, FillingInSomeCalls, StatisticsInSomeCalls,
 ]  # fmt: skip
 
