@@ -92,16 +92,13 @@ def pages(root: Path) -> dict[Path, str]:
     made: dict[Path, dict[str, Any]] = {
         root / "README.md": {"figures": _claims(comparisons)},
         root / "docs" / "RESULTS.md": {"figures": [*_sections(results), *_evaluations(root)]},
-        root / "docs" / "memory.md": {
-            "figures": of("prediction"),
-            "frontier": [*_drawn(drawn), *of("frontier", "frontier_compiled", "frontier_walk")],
-        },
+        root / "docs" / "memory.md": {"frontier": _drawn(drawn)},
         root / "docs" / "planning.md": {
             "figures": of("exhaustive", "budget_sweep", "planning_time", "published", "probing"),
         },
         root / "docs" / "install.md": {"figures": of("import_time")},
         root / "docs" / "hosts.md": {"figures": _or_unmeasured(of("hosts"), "hosts")},
-        root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
+        root / "docs" / "accumulation.md": {"model": _savings()},
         root / "docs" / "ranks.md": {"figures": files(*RANKS)},
     }
     for blocks in (docs_figures.blocks, technique_figures.blocks, advice_figures.blocks):

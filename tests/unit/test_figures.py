@@ -210,7 +210,7 @@ def test_the_cheapest_schedule_is_the_one_that_saves_what_is_asked_for():
     (line,) = list(docs_figures._least(rows))[2:]
     a_fourth, half = line.split(" | ")[1:3]
     assert a_fourth == "1.20 times (1.10 to 1.30), at -25%"
-    assert half == "no schedule; the least is 1.30 times (1.20 to 1.40), at -40%"
+    assert half == "not reachable; 1.30 times (1.20 to 1.40), at -40%"
 
 
 def test_goodput_is_within_its_bar_or_of_other_seeds_alone_or_not():
