@@ -19,6 +19,9 @@ from trimtab.runtime.voids import PATIENCE, Voids
 ROWS, WINDOWS, BAD = 8, 6, 3
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:The backward of Poison receives gradients times the loss scale")
+
+
 class Poison(torch.autograd.Function):
     """The identity, with a gradient that is no number."""
 
