@@ -66,3 +66,13 @@ def test_an_error_survives_the_way_between_processes(name, again):
     back = again(error)
     assert type(back) is type(error)
     assert (str(back), vars(back)) == (str(error), vars(error))
+
+
+def test_every_class_has_a_code_of_its_own_that_another_replaces_and_that_survives_pickling():
+    codes = [cls.default_code for cls in CLASSES.values()]
+    assert len(set(codes)) == len(codes)
+    for cls in CLASSES.values():
+        error = cls("batch", given="7", expected="an even number")
+        assert error.code == cls.default_code
+        assert pickle.loads(pickle.dumps(error)).code == cls.default_code
+        assert cls("batch", given="7", expected="an even number", code="batch.odd").code == "batch.odd"
