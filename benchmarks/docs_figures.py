@@ -61,8 +61,8 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
 
 def _goodput(*each: list[Row]) -> Iterator[str]:
     """Yield a line a task and link, of the mean of the losses; and what single losses are at the worst."""
-    columns = "task, link | fixed part | best fixed k | k = 1 | `goodput` | paired by seed (95%) | over other seeds"
-    yield f"| {columns} | within {BEHIND:.0%} | the paper's rule | over other seeds |"
+    columns = "task, link | `f` | best fixed k | k = 1 | `goodput` | paired by seed (95%) | over other seeds"
+    yield f"| {columns} | within {BEHIND:.0%} | `paper` | over other seeds |"
     yield "|---" * 10 + "|"
     for rows in each:
         means = [row for row in rows if row["easiest"] != row["target"]]
@@ -70,7 +70,7 @@ def _goodput(*each: list[Row]) -> Iterator[str]:
             yield _of_link({row["policy"]: row for row in means if row["link"] == link})
     singles = [row["regret"] for rows in each for row in rows if _is_single(row)]
     yield ""
-    yield f"To single losses `goodput` takes {max(singles):.1%} more than the best fixed k at the most"
+    yield f"For a single target loss, `goodput` takes {max(singles):.1%} more time than the best fixed k at worst"
 
 
 def _is_single(row: Row) -> bool:
@@ -79,7 +79,7 @@ def _is_single(row: Row) -> bool:
 
 def _of_link(arms: Mapping[str, Row]) -> str:
     ours, paper, one = arms["goodput"], arms["paper"], arms["k=1"]
-    fixed = f"{ours['fixed_s'] / ours['micro_s']:.2f} of a micro-batch"
+    fixed = f"{ours['fixed_s'] / ours['micro_s']:.2f}"
     paired = f"{ours['mean']:.2f} ({ours['low']:.2f} to {ours['high']:.2f}), n = {ours['n']}"
     within = "yes" if ours["regret"] <= BEHIND else "over other seeds alone" if ours["over_again"] <= BEHIND else "no"
     theirs = f"reached from {paper['n']} of {paper['seeds']} seeds | "
@@ -92,8 +92,8 @@ def _of_link(arms: Mapping[str, Row]) -> str:
 def _monitor(*each: list[Row]) -> Iterator[str]:
     for row in (row for rows in each for row in rows if "control_half_width" in row):
         bounds = f"{row['low'] - 1:+.1%} to {row['high'] - 1:+.1%}"
-        own = f"{row['price_of_a_run']:.2%} of 2,000 windows by its own clock"
-        where = f"- {row['task']} in windows of {row['num_micro_batches']}"
+        own = f"{row['price_of_a_run']:.2%} of 2,000 steps by its own clock"
+        where = f"- {row['task']}, k={row['num_micro_batches']}"
         yield f"{where}: {row['mean'] - 1:+.1%} ({bounds}, n={row['n']}); {own}"
 
 
