@@ -149,8 +149,8 @@ def _took(row: Row) -> str:
 
 
 def _freed(races: Iterable[Record]) -> Iterator[str]:
-    over = "charged | medians | uncharged | over the tuned recipe, uncharged"
-    yield f"| task, record | the rate found | to | {over} | final metric | part of the rows |"
+    over = "speed, search included | median time | speed, search excluded | over the tuned recipe, search excluded"
+    yield f"| record | rate found | target | {over} | final metric | samples |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for found in races:
         charged = _hardest(found)
@@ -178,7 +178,7 @@ def _scale(found: Record) -> float:
 
 
 def _rates(sweeps: Iterable[Record], races: Iterable[Record]) -> Iterator[str]:
-    yield "| task | the test found | the best of those swept | the next best | record |"
+    yield "| task | range test | best of the sweep | second best | record |"
     yield "|---|---|---|---|---|"
     for sweep in sweeps:
         best, second = (f"{row['lr']:g}: {row['value']:.4g}" for row in sorted(sweep.rows, key=_value)[:2])
