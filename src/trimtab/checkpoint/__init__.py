@@ -1,1 +1,1 @@
-"""Runs kept on disk, and gone on with after whatever ended them."""
+"""Checkpoints on disk, and resuming from them after an interruption."""

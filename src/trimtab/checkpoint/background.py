@@ -1,4 +1,4 @@
-"""A save beside the training: one at a time, and its failure is never lost."""
+"""Background saves: one at a time, and a failure is always raised or warned about."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class Background:
-    """One thread, made with the first save. What is written must not change meanwhile: it is the caller's copy."""
+    """A thread for saves, created by the first one. The caller must pass a copy that no longer changes."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Have something written, once what was before it is; raises what that failed with, and begins nothing then."""
+        """Wait for the previous save, then start the next. If the previous save failed, raise its error instead."""
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="trimtab-checkpoint")
         self._under_way = self._pool.submit(write)
 
     def wait(self) -> None:
-        """Wait for what is written; raises what it failed with, once."""
+        """Wait for the save in progress and raise its error, once."""
         under_way = self._under_way
         if under_way is None:
             return
         try:
             under_way.result()
         finally:
-            if under_way.done():  # a signal may have ended the wait, and not the save
+            if under_way.done():  # a signal may have ended the wait but not the save
                 self._under_way = None
 
     def end(self) -> None:
-        """End the thread, once nothing is under way; a failure is still there for `wait`."""
+        """End the thread after the save in progress. `wait` can still raise its error."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

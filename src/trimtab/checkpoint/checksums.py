@@ -1,4 +1,4 @@
-"""Checksums of a file by chunks, on a few threads: as fast as the disk, or nearly."""
+"""Chunked checksums of a file, computed by a few threads at nearly disk speed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-try:  # the same sums, several times faster
+try:  # same checksums, several times faster
     from zlib_ng.zlib_ng import crc32
 except ImportError:
     from zlib import crc32
 
-CHUNK_BYTES = 2**26  # of the format: a manifest's checksums are of chunks of this size
-THREADS = 2  # two keep up with a disk that is written, and leave a training its processors
-MOST_THREADS = 8  # of who reads: nothing else is to be done then
-_READ_BYTES = 2**20  # stays in a processor's cache between being read and summed
-_MOST_PIECES = 1024  # that a system takes in one call
+CHUNK_BYTES = 2**26  # part of the format: manifests list a checksum per chunk of this size
+THREADS = 2  # for writing: enough for the disk's speed, while training needs the remaining cores
+MOST_THREADS = 8  # for reading, when nothing else runs
+_READ_BYTES = 2**20  # small enough to stay in the CPU cache between read and checksum
+_MOST_PIECES = 1024  # maximum number of buffers for one preadv call (IOV_MAX)
 
 
 class Room:
-    """Memory for a file's bytes, in pieces that follow one another.
+    """Memory for a file's contents, as consecutive pieces.
 
     Attributes:
-        bytes: of all pieces.
+        bytes: Total size.
     """
 
     def __init__(self, pieces: Iterable[memoryview]) -> None:
@@ -33,7 +33,7 @@ class Room:
         self.bytes = self._ends[-1] if self._ends else 0
 
     def part(self, start: int, end: int) -> list[memoryview]:
-        """Return the memory from byte `start` on, up to `end` or as far as one call can read."""
+        """Return the pieces for bytes `start` to `end`, at most as many as one system call can fill."""
         index, found = bisect.bisect_right(self._ends, start), []
         while start < end and len(found) < _MOST_PIECES:
             begin = self._ends[index] - len(self._pieces[index])
@@ -47,10 +47,14 @@ def crc32_of_chunks(descriptor: int, size: int, pool: ThreadPoolExecutor, room: 
     """Return the CRC-32 of each chunk of an open file, in hexadecimal.
 
     Args:
-        room: for all its bytes, which are there when it returns.
+        descriptor: Open file.
+        size: Size of the file in bytes.
+        pool: Threads for the chunks.
+        room: Memory that receives the file's contents; None to drop them.
 
     Raises:
-        OSError: it cannot be read, or ends before `size` bytes. ValueError: the room is for more or fewer.
+        OSError: Reading failed, or the file is shorter than `size`.
+        ValueError: `room` has another size.
     """
     if room is not None and room.bytes != size:
         raise ValueError(f"room for {room.bytes} bytes, of {size}")
@@ -77,6 +81,6 @@ def _crc32(descriptor: int, at: int, end: int, room: Room | None) -> str:
 
 
 def _again(size: int) -> Callable[[int, int], list[memoryview]]:
-    """Return what gives the same memory for every part: of who wants the sums alone."""
+    """Return a function that returns the same buffer for every part, for callers that need only checksums."""
     buffer = memoryview(bytearray(size))
     return lambda start, end: [buffer[: end - start]]

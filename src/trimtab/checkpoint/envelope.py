@@ -1,9 +1,9 @@
-"""A folder that is there whole or not at all, and knows when a bit of it changed.
+"""Atomic, checksummed directories: written under a temporary name, synced, then renamed.
 
     NAME.tmp-*/  ->  files, each synced  ->  manifest, synced  ->  rename to NAME  ->  parent synced  ->  hint `latest`
 
-A folder counts where its manifest agrees with every byte of it; `latest` is for people. Nothing is ever written into a
-folder that is there.
+A folder is valid if the manifest's checksums match all files. The file `latest` is a hint for people; the code never
+reads it. A committed folder is never modified.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from trimtab.core.locks import try_lock
 
 LATEST = "latest"
 DAMAGED = ".damaged-"
-# Memory for the bytes of a file, where somebody wants them; it is told its name, its descriptor and how many they are.
+# Returns the memory for a file's bytes, or None to checksum without storing. Arguments: file name, descriptor, size.
 Rooms = Callable[[str, int, int], Room | None]
-NAMED = re.compile(r"step-(\d{1,12})")  # what a checkpoint is called, by which one is known that lost its manifest
+NAMED = re.compile(r"step-(\d{1,12})")  # the name of a checkpoint, from which the step is known if the manifest is lost
 
 
 def name_of(step: int) -> str:
-    """Return what the checkpoint after so many steps is called."""
+    """Return the folder name of the checkpoint taken after `step` windows."""
     return f"step-{step}"
 
 
@@ -57,18 +57,24 @@ def write(
     about: Mapping[str, Any],
     last: Callable[[Callable[[], None]], object] = lambda commits: commits(),
 ) -> Path:
-    """Write a folder, whole or not at all; returns it. Its name is on disk once it is settled.
+    """Write a folder atomically and return its path. Call `settle` afterwards to sync the name.
 
     Args:
-        fill: writes the files into the folder it is given. about: JSON; its `step` says how far it is.
-        last: calls what it is given, which brings all that was filled in to disk, and may take long.
+        parent: Existing directory for the new folder.
+        name: Name of the new folder.
+        fill: Writes the files into the temporary folder, whose path is the argument.
+        about: JSON-serializable metadata for the manifest; must contain `step`.
+        last: Called with the commit function, which syncs all files and renames the folder. The commit can take long,
+            so several ranks use `last` to wait for the commit together.
 
     Raises:
-        FormatError: there is something of that name, or what was filled in is not files alone. ValueGivenError: the
-            name is none, or `about` has no step or is not JSON. SaveError: it could not be written.
-            What was there is as it was, whichever it is, or whatever else `fill` raises.
+        FormatError: `parent / name` exists, or `fill` created something other than regular files.
+        ValueGivenError: `name` is invalid, or `about` has no step or is not JSON-serializable.
+        SaveError: The folder could not be written.
+
+        After any error, including an error from `fill`, existing files are unchanged.
     """
-    Manifest({}, about).encoded()  # refused before hours of writing
+    Manifest({}, about).encoded()  # invalid metadata is refused before hours of writing
     if not is_plain(name) or TEMPORARY in name or DAMAGED in name:
         raise ValueGivenError("name", given=repr(name), expected="a name that a committed folder can have")
     final = parent / name
@@ -91,28 +97,31 @@ def write(
 
 
 def settle(folder: Path) -> None:
-    """Bring the name of a folder that was written to disk, and leave the hint.
+    """Sync the parent directory, so that the new folder's name survives a power failure, and update `latest`.
 
     Raises:
-        SaveError: the disk does not take it; the folder is there, and whole.
+        SaveError: The sync failed. The folder exists and is complete.
     """
     try:
         sync(folder.parent)
     except OSError as error:
         expected, way_out = "its name on disk", "It is there and whole; a power cut may yet take it."
         raise not_written(folder, error, expected, way_out) from error
-    with contextlib.suppress(OSError):  # a hint that nobody relies upon
+    with contextlib.suppress(OSError):  # nothing depends on this hint
         write_over(folder.parent / LATEST, f"{folder.name}\n".encode(), is_synced=False)
 
 
 @contextlib.contextmanager
 def _temporary(final: Path) -> Iterator[Path]:
-    """Make a folder beside, which a lock shows to be in use; what becomes of it, no trace of it is left there."""
+    """Create a locked temporary directory next to `final`; it is deleted if the block raises.
+
+    The lock shows other processes (see `clean`) a live writer.
+    """
     beside, descriptor = set_apart(final), None
     beside.mkdir()
     try:
         descriptor = os.open(beside, os.O_RDONLY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a file system without locks: `clean` leaves it alone there
+        with contextlib.suppress(OSError):  # on a file system without locks, `clean` never deletes the folder
             try_lock(descriptor)
         yield beside
     except BaseException:
@@ -124,10 +133,11 @@ def _temporary(final: Path) -> Iterator[Path]:
 
 
 def seal(folder: Path, about: Mapping[str, Any]) -> Manifest:
-    """Bring a folder's files to disk, and write their manifest.
+    """Sync all files of a folder, then write and sync the manifest.
 
     Raises:
-        FormatError: it holds a folder, a link or a manifest. OSError: it cannot be written.
+        FormatError: The folder contains a subfolder, a link or a manifest.
+        OSError: Writing failed.
     """
     files = {}
     with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as disk:
@@ -143,7 +153,10 @@ def seal(folder: Path, about: Mapping[str, Any]) -> Manifest:
 
 
 def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> File:
-    """Return a file's size and checksums, once it is on disk: one takes a processor, the other waits."""
+    """Sync a file and return its size and checksums.
+
+    The checksums are computed while fsync waits for the disk in another thread.
+    """
     descriptor, size = open_file(path)
     try:
         under_way = disk.submit(os.fsync, descriptor)
@@ -155,14 +168,18 @@ def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> F
 
 
 def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> Manifest:
-    """Read every byte of a folder, and return its manifest.
+    """Read all bytes of a folder, compare the checksums and return the manifest.
 
     Args:
-        rooms: takes the bytes of a file as they are read; what is in it counts once this returns.
+        folder: Committed folder.
+        rooms: Returns the memory in which a file's bytes are stored during the check, or None. The contents are valid
+            only after this function has returned.
 
     Raises:
-        DamagedError: a file is missing, is one too many, has another size or other bytes, or is none; or the manifest.
-        FormatError: the manifest has another schema. OutOfReach: a file cannot be read for now.
+        DamagedError: The manifest is damaged, or a file is missing, unexpected, unreadable, or has a different size or
+            checksum.
+        FormatError: The manifest has a different schema version.
+        OutOfReach: A file is temporarily unreadable.
     """
     manifest = manifest_of(folder)
     try:
@@ -183,7 +200,7 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
 
 
 def _of_ranks(manifest: Manifest) -> Iterator[str]:
-    """Yield the files that ranks beyond the first have to have written, by what the manifest says of them."""
+    """Yield the names of the state files required from ranks 1 and above."""
     for rank in range(1, manifest.num_ranks):
         yield from (f"{prefix_of(rank)}{name}" for name in (TENSORS, TREE))
 
@@ -198,9 +215,9 @@ def _compare(folder: Path, name: str, said: File, found: File | Unread) -> None:
 
 
 def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> File | Unread:
-    """Return what a file is, read where it has the size; or why it cannot be.
+    """Return a file's size and checksums, or the reason for a failed read. A file of another size is not read.
 
-    No error leaves it: one that is kept would keep the memory that the bytes were to go to.
+    Errors are returned as values: an exception's traceback would keep the memory in `rooms` alive.
     """
     try:
         descriptor, found = open_file(path)
@@ -215,7 +232,7 @@ def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> 
 
 
 class Refused(NamedTuple):
-    """A folder that is not whole, and why."""
+    """A damaged folder and the error found by verification."""
 
     folder: Path
     error: DamagedError
@@ -225,7 +242,10 @@ class Refused(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The newest folder that is whole, if any; `refused` are those that would have been newer, or cannot be told."""
+    """The newest undamaged folder, or None.
+
+    `refused` lists damaged folders sorted before it: newer ones, and folders of unknown step.
+    """
 
     folder: Path | None
     manifest: Manifest | None
@@ -233,7 +253,7 @@ class Found(NamedTuple):
 
 
 def found(parent: Path) -> list[Path]:
-    """Return the committed folders, the newest first by the steps in their manifests; no file is looked at."""
+    """Return committed folders with a readable manifest, newest step first. Other files are not read."""
     return [folder for folder in committed(parent) if _step(folder) is not None]
 
 
@@ -242,15 +262,16 @@ def newest_good(
     reads: Callable[[Path, Manifest], object] = lambda folder, manifest: None,
     verifies: Callable[[Path], Manifest] = verify,
 ) -> Found:
-    """Return the newest folder of which every byte is as it was written.
+    """Return the newest folder that passes verification.
 
     Args:
-        reads: takes a folder that is whole; one of which it raises `DamagedError` counts as one that is not.
-        verifies: does what `verify` does; the folder that is returned is the last one.
+        parent: Directory of the checkpoints.
+        reads: Further check of a verified folder; a folder for which it raises `DamagedError` is refused.
+        verifies: Replacement for `verify`. The returned folder is always the last one verified.
 
     Raises:
-        FormatError: one that may be newer has another schema: whoever wrote it can read it. OutOfReach: it cannot be
-            read for now, and may be whole.
+        FormatError: A possibly newer folder has a different schema version, readable by another trimtab version.
+        OutOfReach: A possibly newer folder is temporarily unreadable.
     """
     refused: list[Refused] = []
     for folder in committed(parent):
@@ -259,16 +280,17 @@ def newest_good(
             reads(folder, manifest)
             return Found(folder, manifest, refused)
         except DamagedError as error:
-            error.__traceback__ = error.__context__ = None  # which hold all that called, as long as it is kept
+            # A kept traceback would keep the callers' local variables alive.
+            error.__traceback__ = error.__context__ = None
             refused.append(Refused(folder, error))
     return Found(None, None, refused)
 
 
 def committed(parent: Path) -> list[Path]:
-    """Return what is a committed folder, or was one, the newest first; whether they are whole is not looked at.
+    """Return the checkpoint folders, newest first, without verifying the contents.
 
-    Other programs have manifests too: a folder of another name than `step-N` is one where its own can be believed, or
-    lies beside a state.
+    A folder counts as a checkpoint if the name is `step-N`, if the manifest is valid, or if a damaged manifest lies
+    next to a state file. Other programs also write files named `manifest.json`, so the file name alone is not enough.
     """
     try:
         names = os.listdir(parent)
@@ -285,13 +307,13 @@ def _counts(path: Path) -> bool:
         manifest_of(path)
     except (DamagedError, OutOfReach):
         return (path / NAME).is_file() and (path / TREE).is_file()
-    except FormatError:  # of another schema: whoever wrote it can read it
+    except FormatError:  # readable by another trimtab version
         return True
     return True
 
 
 def _step(folder: Path) -> int | None:
-    """Return how far a folder says that it is; None where it cannot be believed."""
+    """Return the step from a folder's manifest, or None if the manifest is unreadable."""
     try:
         return manifest_of(folder).step
     except FormatError:
@@ -299,7 +321,7 @@ def _step(folder: Path) -> int | None:
 
 
 def _is_finite(folder: Path) -> bool:
-    """Return whether a folder's parameters are finite; False if its manifest cannot be read."""
+    """Return True if the manifest is readable and marks all parameters as finite."""
     try:
         return manifest_of(folder).is_finite
     except FormatError:
@@ -307,9 +329,9 @@ def _is_finite(folder: Path) -> bool:
 
 
 def _place(folder: Path) -> tuple[float, bool, str]:
-    """Return a folder's place in their order: by its name where its manifest is lost, else before all.
+    """Return the sort key of a folder: step, then `step-N` names before copies, then name.
 
-    Of those of one step the run's own comes first, and copies of it are not looked at.
+    The step comes from the manifest, else from the name; a folder with neither sorts as the newest.
     """
     step, named = _step(folder), NAMED.fullmatch(folder.name)
     at = step if step is not None else int(named[1]) if named else math.inf
@@ -317,15 +339,19 @@ def _place(folder: Path) -> tuple[float, bool, str]:
 
 
 def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
-    """Delete all but the newest `step-N`, once the newest is found whole; returns what was deleted.
+    """Delete old `step-N` folders and return the deleted paths.
 
-    Of those with finite parameters the newest is kept too, however old.
+    The newest `keep_last` folders stay. If none of them has finite parameters, the newest older folder with finite
+    parameters stays too. Nothing is deleted unless the newest folder passes verification.
 
     Args:
-        written: the name of one that was committed just now, and needs no second reading.
+        parent: Directory of the checkpoints.
+        keep_last: Number of folders to keep, at least 1.
+        written: Name of a folder committed just now, which needs no verification.
 
     Raises:
-        FormatError: the newest is not whole; nothing was deleted. SaveError: what is older cannot be deleted.
+        FormatError: The newest folder is damaged; nothing was deleted.
+        SaveError: An old folder could not be deleted.
     """
     checks.integer("keep_last", keep_last)
     own = filter(_is_own, found(parent))
@@ -348,19 +374,23 @@ def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder is the run's, which may be renamed and deleted; others the user laid there."""
+    """Return True for a `step-N` folder, which may be renamed or deleted. Links and other names belong to the user."""
     return NAMED.fullmatch(folder.name) is not None and not folder.is_symlink()
 
 
 def remove(folder: Path) -> None:
-    """Delete a committed folder: it is none from the first moment on, and never half of one."""
+    """Delete a committed folder atomically: it is renamed first, so that no partial checkpoint is ever visible."""
     aside = set_apart(folder)
     os.rename(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def put_aside(folder: Path) -> bool:
-    """Give a `step-N` that is not whole a name that no committed one has; returns False of what is the user's."""
+    """Rename a damaged `step-N` folder so that it no longer counts as a checkpoint.
+
+    Returns:
+        False if the folder belongs to the user and was left unchanged.
+    """
     if not _is_own(folder):
         return False
     os.rename(folder, folder.with_name(f"{folder.name}{DAMAGED}{uuid.uuid4().hex[:8]}"))
@@ -368,7 +398,7 @@ def put_aside(folder: Path) -> bool:
 
 
 def clean(parent: Path) -> list[Path]:
-    """Delete what writers left that were ended, and return it; those that live hold a lock, however old theirs is."""
+    """Delete temporary files of killed writers and return the paths. Files of live writers are locked and stay."""
     left = [Path(entry.path) for entry in os.scandir(parent) if _is_left(entry)]
     for path in left:
         if path.is_dir():
@@ -387,7 +417,7 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
         return False
     try:
         return try_lock(descriptor)
-    except OSError:  # a file system without locks: whose it is cannot be told
+    except OSError:  # without locks, a live writer cannot be ruled out
         return False
     finally:
         os.close(descriptor)

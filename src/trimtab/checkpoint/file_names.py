@@ -1,4 +1,4 @@
-"""What the files of a state are called: each rank has its own."""
+"""File names of a saved state. Each rank has its own prefix."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ TENSORS, TREE = "tensors.safetensors", "state.json"
 
 
 def prefix_of(rank: int) -> str:
-    """Return what the names of a rank's files begin with."""
+    """Return the prefix of a rank's file names; empty for rank 0."""
     return f"rank-{rank}-" if rank else ""

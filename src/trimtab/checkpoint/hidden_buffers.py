@@ -1,7 +1,7 @@
-"""Buffers that a model keeps out of its `state_dict()`, and trains by all the same: statistics, masks, caches.
+"""Non-persistent buffers: statistics, masks and caches that training uses but `state_dict()` leaves out.
 
-A cache grows with the longest input, or is made in the first forward: a model that was built anew has it as it was
-then, and what was saved takes its place.
+A cache may grow with the longest input or be created by the first forward. A newly built model has the initial cache,
+which loading replaces with the saved one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from trimtab.runtime.window_start import can_be_written
 
 
 def hidden_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return them where they lie, one with two names by both; None: its module has the name, and no tensor there."""
+    """Return the non-persistent buffers by name, not copied. A tensor with two names appears under both.
+
+    The value is None for a buffer registered as None.
+    """
     seen: dict[int, Tensor] = {}
     return {
         name: None if value is None else seen.setdefault(id(value), value.detach()) for name, value in _named(model)
@@ -35,11 +38,12 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def loading_hidden(model: nn.Module, saved: Any) -> Load:
-    """Return what puts them back: into the tensor that is there where that is alike, else in its place.
+    """Return a function that restores the buffers: in place if the shape is unchanged, else by replacing the tensor.
 
     Raises:
-        ModelError: the model has one that was not saved, one that was smaller or of another type then, or something
-            else where one of them was. FormatError: they are no tensors.
+        ModelError: The model has a buffer that was not saved, that had a smaller shape or another dtype when saved, or
+            whose name belongs to something other than a buffer.
+        FormatError: The saved values are not tensors.
     """
     where = "state.model.hidden"
     if not isinstance(saved, Mapping) or not all(isinstance(each, Tensor | None) for each in saved.values()):
@@ -66,7 +70,10 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
 
 
 def _rooms(saved: Mapping[str, Tensor | None], now: Mapping[str, Tensor | None]) -> dict[int, Tensor]:
-    """Return what is there for a saved tensor, by its id: alike, and for no other one, whose values it would share."""
+    """Return the model's tensor for each saved tensor, by id of the saved one.
+
+    Only tensors of equal shape match. Each tensor of the model is used once: two saved tensors must not share memory.
+    """
     rooms, taken = dict[int, Tensor](), set[int]()
     for name, value in saved.items():
         own = now.get(name)
@@ -79,7 +86,7 @@ def _rooms(saved: Mapping[str, Tensor | None], now: Mapping[str, Tensor | None])
 
 
 def made_anew(model: nn.Module, saved: Mapping[str, Tensor | None]) -> list[str]:
-    """Return the names of those that are not as a model has them: they grew, came late or are no more."""
+    """Return the names of buffers whose saved shape differs from the model's: grown, added or removed."""
     now = dict(_named(model))
     return [name for name, value in saved.items() if _shape_of(value) != _shape_of(now.get(name))]
 
@@ -89,9 +96,9 @@ def _shape_of(value: Tensor | None) -> list[int] | None:
 
 
 def _require_saved(now: Mapping[str, Tensor | None], saved: Mapping[str, Any]) -> None:
-    """Raise for one that the model has and the checkpoint does not, by any of its names; or that did not grow.
+    """Raise `ModelError` for a buffer of the model without a saved value, or with a smaller saved shape.
 
-    Who built a model for longer inputs than it was saved with would have it cut short.
+    A model built for longer inputs than at the save would otherwise get a truncated buffer.
     """
     for name, value in saved.items():
         own = now.get(name)
@@ -111,7 +118,7 @@ def _has_grown(own: Tensor, saved: Tensor) -> bool:
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that a buffer is of, and its name there; raises `ModelError` where it can be none of it."""
+    """Return the module of a buffer and the buffer's attribute name; raises `ModelError` if there is no such place."""
     path, _, key = name.rpartition(".")
     try:
         module = model.get_submodule(path)

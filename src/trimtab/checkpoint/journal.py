@@ -1,4 +1,7 @@
-"""What windows of a freed batch were made by, written before each runs: what depends on times is the same once more."""
+"""Log of the batch-size decisions of an adaptive run, written before each window.
+
+The decisions depend on measured times. A resumed or repeated run reads them from the log to form the same batches.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.runtime.keeping import Decided
 
 NAME = "decisions.jsonl"
-_LONGEST = 2**20  # bytes of a line: the first has a plan in it
+_LONGEST = 2**20  # maximum bytes of a line; the first line contains a plan
 
 
 class _Fault(NamedTuple):
-    """A line that is not as it was written. It is about a window before this one, as lines are in their order.
+    """A damaged line. As lines are ordered, it concerns a window before `before`.
 
-    The first line is about none, and tells by which plan all are.
+    For a damaged first line, the header with the plan, `before` is 0.
     """
 
     error: FormatError
@@ -32,7 +35,7 @@ class _Fault(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What a file says: by which plan windows were decided, and how; None: its first line is damaged."""
+    """Content of a log file: plan, decisions and damaged lines. `by` is None if the header is damaged."""
 
     by: str | None
     decided: dict[int, Decided]
@@ -40,30 +43,32 @@ class _Read(NamedTuple):
 
 
 class Journal:
-    """A line a window, after one that says by which plan. A torn last line is dropped.
+    """Log with a header line for the plan and a line per window. An incomplete last line is dropped.
 
-    Damage elsewhere is refused where it is about windows to come; what it took of those that are over is not missed.
+    A damaged line raises an error only if it may concern a future window; damage to past windows is harmless.
 
     Args:
-        plan: in words; what was decided by another one says nothing of this one's windows.
-        writes: whether this process does. Of several ranks, which decide alike, the first.
+        path: Log file.
+        plan: Text form of the plan. Decisions made under another plan are not reused.
+        writes: True if this process writes the log: rank 0, as all ranks decide alike.
 
     Raises:
-        FormatError: what is there is no file, or cannot be read.
+        FormatError: `path` is not a regular file or is unreadable.
     """
 
     def __init__(self, path: Path, plan: str, *, writes: bool) -> None:
         self._path, self._plan, self._writes = path, plan, writes
         self._read = _read(path)
-        self._decided = self._read.decided  # in memory what is to come alone: a run may have millions of windows
+        self._decided = self._read.decided  # only future windows stay in memory, as a run may have millions
         self._file: Appended | None = None
         self._newest = -1
 
     def follow(self, other: Path) -> None:
-        """Take what was decided in another run, and not what was in this one.
+        """Use the decisions of another run instead of this run's.
 
         Raises:
-            ValueGivenError: nothing was, or by another plan. FormatError: it is damaged.
+            ValueGivenError: The other run has no decisions, or used another plan.
+            FormatError: The other log is damaged.
         """
         self._read = _read(other)
         self._decided = self._read.decided
@@ -73,12 +78,13 @@ class Journal:
             raise ValueGivenError("checkpoints.follows", given=given, expected="the folder of a run of this plan")
 
     def prepare(self, windows: int) -> None:
-        """Get ready to begin after so many windows, beside what is there.
+        """Write a temporary copy of the log, ready to continue after `windows` windows.
 
-        What another plan decided of those to come is dropped.
+        Decisions of another plan about future windows are dropped. `begin` replaces the log with the copy.
 
         Raises:
-            FormatError: what was decided of windows to come is damaged. SaveError: it cannot be written.
+            FormatError: The decision of a future window is damaged.
+            SaveError: The copy could not be written.
         """
         self._require_whole(windows)
         if self._read.by != self._plan:
@@ -93,7 +99,7 @@ class Journal:
         self._decided = {index: each for index, each in self._decided.items() if index >= windows}
 
     def _require_whole(self, windows: int) -> None:
-        """Raise where a line is damaged that may be about a window to come of this plan."""
+        """Raise the error of a damaged line that may concern a future window under this plan."""
         by, decided, faults = self._read
         if by not in (None, self._plan):
             return
@@ -102,20 +108,20 @@ class Journal:
                 raise error
 
     def begin(self) -> None:
-        """Take the place of what is there."""
+        """Replace the log with the prepared copy."""
         if self._file is not None:
             self._file.rename(self._path)
 
     def before(self, index: int) -> Decided | None:
-        """Return what a window was made by; None where none was known of it, or of one after it was asked already."""
+        """Return the saved decision of a window, or None. Windows must be queried in order."""
         self._decided.pop(index - 1, None)
         return self._decided.get(index)
 
     def add(self, index: int, window: Decided) -> None:
-        """Write what a window is made by, once; it is with the operating system when this returns.
+        """Append the decision of a window unless it is in the log. The line is flushed to the operating system.
 
         Raises:
-            SaveError: there is no room for it; it is written with the next.
+            SaveError: The disk is full. The line is written again together with the next one.
         """
         if index <= self._newest:
             return
@@ -125,12 +131,12 @@ class Journal:
             self._file.flush()
 
     def sync(self) -> None:
-        """Bring it to disk; raises `SaveError` where that fails."""
+        """Sync the log to disk; raises `SaveError` on failure."""
         if self._file is not None:
             self._file.sync()
 
     def close(self) -> None:
-        """Write nothing more; what did not begin leaves no trace."""
+        """Close the log, and delete a prepared copy that `begin` has not installed."""
         file, self._file = self._file, None
         if file is not None:
             file.abandon() if file.path != self._path else file.close()
@@ -145,13 +151,13 @@ def _header(plan: str) -> bytes:
 
 
 def _summed(data: Mapping[str, Any]) -> bytes:
-    """Return the one text of a line: whatever bit of it changes, it is another."""
+    """Return a line with its CRC-32. Reading compares bytes, so any changed bit is detected."""
     found = zlib.crc32(json.dumps(data).encode())
     return json.dumps({**data, "crc32": f"{found:08x}"}).encode() + b"\n"
 
 
 def _read(path: Path) -> _Read:
-    """Return what a file says; nothing, by the plan "", where none is there."""
+    """Return the content of a log file; empty, with the plan "", for a missing file."""
     read, waiting, last = _Read("", {}, []), list[FormatError](), -1
     for number, line in enumerate(_lines(path), 1):
         try:
@@ -174,7 +180,7 @@ def _read(path: Path) -> _Read:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield whole lines, and what is longer than any."""
+    """Yield complete lines, and the pieces of lines longer than `_LONGEST`."""
     if not os.path.lexists(path):
         return
     try:
@@ -196,7 +202,7 @@ def _data(line: bytes) -> dict[str, Any]:
 
 
 def _window(data: dict[str, Any], last: int) -> tuple[int, Decided]:
-    """Return the window after the last that a line is about, and what it was made by."""
+    """Return the index and decision of a line; the index must be above `last`."""
     index, decided = checks.integer("window", data.pop("window"), low=last + 1), from_jsonable(Decided, data)
     for name in ("num_batches", "k"):
         checks.integer(name, getattr(decided, name))

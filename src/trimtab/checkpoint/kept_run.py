@@ -1,4 +1,4 @@
-"""A run that is kept: saved where it is due, gone on with where it was cut off, left where a signal asks."""
+"""Checkpoint manager: saves a run at intervals, resumes after an interruption, and stops on a signal."""
 
 from __future__ import annotations
 
@@ -41,14 +41,22 @@ from trimtab.runtime.user_hooks import require_saved
 
 
 class KeptRun:
-    """The keeper of one run: `runtime.keeping.Keeper`.
+    """Checkpoint manager of one run; implements `runtime.keeping.Keeper`.
+
+    Every rank creates the manager and calls all methods in the same order.
 
     Args:
-        plan: what is started. ranks: that start it, each calling this and all that follows. in_shards: whether no rank
-            of them holds all of it. modules: trained in addition to the model.
+        settings: Folder, intervals and error handling.
+        model: Model to save.
+        optimizer: Optimizer to save.
+        plan: Plan of the run.
+        ranks: Communication between the ranks.
+        in_shards: True if no rank holds the complete state (ZeRO, FSDP).
+        modules: Modules trained in addition to `model`.
 
     Raises:
-        FormatError: the folder cannot be one of a run, or another run holds it. DependencyError: without safetensors.
+        FormatError: The folder cannot be used, or another run holds its lock.
+        DependencyError: safetensors is not installed.
     """
 
     keeps = True
@@ -74,10 +82,11 @@ class KeptRun:
         self._cut: dict[str, Any] = {"model": WithoutParameters(model), "shards": self._shards}
         self._also = Given(settings.also)
         self._last_begun = 0
-        self._committed: int | None = None  # after so many windows: it is there, whatever failed since
-        self._accepted: Mapping[str, str] = {}  # what has changed in the world since the run began, and may
-        self._noted: Mapping[str, str] = {}  # and what is refused for nothing
-        self._anew: list[str] = []  # buffers that are not as the model has them
+        # Step of the last committed checkpoint, valid even if a later stage of the save failed.
+        self._committed: int | None = None
+        self._accepted: Mapping[str, str] = {}  # accepted environment changes since the run began
+        self._noted: Mapping[str, str] = {}  # environment changes that need no acceptance
+        self._anew: list[str] = []  # non-persistent buffers whose saved shape differs from the model's
         self._run: Run | None = None
         self._signals, self._background = Signals(), Background()
         self._pace = Pace(settings, ranks)
@@ -89,7 +98,7 @@ class KeptRun:
             devices = ranks.each(device_of(model), "devices")
             threads = ranks.each(str(torch.get_num_threads()), "threads")
             self._world = world_of(model, optimizer, plan, devices, threads)
-            ranks.together(self._require_world, "world")  # before a model is put in shards: there is no way back
+            ranks.together(self._require_world, "world")  # precedes sharding, which cannot be undone
             self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
             if settings.follows is not None:
                 self._journal.follow(Path(settings.follows) / journal.NAME)
@@ -113,7 +122,7 @@ class KeptRun:
         return found
 
     def _require_world(self) -> None:
-        """Raise where what was saved cannot be gone on with in this world."""
+        """Raise `ValueGivenError` if the checkpoint cannot be resumed in this environment."""
         if self._found is None:
             return
         said = self._found.said
@@ -130,17 +139,20 @@ class KeptRun:
             self._lock.release()
 
     def attach(self, run: Run) -> None:
-        """Begin to keep a run, or go on with it; what was not whole is put aside, and told.
+        """Start managing a run, and restore the newest undamaged checkpoint if one exists.
+
+        Damaged newer checkpoints are renamed, with a warning.
 
         Raises:
-            UsageError: it cannot go on with what was saved; neither run nor model was changed.
+            UsageError: The checkpoint does not fit the run. Run and model are unchanged.
         """
         self._run = run
         run.position.accepted = self._accept_data if "data" in self._settings.accepts else None
         if run.recorder is not None:
             run.recorder.on_failure = partial(self._require_room, "The record")
         windows = 0 if self._found is None else self._found.said.step
-        self._ranks.together(partial(self._prepare, windows), "prepared")  # what may fail, before all else
+        # Run the steps that can fail before any change.
+        self._ranks.together(partial(self._prepare, windows), "prepared")
         if self._found is not None:
             self._go_on(run, unquoted(self._found.folder), self._found.said)
         else:
@@ -152,7 +164,8 @@ class KeptRun:
         assert self._run is not None
         parts = self._cut if self._in_shards else self._parts
         state = {name: part.state_dict() for name, part in parts.items()}
-        require_packable(state | {"also": self._also.early_state()})  # a save is no moment to find out
+        # Find unsupported types now, not at the first save.
+        require_packable(state | {"also": self._also.early_state()})
         if self._found is None and self._run.recorder is not None:
             self._run.recorder.require_own()
         self._journal.prepare(windows)
@@ -169,7 +182,7 @@ class KeptRun:
         run.note("resumed", detail)
 
     def _accept_data(self, change: str) -> None:
-        """Write down that the run goes on with other data."""
+        """Record that the run resumes with changed data."""
         assert self._run is not None
         self._accepted = self._accepted | {"data": change}
         self._run.note("resumed_data", {"changed": {"data": change}})
@@ -180,7 +193,10 @@ class KeptRun:
             warnings.warn(f"{refused} It {became}, and {folder.name} is gone on from.", stacklevel=6)
 
     def _read(self, folder: Path, said: Said) -> Mapping[str, Load]:
-        """Return what puts all back, in turn: what may yet fail on one rank first, and by itself, for all to agree."""
+        """Read the state of this rank and return the loading steps in order.
+
+        Each step runs on all ranks before the next one starts. Steps that can fail on a single rank come first.
+        """
         state = self._ranks.read(folder, int(said.world["ranks"]))
         load_record, load_parts = self._loading(state, folder)
         self._anew = self._whole.made_anew(state["model"])
@@ -188,7 +204,7 @@ class KeptRun:
         return {"also": also, "aside": aside, "record": load_record, "begun": self._journal.begin, "loaded": load_parts}
 
     def _loading(self, state: Mapping[str, Any], folder: Path) -> tuple[Load, Load]:
-        """Return what puts back the record, and all else that is the run's."""
+        """Return a function that restores the recorder, and one that restores the rest of the run."""
         run = self._run
         assert run is not None
         cut = self._cut | {"shards": self._shards.at(folder, run.stepped_by)}
@@ -197,21 +213,21 @@ class KeptRun:
         load_record: Load = _nothing
         if run.recorder is not None and state.get("record") is not None:
             load_record = run.recorder.loading(state["record"])
-        elif run.recorder is not None:  # the run had none: it begins here
+        elif run.recorder is not None:  # the saved run had no record, so a new record begins here
             run.recorder.require_own()
         load_parts = loading_parts(
             parts, {name: each for name, each in state.items() if name not in ("also", "record")}
         )
         return load_record, load_parts
 
-    # What the run tells.
+    # Methods called by the run.
 
     def between(self) -> None:
-        """Save where it is due; leave where a signal came.
+        """Save if a save is due, and leave if a signal arrived. Called between windows.
 
         Raises:
-            OSError, TrimtabError: a save failed, and the run is to stop at that. KeyboardInterrupt, SystemExit: a
-                signal came, and the run is saved.
+            OSError, TrimtabError: A save failed and `on_failure` is "stop".
+            KeyboardInterrupt, SystemExit: A signal arrived; the run has been saved.
         """
         assert self._run is not None
         if self._signals.came is not None:
@@ -225,14 +241,14 @@ class KeptRun:
             self._signals.leave()
 
     def is_leaving(self) -> bool:
-        """Return whether a signal came."""
+        """Return True after a signal."""
         return self._signals.came is not None
 
     def save(self) -> None:
-        """Save the run as it is, unless that was done already.
+        """Save the current state, unless a checkpoint of this step exists.
 
         Raises:
-            OSError, TrimtabError: as of `between`.
+            OSError, TrimtabError: The save failed and `on_failure` is "stop".
         """
         assert self._run is not None
         windows = self._run.num_windows
@@ -253,7 +269,10 @@ class KeptRun:
             self._pace.begun(windows, is_saved=True)
 
     def _is_finite(self, windows: int) -> bool:
-        """Return whether all parameters are finite, on every rank; raises if the run is to end otherwise."""
+        """Return True if all parameters are finite on every rank.
+
+        A non-finite parameter is reported to the run, which warns or raises by its policy.
+        """
         assert self._run is not None
         found = self._ranks.each(nonfinite_parameter(self._run.model) or "", f"finite/{windows}")
         if name := next(filter(None, found), ""):
@@ -262,10 +281,10 @@ class KeptRun:
 
     @contextlib.contextmanager
     def _told(self, windows: int) -> Iterator[None]:
-        """Let a failure end the run, or be told."""
+        """Handle a failed save inside the block: raise, or record and warn, as `on_failure` requests."""
         try:
             yield
-        except RankError:  # no save that failed: a rank of the job is lost
+        except RankError:  # a lost rank is no failed save
             raise
         except (OSError, TrimtabError) as error:
             if self._settings.on_failure == "stop":
@@ -277,13 +296,13 @@ class KeptRun:
             warnings.warn(f"{what}: {error}", RuntimeWarning, stacklevel=5)
 
     def _require_room(self, what: str, error: SaveError) -> None:
-        """Raise for lines that could not be written, or tell of them: they are held in memory then."""
+        """Raise or warn about lines that could not be written; they stay in memory for the next attempt."""
         if self._settings.on_failure == "stop":
             raise error
         warnings.warn(f"{what} waits for room on disk: {error}", RuntimeWarning, stacklevel=7)
 
     def _taken(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
-        """Return this rank's state, and its tensors in shards."""
+        """Return this rank's state, and the tensors of its shards (None for an unsharded run)."""
         return self._state(), self._shards.tensors() if self._in_shards else None
 
     def _state(self) -> dict[str, Any]:
@@ -299,10 +318,15 @@ class KeptRun:
     def _writing(
         self, state: Mapping[str, Any], tensors: dict[str, Tensor] | None, windows: int, *, finite: bool
     ) -> Callable[[], None]:
-        """Return what writes a state; it may be called while the run goes on, where it is of copies.
+        """Return a function that writes the checkpoint.
+
+        With `background=True` the function writes a copy of the state, so training can continue meanwhile.
 
         Args:
-            tensors: in shards; None: they are in the state.
+            state: State of this rank.
+            tensors: Sharded tensors; None if all tensors are in `state`.
+            windows: Number of completed windows.
+            finite: False if a parameter is non-finite.
         """
         settings, run = self._settings, self._run
         assert run is not None
@@ -325,10 +349,10 @@ class KeptRun:
         return write
 
     def decided(self, index: int, window: Decided) -> None:
-        """Write what a window is made by.
+        """Append the batch-size decision of a window to the journal.
 
         Raises:
-            SaveError: the disk is full, and the run is to stop at that.
+            SaveError: The line could not be written and `on_failure` is "stop".
         """
         self._written(lambda: self._journal.add(index, window))
 
@@ -339,14 +363,15 @@ class KeptRun:
             self._require_room("What windows are made by", error)
 
     def decided_before(self, index: int) -> Decided | None:
-        """Return what a window was made by."""
+        """Return the saved batch-size decision of a window, or None."""
         return self._journal.before(index)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Save nothing more: what is under way is waited for, and its failure raised.
+        """Wait for a save in progress, then release the lock and restore the signal handlers. Saves nothing new.
 
         Raises:
-            OSError, TrimtabError: as of `between`. KeyboardInterrupt, SystemExit: a signal came after the last window.
+            OSError, TrimtabError: The save in progress failed and `on_failure` is "stop".
+            KeyboardInterrupt, SystemExit: A signal arrived after the last window.
         """
         with contextlib.ExitStack() as last:
             if error is None:
@@ -366,13 +391,17 @@ def kept(
     plan: Plan,
     options: Mapping[str, Any],
 ) -> Run:
-    """Return a run that is kept, or gone on with.
+    """Return a run with checkpoints, resumed from the newest checkpoint if `settings` allows.
 
     Args:
-        options: of `Run`.
+        settings: Folder, intervals and error handling.
+        model: Model to train.
+        optimizer: Optimizer of the model.
+        plan: Plan to apply.
+        options: Keyword arguments of `Run`.
 
     Raises:
-        UsageError: as of `Run`, `KeptRun` and `KeptRun.attach`; nothing was changed.
+        UsageError: The arguments or the checkpoint do not fit. Nothing was changed.
     """
     exchange = options["backend"].exchange
     require_kept(model, optimizer, plan, exchange, background=settings.background)
@@ -396,4 +425,4 @@ def kept(
 
 
 def _nothing() -> None:
-    """Put nothing back: this rank has none of it."""
+    """Load nothing: this rank has no recorder state to restore."""

@@ -1,4 +1,4 @@
-"""One run a folder: a lock that the kernel lets go of with the process, however that ends."""
+"""Lock on a run's folder, released by the kernel when the process ends for any reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a folder, or that held it and ended without a word."""
+    """Process that holds a folder's lock, or held it and was killed."""
 
     pid: int
     host: str
@@ -30,7 +30,7 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        """Return this process."""
+        """Return the current process."""
         try:
             boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
         except OSError:  # not Linux
@@ -39,7 +39,7 @@ class Holder:
 
     @classmethod
     def said(cls, text: bytes) -> Holder | None:
-        """Return who a lock's file says; None where it says nobody."""
+        """Return the holder recorded in a lock file, or None if the file is empty or invalid."""
         try:
             data = json.loads(text)
             return cls(int(data["pid"]), f"{data['host']!s:.80}", f"{data['boot_id']!s:.40}")
@@ -51,10 +51,10 @@ class Holder:
 
 
 class Lock:
-    """A folder held by this process, until `release` or the end of a `with` block. Made by `locked`.
+    """Lock held by this process until `release` or the end of a `with` block. Created by `locked`.
 
     Attributes:
-        recovered: who held it and was killed; None where the last one let go of it.
+        recovered: Previous holder if it was killed; None if it released the lock.
     """
 
     def __init__(self, descriptor: int, folder: int, recovered: Holder | None) -> None:
@@ -65,9 +65,9 @@ class Lock:
         _LOCKS.add(self)
 
     def release(self) -> None:
-        """Let go; the file stays, as another may hold it by now.
+        """Release the lock. The lock file stays, because another process may already have locked it.
 
-        On a disk that takes no more writes it still says who held it, as of one that was killed.
+        If the disk rejects the write, the file still names this process, as after a kill.
         """
         if self._descriptor is not None:
             try:
@@ -77,7 +77,7 @@ class Lock:
                 self.forget()
 
     def forget(self) -> None:
-        """Close the file and the folder: a forked child's copy of them would keep the lock beyond its parent's end."""
+        """Close both descriptors. Used in forked children, whose copies would keep the lock beyond the parent's end."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             os.close(self._folder)
@@ -91,20 +91,22 @@ class Lock:
 
 
 def opened(folder: Path, field: str = "checkpoints.folder") -> Lock:
-    """Return the lock of a run's folder, which is made where it is not there.
+    """Create a run's folder if necessary and return its lock.
 
     Args:
-        field: what an error is about.
+        folder: Folder of the run.
+        field: Name of the argument, for errors.
 
     Raises:
-        FormatError: it cannot be made or written; or as of `locked`.
+        FormatError: The folder cannot be created or written, or its file system has no locks.
+        InUseError: Another run holds the lock.
     """
     try:
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
         if missing:
-            folder.mkdir(parents=True, exist_ok=True)  # another run may make it too, and the lock says whose it is
+            folder.mkdir(parents=True, exist_ok=True)  # another run may create it at the same time; the lock decides
         for each in missing:
-            sync(each.parent)  # or a power cut takes it, with all that is in it by then
+            sync(each.parent)  # without the sync, a power failure could remove the folder with its contents
         return locked(folder)
     except OSError as error:
         given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
@@ -112,13 +114,14 @@ def opened(folder: Path, field: str = "checkpoints.folder") -> Lock:
 
 
 def locked(folder: Path) -> Lock:
-    """Hold a folder for this process.
+    """Lock a folder for this process.
 
-    The folder itself is locked, and in it a file that names the holder: deleting the file does not free the folder.
+    Both the folder and a lock file with the holder's name are locked, so deleting the file does not release the lock.
 
     Raises:
-        InUseError: another run, of this process or another, holds it. FormatError: its file system has no locks.
-        OSError: it is no folder that can be written.
+        InUseError: Another run holds the lock, in this process or another.
+        FormatError: The file system has no locks.
+        OSError: The folder is not writable.
     """
     whole = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -130,8 +133,8 @@ def locked(folder: Path) -> Lock:
 
 
 def _locked_file(folder: Path, whole: int) -> tuple[int, Holder | None]:
-    """Return the locked file of a folder, and who held it and ended without a word."""
-    is_free = lock_if_possible(whole)  # some file systems lock files alone
+    """Return the descriptor of the locked file, and the previous holder if it was killed."""
+    is_free = lock_if_possible(whole)  # some file systems can lock files but not folders
     while True:
         descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
@@ -143,11 +146,11 @@ def _locked_file(folder: Path, whole: int) -> tuple[int, Holder | None]:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # it was deleted or replaced between the two calls
+        os.close(descriptor)  # the file was deleted or replaced between open and lock
 
 
 def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> Holder | None:
-    """Lock an open file; returns who held it and ended without a word."""
+    """Lock an open file and return the previous holder if it was killed."""
     try:
         is_free = try_lock(descriptor) and is_free
     except OSError as error:
@@ -164,6 +167,6 @@ def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> Holde
 _LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
-@functools.cache  # once, and not at import
+@functools.cache  # once, but not at import
 def _forget_in_children() -> None:
     os.register_at_fork(after_in_child=lambda: [lock.forget() for lock in _LOCKS])

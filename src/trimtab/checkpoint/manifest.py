@@ -1,8 +1,10 @@
-"""What a committed folder says of itself: size and checksums of every file, what it is about, and its own checksum.
+"""Manifest of a committed folder: size and checksums of each file, metadata, and a checksum of the manifest itself.
 
-CRC-32 of every 64 MiB finds any one changed bit, any burst of 32, and of all else what is not one in four billion; it
-runs several times faster than SHA-256, which would find no more of what disks do. No checksum beside the data is a
-signature: who can write there can write a manifest. The manifest itself, upon which the rest hangs, is small: SHA-256.
+Files have a CRC-32 per 64 MiB chunk. A CRC-32 detects every single-bit error and every burst of up to 32 bits, and
+misses one in four billion of all other errors. It is several times faster than SHA-256, which would find no more disk
+errors.
+A checksum stored next to the data is not a signature: anyone with write access can write a manifest. The manifest is
+small, and protected with SHA-256.
 """
 
 from __future__ import annotations
@@ -24,37 +26,38 @@ from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
 
 SCHEMA = 2
 NAME = "manifest.json"
-STEP = "step"  # the one thing every folder has to say: how far it is
-FINITE = "finite"  # whether every saved parameter is; true if it is not given
-WORLD = "world"  # what a run's folder says of ranks, by name
-_RANKS = re.compile("[1-9][0-9]{0,8}")  # as `str` writes a number: `int` would read more, and digits of other scripts
+STEP = "step"  # key in `about`: number of completed windows, required in every folder
+FINITE = "finite"  # key in `about`: False if a saved parameter is non-finite; True by default
+WORLD = "world"  # key in `about`: the environment of the run
+# The form written by `str`; `int` would also accept signs, spaces and digits of other scripts.
+_RANKS = re.compile("[1-9][0-9]{0,8}")
 _LONGEST = 2**26
 _WAY_OUT = "Resume from another one: `trimtab checkpoint verify FOLDER` says which are whole."
 _OUT_OF_REACH = "It may be whole, and stays as it is: start again once it can be read, or move it away."
-# What a system says of the file itself: it is away, no file (of a socket ENXIO; of others, or of one that ends early,
-# open_file and the sums say so without a number), or its disk is broken. All else may be over in a moment.
+# Error numbers that concern the file itself: missing, not a regular file (ENXIO for a socket), or on a broken disk.
+# None comes from `open_file` and from short reads. All other errors may be temporary.
 _OF_THE_FILE = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EIO})
 
 
 class OutOfReach(FormatError):
-    """What cannot be read for now, and may be whole: a stale handle, no leave, too many open files."""
+    """Temporary read failure of a possibly undamaged file: stale handle, missing permission, too many open files."""
 
 
 class Unread(NamedTuple):
-    """Why a file cannot be read: the system's number, and its words. An error would keep all that called."""
+    """Reason for a failed read: errno and message. An exception's traceback would keep the callers' memory alive."""
 
     number: int | None
     words: str
 
     @classmethod
     def of(cls, error: OSError) -> Unread:
-        """Return what an error says."""
+        """Return the reason from an exception."""
         return cls(error.errno, str(error.strerror or error))
 
 
 @dataclass(frozen=True)
 class File:
-    """A file's size, and the CRC-32 of each of its chunks in hexadecimal."""
+    """Size of a file in bytes, and the CRC-32 of each chunk in hexadecimal."""
 
     bytes: int
     crc32: tuple[str, ...]
@@ -65,7 +68,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds: files by their names, and what is said about them."""
+    """Contents of a folder: its files by name, and metadata in `about`."""
 
     files: Mapping[str, File]
     about: Mapping[str, Any]
@@ -83,17 +86,17 @@ class Manifest:
 
     @property
     def step(self) -> int:
-        """How far the folder is: of two, the one with more is newer, whatever clocks say."""
+        """Number of completed windows. The folder with more windows is newer, independent of file times."""
         return int(self.about[STEP])
 
     @property
     def is_finite(self) -> bool:
-        """Whether every parameter in the folder is finite, as far as the folder says."""
+        """True unless the metadata marks a parameter as non-finite."""
         return self.about.get(FINITE) is not False
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that wrote into the folder; 1 where it does not say."""
+        """Number of ranks that wrote the folder; 1 if the metadata has no entry."""
         return int(self._ranks())
 
     def _ranks(self) -> Any:
@@ -101,10 +104,10 @@ class Manifest:
         return world.get("ranks", "1") if isinstance(world, Mapping) else None
 
     def encoded(self) -> bytes:
-        """Return its text, checksum included.
+        """Return the manifest's text with its checksum.
 
         Raises:
-            ValueGivenError: what it says is not JSON.
+            ValueGivenError: `about` is not JSON-serializable.
         """
         try:
             return _encoded(to_jsonable(self))
@@ -113,11 +116,12 @@ class Manifest:
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """Return a folder's manifest; its files are not looked at.
+    """Return a folder's manifest without checking the listed files.
 
     Raises:
-        DamagedError: there is none, it is not as it was written, or it names what is no file of the folder.
-        FormatError: it has another schema. OutOfReach: it cannot be read for now.
+        DamagedError: The manifest is missing, changed, or lists an invalid file name.
+        FormatError: The manifest has a different schema version.
+        OutOfReach: The manifest is temporarily unreadable.
     """
     text = _bytes_of(folder)
     try:
@@ -137,15 +141,15 @@ def manifest_of(folder: Path) -> Manifest:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a name is one of a file in a folder, and of none elsewhere."""
+    """Return True for a file name without a directory part."""
     return name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def open_file(path: Path) -> tuple[int, int]:
-    """Open a file for reading; returns its descriptor, and its size.
+    """Open a regular file for reading and return its descriptor and size.
 
     Raises:
-        OSError: it cannot be opened, or is a link, a pipe or anything else that is no file.
+        OSError: Opening failed, or the path is a link, a pipe or another special file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(descriptor)
@@ -156,12 +160,12 @@ def open_file(path: Path) -> tuple[int, int]:
 
 
 def damaged(folder: Path, name: str, given: str, expected: str = "what the manifest says") -> DamagedError:
-    """Return the error that names a file of a folder, or the folder."""
+    """Return a `DamagedError` for a file of a folder, or for the folder if `name` is empty."""
     return DamagedError(str(folder / name), given=given, expected=expected, way_out=_WAY_OUT)
 
 
 def unread(folder: Path, name: str, why: Unread, expected: str) -> FormatError:
-    """Return the error for what cannot be read: it is damaged, or out of reach."""
+    """Return the error for a failed read: `DamagedError`, or `OutOfReach` if the failure may be temporary."""
     given = f"nothing that can be read ({why.words})"
     if why.number in _OF_THE_FILE:
         return damaged(folder, name, given, expected)
@@ -169,7 +173,7 @@ def unread(folder: Path, name: str, why: Unread, expected: str) -> FormatError:
 
 
 def _of_another(folder: Path, schema: object) -> FormatError:
-    """Return the error for a folder of another trimtab, which can read what this one cannot."""
+    """Return the error for another schema version, written by an older or newer trimtab."""
     by, way_out = "", ""
     if type(schema) is int:
         by = f", of {'an older' if schema < SCHEMA else 'a newer'} trimtab"
@@ -189,7 +193,7 @@ def _bytes_of(folder: Path) -> bytes:
 
 
 def _encoded(data: Mapping[str, Any]) -> bytes:
-    """Return the one text of a manifest: whatever bit of it changes, it is another."""
+    """Return the canonical text of a manifest. Reading compares bytes, so any changed bit is detected."""
     whole = dict(data) | {"sha256": hashlib.sha256(_text(data)).hexdigest()}
     return _text(whole) + b"\n"
 

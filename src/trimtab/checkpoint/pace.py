@@ -1,4 +1,4 @@
-"""When a run is saved: after so many windows, or seconds, the same on every rank."""
+"""Save interval in windows or seconds, synchronised between ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from trimtab.checkpoint.ranks import KeptRanks
 from trimtab.checkpoint.settings import Checkpoints
 
-_LOOKS = 8  # at the clock between two saves, beside those after the first windows and near the end
+_LOOKS = 8  # minimum clock checks per interval, in addition to the early ones
 
 
 class Pace:
     """Counts windows and seconds since the last save.
 
-    Of several ranks the clock is rank 0's, and they do not ask for it in each window: after one, two, four and so on,
-    and no later than an eighth of `every_s` would take by the pace since they last did, as windows may get slower.
+    With several ranks, rank 0's clock decides. Asking rank 0 costs an exchange, so the ranks ask after 1, 2, 4, ...
+    windows, and at least every eighth of `every_s` by the current speed, because windows may become slower.
     """
 
     def __init__(self, settings: Checkpoints, ranks: KeptRanks) -> None:
@@ -25,17 +25,17 @@ class Pace:
         self._asks_at, self._asked_at, self._asked_s = 1, 0, self._since_s
 
     def begun(self, windows: int, *, is_saved: bool) -> None:
-        """Count from so many windows on, after which the run is on disk, or could not be brought there, or begins."""
+        """Restart the interval at `windows`. `is_saved` is False at the start of a new run and after a failed save."""
         self._at = windows if is_saved else None
         self._windows, self._since_s = windows, time.monotonic()
         self._asks_at, self._asked_at, self._asked_s = 1, 0, self._since_s
 
     def is_saved(self, windows: int) -> bool:
-        """Return whether that was after as many."""
+        """Return True if the last save was after `windows` windows."""
         return self._at == windows
 
     def is_due(self, windows: int) -> bool:
-        """Return whether the next save is."""
+        """Return True if the next save is due."""
         since, settings = windows - self._windows, self._settings
         if since <= 0:
             return False
@@ -51,7 +51,7 @@ class Pace:
         return not self._asks_at
 
     def _next(self, since: int, every_s: float) -> int:
-        """Return after how many windows the clock is to be looked at next; 0: the seconds are over."""
+        """Return the number of windows since the last save at which to check the clock again; 0 if the save is due."""
         now_s = time.monotonic()
         left_s = self._since_s + every_s - now_s
         if left_s <= 0:

@@ -1,6 +1,6 @@
-"""What the ranks of a kept run do together: rank 0 looks and commits, each writes and reads what is its own.
+"""Checkpoints of several ranks: rank 0 searches and commits, and each rank reads and writes its own files.
 
-All of them reach the folder: it lies on a disk that they share.
+The folder must be on a file system shared by all ranks.
 """
 
 from __future__ import annotations
@@ -32,34 +32,38 @@ from trimtab.runtime.exchange import Exchange
 T = TypeVar("T")
 
 _WRITES, _FAILED = "at ", "no "
-_OF_EACH = ("data", "record", "also", "shards")  # of a run's state, beside buffers
+_OF_EACH = ("data", "record", "also", "shards")  # parts of a run's state written by every rank, in addition to buffers
 
 
 class KeptRanks:
-    """The ranks of a run; one process is a job of one.
+    """Communication between the ranks of a run; a single process is the case of one rank.
 
     Attributes:
-        rank: this one. num: of them. verified: the state of rank 0, where this one has verified it.
+        rank: Rank of this process.
+        num: Number of ranks.
+        verified: Cache of the state files read during verification on this rank.
     """
 
-    _asked = itertools.count()  # the same on every rank, of all runs of the job
+    _asked = itertools.count()  # number of exchanges so far; equal on every rank
 
     def __init__(self, exchange: Exchange) -> None:
         self.num = exchange.num_ranks
         self.rank = torch.distributed.get_rank() if self.num > 1 else 0
         self.verified = ReadOnce()
-        self._limit_s = time_limit_s()  # of the run, which a host may wait longer in than what follows its start
+        # Read now: the time limit applies only while the run starts, and a trainer may have set a longer one.
+        self._limit_s = time_limit_s()
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that looks and commits."""
+        """True on rank 0, which searches for checkpoints and commits them."""
         return self.rank == 0
 
     def first(self, make: Callable[[], str], about: str) -> str:
-        """Return what rank 0 makes; raises on all where it fails there.
+        """Return the result of `make` on rank 0; an error on rank 0 is raised on all ranks.
 
         Args:
-            about: what it is: ranks that ask of another thing get no answer, and no wrong one.
+            make: Called on rank 0.
+            about: Topic of the exchange, used as a key: ranks that are out of step wait instead of mixing up results.
         """
         if self.num == 1:
             return make()
@@ -67,10 +71,15 @@ class KeptRanks:
             return from_first(make, self._topic(about))
 
     def together(self, make: Callable[[], T], about: str) -> T:
-        """Return what this rank makes once every rank has made its own, however long the slowest takes.
+        """Call `make` on every rank, wait for all ranks, and return the local result.
+
+        There is no time limit for a rank that is alive.
 
         Raises:
-            RankError: a rank gives no sign of life. FormatError: another rank failed. Whatever `make` raises.
+            RankError: A rank shows no sign of life.
+            FormatError: `make` failed on another rank.
+
+            An error of the local `make` is raised unchanged.
         """
         if self.num == 1:
             return make()
@@ -93,11 +102,11 @@ class KeptRanks:
         return made[0]
 
     def each(self, word: str, about: str) -> list[str]:
-        """Return what every rank says, by rank."""
+        """Return the string of every rank, ordered by rank."""
         return [word] if self.num == 1 else self._words(lambda: word, about)
 
     def require_alike(self, word: str, about: str, expected: str) -> None:
-        """Raise `LoopError` on all ranks where they say unlike words."""
+        """Raise `LoopError` on all ranks if their strings differ."""
         said = self.each(word, about)
         if len(set(said)) > 1:
             raise LoopError(about, given=f"of the ranks, in turn, {', '.join(said)}", expected=expected)
@@ -117,17 +126,22 @@ class KeptRanks:
         about: Mapping[str, Any],
         shards: Callable[[Path], None] | None = None,
     ) -> None:
-        """Commit a checkpoint of what every rank has.
+        """Commit a checkpoint with the state of every rank.
 
         Args:
-            shards: writes, called by all ranks at once, what they hold in shards.
+            parent: Directory of the checkpoints.
+            name: Name of the new folder.
+            state: State of this rank.
+            about: Manifest metadata.
+            shards: Writes the sharded tensors into the folder; called on all ranks at the same time.
 
         Raises:
-            SaveError, FormatError: on all ranks, where one of them could not write. RankError: a rank is lost.
+            SaveError, FormatError: A rank could not write. Raised on all ranks.
+            RankError: A rank was lost.
         """
 
         def fill(folder: Path) -> None:
-            """Write this rank's part, once with the others; raises on all where one fails."""
+            """Write this rank's files together with the other ranks; a failure is raised on all ranks."""
             own = self._without_what_is_alike(state, name)
             self.together(lambda: _saved(lambda: write_state(folder, own, prefix_of(self.rank))), f"{name}/state")
             if shards is not None:
@@ -139,16 +153,16 @@ class KeptRanks:
         failure: Exception | None = None
         try:
             self._commit(parent, name, fill, about) if self.is_first else self._add(name, fill)
-        except RankError:  # there is nobody to agree with
+        except RankError:  # a lost rank cannot take part in the agreement below
             raise
         except Exception as error:
             failure = error
         self.together(lambda: _raise(failure), f"{name}/over")
 
     def _without_what_is_alike(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """Leave out of a rank's state what the user keeps too, where rank 0 writes the same to the bit.
+        """Drop the user's additional state from this rank's files if rank 0 writes an identical copy.
 
-        An average of weights is as large as the model, and most often alike on every rank.
+        An average of the weights is as large as the model and usually identical on every rank.
         """
         if self.num == 1:
             return state
@@ -156,7 +170,7 @@ class KeptRanks:
         def mark() -> str:
             try:
                 return digest_of(state.get("also"))
-            except Exception:  # which is raised where it is written, and told to the others there
+            except Exception:  # raised again, and shared with the other ranks, when the state is written
                 return f"of rank {self.rank} alone"
 
         said = self._words(mark, f"{name}/also")
@@ -176,35 +190,40 @@ class KeptRanks:
         try:
             _saved(lambda: envelope.write(parent, name, told, about, last))
         finally:
-            if not said:  # the others still wait to be told where
+            if not said:  # the other ranks still wait for the folder's path
                 self.first(lambda: _FAILED, f"{name}/where")
 
     def _add(self, name: str, fill: Callable[[Path], None]) -> None:
         where = self.first(str, f"{name}/where")
         if where == _FAILED:
-            return  # rank 0 says why
+            return  # rank 0 raises the reason
         if not where.startswith(_WRITES):
             raise RankError("rank 0", given=repr(where), expected="the folder that all write into")
         fill(unquoted(where.removeprefix(_WRITES)))
         self.together(lambda: None, f"{name}/commit")
 
     def read(self, folder: Path, saved: int) -> dict[str, Any]:
-        """Return the state of this rank in a checkpoint of so many: the run's, and what is its own.
+        """Return this rank's state from a checkpoint.
 
-        A rank beyond those that were saved takes what is its own from one that was, with global random numbers of its
-        own from here on. Those that the pass under way began with stay: the order of its rows follows from them. Its
-        record begins, and what the user keeps too is rank 0's.
+        A rank beyond the saved ranks uses the files of rank `self.rank % saved`, with newly derived global random
+        states. The random states from the start of the epoch are kept, because they determine the sample order. Such a
+        rank starts a new record and uses rank 0's copy of the user's additional state.
+
+        Args:
+            folder: Verified checkpoint.
+            saved: Number of ranks that wrote the checkpoint.
         """
         state: dict[str, Any] = read_state(folder, taken=self.verified.take(folder))
         of = self.rank % saved
         if of:
             own = read_state(folder, prefix_of(of))
-            # What was saved before ranks wrote more of their own has no record, and of what is kept too rank 0's.
+            # Older checkpoints have no record per rank, and only rank 0's copy of the user's additional state.
             state |= {"data": own["data"], "record": own.get("record")}
             if "also" in own and self.rank < saved:
                 state["also"] = own["also"]
             state["model"]["own"] |= own["buffers"]["own"]
-            state["model"]["hidden"] = own["buffers"]["hidden"]  # which another rank may have more of
+            # The number of non-persistent buffers can differ between ranks.
+            state["model"]["hidden"] = own["buffers"]["hidden"]
         if "shards" in state:
             state["shards"] = merged(
                 read_state(folder, prefix_of(each))["shards"] if each else state["shards"] for each in range(saved)
@@ -216,9 +235,10 @@ class KeptRanks:
         return state
 
     def own(self, state: dict[str, Any], buffers: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what this rank writes of its state: rank 0 all, another its place, random numbers and buffers.
+        """Return the part of the state written by this rank.
 
-        What is no tensor of its shards' state is its own too, and so are its record and what the user keeps too.
+        Rank 0 writes everything. Other ranks write their buffers, data position with random states, record, additional
+        user state and non-tensor optimizer state of their shards.
         """
         if self.is_first:
             return state
@@ -226,7 +246,7 @@ class KeptRanks:
 
 
 def found_of(found: envelope.Found | None) -> str:
-    """Return what rank 0 found, for the others."""
+    """Return rank 0's search result as JSON for the other ranks."""
     if found is None or found.folder is None or found.manifest is None:
         return json.dumps(None)
     return json.dumps(to_jsonable(Saved(quoted(found.folder), said_of(found.folder, found.manifest))))
@@ -240,7 +260,7 @@ def require_kept(
     *,
     background: bool,
 ) -> None:
-    """Raise `ValueGivenError` for ranks whose run cannot be kept."""
+    """Raise `ValueGivenError` if the ranks' setup does not support checkpoints."""
     expected = (
         "one process, or ranks that share the model by a plan (zero_stage), DistributedDataParallel or fully_shard"
     )
@@ -269,7 +289,7 @@ def require_kept(
 
 
 def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: Exchange) -> bool:
-    """Return whether a run's tensors are in shards: of ranks none holds them all."""
+    """Return True if no rank holds all tensors of the run."""
     return is_sharded(model) or (exchange.num_ranks > 1 and bool(plan.zero_stage.value))
 
 
@@ -279,7 +299,7 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _saved(does: Callable[[], object]) -> None:
-    """Do it; raises `SaveError` for what is none of the house's errors, whatever it is: the others wait for a word."""
+    """Call `does` and convert unexpected exceptions to `SaveError`: other ranks wait for a result in any case."""
     try:
         does()
     except TrimtabError:

@@ -1,7 +1,7 @@
-"""A state taken while its files are verified, so that its bytes are read once, and are those that were verified.
+"""State files read during verification, so that bytes are read once and loaded exactly as verified.
 
-The library that reads files of tensors maps them, before anybody knows that they are whole: a disk that fails under a
-map ends the process. So their head is read here, from the very file that is verified; one that is odd is left to it.
+safetensors memory-maps a file before its integrity is known, and an I/O error in a mapping kills the process. Therefore
+this module parses the header itself from the descriptor under verification. Unusual files are left to safetensors.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from trimtab.checkpoint.file_names import TENSORS, TREE
 from trimtab.checkpoint.manifest import Manifest, damaged
 from trimtab.checkpoint.tensor_files import TYPES
 
-_LENGTH_BYTES = 8  # of the head's length, little-endian, before the head
-_LONGEST_HEAD = 2**24  # of a hundred thousand tensors
+_LENGTH_BYTES = 8  # size of the header's length field, little-endian
+_LONGEST_HEAD = 2**24  # enough for a hundred thousand tensors
 _ODD = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 class Taken(NamedTuple):
-    """A state as its files hold it: JSON, and the tensors that it names."""
+    """Contents of the state files: JSON and the tensors by name."""
 
     tree: bytes
     tensors: dict[str, Tensor]
 
 
 class _Layout(NamedTuple):
-    """The head of a file of tensors, and tensors as it says that they follow: in its order, without values."""
+    """Header of a tensor file, and empty tensors in file order."""
 
     head: bytes
     tensors: dict[str, Tensor]
 
 
 class ReadOnce:
-    """Verifies folders, and has the state of the last one that was whole."""
+    """Verifies folders and caches the state of the last undamaged one."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Hold no state from here on."""
+        """Drop the cached state."""
         self._folder: Path | None = None
         self._layout: _Layout | None = None
         self._head, self._tree = bytearray(), bytearray()
 
     def verify(self, folder: Path) -> Manifest:
-        """Read every byte of a folder, and return its manifest; nothing is held of one that is not whole.
+        """Verify a folder, cache its state and return the manifest. A damaged folder leaves the cache empty.
 
         Raises:
-            DamagedError, OutOfReach, FormatError: as of `envelope.verify`.
+            DamagedError, OutOfReach, FormatError: See `envelope.verify`.
         """
         self.forget()
         try:
@@ -71,7 +71,7 @@ class ReadOnce:
         return manifest
 
     def take(self, folder: Path) -> Taken | None:
-        """Return the state of a folder that was verified last, once; None of any other, or where it is to be read."""
+        """Return and drop the cached state of `folder`, or None if it is not cached."""
         taken = None
         if folder == self._folder and self._layout is not None:
             taken = Taken(bytes(self._tree), self._layout.tensors)
@@ -89,7 +89,7 @@ class ReadOnce:
 
 
 def _laid_out(descriptor: int, size: int) -> _Layout | None:
-    """Return what a file of tensors of so many bytes says of itself; None where it is none, or an odd one."""
+    """Parse the header of a tensor file of `size` bytes; None for an invalid or unusual header."""
     with contextlib.suppress(*_ODD):
         length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
         if length > min(_LONGEST_HEAD, size):
@@ -101,16 +101,16 @@ def _laid_out(descriptor: int, size: int) -> _Layout | None:
         end = 0
         for each in in_turn.values():
             end = _end_of(each, end)
-        if len(head) == _LENGTH_BYTES + length and len(head) + end == size:  # before memory is asked for
+        if len(head) == _LENGTH_BYTES + length and len(head) + end == size:  # checked before memory is allocated
             return _Layout(head, {name: _without_values(each) for name, each in in_turn.items()})
     return None
 
 
 def _end_of(said: Any, start: int) -> int:
-    """Return where the bytes of a tensor end that begin as told.
+    """Return the end offset of a tensor that must begin at `start`.
 
     Raises:
-        ValueError, TypeError, LookupError: a head says otherwise, or what no writer of it says.
+        ValueError, TypeError, LookupError: The header is inconsistent.
     """
     (begin, end), shape = said["data_offsets"], said["shape"]
     is_one = all(type(number) is int and number >= 0 for number in (begin, end, *shape))

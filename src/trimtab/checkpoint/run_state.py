@@ -1,7 +1,6 @@
-"""All that defines a run, as one state: model, optimizer, the loop's counters and averages, data and random numbers.
+"""State of the model, the optimizer and the user's additional objects.
 
-Taken between two windows, when no gradient is held. What is put back is looked at as a whole first: a state that does
-not fit changes nothing.
+Saved between two windows, when no gradients are held. Loading validates a state completely before any change.
 """
 
 from __future__ import annotations
@@ -18,32 +17,33 @@ from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGi
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.runtime.layout import align_state
 
-_HIDDEN = "hidden"  # buffers that a model keeps out of its state_dict, and trains by all the same
+_HIDDEN = "hidden"  # non-persistent buffers, absent from state_dict() but used in training
 
 
 class ModelState(Part):
-    """A model's parameters and buffers, and what else its modules put into `state_dict()`.
+    """State of a model: `state_dict()` and non-persistent buffers.
 
     Args:
-        name: of the part, for errors.
+        model: Model to save.
+        name: Name of the part, for errors.
     """
 
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         self._model, self._name = model, name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return values where they lie, not copies."""
+        """Return references to the tensors, not copies."""
         own = {name: _detached(value) for name, value in self._own().items()}
         return {"own": own, _HIDDEN: hidden_of(self._model)}
 
     def buffers(self) -> dict[str, Any]:
-        """Return the buffers alone, which of replicas each has its own."""
+        """Return the buffers only, which differ between replicas."""
         named, known = dict(self._model.named_buffers(remove_duplicate=False)), self._model.state_dict().keys()
         own = {name: value.detach() for name, value in named.items() if name in known}
         return {"own": own, _HIDDEN: hidden_of(self._model)}
 
     def made_anew(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the names of hidden buffers that `loading` puts in the place of the model's, as they are others."""
+        """Return the names of non-persistent buffers that `loading` replaces because their shape differs."""
         return made_anew(self._model, state[_HIDDEN])
 
     def _own(self) -> dict[str, Any]:
@@ -53,10 +53,12 @@ class ModelState(Part):
         self._model.load_state_dict(own)
 
     def loading(self, state: Any) -> Load:
-        """Return what puts the values into the very same tensors; of hidden buffers, where they are as they were.
+        """Return a function that copies the values into the existing tensors.
+
+        Non-persistent buffers of another shape are replaced: caches may have grown or appeared since.
 
         Raises:
-            ModelError: other names, shapes or types than the model's. Hidden buffers may have grown, or come later.
+            ModelError: Names, shapes or dtypes differ from the model's.
         """
         require_keys(f"state.{self._name}", state, ("own", _HIDDEN))
         _require_alike(self._name, state["own"], self._own())
@@ -70,20 +72,20 @@ class ModelState(Part):
 
 
 class OptimizerState(Part):
-    """An optimizer's groups and state."""
+    """Parameter groups and state of an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the optimizer itself does."""
+        """Return the optimizer's `state_dict()`."""
         return self._optimizer.state_dict()
 
     def loading(self, state: Any) -> Load:
-        """Return what has the optimizer go on.
+        """Return a function that restores the optimizer.
 
         Raises:
-            OptimizerError: groups of other parameters.
+            OptimizerError: The parameter groups differ in size.
         """
         require_keys("state.optimizer", state, ("state", "param_groups"))
         now = [len(group["params"]) for group in self._optimizer.param_groups]
@@ -101,7 +103,7 @@ class OptimizerState(Part):
 
 
 def keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
-    """Undo torch's cast of loaded state to its parameter's type: an optimizer may have chosen another."""
+    """Restore the dtypes of loaded optimizer state: torch casts it to the parameter's dtype when loading."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in saved.items():
         own = optimizer.state[parameters[index]]
@@ -111,10 +113,10 @@ def keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int, Mapping[str
 
 
 class Given(Part):
-    """What the user wants kept too: anything with `state_dict` and `load_state_dict`.
+    """Additional user objects with `state_dict` and `load_state_dict`, such as a scheduler.
 
     Raises:
-        ValueGivenError: one of them has not both.
+        ValueGivenError: An object lacks one of the two methods.
     """
 
     def __init__(self, things: Mapping[str, Any]) -> None:
@@ -125,23 +127,23 @@ class Given(Part):
         self._things = dict(things)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return each one's own."""
+        """Return the `state_dict()` of each object by name."""
         return {name: thing.state_dict() for name, thing in self._things.items()}
 
     def early_state(self) -> dict[str, Any]:
-        """Return what they say before the first pass, where they have something to say.
+        """Return the states that are available before the first window.
 
-        A loader is not asked, which might begin one.
+        Iterables are skipped, because `state_dict()` of a data loader might start an epoch.
         """
         said = {}
         for name, thing in self._things.items():
             if not hasattr(thing, "__iter__"):
-                with contextlib.suppress(Exception):  # one that is made by the first step is asked at the save
+                with contextlib.suppress(Exception):  # an object created by the first step is queried at the save
                     said[name] = thing.state_dict()
         return said
 
     def loading(self, state: Any) -> Load:
-        """Return what hands each its state; whether it fits is for each to say, as it is loaded."""
+        """Return a function that loads each object's state. The objects validate their own states."""
         require_keys("state.also", state, self._things)
 
         def load() -> None:

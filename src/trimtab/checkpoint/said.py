@@ -1,4 +1,4 @@
-"""What the folder of a run says of it beside its files, read as what it has to be."""
+"""Metadata of a checkpointed run, read from the manifest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from trimtab.core.errors import FormatError, ValueGivenError
 
 @dataclass(frozen=True)
 class Said:
-    """A run where it was saved.
+    """Metadata of a run at a checkpoint.
 
     Args:
-        step: windows. rows: samples. world: what must be as it was, by name. plan: as JSON. in_shards: whether no rank
-            held the whole. accepted: what had changed since the run began and was accepted, in words. noted: what had
-            changed and is refused for nothing. finite: whether every parameter was finite.
+        step: Number of completed windows.
+        rows: Number of consumed samples.
+        world: Environment facts by name, see `world.world_of`.
+        plan: Plan as JSON.
+        in_shards: True if no rank held the complete state.
+        accepted: Accepted environment changes since the run began, as text.
+        noted: Environment changes that needed no acceptance, as text.
+        finite: True if all parameters were finite.
     """
 
     step: int
@@ -40,17 +45,17 @@ class Said:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run goes on from: its folder, quoted, and what that says."""
+    """Checkpoint to resume from: quoted folder path and metadata."""
 
     folder: str
     said: Said
 
 
 def said_of(folder: Path, manifest: Manifest) -> Said:
-    """Return what a folder says of its run.
+    """Return a folder's metadata.
 
     Raises:
-        DamagedError: it is none of a run, or says what no run does.
+        DamagedError: The metadata is not that of a run.
     """
     try:
         return from_jsonable(Said, dict(manifest.about))

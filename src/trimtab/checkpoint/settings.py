@@ -1,4 +1,4 @@
-"""Where a run is kept, how often, and what becomes of it where that fails."""
+"""User settings for checkpoints: folder, interval, resuming and error handling."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ FAILURES = ("stop", "warn")
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Keeps a run: `trimtab.start(..., checkpoints=Checkpoints("runs/mine"))`.
+    """Settings for saving a run: `trimtab.start(..., checkpoints=Checkpoints("runs/mine"))`.
+
+    With `every_steps` and `every_s` both None, the run is saved only by `run.checkpoint()` and on a signal.
 
     Args:
-        folder: of this run alone; made where its parent is there.
-        every_steps: windows between two checkpoints. every_s: seconds, at the first end of a window after them; of
-            several ranks by rank 0's clock, which is not looked at in each. Either, or both; None and None: by
-            `run.checkpoint()` and at a signal only.
-        keep_last: how many are kept; older ones are deleted once a newer one is on disk.
-        resume: "auto" goes on from the newest one that is whole, and begins where there is none; "always" wants one;
-            "never" wants a folder without.
-        accepts: what may have changed since, by name: torch, threads, device, fp32, ranks, plan, optimizer
-            (its class), data. Recorded.
-        also: the user's own things that are part of the run (a scheduler, an average of weights), each with
+        folder: Folder used by this run only; created if necessary.
+        every_steps: Windows between two checkpoints.
+        every_s: Seconds between two checkpoints; the save follows the next window. With several ranks, rank 0's clock
+            counts, and it is not checked after every window.
+        keep_last: Number of checkpoints to keep. Older ones are deleted after a newer one is on disk.
+        resume: "auto" resumes from the newest undamaged checkpoint, or starts a new run if the folder has none;
+            "always" requires a checkpoint; "never" requires a folder without checkpoints.
+        accepts: Names of changes since the save that may affect results and are accepted (and recorded): torch,
+            threads, device, fp32, ranks, plan, optimizer (its class), data.
+        also: Further objects to save, by name, such as a scheduler or an average of the weights. Each needs
             `state_dict()` and `load_state_dict()`.
-        on_failure: of a save. "stop" raises; "warn" says so, trains on and tries again when the next one is due. So too
-            of the record and of decisions, whose lines wait in memory.
-        background: whether it is written beside the training, from a copy in memory.
-        follows: the folder of a run that is to be repeated: windows are made as they were there.
+        on_failure: Reaction to a failed save. "stop" raises. "warn" warns, continues training and retries when the next
+            save is due. Lines of the record and of the decision log wait in memory meanwhile.
+        background: True to write in a thread during training, from a copy in CPU memory.
+        follows: Folder of a run to repeat: batch-size decisions are read from its log.
 
     Raises:
-        ValueGivenError: a value is out of range.
+        ValueGivenError: A value is out of range.
     """
 
     folder: Path | str
@@ -73,24 +75,24 @@ class Checkpoints:
         Given(self.also)
 
     def saved_plan(self) -> Plan | None:
-        """Return the plan that the run was last saved with; None where it was not saved yet.
+        """Return the plan of the newest checkpoint, or None without a checkpoint.
 
         Raises:
-            FormatError: it is of another version of trimtab, or cannot be read for now.
+            FormatError: The checkpoint belongs to another trimtab version, or is temporarily unreadable.
         """
         said = self._saved()
         return None if said is None else from_jsonable(Plan, said.plan)
 
     def saved_rows(self) -> int:
-        """Return the rows that the run was last saved after; 0 where it was not saved yet."""
+        """Return the number of samples consumed at the newest checkpoint, or 0 without a checkpoint."""
         said = self._saved()
         return 0 if said is None else said.rows
 
     def require_as_asked(self) -> None:
-        """Raise where `resume` wants a checkpoint and there is none, or none and there is one; `start` looks closer.
+        """Check that `resume` matches the presence of checkpoints. Integrity is verified later, by `start`.
 
         Raises:
-            FormatError: as said.
+            FormatError: `resume` is "always" without a checkpoint, or "never" with one.
         """
         there = committed(self.path)
         if self.resume == "always" and not there:
@@ -109,5 +111,5 @@ class Checkpoints:
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """The folder as a `Path`."""
         return Path(self.folder)

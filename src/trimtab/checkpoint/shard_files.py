@@ -1,4 +1,4 @@
-"""Files of shards: torch's distributed checkpoint, by its writer and reader of safetensors."""
+"""Files of sharded tensors, written and read by torch's distributed checkpoint in safetensors format."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torch import Tensor
 
 from trimtab.core.errors import FormatError, SaveError
 
-_PREFIX = "shard-"  # as torch names them; others of a folder are not read
-# Types that torch's writer and reader both know; of any other it would write what it reads as another.
+_PREFIX = "shard-"  # torch's file name prefix; other files in the folder are ignored
+# Dtypes that round-trip: torch's writer accepts further types, but its reader returns them as other types.
 _TYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
 }
-_LIMIT = timedelta(minutes=30)  # that the slowest rank may write for longer than the fastest
+_LIMIT = timedelta(minutes=30)  # maximum wait of the fastest rank for the slowest
 
 
 def require_writable(tensors: Mapping[str, Tensor]) -> None:
-    """Raise `FormatError` for a type that files of shards cannot hold."""
+    """Raise `FormatError` for a dtype that sharded files cannot hold."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
             raise FormatError(name, given=str(tensor.dtype), expected="real numbers of a type that safetensors knows")
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write them; every rank calls it, with the same folder and what is its own.
+    """Write this rank's shards. All ranks call this with the same folder.
 
     Raises:
-        SaveError: this rank could not write, or torch says that another could not.
+        SaveError: Writing failed on this rank, or torch reports a failure of another rank.
     """
     from torch.distributed.checkpoint import save
     from torch.distributed.checkpoint.api import CheckpointException
@@ -44,7 +44,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     writer = _writer_type()(str(folder), save_distributed=True)
     devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
     try:
-        # What copies to the host waits for the streams of the current device.
+        # torch's copy to the CPU waits for the streams of the current device only.
         with torch.cuda.device(devices.pop()) if devices else contextlib.nullcontext():
             save(tensors, storage_writer=writer, process_group=_host_group(dist.group.WORLD))
     except CheckpointException as error:
@@ -54,10 +54,10 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def written(folder: Path) -> Mapping[str, Any]:
-    """Return by its name what is known of each tensor that was written.
+    """Return torch's metadata for each stored tensor, by name.
 
     Raises:
-        FormatError: a file is none of shards.
+        FormatError: A file is not a valid sharded file.
     """
     try:
         return _reader_type()(str(folder)).read_metadata().state_dict_metadata
@@ -66,10 +66,10 @@ def written(folder: Path) -> Mapping[str, Any]:
 
 
 def read(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Read into tensors that are there, this rank's part of each; it asks no other.
+    """Read this rank's part of each tensor in place, without communication.
 
     Raises:
-        FormatError: it cannot be read.
+        FormatError: Reading failed.
     """
     from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.api import CheckpointException
@@ -84,7 +84,7 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 @functools.cache
 def _host_group(job: Any) -> Any:
-    """Return a group of all ranks that talk over the host: planning needs no device. All make it at once."""
+    """Return a Gloo group of all ranks, as planning a save needs no GPU. A collective call."""
     return dist.new_group(backend="gloo", timeout=_LIMIT)
 
 
@@ -94,7 +94,7 @@ def _writer_type() -> Any:
     from torch.futures import Future
 
     class Writer(HuggingFaceStorageWriter):
-        """Keeps what it failed with: the others are waiting for what it has written, and must not wait in vain."""
+        """Writer that stores its exception instead of raising it: the other ranks wait for its result."""
 
         failure: Exception | None = None
 
@@ -115,7 +115,7 @@ def _reader_type() -> Any:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     class Reader(HuggingFaceStorageReader):
-        """Looks at files of shards alone."""
+        """Reader that ignores other files in the folder."""
 
         def __init__(self, path: str) -> None:
             super().__init__(path)
@@ -125,13 +125,13 @@ def _reader_type() -> Any:
 
 
 class _Shards:
-    """A file system that shows no other files."""
+    """File system wrapper that lists only sharded files."""
 
     def __init__(self, files: Any) -> None:
         self._files = files
 
     def ls(self, path: Any) -> list[str]:
-        """Return the files of shards in a folder."""
+        """Return the sharded files of a folder."""
         return [each for each in self._files.ls(path) if Path(each).name.startswith(_PREFIX)]
 
     def __getattr__(self, name: str) -> Any:
@@ -139,6 +139,6 @@ class _Shards:
 
 
 def _reasons(error: Any) -> str:
-    """Return what failed on which rank."""
+    """Return the failures by rank, as text."""
     said = (f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
     return "; ".join(said) or str(error)

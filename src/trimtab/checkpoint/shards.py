@@ -1,7 +1,7 @@
-"""What ranks hold in shards, each writing and reading its own: torch's distributed checkpoint, as safetensors.
+"""Sharded checkpoints: each rank writes and reads its own shards with torch's distributed checkpoint, as safetensors.
 
-Its files hold numbers, and where in a whole tensor they belong; nothing in them can run. A job of another number of
-ranks reads from all of them what is its own.
+The files hold tensor data and offsets, and no executable content. A different number of ranks can load them: each rank
+reads its own part from all files.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from trimtab.measure.sharded_norms import is_sharded_itself
 from trimtab.runtime.layout import align_state
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
-# Of a rank's shards, what every rank adds its own to.
+# Entries of a rank's shard state that are merged across ranks.
 MERGED = ("members", "others")
 
 
 class WithoutParameters(ModelState):
-    """A model's state but for its parameters, which are among the shards."""
+    """State of a model without its parameters, which are stored as shards."""
 
     def _own(self) -> dict[str, Any]:
-        whole = self._model.state_dict(keep_vars=True)  # a wrapper may give them other names there
-        parameters = {id(parameter) for parameter in self._model.parameters()}  # after it, which puts them in shards
+        # `state_dict` of a wrapper may use other names than `named_parameters`.
+        whole = self._model.state_dict(keep_vars=True)
+        # Read afterwards, because `state_dict` reshards an FSDP model.
+        parameters = {id(parameter) for parameter in self._model.parameters()}
         return {name: value for name, value in whole.items() if id(value) not in parameters}
 
     def _put(self, own: Mapping[str, Any]) -> None:
@@ -38,13 +40,16 @@ class WithoutParameters(ModelState):
 
 
 class Shards(Part):
-    """Parameters, and the optimizer's state of those that this rank steps.
+    """Sharded parameters, and the optimizer state of the parameters stepped by this rank.
 
-    Its `state_dict()` is what else there is of the optimizer: options of its groups, which parameter is in which, and
-    what of its state is no tensor. The tensors are read from the folder that it was made `at`.
+    `state_dict()` returns the rest of the optimizer: group options, the group of each parameter, and state entries that
+    are not tensors. Tensors are read from `folder`.
 
     Args:
-        every: as the run steps them, where this rank steps a part of them: an optimizer whose groups have them all.
+        model: Sharded model.
+        optimizer: Optimizer of this rank.
+        folder: Checkpoint to read from.
+        every: Optimizer with the groups of all parameters, if this rank steps only some of them (ZeRO-1).
     """
 
     def __init__(
@@ -57,15 +62,15 @@ class Shards(Part):
         self._model, self._optimizer, self._folder, self._every = model, optimizer, folder, every or optimizer
 
     def at(self, folder: Path, every: torch.optim.Optimizer) -> Shards:
-        """Return the same, read from a folder."""
+        """Return a copy that reads from `folder`."""
         return Shards(self._model, self._optimizer, folder, every)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is no tensor of a parameter's state, and which tensors there are.
+        """Return the optimizer's non-tensor state and the names of its tensors.
 
         Raises:
-            FormatError: a rank's own part of a state is not cut as its parameter is, so that ranks would overwrite it.
-            OptimizerError: it steps what is not the model's.
+            FormatError: A state tensor is sharded differently from its parameter, so ranks would overwrite each other.
+            OptimizerError: The optimizer steps a parameter that does not belong to the model.
         """
         self._settle()
         groups = [_options(group) for group in self._optimizer.state_dict()["param_groups"]]
@@ -81,10 +86,10 @@ class Shards(Part):
         return {"groups": groups, "members": members, "others": others}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is written: parameters and state by their names, dense.
+        """Return the parameters and optimizer state tensors to write, by name; unsharded tensors are made contiguous.
 
         Raises:
-            FormatError: they are of a type that files of shards cannot hold.
+            FormatError: A dtype is not supported by sharded files.
         """
         self._settle()
         found = self._parameters()
@@ -97,11 +102,11 @@ class Shards(Part):
         return found
 
     def loading(self, state: Any) -> Load:
-        """Return what reads this rank's shards into the very same parameters, and has the optimizer go on.
+        """Return a function that loads this rank's shards in place and restores the optimizer.
 
         Raises:
-            ModelError, OptimizerError: other names, shapes, types or groups than the run has. FormatError: files of
-                shards that are none, or lack one.
+            ModelError, OptimizerError: Names, shapes, dtypes or groups differ from the run's.
+            FormatError: The sharded files are invalid or incomplete.
         """
         require_keys("state.shards", state, ("groups", *MERGED))
         self._require_groups(state["groups"], state["members"])
@@ -142,7 +147,7 @@ class Shards(Part):
                 raise OptimizerError("optimizer", given=given, expected=expected)
 
     def _settle(self) -> None:
-        """Have every parameter be in shards: an evaluation may have left some whole."""
+        """Reshard all parameters: an evaluation may have left some FSDP modules unsharded."""
         for module in self._model.modules():
             if is_sharded_itself(module) and hasattr(module, "reshard"):
                 module.reshard()
@@ -151,7 +156,7 @@ class Shards(Part):
         return {f"{_MODEL}.{name}": parameter.detach() for name, parameter in self._model.named_parameters()}
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Tensor]]:
-        """Yield what an optimizer steps, in its order: group, name, parameter."""
+        """Yield (group index, name, parameter) of an optimizer's parameters in order."""
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -162,10 +167,10 @@ class Shards(Part):
 
 
 def merged(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what ranks have said of their shards as one.
+    """Merge the shard state of all ranks.
 
     Raises:
-        FormatError: two of them say otherwise of one parameter.
+        FormatError: Two ranks disagree about a parameter.
     """
     first = {key: dict(value) if key in MERGED else value for key, value in next(parts).items()}
     for part in parts:
@@ -190,7 +195,7 @@ def _is_cut(value: Tensor) -> bool:
 
 
 def _require_apart(name: str, key: Any, value: Tensor, parameter: Tensor) -> None:
-    """Raise `FormatError` for what ranks would write one over the other, or not get back as it was."""
+    """Raise `FormatError` for optimizer state that ranks would overwrite or could not restore exactly."""
     if type(key) is not str:
         given, expected = f"{key!r} in the optimizer's state of {name}", "texts as keys"
         raise FormatError("optimizer", given=given, expected=expected)
@@ -212,7 +217,7 @@ def _found(saved: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _room_like(parameter: Tensor, saved: Any) -> Tensor:
-    """Return a tensor of a saved one's size and type, cut as the parameter is where it is one of its elements."""
+    """Return an empty tensor for a saved one: sharded like the parameter if the shapes agree, else unsharded."""
     size, kind = saved.size, saved.properties.dtype
     if size == parameter.shape and len(size):
         return torch.empty_like(parameter.detach(), dtype=kind)

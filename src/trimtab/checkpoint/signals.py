@@ -1,10 +1,11 @@
-"""SIGTERM, SIGINT and SIGHUP while a run is kept: it is saved and left where the window is over; a second one ends it.
+"""Handlers for SIGTERM, SIGINT and SIGHUP: the run is saved after the current window; a second signal ends the process.
 
-Either is seen where the interpreter next runs, not before a call of torch is over. A thread that a wakeup descriptor
-rouses could end it then; but forked workers write to that too, and newer Pythons warn of a fork beside a thread.
+Python runs signal handlers between bytecodes, so a signal is noticed only after the current torch call. A thread woken
+through a wakeup descriptor could react earlier, but forked workers write to that descriptor too, and newer Python
+versions warn about a fork in a process with threads.
 
-Who signals a whole group signals the loader's workers too, and torch raises in the middle of a window where one of them
-has died. From the first signal on it is not told of that, until the run is left.
+A signal to the process group also ends the data loader's workers, and torch then raises in the middle of a window.
+Therefore SIGCHLD is held back from torch between the first signal and the end of the run.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from weakref import WeakSet
 
 from torch.utils.data import get_worker_info
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # nohup has the last ignored, and so it stays
-_SAME_S = 0.1  # `timeout` signals its child, and then the group that it is in
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # nohup ignores SIGHUP, and an ignored signal stays ignored
+_SAME_S = 0.1  # `timeout` signals its child and then the child's group, which must count as one signal
 
 
 class Signals:
-    """Handlers of a run. They are installed in the main thread alone; elsewhere nothing is.
+    """Signal handlers of a run, installed in the main thread only.
 
-    A handler of the user's own is called when the signal comes, as it would be without this. One that was installed
-    later may call these after the run is closed: they do then as what was there before them.
+    A handler of the user still runs when the first signal arrives. A handler installed later may chain to this one
+    after the run is closed; it then behaves like the handler that was installed before.
 
     Attributes:
-        came: the first signal there was, or None.
+        came: First signal received, or None.
     """
 
-    _at_work: ClassVar[WeakSet[Signals]] = WeakSet()  # of runs that are not closed
+    _at_work: ClassVar[WeakSet[Signals]] = WeakSet()  # handlers of runs that are not closed
 
     def __init__(self) -> None:
         self.came: signal.Signals | None = None
@@ -45,7 +46,7 @@ class Signals:
         self._has_child_died = self._has_left = False
 
     def install(self) -> None:
-        """Handle the signals, but those that the process was told to ignore."""
+        """Install the handlers, except for ignored signals."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:
@@ -67,30 +68,33 @@ class Signals:
             if callable(before) and before is not signal.default_int_handler:
                 before(number, frame)
         elif time.monotonic() - self._at_s > _SAME_S:
-            _end_by(number)  # whatever is left of the window
+            _end_by(number)  # end now, without waiting for the window
 
     def _handle_late(self, number: int, frame: FrameType | None) -> None:
-        """Do as it would without this run; but what ends at once is left to another that is kept: it saves first."""
+        """Call the previous handler. A default handler, which ends the process, is skipped while another run is active.
+
+        The other run then saves before the process ends.
+        """
         before = self._before_of(number)
         ends = not callable(before) or before is signal.default_int_handler
         if not (ends and Signals._at_work):
             _do(before, number, frame)
 
     def _handle_in_child(self, number: int, frame: FrameType | None) -> None:
-        """Do in a forked process as it would without this; but a loader's worker draws on, for the window under way."""
+        """Call the previous handler in a forked process. Loader workers ignore SIGINT: the window needs their data."""
         before = self._before_of(number)
         if before is signal.default_int_handler and get_worker_info() is not None:
-            return  # its loader ends it, and it sees for itself when there is none
+            return  # the loader ends the worker, or the worker notices that the loader is gone
         _do(before, number, frame)
 
     def _before_of(self, number: int) -> Any:
-        """Return what was there before; of runs that are closed, what was there before them."""
+        """Return the previous handler, looking through the handlers of closed runs."""
         before = self._before[number]
         of = getattr(before, "__self__", None)
         return of._before_of(number) if isinstance(of, Signals) and of not in Signals._at_work else before
 
     def _quieten(self) -> None:
-        """Keep the deaths of children from who would raise at them."""
+        """Hold SIGCHLD back from torch's handler, which would raise an error."""
         before = signal.getsignal(signal.SIGCHLD)
         if callable(before):
             self._of_children = before
@@ -100,7 +104,7 @@ class Signals:
         self._has_child_died = True
 
     def restore(self) -> None:
-        """Put the handlers back that were there, where they are still these."""
+        """Restore the previous handlers, unless another handler was installed meanwhile."""
         for number in self._before:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, self._before_of(number))
@@ -109,16 +113,16 @@ class Signals:
         if before is not None and signal.getsignal(signal.SIGCHLD) == self._child_died:
             signal.signal(signal.SIGCHLD, before)
             if self._has_child_died:
-                with contextlib.suppress(RuntimeError):  # of a worker's end, which the run has outlived
+                with contextlib.suppress(RuntimeError):  # torch raises for the dead worker, but the run is already over
                     before(signal.SIGCHLD, None)
 
     def leave(self) -> None:
-        """End the process's run as the signal would have: by KeyboardInterrupt, or an exit of 128 and its number.
+        """End the process as the signal would: KeyboardInterrupt for SIGINT, else exit status 128 + signal number.
 
-        Where none came here, but to another rank, as SIGTERM would.
+        If only another rank received a signal, the exit status is SIGTERM's.
 
         Raises:
-            KeyboardInterrupt, SystemExit: as said.
+            KeyboardInterrupt, SystemExit: Always one of them.
         """
         self._has_left = True
         if self.came is signal.SIGINT:
@@ -126,13 +130,13 @@ class Signals:
         raise SystemExit(128 + (self.came or signal.SIGTERM))
 
     def leave_late(self) -> None:
-        """Leave, where a signal came after the last window and nothing has been left for it."""
+        """Leave if a signal arrived after the last window and `leave` was not called yet."""
         if self.came is not None and not self._has_left:
             self.leave()
 
 
 def _do(handler: Any, number: int, frame: FrameType | None) -> None:
-    """Do as a handler would that is in place."""
+    """Call a handler, or end the process if the handler is the default."""
     if callable(handler):
         handler(number, frame)
     else:
@@ -140,6 +144,6 @@ def _do(handler: Any, number: int, frame: FrameType | None) -> None:
 
 
 def _end_by(number: int) -> None:
-    """End the process by a signal."""
+    """End the process by the default action of a signal."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

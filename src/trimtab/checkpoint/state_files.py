@@ -1,4 +1,4 @@
-"""A state as two files of a folder: what it is as JSON, its numbers beside."""
+"""State as two files: structure as JSON, tensors as safetensors."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from trimtab.core.errors import FormatError
 
 
 def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> None:
-    """Write a state as two files; its tensors must not change meanwhile.
+    """Write a state as two files. Its tensors must not change during the call.
 
     Args:
-        prefix: of their names: several may lie in one folder.
+        folder: Target folder.
+        state: State to write.
+        prefix: Prefix of both file names.
 
     Raises:
-        FormatError: it holds what cannot be written. SaveError, OSError: the file system says no. DependencyError:
-            safetensors is not installed.
+        FormatError: The state contains an unsupported value.
+        SaveError, OSError: Writing failed.
+        DependencyError: safetensors is not installed.
     """
     packer = Packer()
     packed = pack(state, packer.leaf)
     tensors, tree = folder / f"{prefix}{TENSORS}", folder / f"{prefix}{TREE}"
     write_tensors(tensors, packer.tensors)
     tree.write_text(json.dumps(packed, allow_nan=False), encoding="utf-8")
-    tensors.chmod(tree.stat().st_mode)  # the library's files are their owner's alone, whatever the process was told
+    tensors.chmod(tree.stat().st_mode)  # safetensors sets owner-only permissions and ignores the umask
 
 
 def digest_of(state: Any) -> str:
-    """Return what two states have in common that would be written alike, to the bit, and no two others.
+    """Return a SHA-256 of a state; equal digests mean bitwise equal files.
 
     Raises:
-        FormatError: it holds what cannot be written.
+        FormatError: The state contains an unsupported value.
     """
     packer = Packer()
     found = hashlib.sha256(json.dumps(pack(state, packer.leaf), allow_nan=False).encode())
@@ -51,13 +54,16 @@ def digest_of(state: Any) -> str:
 
 
 def read_state(folder: Path, prefix: str = "", *, taken: Taken | None = None) -> Any:
-    """Return a state that was written; its tensors are on the host. `verify` the folder first.
+    """Return a saved state with CPU tensors. Verify the folder first.
 
     Args:
-        taken: what its files hold, where they were read already.
+        folder: Folder of the checkpoint.
+        prefix: Prefix of both file names.
+        taken: Contents of the files if they were read during verification.
 
     Raises:
-        FormatError: the files are no state. DependencyError: safetensors is not installed.
+        FormatError: The files are not a valid state.
+        DependencyError: safetensors is not installed.
     """
     path = folder / f"{prefix}{TREE}"
     try:

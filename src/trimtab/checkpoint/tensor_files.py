@@ -1,4 +1,4 @@
-"""Files of named tensors, which hold numbers and nothing that runs (safetensors)."""
+"""Files of named tensors in safetensors format, without executable content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.core.errors import DependencyError, FormatError, SaveError
 
-# Types that every safetensors knows, by its names; of any other type a file holds bytes.
+# Dtypes known to every version of safetensors, by its names. Tensors of other dtypes are stored as bytes.
 TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -28,10 +28,11 @@ WRITTEN = frozenset(TYPES.values())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write named tensors that are on the host and dense.
+    """Write named, dense CPU tensors.
 
     Raises:
-        SaveError: they cannot be written. DependencyError: safetensors is not installed.
+        SaveError: Writing failed.
+        DependencyError: safetensors is not installed.
     """
     library = _library()
     try:
@@ -42,10 +43,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read all tensors of a file, into memory of their own: what becomes of the file is nothing to them.
+    """Return all tensors of a file as copies, independent of later changes to the file.
 
     Raises:
-        FormatError: it is no such file, or says of itself what is not so. DependencyError: safetensors is missing.
+        FormatError: The file is not a valid safetensors file.
+        DependencyError: safetensors is not installed.
     """
     library = _library()
     try:
@@ -68,5 +70,5 @@ def _library() -> Any:
 
 
 def require_library() -> None:
-    """Raise `DependencyError` where tensors cannot be written or read here."""
+    """Raise `DependencyError` if safetensors is not installed."""
     _library()

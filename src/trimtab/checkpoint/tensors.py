@@ -1,4 +1,4 @@
-"""Tensors and arrays of a state as JSON that names them, and numbers beside, bit for bit."""
+"""Lossless packing of tensors and arrays: JSON with shape and dtype, and the values in a separate tensor file."""
 
 from __future__ import annotations
 
@@ -15,24 +15,29 @@ from trimtab.checkpoint.tree import Packed, like, pack
 from trimtab.core.errors import FormatError
 
 _TYPES = (Tensor, torch.nn.Parameter)
-_ARRAYS = "?bhilqBHILQefd"  # dtype codes: truth values, whole numbers and floats, in the machine's byte order
-_NAMED = {name: np.dtype(name) for name in (np.dtype(code).name for code in _ARRAYS)}  # a text may say other kinds
+_ARRAYS = "?bhilqBHILQefd"  # dtype codes of booleans, integers and floats in native byte order
+# Closed list, as a file could name other dtypes.
+_NAMED = {name: np.dtype(name) for name in (np.dtype(code).name for code in _ARRAYS)}
 
 
 class Packer:
-    """Packs tensors and arrays; `tensors` are those to be written: on the host, dense, the same memory once."""
+    """Packs tensors and arrays, and collects the tensors to write.
+
+    Attributes:
+        tensors: Dense CPU tensors by name. Tensors with the same memory, shape and strides are stored once.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._named: dict[tuple[Any, ...], str] = {}
         self._written_from: set[int] = set()
-        self._met: list[Tensor] = []  # alive, so that no address is another tensor's by now
+        self._met: list[Tensor] = []  # references that keep addresses from being reused by other tensors
 
     def leaf(self, value: Any, path: str) -> dict[str, Packed] | None:
-        """Return a tensor or array as JSON that names one of `tensors`; None of any other value.
+        """Return a tensor or array as JSON with a name from `tensors`, or None for any other value.
 
         Raises:
-            FormatError: it does not hold its values, or they are no numbers.
+            FormatError: The tensor has no dense values, or the array's dtype is not numeric.
         """
         if type(value) in _TYPES:
             return {"tensor": self._packed(value, path)}
@@ -53,7 +58,7 @@ class Packer:
         return packed if order == sorted(order) else packed | {"order": order}
 
     def _alone(self, dense: Tensor) -> Tensor:
-        """Return a tensor to be written, in memory that no other of them has: views of one may differ in shape."""
+        """Return the tensor, or a copy if its storage is already in use: views of one storage may differ in shape."""
         at = dense.untyped_storage().data_ptr()
         if dense.nbytes and at in self._written_from:
             return dense.clone()
@@ -62,14 +67,14 @@ class Packer:
 
     def _packed_array(self, array: Any, path: str) -> Packed:
         _require_numbers(array, path)
-        whole = np.array(array, order="C")  # a copy of what may be read only, which torch would warn of
+        whole = np.array(array, order="C")  # a copy, because torch warns about read-only arrays
         packed = self._packed(torch.from_numpy(whole.reshape(-1).view(np.uint8)), path)
         is_scalar = isinstance(array, np.generic)
         return {"bytes": packed, "shape": list(whole.shape), "type": array.dtype.name, "is_scalar": is_scalar}
 
 
 def require_packable(state: Any) -> None:
-    """Raise `FormatError` for what could not be written of a state; no number of it is read or copied."""
+    """Raise `FormatError` for values of unsupported types in a state. No tensor data is read or copied."""
     pack(state, _looked_at)
 
 
@@ -96,14 +101,14 @@ def _require_numbers(array: Any, path: str) -> None:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors have in common that are the same numbers in the same memory."""
+    """Return a key that is equal for two tensors with the same memory, shape, strides and dtype."""
     if tensor.numel() == 0:
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def snapshot(state: Any) -> Any:
-    """Return a state whose tensors and arrays nobody else changes, on the host; what is one memory stays one."""
+    """Return a deep copy of a state with tensors on the CPU. Tensors that share memory share their copy."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(value: Any) -> Any:
@@ -121,13 +126,13 @@ def snapshot(state: Any) -> Any:
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """Return the dimensions from the outermost in memory to the innermost, of a tensor without gaps; else as named."""
+    """Return the dimensions ordered by decreasing stride if the tensor is dense, else the original order."""
     order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.shape[d], d))
     return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
 
 
 def _written(tensor: Tensor, path: str) -> Tensor:
-    """Return what a file holds of a tensor: its numbers in the order of memory, with memory to itself."""
+    """Return the tensor's values in memory order, in a storage of exactly this size."""
     dense = tensor.permute(_order(tensor)).cpu().contiguous()
     if dense.untyped_storage().nbytes() != dense.nbytes:
         dense = dense.clone()
@@ -138,7 +143,7 @@ def _written(tensor: Tensor, path: str) -> Tensor:
 
 
 class Unpacker:
-    """Gives the tensors of a file to those that name them; those that name one get the same object."""
+    """Rebuilds packed tensors from a tensor file. Equal names return the same tensor object."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -146,7 +151,7 @@ class Unpacker:
         self.leaves = {"tensor": self._tensor, "array": self._array}
 
     def require_all_given(self, path: str = "state") -> None:
-        """Raise `FormatError` where the file has tensors that nothing names."""
+        """Raise `FormatError` if the file contains a tensor without a reference."""
         if unnamed := sorted(self._tensors.keys() - self._given.keys()):
             raise FormatError(path, given=f"the tensor {unnamed[0]!r}, which is nowhere in it", expected="none such")
 
@@ -177,7 +182,7 @@ class Unpacker:
 
 
 def _parts(packed: Packed, path: str) -> tuple[str, list[int], torch.dtype, list[int]]:
-    """Return name, shape, type and order of a packed tensor."""
+    """Return name, shape, dtype and dimension order of a packed tensor."""
     shape = packed["shape"]
     order = packed.get("order", list(range(len(shape))))
     dtype = getattr(torch, str(packed["type"]), None)

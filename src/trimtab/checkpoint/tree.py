@@ -1,7 +1,7 @@
-"""A state as JSON, bit for bit, and back: no pickle, nothing that could run.
+"""Lossless conversion of a state to JSON and back, without pickle and without executable content.
 
-JSON's own None, truth values, texts, finite floats and whole numbers of 64 bits stand for themselves; all else is an
-object of one key that says what it is. What tree knows nothing of (tensors, arrays) is packed by who calls.
+None, booleans, strings, finite floats and 64-bit integers are plain JSON. Any other value is an object with a single
+key, the type's name. The caller packs tensors and arrays through `leaf`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 from trimtab.core.errors import FormatError
 
 Packed = Any  # JSON
-Leaf = Callable[[Any, str], Mapping[str, Packed] | None]  # (value, path) -> object of one key; None: it is none of them
-Read = Callable[[Packed, str], Any]  # (what stands under the key, path) -> value
-MAX_DEPTH = 100  # what holds itself has no end
+# (value, path) -> object with one key, or None if the type is unsupported.
+Leaf = Callable[[Any, str], Mapping[str, Packed] | None]
+Read = Callable[[Packed, str], Any]  # (content under the key, path) -> value
+MAX_DEPTH = 100  # limit for a structure that contains itself
 _MAPPINGS: dict[type, str] = {dict: "map", OrderedDict: "map", Counter: "counter", defaultdict: "default"}
-# What a defaultdict makes of a key that it has not: these alone, so that no file names what would run.
+# Allowed default factories of a defaultdict. The list is closed, so that a file cannot name code to run.
 _MADE: tuple[type, ...] = (bool, int, float, str, list, tuple, dict, set)
 _FACTORIES: dict[str, type | None] = {"": None} | {each.__name__: each for each in _MADE}
 _WORD = 2**63
@@ -29,10 +30,13 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
     """Return a value as JSON.
 
     Args:
-        leaf: packs what is not of Python's own types.
+        value: State to pack.
+        leaf: Packs values that are not built-in Python types.
+        path: Location of `value`, for errors.
+        depth: Current nesting level.
 
     Raises:
-        FormatError: something in it is of another type, or it has no end; names where.
+        FormatError: A type is unsupported, or the nesting exceeds `MAX_DEPTH`. The error names the location.
     """
     kind = type(value)
     if value is None or kind is bool:
@@ -57,7 +61,7 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
 
 
 def like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Return items as a mapping of the kind that a value comes back as."""
+    """Return `items` as the mapping type of `value`."""
     if isinstance(value, Counter):
         return Counter(items)
     return defaultdict(value.default_factory, items) if isinstance(value, defaultdict) else items
@@ -106,13 +110,15 @@ _SCALARS: dict[type, Callable[[Any, str], Packed]] = {
 
 
 def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> Any:
-    """Return what was packed.
+    """Return the value of a packed state.
 
     Args:
-        leaves: by their key, what reads what `leaf` packed.
+        packed: JSON from `pack`.
+        leaves: Reader for each key produced by `leaf`.
+        path: Location, for errors.
 
     Raises:
-        FormatError: no packed state.
+        FormatError: `packed` is not a packed state.
     """
     if packed is None or isinstance(packed, bool | str | int | float):
         return packed

@@ -1,4 +1,4 @@
-"""The world a run is in: what its numbers depend on besides its own state, and what of that has changed since."""
+"""Compatibility of a checkpoint: environment facts that affect results, and their changes since the save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.core.plan import Plan
 from trimtab.measure.machine import device_name, environment
 from trimtab.measure.process_state import fp32_places
 
-# What a resumed run is refused for unless it is accepted by name, with what else could be done about it.
+# Changes that prevent resuming unless accepted by name, and the hint of the error.
 WAYS_OUT = {
     "torch": "Install the torch that it was saved with",
     "threads": "torch.set_num_threads as it was",
@@ -23,7 +23,7 @@ WAYS_OUT = {
     "plan": "Start it with the plan that is in its checkpoint",
     "optimizer": "Give the optimizer that it was saved with",
 }
-ACCEPTED = (*WAYS_OUT, "data")  # which is looked at once there is a loader (`runtime.data_position`)
+ACCEPTED = (*WAYS_OUT, "data")  # "data" is checked when the loader is known (`runtime.data_position`)
 _SAID_ALONE = (
     "cpu",
     "gpu",
@@ -33,20 +33,20 @@ _SAID_ALONE = (
     "os",
     "trimtab",
     "sources",
-)  # changes that are noted, and refused for nothing
+)  # changes that are recorded and never prevent resuming
 
 
 def device_of(model: nn.Module) -> str:
-    """Return what kind of device a model is on, with a GPU's own name: another model of GPU rounds otherwise."""
+    """Return the device type of a model, with the GPU's name: another GPU model rounds differently."""
     device = next(model.parameters()).device
     return f"cuda ({device_name(device)})" if device.type == "cuda" else device.type
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer's class, and of those that it holds as `optimizer`: a host's wrapper steps one.
+    """Return the class name of an optimizer, including the inner class of a trainer's wrapper (attribute `optimizer`).
 
-    Groups and state of one class look like another's, which would train on by them as something else. Its module is
-    left out: one of a script, or of a task's file, has another where the project lies elsewhere.
+    Another class could load groups and state of the same form and silently train differently. The module name is left
+    out: for a class defined in a script it depends on the project's location.
     """
     name = type(optimizer).__qualname__
     inner = getattr(optimizer, "optimizer", None)
@@ -54,7 +54,8 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
     return f"{name} of {class_of(inner)}" if is_wrapper else name
 
 
-# Choices that came when runs had been kept without them, None where the loop's own stands: then they are not told.
+# Plan fields added after the first checkpoints. At the default (None) they are left out, so old checkpoints still
+# match.
 _LATER = ("weight_decay",)
 _THREADS, _BETWEEN = "threads", ", "
 
@@ -66,10 +67,14 @@ def world_of(
     devices: Sequence[str],
     threads: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Return what a run's numbers depend on: versions, threads, devices, types, ranks, classes, and the plan's values.
+    """Return the facts that affect a run's results: versions, threads, devices, dtypes, ranks, optimizer class, plan.
 
     Args:
-        devices: of each rank, as `device_of` names it. threads: of each rank, in digits; (): of the one that is here.
+        model: Model of the run.
+        optimizer: Optimizer of the run.
+        plan: Plan of the run.
+        devices: Result of `device_of` on each rank.
+        threads: Number of threads on each rank, as text; empty for the current process only.
     """
     here = environment()
     if threads:
@@ -89,7 +94,7 @@ def world_of(
 
 
 def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return what differs, of what both know: name -> (then, now)."""
+    """Return the differing facts as name -> (saved, current). Facts missing on either side are ignored."""
     found = {name: (saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]}
     if _THREADS in found and _has_each_its_threads(*found[_THREADS], int(now["ranks"])):
         del found[_THREADS]
@@ -97,15 +102,15 @@ def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple
 
 
 def _has_each_its_threads(then: str, now: str, ranks: int) -> bool:
-    """Return whether every rank has as many as the one that it goes on from; one number is that of all of them."""
+    """Return True if every rank keeps the thread count of its saved rank. A single count applies to all ranks."""
     had, has = then.split(_BETWEEN), now.split(_BETWEEN)
     return all(has[rank % len(has)] == had[rank % len(had)] for rank in range(ranks))
 
 
 def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[str]) -> None:
-    """Raise `ValueGivenError` for what has changed and was not accepted by name.
+    """Raise `ValueGivenError` for a change that is not accepted by name.
 
-    Of a plan the message shows the fields that differ.
+    For a plan, the message shows only the fields that differ.
     """
     for name, way_out in WAYS_OUT.items():
         if name in found and name not in accepts:
@@ -119,19 +124,19 @@ def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[s
 
 
 def accepted(names: object) -> tuple[str, ...]:
-    """Return the names of changes that are accepted; raises `ValueGivenError` for one that is none."""
+    """Return the names of accepted changes; raises `ValueGivenError` for an unknown name."""
     given = (names,) if isinstance(names, str) else tuple(names)  # type: ignore[arg-type]
     return tuple(checks.one_of("checkpoints.accepts", name, ACCEPTED) for name in given)
 
 
 def in_words(found: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """Return the changes for a record."""
+    """Return the changes as text, for a record."""
     shown = {name: _differing(*both) if name == "plan" else both for name, both in found.items()}
     return {name: f"{then} -> {now}" for name, (then, now) in shown.items()}
 
 
 def parted(found: Mapping[str, tuple[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return changes in words: those that had to be accepted, and those that are noted alone."""
+    """Return two dictionaries of changes as text: changes that need acceptance, and changes that are only recorded."""
     words = in_words(found)
     asked = {name: change for name, change in words.items() if name in WAYS_OUT}
     return asked, {name: change for name, change in words.items() if name not in WAYS_OUT}
