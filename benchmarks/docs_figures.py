@@ -13,7 +13,6 @@ from typing import Any
 import records
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
-from trimtab.decide.statistics import paired_ratios, ratio_interval
 
 Row = dict[str, Any]
 BEHIND, ON_TIME = 0.04, 0.33  # of the best fixed k, that goodput is to keep within; of seconds, that a plan leaves room
@@ -33,7 +32,6 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
 
     goodput = [f"regret-{task}" for task in ("cifar10_resnet_small", "source_gpt_small")]
     links = " and ".join(records.newest(root, name).link for name in goodput)
-    rehearsals = ("scaling-windows", "scaling-weights", "scaling-samples")
     return {
         "accumulation.md": {
             "goodput": [*of(_goodput, *goodput), f"({links})."],
@@ -48,10 +46,10 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
             "elsewhere": of(_elsewhere, "published", "prediction"),
             "planned": of(_planned, "planning_time", "no_harm-wikitext2_gpt"),
         },
-        "ranks.md": {
+        "ranks.md": {"told": of(_told, "scaling-windows")},
+        "scaling.md": {
             "bytes": of(_bytes, "rank_memory", "rank_memory_deepspeed"),
             "published": of(_published, "published_ranks"),
-            "told": of(_told, *rehearsals),
         },
     }
 
@@ -196,74 +194,60 @@ def _planned(times: list[Row], harm: list[Row]) -> Iterator[str]:
     yield f"  peak, by {row['changes']} (`no_harm.py`; {control})"
 
 
-# docs/ranks.md
+# docs/ranks.md and docs/scaling.md
 
 
 _STAGES: dict[str, Callable[[Row], bool]] = {
-    "stages 0 and 1": lambda row: row["zero_stage"] < 2,
-    "stage 2, reduced once a window": lambda row: row["zero_stage"] == 2 and row["reduces_once"],
-    "stage 3, reduced once a window": lambda row: row["zero_stage"] == 3 and row["reduces_once"],
-    "stages 2 and 3, reduced after each micro-batch": lambda row: not row["reduces_once"],
+    "0 and 1": lambda row: row["zero_stage"] < 2,
+    "2, one reduction per step": lambda row: row["zero_stage"] == 2 and row["reduces_once"],
+    "3, one reduction per step": lambda row: row["zero_stage"] == 3 and row["reduces_once"],
+    "2 and 3, a reduction per micro-batch": lambda row: not row["reduces_once"],
 }
 
 
 def _bytes(rows: list[Row], deepspeed: list[Row]) -> Iterator[str]:
-    for says, is_of in _STAGES.items():
+    yield "| stages | cases | error, median step | largest step above prediction |"
+    yield "|---|---|---|---|"
+    for stages, is_of in _STAGES.items():
         of = [row for row in rows if is_of(row)]
-        least = [row["least_bytes"] / row["predicted_bytes"] - 1 for row in of]
         most = max(row["most_bytes"] / row["predicted_bytes"] - 1 for row in of)
-        told = f"{_span(_known(of, 'error'), 2)} of the median window's peak"
-        alone = f"{_within(least, 1e-3)} within 0.1% of the least window's; a single window took up to {most:.0%} more"
-        yield f"- {says}, {len(of)} cases: {told}; {alone}"
-    for says, stages in (("stages 1 and 2", (1, 2)), ("stage 3", (3,))):
+        yield f"| {stages} | {len(of)} | {_span(_known(of, 'error'), 2)} | {most:.0%} |"
+    for name, stages in (("DeepSpeed 1 and 2", (1, 2)), ("DeepSpeed 3", (3,))):
         errors = [row["error"] for row in deepspeed if row["zero_stage"] in stages]
-        yield f"- DeepSpeed's {says}, {len(errors)} cases of one model: {_span(errors)}"
+        yield f"| {name}, one model | {len(errors)} | {_span(errors)} | |"
 
 
 def _published(rows: list[Row]) -> Iterator[str]:
     steps = [row for row in rows if row["metric"] == "published_ranks"]
     eager = [row for row in steps if not row["compiled"]]
     errors = _known(eager, "time_error")
-    yield f"- seconds of {len(errors)} steps that were not compiled: {_off(errors)}"
+    yield f"- Step time of {len(errors)} steps without compilation: {_off(errors)}."
     for name in dict.fromkeys(_by(row) for row in eager):
         of = _known((row for row in eager if _by(row) == name), "time_error")
         if len(of) >= FEW:
-            yield f"- of these {name}: {_off(of)}"
+            yield f"- Of these, {name}: {_off(of)}."
     pairs = [row["predicted"] - row["published"] for row in rows if row["metric"] == "published_efficiency"]
-    yield (
-        f"- how much of their speed more ranks keep, {len(pairs)} pairs: {100 * statistics.median(pairs):+.0f} points "
-        f"in the median, {100 * min(pairs):+.0f} to {100 * max(pairs):+.0f}"
-    )
-    for is_reserved, what in ((True, "reserved memory"), (False, "memory of tensors")):
+    ends = f"{100 * min(pairs):+.0f} to {100 * max(pairs):+.0f}"
+    middle = f"{100 * statistics.median(pairs):+.0f} percentage points in the median"
+    yield f"- Scaling efficiency, {len(pairs)} pairs: {middle} ({ends})."
+    for is_reserved, quantity in ((True, "reserved memory"), (False, "memory of tensors")):
         peaks = _known((row for row in steps if row["is_reserved"] is is_reserved), "error")
-        yield f"- {len(peaks)} peaks, published as {what}: {_span(peaks)}"
-    own = [row["own_s"] / row["predicted_s"] - 1 for row in steps if row["gather_dtype"] == "bf16"]
-    yield f"- parameters gathered in fp32 for those in bf16, as told of {len(own)} steps: {_span(own)} of the seconds"
+        yield f"- {len(peaks)} published peaks of {quantity}: {_span(peaks)}."
 
 
 def _by(row: Row) -> str:
     return f"{row['source'].split(',')[0].removeprefix('github.com/')} on {row['device'].split()[0]}"
 
 
-def _told(windows: list[Row], weights: list[Row], samples: list[Row]) -> Iterator[str]:
-    for says, stages in (("replicas and stage 1", (0, 1)), ("stages 2 and 3", (2, 3))):
+def _told(windows: list[Row]) -> Iterator[str]:
+    for name, stages in (("stages 0 and 1", (0, 1)), ("stages 2 and 3", (2, 3))):
         errors = [row["error"] for row in windows if row["zero_stage"] in stages]
-        yield f"- seconds of {len(errors)} windows as told from one process, {says}: {_span(errors)}"
-    rehearsed = sorted(row["rehearsal_error"] for row in windows)
+        yield f"- Step time predicted from one process, {name}, {len(errors)} cases: {_span(errors)}."
+    worst, *others = sorted((row["rehearsal_error"] for row in windows), key=abs, reverse=True)
     peaks = [row["rehearsed_bytes"] / row["measured_bytes"] - 1 for row in windows]
     took = sorted(row["rehearsal_s"] for row in windows)
-    worst, *others = sorted(rehearsed, key=abs, reverse=True)
-    rehearsing = f"a rehearsal takes {took[0]:.0f} to {took[-1]:.0f} s"
-    yield f"- as rehearsed: {_span(others)} but for one, {worst:+.0%}; {rehearsing}"
-    yield f"- peaks as rehearsed: {_within(peaks, 1e-3)} of {len(peaks)} to 0.1%, {_span(peaks, 1)} at the worst"
-    for says, dtype in (("double precision", "float64"), ("fp32", "float32")):
-        off = max(row["difference"] for row in weights if row["dtype"] == dtype)
-        yield f"- weights after 20 windows in {says}: {off:.0e} of the largest, at the worst"
-    base, plan = (next(row for row in samples if row["recipe"] == name) for name in ("baseline", "plan_k"))
-    more = ratio_interval(paired_ratios(base["samples_of_seeds"], plan["samples_of_seeds"]))
-    ratio = f"{more.mean:.2f} times ({more.low:.2f} to {more.high:.2f}, n={more.n})"
-    yield f"- windows of {plan['effective_batch']:.0f} rows take {ratio} the samples to a loss of {plan['target']:g}"
-    yield f"  that windows of {base['effective_batch']:.0f} take, of {base['ranks']} ranks, not timed"
+    yield f"- Step time after a dry run of {took[0]:.0f} to {took[-1]:.0f} s: {_span(others)}; one case {worst:+.0%}."
+    yield f"- Peak memory after a dry run, {len(peaks)} cases: {_span(peaks, 1)}."
 
 
 # How figures are told.

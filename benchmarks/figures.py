@@ -34,11 +34,7 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- {}: made by `make figures` -->", "<!-- end of {} -->"
 MIN_CLAIM = 8
-# Records that docs/ranks.md shows whole; of others it has sentences.
-RANKS = (
-    *("scaling-efficiency", "scaling-courses", "scaling-in_step", "scaling-overhead", "scaling-faults"),
-    "sending",
-)
+RANKS = ("scaling-courses",)  # records shown in full on docs/scaling.md
 CLOSE = 0.25  # of the seconds of a step on a device that is not here
 
 Row = dict[str, Any]
@@ -99,7 +95,7 @@ def pages(root: Path) -> dict[Path, str]:
         root / "docs" / "install.md": {"figures": of("import_time")},
         root / "docs" / "hosts.md": {"figures": _or_unmeasured(of("hosts"), "hosts")},
         root / "docs" / "accumulation.md": {"model": _savings()},
-        root / "docs" / "ranks.md": {"figures": files(*RANKS)},
+        root / "docs" / "scaling.md": {"figures": files(*RANKS)},
     }
     for blocks in (docs_figures.blocks, technique_figures.blocks, advice_figures.blocks):
         for name, parts in blocks(root).items():
