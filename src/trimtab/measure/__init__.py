@@ -1,1 +1,1 @@
-"""OBSERVE: may run the model, and leaves it exactly as found."""
+"""Measurements of a training loop. A measurement may run the model, and restores its state exactly."""

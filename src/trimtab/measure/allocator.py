@@ -1,11 +1,11 @@
-"""The C allocator's mode: whether large blocks are handed back to the system when they are freed.
+"""Mode of the C allocator: whether glibc returns freed blocks to the operating system.
 
-A training step on CPU frees and asks again for the same activations. glibc maps blocks above 32 MiB freshly each time
-and trims its heap, so every step pays page faults for memory the one before already had. "retain" keeps freed memory
-in the process (`mallopt`): no number changes, and the process's resident memory stays at its peak between steps.
+A training step on a CPU frees and reallocates the same activations. glibc maps blocks above 32 MiB anew for each
+allocation and trims the heap, so every step pays page faults for memory it had before. The mode "retain" keeps freed
+memory in the process (`mallopt`). Results do not change, and resident memory stays at its peak between steps.
 
-Nothing is set before "retain" is asked for. Setting ends for good that glibc's own thresholds grow with the blocks that
-are freed; "keep" after "retain" stands at the highest they grow to.
+No parameter is set until "retain" is requested. Setting a parameter permanently disables glibc's dynamic thresholds, so
+"keep" after "retain" uses the highest values that glibc would reach.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 Settings = dict[int, int]
 _GROWN: Settings = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 64 * 2**20}
 _NEVER_TRIM: Settings = {_M_TRIM_THRESHOLD: 2**31 - 1}
-# (retain, keep) in the order they are tried. An older glibc refuses a threshold above 32 MiB: there no block is mapped
-# at all, and "keep" allows glibc's own 65536 again.
+# (retain, keep) in the order of attempts. An older glibc rejects thresholds above 32 MiB: then mapping is disabled
+# completely, and "keep" restores glibc's default of 65536 mappings.
 _WAYS: tuple[tuple[Settings, Settings], ...] = (
     (_NEVER_TRIM | {_M_MMAP_THRESHOLD: 2**30}, _GROWN),
     (_NEVER_TRIM | {_M_MMAP_MAX: 0}, _GROWN | {_M_MMAP_MAX: 65536}),
 )
-# What a user set is left as it is: it could not be put back.
+# Settings made by the user are left alone, because they could not be restored.
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _mode = MODES[0]
-_way: tuple[Settings, Settings] | None = None  # (retain, keep), once it was asked for
+_way: tuple[Settings, Settings] | None = None  # (retain, keep), set at the first request
 
 
 def can_retain() -> bool:
-    """Return whether the mode may be set: the C library is glibc, and no variable has set its allocator already."""
+    """Return True if the C library is glibc and no environment variable configures its allocator."""
     is_set = any(os.environ.get(name) for name in _OWN_SETTINGS)
     is_set = is_set or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     return hasattr(_libc(), "mallopt") and not is_set
 
 
 def mode() -> str:
-    """Return the mode as this module last set it: "keep" until then."""
+    """Return the current mode, initially "keep"."""
     return _mode
 
 
 def set_mode(wanted: str) -> None:
-    """Set the mode; nothing happens when it is already so.
+    """Set the mode, unless it is already set.
 
     Raises:
-        ValueGivenError: the C library does not let it be set.
+        ValueGivenError: The C library rejects the parameters.
     """
     global _mode, _way
     if wanted == _mode:
@@ -66,7 +66,7 @@ def set_mode(wanted: str) -> None:
 
 
 def _found_way() -> tuple[Settings, Settings] | None:
-    """Return the settings of "retain" and "keep" that the C library takes, found by trying; None when it takes none."""
+    """Return the first (retain, keep) parameters accepted by the C library, or None."""
     for retain, keep in _WAYS if can_retain() else ():
         if _set(retain):
             return retain, keep
@@ -75,7 +75,7 @@ def _found_way() -> tuple[Settings, Settings] | None:
 
 
 def _set(settings: Settings) -> bool:
-    """Set each parameter, also after one is refused; returns whether all were taken (`mallopt` returns 1)."""
+    """Set all parameters, even after a rejected one; return True if all were accepted (`mallopt` returns 1)."""
     return [_libc().mallopt(*setting) for setting in settings.items()] == [1] * len(settings)
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from trimtab.measure.held import is_container
 
 T = TypeVar("T")
-_DEPTH = 4  # a loss, a function it calls, the owner of that method, an attribute of the owner
-_MOST_ITEMS = 1000  # of a container; a longer one holds data
+_DEPTH = 4  # a loss, a function called by it, that method's owner, an attribute of the owner
+_MOST_ITEMS = 1000  # a longer container is training data
 
 
 def reached(user: Any, kind: type[T]) -> Iterator[T]:
-    """Yield the objects of a class reachable from a function, an object or a tuple. Yielded objects are not entered."""
+    """Yield the instances of a class reachable from a function, object or tuple. Yielded objects are not entered."""
     seen, pending = set[int](), [(user, 0)]
     while pending:
         value, depth = pending.pop()
@@ -33,13 +33,13 @@ def reached(user: Any, kind: type[T]) -> Iterator[T]:
 
 
 def references(value: Any) -> Iterator[Any]:
-    """Yield the objects that a function, an object or a container refers to directly; none for classes and packages."""
+    """Yield the objects referenced directly by a function, object or container; nothing for classes and modules."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, types.FunctionType):
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
+        with contextlib.suppress(ValueError):  # a variable that is not bound yet
             found = inspect.getclosurevars(value)
             yield from (*found.nonlocals.values(), *found.globals.values(), *(value.__defaults__ or ()))
             yield from (value.__kwdefaults__ or {}).values()

@@ -1,8 +1,8 @@
-"""State that drawing batches changes in loaders, samplers, datasets and what they refer to: held, and restored.
+"""Snapshot of the state that drawing batches changes: loaders, samplers, datasets and objects they refer to.
 
-Followed are attributes, slots, containers, random generators, open files, plain attributes of the user's classes, and
-the closures and globals of the user's functions. Iterators, queues and threads cannot be put back: data that hold one
-are one-shot, and are not drawn from.
+The search follows attributes, slots, containers, random generators, open files, attributes of the user's classes, and
+closures and globals of the user's functions. Iterators, queues and threads cannot be restored: data that contain such
+an object are one-shot, and nothing is drawn from them.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from torch.utils.data import DataLoader
 from trimtab.measure.held import HeldContainer, HeldTensor, is_container
 from trimtab.measure.loader_state import borrowed, has_lasting_workers, is_stateful
 
-_MOST_OBJECTS, _MOST_ITEMS, _DEPTH = 20_000, 1_000, 12  # entered: of all, of a container, and between root and object
-_MOST_BYTES = 2**26  # of tensors and arrays that are copied; larger ones are data
+# Limits: objects in total, items of a container, distance from the root.
+_MOST_OBJECTS, _MOST_ITEMS, _DEPTH = 20_000, 1_000, 12
+_MOST_BYTES = 2**26  # limit for copies of tensors and arrays; larger ones are training data
 _STREAMS = (queue.Queue, queue.SimpleQueue, threading.Thread, BaseProcess, socket.socket)
-_OWN_ITERATORS = ("_iterator", "_initial_iter_for_state_dict")  # of a DataLoader: drawing uses a copy without them
+_OWN_ITERATORS = ("_iterator", "_initial_iter_for_state_dict")  # of a DataLoader: drawing uses a copy without these
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device)
 _Undo = Callable[[], object]
 
 
 class DataState:
-    """State of training data, captured once.
+    """Snapshot of training data.
 
     Attributes:
-        one_shot: name of the part that cannot be restored, such as "data.dataset.items (a tuple_iterator)"; "" if all
-            that was found can be.
+        one_shot: Path of a part that cannot be restored, such as "data.dataset.items (a tuple_iterator)"; "" if none.
     """
 
     def __init__(self, data: Any) -> None:
         self.one_shot = ""
         self._undo: list[_Undo] = []
         self._seen: set[int] = set()
-        self._alive: list[Any] = []  # an id is taken for another object's once its object is freed
+        self._alive: list[Any] = []  # references that keep ids from being reused
         self._bytes = 0
         self._pending: list[tuple[Any, str, int]] = [(data, "data", 0)]
         while self._pending and not self.one_shot and len(self._seen) < _MOST_OBJECTS:
             self._visit(*self._pending.pop())
 
     def restore(self) -> None:
-        """Put everything back; repeatable."""
+        """Restore all parts. Can be called repeatedly."""
         for undo in self._undo:
             undo()
 
@@ -113,7 +113,7 @@ class DataState:
             self.one_shot = f"{path} (persistent workers that have started)"
             return
         if not depth and is_stateful(value) and not isinstance(value, DataLoader):
-            return  # `borrowed` restores it by its own methods
+            return  # `borrowed` restores it through `load_state_dict`
         held = getattr(value, "__dict__", None)
         if type(held) is dict:
             self._undo.append(functools.partial(_rename, held, dict(held)))
@@ -128,7 +128,7 @@ class DataState:
         self._push(type(value), type(value).__name__, depth)
 
     def _class(self, value: type, path: str, depth: int) -> None:
-        """Hold what a class of the user's keeps for all its objects, and follow its methods."""
+        """Take a snapshot of the attributes of a user class, and follow its methods."""
         if _is_library(value):
             return
         for base in value.__bases__:
@@ -170,7 +170,10 @@ class DataState:
 
 @contextlib.contextmanager
 def undisturbed(data: Any) -> Iterator[Any]:
-    """Yield what to draw from in place of `data`, as `borrowed`; on leaving, data that is no iterator is as it was."""
+    """Yield an object to draw from in place of `data`, as `borrowed` does; on exit the data are restored.
+
+    An iterator cannot be restored and has advanced.
+    """
     state = None if isinstance(data, Iterator) else DataState(data)
     try:
         with borrowed(data) as lent:
@@ -181,7 +184,7 @@ def undisturbed(data: Any) -> Iterator[Any]:
 
 
 def _generator(value: Any) -> _Undo | None:
-    """Return what restores a random generator; None of another object."""
+    """Return a function that restores a random generator, or None for any other object."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -195,7 +198,7 @@ def _generator(value: Any) -> _Undo | None:
 
 
 def _file(value: Any) -> _Undo | None:
-    """Return what restores the position of an open file; None of one that has none, or of another object."""
+    """Return a function that restores the position of an open file; None for an unseekable file or another object."""
     if isinstance(value, io.IOBase):
         with contextlib.suppress(OSError, ValueError):
             if value.readable() and value.seekable():
@@ -204,11 +207,11 @@ def _file(value: Any) -> _Undo | None:
 
 
 def _is_stream(value: Any) -> bool:
-    """Return whether drawing takes something away that nothing puts back."""
+    """Return True for an object that loses items when drawn from: an iterator, a queue or an unseekable file."""
     if isinstance(value, io.IOBase):
         try:
             return value.readable()
-        except ValueError:  # closed
+        except ValueError:  # a closed file
             return False
     if isinstance(value, type | types.FunctionType | types.MethodType):
         return False
@@ -220,14 +223,14 @@ def _parts(container: Any) -> list[Any]:
 
 
 def _refill(held: HeldContainer, container: Any, before: list[Any]) -> None:
-    """Restore a container that has changed; another is not emptied for a moment, as its owner may have threads."""
+    """Restore a container only if it has changed: clearing an unchanged one could disturb the owner's threads."""
     now = _parts(container)
     if len(now) != len(before) or not all(map(operator.is_, now, before)):
         held.restore()
 
 
 def _rename(names: dict[str, Any], before: dict[str, Any]) -> None:
-    """Restore attributes, only those that have changed."""
+    """Restore the changed attributes only."""
     for name in names.keys() - before.keys():
         del names[name]
     for name, value in before.items():
@@ -249,7 +252,7 @@ def _put_back(holder: type, name: str, value: Any) -> None:
 
 @functools.cache
 def _globals(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of globals that code, or a function in it, uses, and those that it binds."""
+    """Return the globals used by code and its inner functions, and the globals assigned there."""
     used, stored = set(code.co_names), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "STORE_GLOBAL":
@@ -262,7 +265,7 @@ def _globals(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _is_library(value: Any) -> bool:
-    """Return whether a class or function is of Python, torch or another installed package."""
+    """Return True for a class or function of Python, torch or another installed package."""
     if isinstance(value, types.FunctionType):
         place = value.__code__.co_filename
     else:

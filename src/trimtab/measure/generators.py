@@ -1,4 +1,4 @@
-"""Random generators of torch, Python and NumPy: their states, read and set."""
+"""States of random generators of torch, Python and NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator with a state that can be restored."""
+    """Return True for a random generator with restorable state."""
     if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
     return isinstance(
@@ -40,7 +40,7 @@ def set_state_of(generator: Any, state: Any) -> None:
 
 
 def same_state(left: Any, right: Any) -> bool:
-    """Return whether two states of one generator are equal."""
+    """Return True if two states of a generator are equal."""
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
@@ -53,18 +53,18 @@ def same_state(left: Any, right: Any) -> bool:
 
 
 class HeldGenerator:
-    """The state of a random generator of torch, Python or NumPy."""
+    """Snapshot of a random generator's state."""
 
     def __init__(self, generator: Any, state: Any = None) -> None:
         self.owner, self.key = generator, id(generator)
         self.state = state_of(generator) if state is None else state
 
     def again(self) -> HeldGenerator:
-        """Return the state as it is now."""
+        """Return a new snapshot of the generator."""
         return HeldGenerator(self.owner)
 
     def has_changed(self) -> bool:
-        """Return whether numbers were drawn."""
+        """Return True if numbers were drawn."""
         return not same_state(self.state, state_of(self.owner))
 
     def restore(self) -> None:
@@ -73,23 +73,23 @@ class HeldGenerator:
 
 
 class _Peeked(HeldGenerator):
-    """A state whose raw words are compared in a microsecond, where reading it takes ten to a hundred."""
+    """Snapshot compared through the raw words in 1 us; reading the state through its API takes 10 to 100 us."""
 
     def __init__(self, of: GlobalGenerator, raw: Any, state: Any) -> None:
         super().__init__(of.generator, state)
         self._of, self._raw = of, raw
 
     def has_changed(self) -> bool:
-        """Return whether numbers were drawn."""
+        """Return True if numbers were drawn."""
         return bool(self._of.raw() != self._raw)
 
 
 class GlobalGenerator:
-    """Python's or NumPy's global generator, a Mersenne twister; its words are read where they lie.
+    """Python's or NumPy's global Mersenne Twister, read directly from memory.
 
     Args:
-        generator: of Python or NumPy.
-        address: of its words and position; None where it is not known: the state itself is read then.
+        generator: The generator object.
+        address: Address of the words and position; None falls back to the regular state.
     """
 
     def __init__(self, generator: Any, address: int | None) -> None:
@@ -97,24 +97,24 @@ class GlobalGenerator:
         self._known: tuple[Any, Any] = None, None
 
     def raw(self) -> Any:
-        """Return the words and position, and the number that Python's `gauss` keeps for its next call."""
+        """Return the words and position, and the value cached by Python's `gauss`."""
         if self._address is None:
             return state_of(self.generator)
         return ctypes.string_at(self._address, _WORDS_BYTES), getattr(self.generator, "gauss_next", None)
 
     def peek(self) -> _Peeked:
-        """Hold the state; read again only if the words are others than at the last call."""
+        """Return a snapshot. The state is read through the API only if the words have changed since the last call."""
         raw = self.raw()
         if self._known[0] != raw:
             self._known = raw, state_of(self.generator)
         return _Peeked(self, raw, self._known[1])
 
 
-_WORDS_BYTES = 4 * 625  # 624 words and the position among them
+_WORDS_BYTES = 4 * 625  # 624 words and the position
 
 
 def _python() -> GlobalGenerator:
-    """Return Python's; its words follow its object's header in CPython, which is checked."""
+    """Return Python's global generator. In CPython its words follow the object header, which is verified here."""
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
     address = id(generator) + object.__basicsize__
     *words, position = generator.getstate()[1]

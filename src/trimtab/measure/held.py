@@ -1,4 +1,4 @@
-"""Copies of single objects that a training step can change: each reports a change and restores the object in place."""
+"""Snapshots of single objects: tensors, gradients, containers, variables and arrays, restored in place."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
 
 def is_container(value: Any) -> bool:
-    """Return whether a value is a mutable container, or of a class derived from one."""
+    """Return True for a mutable container, including instances of subclasses."""
     return isinstance(value, _ROOTS_OF_CONTAINERS)
 
 
 def reachable(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield every container, tuple and tensor that can be reached from the roots, each once, the roots among them."""
+    """Yield each container, tuple and tensor reachable from the roots once, including the roots."""
     seen: set[int] = set()
     pending = list(roots)
     while pending:
@@ -41,21 +41,25 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor's values; the copy of a CUDA tensor is on the host and adds nothing to a GPU's peak."""
+    """Return a copy of a tensor's values.
+
+    CUDA tensors are copied to the CPU, so that the copy does not count in the GPU peak.
+    """
     data = tensor.data
     return data.to("cpu", copy=True) if data.is_cuda else data.clone()
 
 
 def device_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor's values on its own device, from which a GPU restores them many times faster."""
+    """Return a copy of a tensor's values on its device, from which a GPU restores many times faster."""
     return tensor.data.clone()
 
 
 class HeldTensor:
-    """Storage, strides, values and `requires_grad` of a tensor.
+    """Snapshot of a tensor: storage, strides, values and `requires_grad`.
 
     Args:
-        copied: makes the copy of the values; None holds a checksum, which finds a change and cannot restore it.
+        tensor: Tensor to restore later.
+        copied: Function that copies the values. None stores a checksum only, which detects a change but cannot undo it.
     """
 
     def __init__(self, tensor: Tensor, copied: Callable[[Tensor], Tensor | None] | None = host_copy) -> None:
@@ -68,11 +72,14 @@ class HeldTensor:
 
     @property
     def is_checked_only(self) -> bool:
-        """Whether a checksum is held and no copy."""
+        """True if the snapshot is a checksum without a copy."""
         return self._sum is not None
 
     def has_changed(self) -> bool:
-        """Return whether shape, dtype, values or `requires_grad` differ; the memory format is no change."""
+        """Return True if shape, dtype, device, values or `requires_grad` differ.
+
+        A different memory format is not a change.
+        """
         tensor, data = self.tensor, self._data
         if self._wants_grad is not None and tensor.requires_grad is not self._wants_grad:
             return True
@@ -96,10 +103,11 @@ class HeldTensor:
 
 
 class HeldGradient:
-    """The gradient of a tensor and its values; also the absence of a gradient.
+    """Snapshot of a tensor's gradient; also of a missing gradient.
 
     Args:
-        copied: makes the copy of the values. Where it makes none, the gradient's version shows changes in place.
+        owner: Tensor with the gradient.
+        copied: Function that copies the values. If it returns None, changes are detected by the gradient's version.
     """
 
     def __init__(self, owner: Tensor, copied: Callable[[Tensor], Tensor | None] = host_copy) -> None:
@@ -108,7 +116,7 @@ class HeldGradient:
         self._version = None if owner.grad is None else _version(owner.grad)
 
     def has_changed(self) -> bool:
-        """Return whether there is another gradient than before."""
+        """Return True if the gradient differs."""
         now, copy = self._owner.grad, self._copy
         if now is None or self._grad is None:
             return now is not self._grad
@@ -117,7 +125,7 @@ class HeldGradient:
         return now.shape != copy.shape or now.dtype != copy.dtype or same_values(copy, now) is False
 
     def restore(self) -> None:
-        """Restore the gradient on the same object."""
+        """Restore the gradient as the same tensor object."""
         grad, copy = self._grad, self._copy
         self._owner.grad = grad if grad is None or copy is None else grad.copy_(copy)
 
@@ -126,9 +134,9 @@ _NO_KEYS: dict[Any, Any] = {}
 
 
 class HeldContainer:
-    """The items of a container, restored in order into the same object.
+    """Snapshot of a container's items, restored in order into the same object.
 
-    Methods of the built-in class are called, so that a derived class that refuses changes can be restored too.
+    Methods of the built-in base class are called directly, to restore subclasses that refuse changes.
     """
 
     def __init__(self, container: Any) -> None:
@@ -140,22 +148,22 @@ class HeldContainer:
 
     @property
     def key(self) -> Any:
-        """Which container it is."""
+        """Identity of the container."""
         return id(self.container)
 
     def again(self) -> HeldContainer:
-        """Return the items as they are now."""
+        """Return a new snapshot of the container."""
         return HeldContainer(self.container)
 
     def _items(self) -> Any:
-        if not self.container:  # as most dicts of hooks are
+        if not self.container:  # the common case: empty dicts of hooks
             return _NO_KEYS if isinstance(self.container, dict) else ()
         if isinstance(self.container, dict):
             return dict(self._kind.items(self.container))
         return list(self._kind.__iter__(self.container))
 
     def changes(self) -> Iterator[Any]:
-        """Yield the keys whose values differ; `MISSING` stands for the container as a whole."""
+        """Yield the keys with changed values. `MISSING` is yielded for a change of the container as a whole."""
         before, now = self.items, self._items()
         if isinstance(now, dict):
             for key, value in before.items():
@@ -171,7 +179,7 @@ class HeldContainer:
             yield MISSING
 
     def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what returns an item; `MISSING` if there is none."""
+        """Return a function that returns the current item under a key, or `MISSING`."""
         return functools.partial(self._item, key)
 
     def _item(self, key: Any) -> Any:
@@ -181,20 +189,20 @@ class HeldContainer:
             return MISSING
 
     def exchange(self, key: Any, old: Any, new: Any) -> None:
-        """Hold another iterator in place of the old one in an item; by key of a dict, else by index."""
+        """Replace an iterator in a saved item by another one. The key of a list item is its index."""
         self.items[key] = exchanged(self.items[key], old, new)
 
     def restore(self) -> None:
-        """Restore the items, if others are in their place."""
+        """Restore the items if they differ."""
         before, now = self.items, self._items()
         if _has_same_objects(before, now):
             return
-        if isinstance(self.container, bytearray) and len(before) == len(now):  # a memoryview keeps the size
+        if isinstance(self.container, bytearray) and len(before) == len(now):  # a memoryview forbids resizing
             self.container[:] = bytes(before)
             return
         self._kind.clear(self.container)
         if isinstance(self.container, dict):
-            for key, value in before.items():  # not `update`, which a Counter overrides and an OrderedDict shares
+            for key, value in before.items():  # `update` is overridden by Counter, and shared with OrderedDict
                 self._kind.__setitem__(self.container, key, value)
         elif isinstance(self.container, set):
             self._kind.update(self.container, before)
@@ -215,61 +223,61 @@ def _is(left: Any, right: Any) -> bool:
 
 
 class HeldBinding:
-    """A name's value: of a closure's cell, a module's global, a class attribute or a slot.
+    """Snapshot of a variable: a closure cell, a global, a class attribute or a slot.
 
     Args:
-        get: returns the value, or `MISSING`.
-        put: sets it, and deletes it for `MISSING`.
+        get: Returns the value, or `MISSING`.
+        put: Sets the value; deletes the variable if the value is `MISSING`.
     """
 
     def __init__(self, get: functools.partial[Any], put: Callable[[Any], None]) -> None:
         self.get, self._put = get, put
         ids = [each if isinstance(each, str) else id(each) for each in get.args]
-        self.key = (id(getattr(get.func, "__self__", None)), *ids)  # which name it is
+        self.key = (id(getattr(get.func, "__self__", None)), *ids)  # identity of the variable
         self.value = get()
 
     def again(self) -> HeldBinding:
-        """Return the value as it is now."""
+        """Return a new snapshot of the variable."""
         return HeldBinding(self.get, self._put)
 
     def has_changed(self) -> bool:
-        """Return whether the name has another value."""
+        """Return True if the value differs."""
         return not same_value(self.value, self.get())
 
     def exchange(self, old: Any, new: Any) -> None:
-        """Hold another iterator in place of the old one in the value."""
+        """Replace an iterator in the saved value by another one."""
         self.value = exchanged(self.value, old, new)
 
     def restore(self) -> None:
-        """Set the name to the object that it had."""
+        """Set the variable to the saved object."""
         if self.get() is not self.value:
             self._put(self.value)
 
 
 class HeldArray:
-    """The values of a NumPy array."""
+    """Snapshot of a NumPy array's values."""
 
     def __init__(self, array: numpy.ndarray[Any, Any]) -> None:
         self.owner, self.key, self._copy = array, id(array), array.copy()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return self._copy.nbytes
 
     def again(self) -> HeldArray:
-        """Return the values as they are now."""
+        """Return a new snapshot of the array."""
         return HeldArray(self.owner)
 
     def has_changed(self) -> bool:
-        """Return whether shape, dtype or values differ."""
+        """Return True if shape, dtype or values differ."""
         now, before = self.owner, self._copy
         if now.shape != before.shape or now.dtype != before.dtype:
             return True
         return bool(now.tobytes() != before.tobytes() if now.dtype != object else list(now.flat) != list(before.flat))
 
     def restore(self) -> None:
-        """Restore the values in place; an array that cannot be written has not changed."""
+        """Restore the values in place. A read-only array cannot have changed."""
         if self.owner.shape != self._copy.shape:
             self.owner.resize(self._copy.shape, refcheck=False)
         if self.owner.flags.writeable:
@@ -280,7 +288,7 @@ class HeldArray:
 
 
 def same_value(left: Any, right: Any, depth: int = 0) -> bool:
-    """Return whether two objects are equal for a training step: the same scalars, values of tensors, or items."""
+    """Return True if two objects are equal for a training step: same scalar, same tensor values, or equal items."""
     if left is right:
         return True
     if type(left) is not type(right) or depth > 20:
@@ -300,15 +308,16 @@ def same_value(left: Any, right: Any, depth: int = 0) -> bool:
         return len(left) == len(right) and all(same_value(a, b, depth + 1) for a, b in zip(left, right, strict=True))
     if isinstance(left, set):
         return left == right
-    if (found := inside(left)) and all(map(has_position, inside(right))):  # whose positions are compared separately
+    # Iterators have their own snapshots, which compare the positions.
+    if (found := inside(left)) and all(map(has_position, inside(right))):
         return len(found) == len(inside(right))
-    if hasattr(left, "__func__") and hasattr(left, "__self__"):  # bound methods are made at each access
+    if hasattr(left, "__func__") and hasattr(left, "__self__"):  # each attribute access creates a new bound method
         return left.__func__ is right.__func__ and left.__self__ is right.__self__
     return False
 
 
 def same_values(copy: Tensor, tensor: Tensor) -> bool | None:
-    """Return whether two tensors of one shape and dtype are bitwise equal; None if they have no values, as on meta."""
+    """Return True if two tensors of equal shape and dtype are bitwise equal; None if a tensor has no values (meta)."""
     if not _has_memory(tensor):
         return False
     left, right = _local(copy), _local(tensor.data)
@@ -319,7 +328,7 @@ def same_values(copy: Tensor, tensor: Tensor) -> bool | None:
             return True
         if left.layout is not torch.strided or left.shape != right.shape:
             return False
-        return torch.equal(_bytes(left), _bytes(right))  # NaN equals no NaN
+        return torch.equal(_bytes(left), _bytes(right))  # `torch.equal` treats NaN as unequal to itself
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -337,17 +346,17 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-_CHUNK = 2**20  # elements whose 64-bit integers exist at a time
+_CHUNK = 2**20  # elements converted to int64 at a time
 
 
 def checksum(tensor: Tensor) -> int | None:
-    """Return a sum over a tensor's bytes as integers; None if it cannot be read."""
+    """Return an integer checksum of a tensor's bytes, or None if the tensor is unreadable."""
     with contextlib.suppress(RuntimeError, NotImplementedError):
         flat = _local(tensor).detach().reshape(-1)
         size = flat.element_size()
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
         parts = flat.view(whole).split(_CHUNK)
-        if flat.device.type == "cpu":  # torch would make a copy of each part in int64
+        if flat.device.type == "cpu":  # torch would copy each part to int64, NumPy does not
             sums = torch.tensor([int(part.numpy().sum(dtype=numpy.int64)) for part in parts], dtype=torch.int64)
         else:
             sums = torch.stack([part.sum(dtype=torch.int64) for part in parts])
@@ -356,8 +365,9 @@ def checksum(tensor: Tensor) -> int | None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor's storage holds all of its elements; not if it was freed or shrunk in place."""
-    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):  # others hold their values elsewhere
+    """Return True if the storage holds all elements, False if it was freed or resized in place."""
+    # Tensor subclasses may keep their values in other tensors.
+    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         return True
     return tensor.untyped_storage().nbytes() >= _last_byte(tensor)
 
@@ -370,16 +380,16 @@ def _last_byte(tensor: Tensor) -> int:
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield a module's parameters, and then its buffers."""
+    """Yield a module's parameters, then its buffers."""
     yield from module.parameters()
     yield from module.buffers()
 
 
 def can_write(tensor: Tensor) -> bool:
-    """Return whether values can be copied into a tensor: not where rows share memory, nor under inference mode."""
+    """Return True if the tensor can be written in place: strided, not expanded, and not an inference tensor."""
     return tensor.layout is torch.strided and not tensor.is_inference() and not shares_rows(tensor)
 
 
 def shares_rows(tensor: Tensor) -> bool:
-    """Return whether rows lie on the same memory (an expanded buffer): such a tensor cannot be written in place."""
+    """Return True for an expanded tensor, whose elements share memory and which cannot be written in place."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

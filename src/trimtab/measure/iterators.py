@@ -1,4 +1,4 @@
-"""Iterators and queues: their positions, copies of those that can be copied, and their replacement by a copy."""
+"""Iterators and queues: comparing positions, copying, and replacing an iterator by its copy."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _COPIED = (
     *map(type, (iter(range(0)), iter(range(2**70)), iter(int, 1), reversed([]))),
 )
 _POSITIONED = (*_COPIED, *_OF_KEYS, *_QUEUES, types.GeneratorType, _BaseDataLoaderIter)
-_MOST = 100  # items of a tuple that are looked at
+_MOST = 100  # maximum length of an inspected tuple
 _BOUND = (types.MethodWrapperType, types.BuiltinMethodType)
 
 
 def has_position(value: Any) -> bool:
-    """Return whether a value is an iterator or a queue whose position is known: of Python, or of a `DataLoader`."""
+    """Return True for an iterator or queue with a known position: built-in, or of a `DataLoader`."""
     return is_positioned(type(value))
 
 
 @functools.cache
 def is_positioned(kind: type) -> bool:
-    """Return whether objects of a class are such iterators or queues."""
+    """Return True for a class of such iterators or queues."""
     return issubclass(kind, _POSITIONED)
 
 
 def position(value: Any) -> Any:
-    """Return the position of an iterator or a queue, for comparison: equal until items are taken or put.
+    """Return the position of an iterator or queue in comparable form: it changes when items are taken or put.
 
-    Objects are compared by identity, and referred to, so that no other object takes their ids.
+    Objects are compared by identity. The position keeps them alive, so that ids are not reused.
     """
     if isinstance(value, types.GeneratorType):
         return _of_generator(value)
@@ -55,7 +55,7 @@ def position(value: Any) -> Any:
     if isinstance(value, _QUEUES):
         try:
             return value.qsize()
-        except (NotImplementedError, OSError):  # of processes on macOS; or closed
+        except (NotImplementedError, OSError):  # a multiprocessing queue on macOS, or a closed queue
             return None
     if isinstance(value, _OF_KEYS):
         return operator.length_hint(value)
@@ -82,19 +82,19 @@ def _part(value: Any) -> Any:
         return tuple(map(_part, value))
     if isinstance(value, _SCALARS):
         return value
-    return () if type(value) is list and not value else _Same(value)  # an iterator at its end reduces to an empty list
+    return () if type(value) is list and not value else _Same(value)  # an exhausted iterator reduces to an empty list
 
 
 def _of_state(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_of_state, value))
-    if type(value) is list:  # of `itertools.cycle`, which only adds to it
+    if type(value) is list:  # `itertools.cycle` only appends to this list
         return len(value), [_Same(each) for each in value[-1:]]
     return _part(value)
 
 
 class _Same:
-    """An object that equals itself alone."""
+    """Wrapper that compares its object by identity."""
 
     __slots__ = ("value",)
     __hash__ = None  # type: ignore[assignment]
@@ -107,9 +107,9 @@ class _Same:
 
 
 def _reduced(iterator: Any) -> Any:
-    """Return what `copy.copy` makes a copy from; raises `TypeError` if the iterator has no such parts."""
+    """Return the parts used by `copy.copy`; raises `TypeError` if the iterator cannot be copied."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.14 copies iterators of itertools no more
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.14 no longer copies iterators of itertools
         if isinstance(iterator, itertools.count) and (args := _arguments_of(repr(iterator))) is not None:
             return itertools.count, args
         found = iterator.__reduce__()
@@ -119,7 +119,7 @@ def _reduced(iterator: Any) -> Any:
 
 
 def _arguments_of(text: str) -> Any:
-    """Return the numbers in a text such as "count(3, 2)"; None if there are other objects."""
+    """Return the numbers in a text such as "count(3, 2)", or None if it contains other objects."""
     try:
         return ast.literal_eval(f"({text.partition('(')[2].rpartition(')')[0]},)")
     except (ValueError, SyntaxError):
@@ -127,10 +127,10 @@ def _arguments_of(text: str) -> Any:
 
 
 def copied(iterator: Any) -> Any:
-    """Return an independent copy of an iterator, and of the iterators inside.
+    """Return an independent copy of an iterator, including inner iterators.
 
     Raises:
-        TypeError: a generator, an iterator of a `DataLoader`, a queue, or another one that cannot be copied.
+        TypeError: The iterator cannot be copied, such as a generator, a `DataLoader` iterator or a queue.
     """
     if not isinstance(iterator, _COPIED):
         raise TypeError(f"{type(iterator).__name__} cannot be copied")
@@ -148,14 +148,14 @@ def _copied_part(value: Any) -> Any:
 
 
 def _copied_state(value: Any) -> Any:
-    """Copy lists too: `itertools.cycle` adds to the list in its state."""
+    """Copy an iterator's state, including lists: `itertools.cycle` appends to the list in its state."""
     if isinstance(value, tuple):
         return tuple(map(_copied_state, value))
     return list(value) if type(value) is list else _copied_part(value)
 
 
 def inside(value: Any) -> list[Any]:
-    """Return the iterators that a value is, or holds and cannot exchange: a tuple, a bound `__next__`."""
+    """Return the iterators in a value: the value itself, the items of a tuple, or the owner of a bound `__next__`."""
     if has_position(value):
         return [value]
     if type(value) is tuple and len(value) <= _MOST:
@@ -164,7 +164,7 @@ def inside(value: Any) -> list[Any]:
 
 
 def exchanged(value: Any, old: Any, new: Any) -> Any:
-    """Return a value as `inside` takes it, with another iterator in place of the old one."""
+    """Return the value with iterator `old` replaced by `new`, in the forms known to `inside`."""
     if value is old:
         return new
     if type(value) is tuple:
@@ -173,11 +173,12 @@ def exchanged(value: Any, old: Any, new: Any) -> Any:
 
 
 class HeldIterator:
-    """The position of an iterator or a queue; restored by a copy, which is bound to each name of the iterator.
+    """Snapshot of the position of an iterator or queue, restored by binding a copy to all its variables.
 
     Attributes:
-        owner: the iterator. held_by: sets another iterator in place of the owner, one for each name or container item.
-        get: returns the iterator that the first of its names has now.
+        owner: The iterator.
+        held_by: For each variable or container item that refers to the iterator, a function that replaces it.
+        get: Returns the current iterator of the first variable.
     """
 
     def __init__(self, iterator: Any) -> None:
@@ -192,16 +193,19 @@ class HeldIterator:
 
     @property
     def is_restorable(self) -> bool:
-        """Whether there is a copy, and a name to bind it to."""
+        """True if a copy and a variable for it exist."""
         return self._copy is not None and bool(self.held_by)
 
     def has_changed(self) -> bool:
-        """Return whether items were taken, or put; False if another object took its place: its name has changed."""
+        """Return True if items were taken or put.
+
+        False if the variable refers to another object: that is the variable's change.
+        """
         now = self.owner if self.get is None else self.get()
         return has_position(now) and bool(position(now) != self._position)
 
     def restore(self) -> None:
-        """Bind a copy at the position to each name of the iterator; before the names are restored."""
+        """Bind a copy at the saved position to each variable. Must run before the variables are restored."""
         if not self.is_restorable or position(self.owner) == self._position:
             return
         fresh = copied(self._copy)
@@ -211,7 +215,7 @@ class HeldIterator:
 
 
 def parts_of(iterator: Any) -> Iterator[Any]:
-    """Yield what an iterator takes its items from, besides containers and other iterators of Python's."""
+    """Yield the functions and user objects from which an iterator takes its items."""
     try:
         pending: list[Any] = list(_reduced(iterator)[1:]) if isinstance(iterator, _COPIED) else []
     except TypeError:

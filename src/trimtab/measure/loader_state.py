@@ -1,4 +1,4 @@
-"""A loader lent for a few batches: the order of its epochs to come, and its workers, are afterwards as they were."""
+"""Temporary use of a data loader: afterwards the order of its next epochs and its workers are unchanged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader
 
 @contextlib.contextmanager
 def borrowed(data: Any) -> Iterator[Any]:
-    """Yield what to draw from in place of `data`; on leaving, the loader's torch generators and its place are put back.
+    """Yield an object to draw from in place of `data`; on exit, restore the loader's torch generators and position.
 
-    Those are what the loader, its sampler, its batch sampler and the sampler below that hold as `generator`. The place
-    is what a loader with `state_dict` and `load_state_dict` says. Persistent
-    workers that the drawing starts end once neither what was yielded nor its iterator is held. Not put back: an
-    iterator, which is that much further on; other state of a sampler or data set; the random state inside persistent
-    workers that were there before, which only private attributes of the loader would spare.
+    Covered generators are the `generator` attributes of the loader, its samplers and batch sampler. A loader with
+    `state_dict` and `load_state_dict` restores its position through them. Persistent workers started here end when the
+    yielded object and its iterator are deleted.
+
+    Not restored: an iterator, which has advanced; other state of samplers and datasets; random state inside existing
+    persistent workers, which only private attributes of the loader could protect.
     """
     goes_on = isinstance(data, Iterator)
     generators = [] if goes_on else generators_of(data)
@@ -36,13 +37,13 @@ def borrowed(data: Any) -> Iterator[Any]:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Return whether a loader can be told where to go on."""
-    inner = getattr(loader, "base_dataloader", loader)  # Accelerate's wrapper has both, whatever it wraps
+    """Return True if a loader can save and restore its position."""
+    inner = getattr(loader, "base_dataloader", loader)  # Accelerate's wrapper has both methods for any inner loader
     return callable(getattr(inner, "state_dict", None)) and callable(getattr(inner, "load_state_dict", None))
 
 
 def generators_of(data: Any) -> list[torch.Generator]:
-    """Return the torch generators of a loader, its samplers and what it deals out, each once."""
+    """Return the torch generators of a loader, its samplers and the loader it wraps, each once."""
     found, seen, waiting = list[torch.Generator](), set[int](), [data]
     while waiting:
         holder = waiting.pop(0)
@@ -57,10 +58,10 @@ def generators_of(data: Any) -> list[torch.Generator]:
 
 
 def _without_lasting(data: Any) -> Any:
-    """Return a shallow copy of a loader that keeps its iterator, with the workers or the place in it; else `data`.
+    """Return a shallow copy if a loader keeps its iterator (persistent workers or position), else `data`.
 
-    The copy keeps it only as long as itself. Workers that are there already are shared. What deals such a loader out
-    (`wrapped`) is copied with it.
+    The kept iterator then lives as long as the copy. Existing workers are shared. A wrapper that shards a loader across
+    ranks (`wrapped`) is copied too.
     """
     held = getattr(data, "wrapped", None)
     if isinstance(held, DataLoader) and (lent := _without_lasting(held)) is not held:
@@ -72,5 +73,5 @@ def _without_lasting(data: Any) -> Any:
 
 
 def has_lasting_workers(data: Any) -> bool:
-    """Return whether a loader's workers live on from one pass into the next."""
+    """Return True if a loader's workers persist between epochs."""
     return isinstance(data, DataLoader) and data.persistent_workers and data.num_workers > 0

@@ -1,7 +1,7 @@
-"""The state that a training step can change, held so that changes can be found, named and undone.
+"""Snapshot of a training loop's state, to detect, report and undo the changes made by a trial.
 
-One walk (`measure.reach`) finds parameters, buffers, attributes and containers of modules, closures and globals of the
-loss, of forwards and of hooks, random generators, optimizers, gradients and the batch.
+`measure.reach` finds the objects: parameters, buffers, attributes and containers of modules, closures and globals of
+the loss, of forwards and of hooks, random generators, the optimizer, gradients and the batch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__ = ["Change", "ChangeKind", "LoopState", "unchanged_by"]
 
 # Paths of torch's global generators in `Change`.
 TORCH_GENERATORS = ("torch's generator", "torch's CUDA generator")
-_ROOM = 3  # times the bytes of the copies that a GPU must have free beside a peak: recording a trial needs some too
-_MOST_BESIDE = 2**30  # bytes copied of tensors beside the model; of others a checksum is kept
+_ROOM = 3  # copies stay on a GPU only if this multiple of their size is free above the peak; trials need memory too
+_MOST_BESIDE = 2**30  # limit for copies of tensors outside the model; beyond it only checksums are stored
 
 Other = HeldBinding | HeldArray | HeldGenerator | HeldIterator | HeldMemory
 Held = HeldTensor | HeldGradient | HeldContainer | Other
@@ -59,11 +59,11 @@ _TEXTS = {
 
 @dataclass(frozen=True)
 class Change:
-    """An object that differs from the held state.
+    """An object that differs from its snapshot.
 
     Attributes:
-        path: where it is, such as "teacher.0.weight", "memory.queue", "bag in loss_fn" or "Python's random".
-        kind: what sort of object it is.
+        path: Location, such as "teacher.0.weight", "memory.queue", "bag in loss_fn" or "Python's random".
+        kind: Kind of object.
     """
 
     path: str
@@ -74,26 +74,27 @@ class Change:
 
 
 class LoopState:
-    """Everything that a forward, a loss or an optimizer step can change, copied once.
+    """Snapshot of all state that a forward, a loss or an optimizer step can change.
 
-    Usable as a context manager: the state is restored on leaving, also after an error.
+    As a context manager it restores the state on exit, also after an error.
 
     Args:
-        model: its modules, and the functions that their forwards and hooks refer to, are followed.
-        optimizer: its state, groups and hooks.
-        loss_fn: followed through closures, globals, default arguments, partials and methods.
-        batch: tensors and containers that the loss is called with.
-        modules: other modules that are trained, such as a criterion with parameters; by name, or in a sequence.
-        peak_bytes: peak memory of a GPU while the state is held: copies stay on the GPU if there is room beside that
-            peak, and are restored many times faster. None: on the host, where they count in no peak.
-        most_bytes_copied: tensors of the model that are larger are held by their version, which shows changes in place
-            except through `.data`; they are not restored. None: all are copied.
-        logs: compare containers too that the functions found only add to and none of them reads. For a part of a
-            loop, whose other parts may read them. Otherwise what was added is taken out when the state is restored.
-        of_forwards: hold what forwards may change, cheaply: no gradients, checksums instead of copies of trainable
-            parameters, and of the other tensors beyond 1 GiB in all; no containers that are only added to.
-        iterators: hold iterators and queues.
-        held_elsewhere: ids of tensors that the caller has copies of: they are not copied again, and not restored.
+        model: Model. Functions used by its forwards and hooks are followed.
+        optimizer: Optimizer with its state, parameter groups and hooks.
+        loss_fn: Loss, followed through closures, globals, default arguments, partials and methods.
+        batch: Tensors and containers passed to the loss.
+        modules: Further trained modules, such as a criterion with parameters; by name or in a sequence.
+        peak_bytes: Peak GPU memory in bytes while the snapshot exists. Copies stay on the GPU if they fit in addition
+            to this peak, which makes restoring many times faster. None stores copies on the CPU, outside any GPU peak.
+        most_bytes_copied: Larger tensors of the model are not copied and not restored. Their changes are detected by
+            tensor version, except changes through `.data`. None copies all tensors.
+        logs: True to compare append-only containers as well: needed for a part of a loop, if other parts may read them.
+            False only removes the added items when restoring.
+        of_forwards: True for a cheap snapshot of state that forwards may change: no gradients and no append-only
+            containers, checksums instead of copies for trainable parameters, and for other tensors beyond 1 GiB in
+            total.
+        iterators: True to include iterators and queues.
+        held_elsewhere: Ids of tensors that the caller restores; they are not copied.
     """
 
     def __init__(
@@ -135,11 +136,11 @@ class LoopState:
             self._name_iterators()
 
     def is_of_loss(self, held: Held) -> bool:
-        """Return whether an object was reached through the loss alone."""
+        """Return True if an object was reached only through the loss."""
         return id(held) in self._of_loss
 
     def _hold(self, reached: Reached) -> Held:
-        """Hold an object, and return what holds it."""
+        """Take a snapshot of an object and return it."""
         value, place = reached.value, reached.place
         if reached.get is not None and reached.put is not None:
             held: Other = HeldBinding(reached.get, reached.put)
@@ -166,7 +167,7 @@ class LoopState:
         return held
 
     def _name_iterators(self) -> None:
-        """Give each iterator the names and container items that hold it."""
+        """Link each iterator with the variables and container items that refer to it."""
         known = {held.key: held for held, _ in self._iterators}
         for other, _ in self._others:
             if isinstance(other, HeldBinding):
@@ -185,7 +186,7 @@ class LoopState:
                         held.get = held.get or functools.partial(_inside_of, container.reader(key), index)
 
     def not_restorable(self) -> list[Change]:
-        """Return iterators and queues that have changed and cannot be restored."""
+        """Return the changed iterators and queues that cannot be restored."""
         found = (Change(place.path(), place.kind) for held, place in self._iterators if _is_lost(held))
         return list(dict.fromkeys(found))
 
@@ -206,7 +207,7 @@ class LoopState:
         return most is not None and tensor.layout is torch.strided and tensor.nbytes > most
 
     def held(self) -> Iterator[tuple[Held, str]]:
-        """Yield each held object with its path; gradients are left out."""
+        """Yield each snapshot with the path of its object, except for gradients."""
         for tensor, place in self._tensors:
             yield tensor, place.path()
         for container, reached in self._containers:
@@ -215,11 +216,11 @@ class LoopState:
             yield other, place.path()
 
     def changes(self) -> list[Change]:
-        """Return what differs now from the held state: by value, in the order in which it was found."""
+        """Return the current differences from the snapshot, compared by value, in the order of discovery."""
         return list(dict.fromkeys(change for change, _ in self.changed()))
 
     def changed(self) -> Iterator[tuple[Change, Held | None]]:
-        """Yield each change with the held object that restores it; None for torch's global generators."""
+        """Yield each change with the snapshot that undoes it, or None for torch's global generators."""
         for tensor, place in self._tensors:
             if tensor.has_changed():
                 yield Change(place.path(), place.kind), tensor
@@ -237,7 +238,7 @@ class LoopState:
             yield Change(name, ChangeKind.GENERATOR), generator
 
     def _drawn(self) -> Iterator[tuple[str, HeldGenerator | None]]:
-        """Yield the global generators that numbers were drawn from."""
+        """Yield the global random generators whose state has changed."""
         before, now = self._process, ProcessState.capture(wakes_cuda=False)
         if not same_state(before.cpu_rng, now.cpu_rng):
             yield TORCH_GENERATORS[0], None
@@ -249,7 +250,10 @@ class LoopState:
             yield "numpy.random", HeldGenerator(NUMPYS, before.numpy_rng)
 
     def holder_of(self, held: Held) -> tuple[Any, Callable[[], Any]] | None:
-        """Return a key of the name of an object, and what returns the name's value now; None if none is known."""
+        """Return (key, getter) of a variable that refers to an object, or None if there is none.
+
+        The getter returns the variable's current value.
+        """
         value = getattr(held, {HeldContainer: "container", HeldTensor: "tensor"}.get(type(held), "owner"), None)
         for other, _ in self._others:
             if isinstance(other, HeldBinding) and other.value is value:
@@ -262,7 +266,7 @@ class LoopState:
         return None
 
     def restore(self) -> None:
-        """Restore everything bit for bit, on the same objects; repeatable."""
+        """Restore the state bitwise, in the same objects. Can be called repeatedly."""
         for iterator, _ in self._iterators:
             iterator.restore()
         for container, _ in self._containers:
@@ -300,7 +304,7 @@ def _walked(
     *,
     logs: bool,
 ) -> tuple[list[Reached], list[Reached], list[Reached]]:
-    """Return what is reached from the loop, through its loss alone, and containers that are only added to."""
+    """Return objects reached from the loop, objects reached only through the loss, and append-only containers."""
     walk = Walk(skips_logs=not logs)
     walk.enter(model, "", ChangeKind.ATTRIBUTE)
     named = modules if isinstance(modules, Mapping) else {_name_of(each, i): each for i, each in enumerate(modules)}
@@ -324,7 +328,7 @@ def _is_lost(held: HeldIterator) -> bool:
 
 
 def _inside_of(get: Callable[[], Any], index: int) -> Any:
-    """Return the iterator inside the value of a name; `MISSING` if there is none."""
+    """Return the iterator at `index` inside a variable's value, or `MISSING`."""
     found = inside(get())
     return found[index] if index < len(found) else MISSING
 
@@ -334,16 +338,16 @@ def _name_of(module: nn.Module, index: int) -> str:
 
 
 def unchanged_by(loss_fn: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> LoopState:
-    """Return a context manager that restores a loop on leaving, with everything that its loss and hooks refer to."""
+    """Return a context manager that restores the loop on exit, including objects used by the loss and hooks."""
     return LoopState(model, optimizer, loss_fn=loss_fn)
 
 
 def _by_version(tensor: Tensor) -> None:
-    """Hold no copy."""
+    """Make no copy."""
 
 
 def _has_room(model: nn.Module, optimizer: torch.optim.Optimizer | None, peak_bytes: int) -> bool:
-    """Return whether each GPU that holds any of it has room beside such a peak for `_ROOM` times the copies."""
+    """Return True if every GPU has room for `_ROOM` times the copies in addition to the peak."""
     held = Counter[torch.device]()
     for tensor in {id(t): t for t in (*tensors_of(model), *_tensors(getattr(optimizer, "state", {})))}.values():
         for each in (tensor, tensor.grad):

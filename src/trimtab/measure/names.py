@@ -1,4 +1,4 @@
-"""Names that code can bind to another value: globals of functions, closure cells, slots and class attributes."""
+"""Access to variables: globals of functions, closure cells, slots and class attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.measure.held import MISSING
 
 @functools.cache
 def is_library(module: str) -> bool:
-    """Return whether code of a module is torch's, NumPy's, the standard library's or trimtab's own machinery."""
+    """Return True for a module of torch, NumPy, the standard library or trimtab's own machinery."""
     top, _, rest = module.partition(".")
     if top == "trimtab":
         return rest.partition(".")[0] not in ("nn", "tasks", "recipes", "experiments")
@@ -25,13 +25,13 @@ def is_library(module: str) -> bool:
 
 @functools.cache
 def is_package(module: str) -> bool:
-    """Return whether code of a module is an installed package's, and not the user's own."""
+    """Return True for a module of an installed package, False for the user's code."""
     file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
 
 
 def globals_of(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (namespace, name) of the globals that a function reads or writes, also in modules of the user's."""
+    """Yield (namespace, name) of the globals used by a function, including attributes of the user's modules."""
     space = function.__globals__
     names, stored = _names_in(function.__code__)
     for name in names:
@@ -49,7 +49,7 @@ _FILLS = {"append", "appendleft", "add", "extend", "extendleft", "insert", "upda
 
 @functools.lru_cache(4096)
 def is_log(code: types.CodeType, name: str) -> bool:
-    """Return whether a function only adds to the container of a name and never reads it, as one does for a log."""
+    """Return True if a function only adds to the container under a name and never reads it."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     steps = list(dis.get_instructions(code)) if name in (*code.co_names, *code.co_freevars, *code.co_cellvars) else []
     for step, after in itertools.pairwise(steps):
@@ -63,7 +63,7 @@ def is_log(code: types.CodeType, name: str) -> bool:
 
 @functools.lru_cache(4096)
 def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return names of globals and attributes in a function's code and in functions it defines; and globals it sets."""
+    """Return the globals and attributes named in a function and its inner functions, and the globals assigned."""
     names, stored = dict.fromkeys(code.co_names), set[str]()
     if any(each in _STORES for each in code.co_code[::2]):
         stored = {each.argval for each in dis.get_instructions(code) if each.opcode in _STORES}
@@ -106,7 +106,7 @@ def put_arguments(function: functools.partial[Any], args: tuple[Any, ...]) -> No
 
 
 def put_context(variable: contextvars.ContextVar[Any], value: Any) -> None:
-    """Set a variable of this context; one that had no value keeps its new one, which Python cannot take away."""
+    """Set a context variable. A variable without an earlier value keeps its new one, because Python cannot unset it."""
     if value is not MISSING:
         variable.set(value)
 
@@ -121,7 +121,7 @@ def put_item(space: dict[str, Any], name: str, value: Any) -> None:
 def value_of(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
+    except ValueError:  # a variable without a value
         return MISSING
 
 

@@ -1,4 +1,4 @@
-"""Paths of objects that a training step can change, and their kinds."""
+"""Paths and kinds of the objects that a training step can change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class ChangeKind(StrEnum):
-    """What sort of object a forward or a loss changed."""
+    """Kind of a changed object."""
 
     PARAMETER = "parameter"
     FROZEN_PARAMETER = "frozen_parameter"
@@ -24,11 +24,14 @@ class ChangeKind(StrEnum):
 
 
 class Place:
-    """How an object is reached: a label after its parent's path, and the kind of change it would be.
+    """Location of an object: a label appended to its parent's path, and the object's kind.
 
     Args:
-        function: name of the function whose closure or globals the path starts in.
-        depth: functions and objects between a root and the object.
+        label: Last part of the path.
+        kind: Kind of the object.
+        parent: Location of the referring object.
+        function: Name of the function whose closure or globals start the path.
+        depth: Number of functions and objects between a root and the object.
     """
 
     __slots__ = ("depth", "function", "kind", "label", "parent")
@@ -39,7 +42,7 @@ class Place:
         self.label, self.kind, self.parent, self.function, self.depth = label, kind, parent, function, depth
 
     def path(self, more: str = "") -> str:
-        """Return the whole path, followed by `more`."""
+        """Return the complete path, followed by `more`."""
         labels, each, function = [more], self, ""
         while True:
             labels.append(each.label)
@@ -51,17 +54,21 @@ class Place:
         return f"{path} in {function}" if function else path
 
     def then(self, label: str, kind: ChangeKind | None = None, *, deeper: bool = False) -> Place:
-        """Return the place of something that the object here refers to."""
+        """Return the location of an object that this one refers to."""
         return Place(label, kind or self.kind, self, "", self.depth + deeper)
 
 
 class Reached(NamedTuple):
-    """An object that can change: a tensor, container, array or generator; or the value of a name.
+    """A found object: a tensor, container, array or generator, or a variable.
 
     Attributes:
-        is_beside: reached through a function, and neither the model's nor the optimizer's.
-        is_named: a container whose keys are attributes. get, put: read and set the value of a name.
-        is_log: a container that functions only add to, and none reads; its items are not entered.
+        value: The object.
+        place: Its location.
+        is_beside: True if it was reached through a function and does not belong to the model or optimizer.
+        is_named: True for a dictionary of attributes.
+        is_log: True for an append-only container, whose items are not followed.
+        get: Reads the variable.
+        put: Sets the variable.
     """
 
     value: Any

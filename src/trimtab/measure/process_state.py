@@ -17,7 +17,7 @@ from trimtab.measure import allocator
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Random generators (torch, Python, NumPy) and global modes (fp32 modes, threads, gradients, host allocator)."""
+    """Snapshot of random generators (torch, Python, NumPy) and global modes (fp32, threads, gradients, allocator)."""
 
     cpu_rng: Tensor
     cuda_rng: tuple[Tensor, ...]
@@ -31,11 +31,11 @@ class ProcessState:
 
     @classmethod
     def capture(cls, *, wakes_cuda: bool = True) -> ProcessState:
-        """Return the state as it is now.
+        """Return a snapshot of the current state.
 
         Args:
-            wakes_cuda: whether CUDA's generators are asked for where nothing has used CUDA yet, which initialises it: a
-                process cannot be forked then.
+            wakes_cuda: True to include CUDA generators even if this initializes CUDA, after which the process must not
+                fork.
         """
         asks_cuda = torch.cuda.is_available() and (wakes_cuda or torch.cuda.is_initialized())
         return cls(
@@ -51,13 +51,13 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Make the process's state this one again."""
+        """Restore the state."""
         torch.set_rng_state(self.cpu_rng)
         if self.cuda_rng:
             torch.cuda.set_rng_state_all(list(self.cuda_rng))
         random.setstate(self.python_rng)
         numpy.random.set_state(self.numpy_rng)
-        set_older_tf32(self.older_tf32)  # which writes some of the newer modes too
+        set_older_tf32(self.older_tf32)  # also writes some of the newer modes, so it comes first
         for place, mode in zip(fp32_places(), self.fp32_modes, strict=True):
             if place.fp32_precision != mode:
                 place.fp32_precision = mode
@@ -68,21 +68,21 @@ class ProcessState:
 
 
 def convolves_in_tf32() -> bool:
-    """Return whether fp32 convolutions on CUDA round their operands to TF32, as they do unless torch is told not to."""
+    """Return True if fp32 convolutions on CUDA use TF32, which is torch's default."""
     return bool(torch.backends.cudnn.conv.fp32_precision != "ieee")
 
 
 def fp32_places() -> tuple[Any, ...]:
-    """Return every place where torch keeps how it computes in fp32: CUDA's, and a processor's."""
+    """Return the six torch objects with an `fp32_precision` attribute: three for CUDA, three for CPUs (mkldnn)."""
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
     return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn
 
 
 def hold_tf32() -> Callable[[], None]:
-    """Let CUDA matmuls and convolutions run in TF32; returns what puts the global modes back.
+    """Allow TF32 in CUDA matmuls and convolutions; return a function that restores the global modes.
 
-    By torch's older flags too, where they can be read: where these and the newer ones say other things torch raises for
-    everybody who asks it, as compilers and trainers do (pytorch/pytorch issue 166387).
+    The older flags are set too if they are readable: torch raises an error in any later reader, such as a compiler or
+    trainer, when the older and newer flags disagree (pytorch/pytorch issue 166387).
     """
     cudnn = torch.backends.cudnn
     places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
@@ -102,14 +102,15 @@ def hold_tf32() -> Callable[[], None]:
 
 
 def older_tf32() -> tuple[bool | None, ...]:
-    """Return what torch's older flags say: whether matmuls and cuDNN may round to TF32; None where torch raises."""
+    """Return torch's older `allow_tf32` flags for matmuls and cuDNN; None for a flag that torch refuses to read."""
     return tuple(map(_older_of, _older_flags()))
 
 
 def set_older_tf32(allowed: Sequence[bool | None]) -> None:
-    """Set torch's older flags where they say another thing; None leaves one as it is."""
+    """Set the older `allow_tf32` flags that differ; None leaves a flag unchanged."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # to use the newer ones, which alone have torch raise for who reads the older
+        # Torch recommends the newer flags, but setting only these makes readers of the older ones fail.
+        warnings.simplefilter("ignore")
         for flags, wanted in zip(_older_flags(), allowed, strict=False):
             if wanted is not None and _older_of(flags) != wanted:
                 flags.allow_tf32 = wanted
@@ -122,5 +123,5 @@ def _older_flags() -> tuple[Any, ...]:
 def _older_of(flags: Any) -> bool | None:
     try:
         return bool(flags.allow_tf32)
-    except RuntimeError:  # the newer ones say another thing
+    except RuntimeError:  # the newer flags disagree
         return None

@@ -1,4 +1,4 @@
-"""The random generators of a process as a state that can be written down: torch's, Python's and NumPy's global ones."""
+"""Serializable state of the global random generators of torch, Python and NumPy."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from trimtab.core.errors import FormatError
 from trimtab.core.state_parts import Load, require_keys
 
 _NAMES = ("cpu", "cuda", "python", "numpy")
-_WORDS = 624  # of a Mersenne twister, which Python's and NumPy's global generators are
+_WORDS = 624  # state size of a Mersenne Twister, used by Python and NumPy
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of the global generators: tensors, numbers and lists of them.
+    """Return the state of the global generators as tensors, numbers and lists.
 
-    Generators that the loop made itself (`torch.Generator()`, `numpy.random.default_rng()`) are not in it.
+    Generators created by the loop (`torch.Generator()`, `numpy.random.default_rng()`) are not included.
     """
     cuda = list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else []
     return _as_state(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
 
 
 def derived_random_state(state: Any, number: int) -> dict[str, Any]:
-    """Return a state of other random numbers, for each number of its own; the same again for the same two.
+    """Return a new, deterministic state for a number, with independent random numbers.
 
     Args:
-        state: as of `random_state()`.
+        state: Result of `random_state()`.
+        number: Any integer, such as a rank. Different numbers give different states.
     """
     bits = hashlib.sha256(state["cpu"].cpu().numpy().tobytes() + str(number).encode()).digest()
     seed = int.from_bytes(bits[:7], "big")
@@ -58,12 +59,12 @@ def _as_state(cpu: Tensor, cuda: list[Tensor], python: Any, numpy: Any) -> dict[
 
 
 def loading_random_state(state: Any, where: str = "state.random") -> Load:
-    """Return what makes the global generators go on from `random_state()`.
+    """Return a function that restores the global generators from `random_state()`.
 
-    Of GPUs as many are set as there were, or are; where their numbers differ it is the caller's to refuse.
+    If the number of GPUs differs, the common GPUs are restored; the caller must check the number if it matters.
 
     Raises:
-        FormatError: not such a state; nothing was changed.
+        FormatError: Invalid state. Nothing was changed.
     """
     require_keys(where, state, _NAMES)
     cpu, cuda = _words(f"{where}.cpu", state["cpu"]), [_words(f"{where}.cuda", each) for each in state["cuda"]]
@@ -122,10 +123,10 @@ def generator_states(generators: list[torch.Generator]) -> list[Tensor]:
 
 
 def loading_generators(generators: list[torch.Generator], state: Any, where: str) -> Load:
-    """Return what makes generators go on from `generator_states`.
+    """Return a function that restores generators from `generator_states`.
 
     Raises:
-        FormatError: not as many states; nothing was changed.
+        FormatError: Invalid state, or a different number of generators. Nothing was changed.
     """
     if not isinstance(state, list) or len(state) != len(generators):
         given = f"{len(state) if isinstance(state, list) else state!r} states of generators"

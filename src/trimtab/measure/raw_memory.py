@@ -1,4 +1,4 @@
-"""Values in plain memory: arrays of Python's `array` and numbers, arrays and structures of `ctypes`."""
+"""Snapshots of raw memory: `array.array`, and `ctypes` numbers, arrays and structures."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import array
 import ctypes
 from typing import Any
 
-_NUMBERS = set("bBhHiIlLqQfdgcu?")  # formats of simple ctypes values that are no pointers
+_NUMBERS = set("bBhHiIlLqQfdgcu?")  # format codes of simple ctypes types without pointers
 _OF_CTYPES = (ctypes.c_int.__mro__[1], ctypes.Array, ctypes.Structure)
-MEMORY = (array.array, *_OF_CTYPES)  # classes that may hold such values
+MEMORY = (array.array, *_OF_CTYPES)  # classes that may hold raw values
 
 
 def is_raw_memory(value: Any) -> bool:
-    """Return whether a value is an array of `array`, or of a ctypes class without pointers."""
+    """Return True for an `array.array`, or a ctypes object without pointers."""
     return isinstance(value, array.array) or (isinstance(value, _OF_CTYPES) and _is_plain(type(value)))
 
 
@@ -30,7 +30,7 @@ def bytes_of(value: Any) -> int:
 
 
 class HeldMemory:
-    """The bytes of an `array.array` or of a ctypes object."""
+    """Snapshot of the bytes of an `array.array` or ctypes object."""
 
     def __init__(self, owner: Any) -> None:
         self.owner, self.key = owner, id(owner)
@@ -38,15 +38,15 @@ class HeldMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return len(self._bytes)
 
     def again(self) -> HeldMemory:
-        """Return the values as they are now."""
+        """Return a new snapshot of the object."""
         return HeldMemory(self.owner)
 
     def has_changed(self) -> bool:
-        """Return whether the bytes differ."""
+        """Return True if the bytes differ."""
         return _bytes(self.owner) != self._bytes
 
     def restore(self) -> None:
@@ -56,7 +56,7 @@ class HeldMemory:
             return
         if not isinstance(owner, array.array):
             ctypes.memmove(ctypes.addressof(owner), self._bytes, len(self._bytes))
-        elif len(now) == len(self._bytes):  # also while a memoryview keeps the size
+        elif len(now) == len(self._bytes):  # also works if a memoryview forbids resizing
             memoryview(owner).cast("B")[:] = self._bytes
         else:
             del owner[:]

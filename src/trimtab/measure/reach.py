@@ -1,8 +1,9 @@
-"""Objects that a training step can change: everything reachable from a model, its optimizer, its loss and a batch.
+"""Search for all objects that a training step can change, starting from model, optimizer, loss and batch.
 
-Followed are attributes of modules and of plain objects, containers, closures, globals, default arguments, partials,
-bound methods, hooks, iterators and the methods of the user's own classes; of objects of installed packages, their
-data. Not entered are code of torch and of the standard library, datasets, files, and long containers beside the model.
+The walk follows attributes of modules and plain objects, containers, closures, globals, default arguments, partials,
+bound methods, hooks, iterators, and the methods of the user's classes. For objects of installed packages it follows
+data attributes only. It does not enter the code of torch or the standard library, datasets, files, or long containers
+outside the model.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ from trimtab.measure.names import (
 from trimtab.measure.places import ChangeKind, Place, Reached
 from trimtab.measure.raw_memory import MEMORY, bytes_of, is_raw_memory
 
-_DEPTH = 5  # functions and objects between a root and what they refer to
-_MOST_ITEMS, _MOST_HELD = 1000, 1_000_000  # entered, and held, of a container beside the model; longer ones are data
-_MOST_OF_PACKAGES = 1000  # objects of installed packages that are entered, of a container and in all
+_DEPTH = 5  # maximum number of functions and objects between a root and a followed object
+# Limits for a container outside the model: entered, and recorded; a longer one is training data.
+_MOST_ITEMS, _MOST_HELD = 1000, 1_000_000
+_MOST_OF_PACKAGES = 1000  # objects of installed packages that are entered, per container and in total
 
 
 _Get = functools.partial[Any]
@@ -60,14 +62,15 @@ _Put = Callable[[Any], None]
 
 
 class Walk:
-    """Finds each object once, the model's own first.
+    """Graph walk that finds each object once, the model's own objects first.
 
     Args:
-        skips_logs: containers beside the model that functions only add to, and none that is followed reads, are
-            listed separately: no step depends on them.
+        skips_logs: True to list append-only containers separately, see `logs`. A container outside the model that the
+            followed functions fill and never read cannot affect a step.
 
     Attributes:
-        found: in the order in which they were reached. modules: likewise.
+        found: Found objects in order.
+        modules: Found modules in order.
     """
 
     def __init__(self, *, skips_logs: bool = False) -> None:
@@ -77,13 +80,14 @@ class Walk:
         self._logs: dict[int, Reached] = {}
         self._of_packages = 0
         self._seen: set[int] = set()
-        self._followed: set[Any] = set()  # functions, cells, and names of globals
-        self._alive: list[Any] = []  # an id is taken for another object's once its object is freed
+        self._followed: set[Any] = set()  # ids of functions and cells, and keys of globals
+        self._alive: list[Any] = []  # references that keep ids from being reused
         self._pending: deque[tuple[Any, Place, bool]] = deque()
-        self._functions: deque[tuple[Any, Place]] = deque()  # followed after what holds its objects by name
+        # Followed last, so that objects are found under attribute names first.
+        self._functions: deque[tuple[Any, Place]] = deque()
 
     def enter(self, root: Any, label: str, kind: ChangeKind, *, is_beside: bool = False) -> None:
-        """Find what a root refers to."""
+        """Add all objects reachable from a root."""
         self._pending.append((root, Place(label, kind), is_beside))
         self._drain()
 
@@ -92,17 +96,17 @@ class Walk:
             while self._pending:
                 self._visit(*self._pending.popleft())
             if self._functions:
-                with contextlib.suppress(Exception):  # as above
+                with contextlib.suppress(Exception):  # an attribute access may run user code that raises
                     self._follow(*self._functions.popleft())
 
     def enter_optimizer(self, optimizer: Any) -> None:
-        """Find what an optimizer holds, whatever its class."""
+        """Add all objects reachable from an optimizer of any class."""
         self._seen.add(id(optimizer))
         self._optimizer(optimizer, Place("optimizer", ChangeKind.OPTIMIZER), False)
         self._drain()
 
     def enter_function(self, function: Any) -> None:
-        """Find what a loss refers to: a function, method or partial, or an object that is called; of any package."""
+        """Add all objects reachable from a loss: a function, method, partial or callable object, from any package."""
         place = Place("loss_fn", ChangeKind.CLOSURE)
         inner = function.__func__ if isinstance(function, types.MethodType) else function
         if isinstance(inner, types.FunctionType):
@@ -112,7 +116,7 @@ class Walk:
         self.enter(function, "loss_fn", ChangeKind.CLOSURE, is_beside=True)
 
     def logs(self) -> list[Reached]:
-        """Return the containers that functions only add to, unless another path leads to them."""
+        """Return the append-only containers that were not reached in any other way."""
         return [each for each in self._logs.values() if id(each.value) not in self._seen]
 
     def _visit(self, value: Any, place: Place, is_beside: bool) -> None:
@@ -122,14 +126,14 @@ class Walk:
         self._alive.append(value)
         handler = _handler_of(type(value))
         if handler is not None:
-            with contextlib.suppress(Exception):  # of an object that raises when its attributes are read, the rest
+            with contextlib.suppress(Exception):  # an attribute access may run user code that raises
                 handler(self, value, place, is_beside)
 
     def _push(self, value: Any, place: Place, is_beside: bool) -> None:
         if type(value) not in _IGNORED:
             self._pending.append((value, place, is_beside))
 
-    # Handlers, by the type of the value.
+    # Handlers for the types of values.
 
     def _tensor(self, tensor: Tensor, place: Place, is_beside: bool) -> None:
         self.found.append(Reached(tensor, place, is_beside))
@@ -140,7 +144,7 @@ class Walk:
             self._names(vars(tensor), place.then("", ChangeKind.ATTRIBUTE), is_beside)
 
     def _names(self, held: dict[str, Any], place: Place, is_beside: bool, *, deeper: bool = False) -> None:
-        """Find what the attributes of an object refer to."""
+        """Add the attributes of an object."""
         self._seen.add(id(held))
         self.found.append(Reached(held, place, is_beside, is_named=True))
         for name, each in held.items():
@@ -170,7 +174,8 @@ class Walk:
     def _module(self, module: nn.Module, place: Place, is_beside: bool) -> None:
         self.modules.append(module)
         held = vars(module)
-        here = Place("", ChangeKind.ATTRIBUTE, place)  # its own objects are entered at any depth
+        # Depth restarts at 0: objects of modules are followed to any depth.
+        here = Place("", ChangeKind.ATTRIBUTE, place)
         self.found.append(Reached(held, here, is_beside, is_named=True))
         self._seen.add(id(held))
         for name, value in held.items():
@@ -178,7 +183,8 @@ class Walk:
                 continue
             if name in _TABLES and isinstance(value, dict):
                 self._named(name, value, here, is_beside)
-            elif not _is_full(value) and id(value) not in self._seen:  # most hooks: milliseconds in all
+            # Fast path for empty hook tables, which saves milliseconds in total.
+            elif not _is_full(value) and id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.found.append(Reached(value, here.then(f".{name}"), is_beside))
             else:
@@ -202,7 +208,7 @@ class Walk:
     def _optimizer(self, optimizer: Any, place: Place, is_beside: bool) -> None:
         here = Place(place.label, ChangeKind.OPTIMIZER, place.parent, place.function, place.depth)
         self._object(optimizer, here, is_beside)
-        for name in ("state", "param_groups"):  # of a wrapper they may not be among its own attributes
+        for name in ("state", "param_groups"):  # a wrapped optimizer may provide these as properties
             self._push(getattr(optimizer, name, None), here.then(f".{name}"), is_beside)
 
     def _object(self, value: Any, place: Place, is_beside: bool) -> None:
@@ -217,7 +223,7 @@ class Walk:
         self._methods(type(value), place)
 
     def _package_object(self, value: Any, place: Place, is_beside: bool) -> None:
-        """Enter an object of an installed package: all of it if it is plain data, else its attributes that are data."""
+        """Follow an object of an installed package: completely if all its attributes are data, else these only."""
         held = getattr(value, "__dict__", None)
         self._of_packages += 1
         if not isinstance(held, dict) or place.depth > _DEPTH:
@@ -253,7 +259,7 @@ class Walk:
         self._binding(functools.partial(value.get, MISSING), functools.partial(put_context, value), place, is_beside)
 
     def _loader(self, value: Any, place: Place, is_beside: bool) -> None:
-        """Find the random generators of a loader or a sampler, and no data."""
+        """Add the random generators of a data loader or sampler, but no data."""
         for name in ("generator", "sampler", "batch_sampler"):
             if (each := getattr(value, name, None)) is not None:
                 self._push(each, place.then(f".{name}", deeper=True), is_beside)
@@ -265,7 +271,7 @@ class Walk:
         self.found.append(Reached(value, place, is_beside))
 
     def _class(self, value: type, place: Place, is_beside: bool) -> None:
-        self._seen.discard(id(value))  # visited as a value, and not yet entered
+        self._seen.discard(id(value))  # a class seen as a value was marked as visited without being entered
         self._methods(value, place)
 
     def _callable(self, value: Any, place: Place, is_beside: bool) -> None:
@@ -290,7 +296,10 @@ class Walk:
     # Functions.
 
     def _methods(self, kind: type, place: Place) -> None:
-        """Follow the functions and plain attributes of a class of the user's; of a package's class, its forward."""
+        """Follow methods and class attributes of a user class.
+
+        For a class of an installed package, follow only `forward`.
+        """
         for each in kind.__mro__:
             if id(each) in self._seen or is_library(each.__module__):
                 continue
@@ -317,7 +326,8 @@ class Walk:
         elif isinstance(value, functools.partial):
             positional = {f"argument {index}": each for index, each in enumerate(value.args)}
             self._parts(value.func, positional | value.keywords, place)
-            if inside((value.args, *value.keywords.values())):  # restored by another iterator in its place
+            # An iterator argument is restored by replacing the arguments.
+            if inside((value.args, *value.keywords.values())):
                 here = Place("arguments", ChangeKind.CLOSURE, depth=place.depth + 1)
                 get, put = functools.partial(getattr, value, "args"), functools.partial(put_arguments, value)
                 self._binding(get, put, here, True)
@@ -331,7 +341,7 @@ class Walk:
             self._functions.extend((each, place) for each in (value.fget, value.fset))
         elif isinstance(value, staticmethod | classmethod):
             self._functions.append((value.__func__, place))
-        elif (wrapped := getattr(value, "__wrapped__", None)) is not None:  # functools.cache, and decorators
+        elif (wrapped := getattr(value, "__wrapped__", None)) is not None:  # functools.cache and other decorators
             self._functions.append((wrapped, place))
 
     def _parts(self, function: Any, others: Mapping[str, Any], place: Place) -> None:
@@ -346,7 +356,7 @@ class Walk:
         self._followed.add(id(function))
         if not always and is_library(
             function.__globals__.get("__name__", "")
-        ):  # a decorator's wrapper, such as of torch.no_grad
+        ):  # a decorator's wrapper, such as torch.no_grad
             self._functions.append((getattr(function, "__wrapped__", None), Place("", ChangeKind.CLOSURE, depth=depth)))
             return
         name = function.__qualname__
@@ -371,7 +381,7 @@ class Walk:
 
 
 def modules_of(function: Any) -> list[nn.Module]:
-    """Return the modules that a function refers to, their submodules too."""
+    """Return the modules reachable from a function, including submodules."""
     walk = Walk()
     walk.enter_function(function)
     return walk.modules
@@ -382,7 +392,7 @@ def _of_class(kind: type, name: str) -> Any:
 
 
 def _is_full(value: Any) -> bool:
-    """Return whether there may be something in a value."""
+    """Return False for an empty table of hooks."""
     return type(value) not in _HOOKS or bool(value)
 
 
@@ -426,7 +436,7 @@ def _is_data(value: Any) -> bool:
 
 @functools.cache
 def _handler_of(kind: type) -> _Handler | None:
-    """Return how objects of a class are entered; None if they are not."""
+    """Return the method of `Walk` that enters objects of a class, or None for an ignored class."""
     if kind in _IGNORED or issubclass(kind, _NEVER) or issubclass(kind, numpy.generic):
         return None
     handlers: Mapping[Any, _Handler] = {

@@ -1,4 +1,4 @@
-"""A digest of a model, its optimizer and the process, for comparison before and after."""
+"""Digest of a model, its optimizer and the process, to verify that a trial changed nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a sha256 over a model, its optimizer and the process, addresses and hooks too: equal after a trial."""
+    """Return a SHA-256 over model, optimizer and process state, including addresses and hooks."""
     digest = hashlib.sha256()
     for line in _facts(model, optimizer):
         digest.update(line if isinstance(line, bytes) else repr(line).encode())
@@ -45,7 +45,7 @@ def _container_facts(value: Any) -> Iterator[Any]:
 
 
 def _item(value: Any) -> str:
-    """Return a scalar's value, or which object it is: containers and tensors have facts of their own."""
+    """Return a scalar's value or an object's identity. Containers and tensors contribute their own facts."""
     return f"{type(value).__name__} {value!r}" if isinstance(value, _SCALARS) else f"at {id(value)}"
 
 
@@ -61,5 +61,8 @@ def _tensor_facts(tensor: Tensor | None) -> Iterator[Any]:
 
 
 def _roots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return what modules and optimizer hold by name. A wrapped optimizer's state may not be among its own names."""
+    """Return the attribute dictionaries of modules and optimizer.
+
+    A wrapped optimizer may hold `state` outside its own.
+    """
     return [*map(vars, model.modules()), vars(optimizer), optimizer.state, optimizer.param_groups]
