@@ -1,11 +1,14 @@
-"""Weights that make a window's gradient equal one big batch's, to rounding (math: section 2; paper eqs. 4, 5, 8).
+"""Micro-batch weights that make accumulated gradients equal to the full-batch gradient, to rounding.
 
-A bare loss is a mean over rows: the window's rows are known before its first backward, so micro-batch j is weighted
-`n_j / n` and nothing has to be corrected afterwards. A token loss is `Summed`, and the window's count is
-known only at its end: each sum is divided by a power of two `n_ref`, one for all windows of as many rows (exact, keeps
-an fp16 loss scale meaningful), and the gradients are multiplied once by `n_ref / n`. A window of one micro-batch is
-divided by its own count instead. `n_ref` comes from the first micro-batch, until the first window is known whole: it
-may hold next to none of the window's terms. Nothing waits for the device, but for these two where counts are tensors.
+See math, section 2, and the paper, eqs. 4, 5 and 8.
+
+A plain loss is a mean over samples. The window's sample count n is known before the first backward pass, so the weight
+of micro-batch j is `n_j / n` and no correction is needed. A token loss is `Summed`, and the window's token count n is
+known only at the end: each sum is divided by a power of two `n_ref`, equal for all windows with the same number of
+samples, and the gradients are multiplied once by `n_ref / n`. Division by a power of two is exact and keeps an fp16
+loss scale meaningful. A window of a single micro-batch is divided by the window's own count instead. `n_ref` is
+estimated from the first micro-batch and, after the first window, from that whole window, since the first micro-batch
+may contain few of the tokens. Only these two estimates wait for the device, and only if counts are tensors.
 """
 
 from __future__ import annotations
@@ -24,17 +27,23 @@ from trimtab.losses import Count, checked_count
 
 
 class WindowWeights(Part):
-    """The weighting of one window after another; `open` begins a window."""
+    """Loss weights of successive windows; `open` begins a window."""
 
     def __init__(self) -> None:
-        self._kept: float | None = None  # terms a row, once a whole window was seen
-        self._first: float | None = None  # n_ref that ranks agreed upon, until then
-        self._divisor: float | None = None  # of this window
+        self._kept: float | None = None  # Tokens per sample, known after the first whole window.
+        self._first: float | None = None  # `n_ref` agreed between ranks, used until then.
+        self._divisor: float | None = None  # `n_ref` of this window.
         self._is_whole = False
         self.open(rows=1, num_micro_batches=1)
 
     def open(self, rows: int, num_micro_batches: int, num_batches: int = 1) -> None:
-        """Begin a window of `rows` rows in `num_micro_batches` micro-batches, meant to be of `num_batches` batches."""
+        """Begin a window.
+
+        Args:
+            rows: samples in the window.
+            num_micro_batches: micro-batches in the window.
+            num_batches: planned number of loader batches; the window may have fewer.
+        """
         self._keep()
         self._divisor = None if self._kept is None else power_of_two(self._kept * rows)
         self._is_whole, self._rows = False, rows
@@ -44,22 +53,27 @@ class WindowWeights(Part):
         self._count: Count = 0
 
     def _keep(self) -> None:
-        """Keep the terms a row of the first window that was seen whole; waits for the device where they are there."""
+        """Store the tokens per sample of the first completed window. Synchronises if the count is on the device."""
         if self._kept is None and self._divisor is not None and self._is_whole:
             terms = float(self._count)
             self._kept = terms / self._rows if 0 < terms < math.inf else None
 
     def close(self) -> None:
-        """The window's step is done: it was seen whole."""
+        """Mark the window as completed."""
         self._is_whole = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the divisor of the windows to come: under fp16 another one overflows elsewhere."""
+        """Return the state that determines `n_ref` of later windows, since `n_ref` affects where fp16 overflows."""
         self._keep()
         return {"terms_per_row": self._kept, "first": self._first}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Return a function that restores a `state_dict()`.
+
+        Raises:
+            FormatError: a key is missing or unknown.
+            ValueGivenError: a value is invalid.
+        """
         names = ("terms_per_row", "first")
         require_keys("state.weights", state, names)
         kept, first = (
@@ -74,10 +88,10 @@ class WindowWeights(Part):
         return load
 
     def weigh(self, loss: Tensor, count: Count | None, rows: int) -> Tensor:
-        """Return the scalar to call backward on for a micro-batch of `rows` rows.
+        """Return the weighted scalar loss of a micro-batch of `rows` samples, to call backward on.
 
         Raises:
-            LossError: the window mixes means and sums, or the first count of the run is not one.
+            LossError: the window mixes means and sums, or the first token count of the run is invalid.
         """
         if self._is_sum not in (None, count is not None):
             raise LossError(
@@ -96,11 +110,11 @@ class WindowWeights(Part):
 
     @property
     def _divides_at_once(self) -> bool:
-        """Whether the window's one micro-batch has all of its terms."""
+        """True if the window has a single micro-batch, so that its token count is known before backward."""
         return self._num_micro_batches == 1
 
     def _first_divisor(self, terms: float) -> float:
-        """Return `n_ref` of a window of about so many terms."""
+        """Return `n_ref` of a window of about `terms` tokens."""
         return power_of_two(max(float(self._rows), terms))
 
     def _weigh_mean(self, loss: Tensor, rows: int) -> Tensor:
@@ -116,35 +130,36 @@ class WindowWeights(Part):
         return loss * (1.0 / self._divisor)
 
     def _add(self, value: Tensor) -> None:
-        if value.dtype in (torch.float16, torch.bfloat16):  # many small ones would be lost in a sum of such
+        if value.dtype in (torch.float16, torch.bfloat16):  # Small values would be lost in a half-precision sum.
             value = value.float()
-        elif value.is_cuda and self._loss is None:  # a model that its user compiled with graphs writes its next there
+        elif value.is_cuda and self._loss is None:
+            # A model that the user compiled with CUDA graphs overwrites this tensor in its next forward.
             value = value.clone()
         self._loss = value if self._loss is None else self._loss + value
 
     @property
     def correction(self) -> float | Tensor:
-        """Factor still to be applied to the window's gradients; the float 1.0 when there is none."""
+        """Factor still to be applied to the window's gradients; the float 1.0 if there is none."""
         if not self._is_sum or self._num_micro_batches == 1 or self._divisor is None:
             return 1.0
-        count = or_one(self._count)  # in double: an integer tensor would divide in float32
+        count = or_one(self._count)  # Double, because an integer tensor would divide in float32.
         return self._divisor / (count.double() if isinstance(count, Tensor) else count)
 
     @property
     def mean_loss(self) -> Tensor:
-        """Mean loss per term over what the window has seen; a detached scalar on the model's device."""
+        """Mean loss per sample or token of the window so far; a detached scalar on the model's device."""
         if self._loss is None:
             return torch.tensor(math.nan)
         return self._loss / or_one(self._count) if self._is_sum else self._loss
 
     @property
     def share(self) -> float | Tensor:
-        """What this process's mean loss is multiplied by, for the mean over ranks to be that of all terms."""
+        """Weight of this process's mean loss in the mean over ranks; 1.0 in one process."""
         return 1.0
 
     @property
     def divisor(self) -> float | Tensor:
-        """D, where a micro-batch's mean loss over `n_j` terms was weighted by `n_j / D`."""
+        """Divisor D of the window: a micro-batch's mean loss over `n_j` terms was weighted by `n_j / D`."""
         if not self._is_sum:
             return float(self._rows)
         if self._num_micro_batches > 1 and self._divisor is not None:
@@ -154,25 +169,25 @@ class WindowWeights(Part):
 
     @property
     def counted(self) -> Count | None:
-        """The window's count; None where the loss is a mean, which counts nothing."""
+        """Token count of the window; None if the loss is a mean."""
         return self._count if self._is_sum else None
 
     @property
     def is_sum(self) -> bool:
-        """Whether the window's loss counts its terms."""
+        """True if the loss is a `Summed`."""
         return bool(self._is_sum)
 
     @property
     def terms(self) -> Count:
-        """What the loss averaged over: rows, or the window's count."""
+        """Number of terms that the loss averages over: the token count of a `Summed`, else samples."""
         return self._count if self._is_sum else self._rows
 
 
 def power_of_two(terms: float) -> float:
-    """Return the power of two nearest to a number of terms, at least 1."""
+    """Return the power of two nearest to `terms`, at least 1."""
     return float(2.0 ** round(math.log2(max(1.0, terms))))
 
 
 def or_one(count: Count) -> Count:
-    """Return a count to divide by: itself, a fraction too (weights that sum to 0.25), and 1 only in place of 0."""
+    """Return a count that is safe to divide by: 1 in place of 0, else unchanged (fractional weights included)."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1

@@ -1,8 +1,9 @@
-"""A model's blocks recompute their activations by a schedule: in place, reversible, by torch's own checkpointing.
+"""Activation checkpointing of a model's blocks by a schedule, applied in place and reversible.
 
-A block's class is swapped for one whose forward goes through `torch.utils.checkpoint` (non-reentrant): names, state and
-`isinstance` stay, and a copy is a plain model again. A segment of several blocks is run by its first one; the others,
-called in their turn by the model's own code, hand on what they are given, which has to be what the segment made.
+The class of a block is replaced by a subclass whose forward goes through `torch.utils.checkpoint` (non-reentrant).
+Parameter names, state and `isinstance` checks are unaffected, and a copy of the model is a plain model. The first block
+of a multi-block segment runs the whole segment; the following blocks, called in turn by the model's own code, return
+the segment's result after checking that their input is that result.
 """
 
 from __future__ import annotations
@@ -24,21 +25,25 @@ from trimtab.runtime.forward_state import Forwards
 from trimtab.runtime.recomputed import keeps_activations, recomputed
 
 _PART = "_trimtab_part"
-# What DistributedDataParallel and torch.compile call what they wrap.
+# Attribute names under which DistributedDataParallel and torch.compile hold the wrapped model.
 _WRAPPED = {"module", "_orig_mod"}
 _OF_THE_PLAN = "the model that the plan was made for"
 _AT_ONCE = "the blocks of a segment one after another, each handed what the one before returned and nothing else anew"
 
 
 def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) -> Callable[[], None]:
-    """Have a model's blocks recompute by a schedule; returns what puts back what was.
+    """Recompute the activations of a model's blocks by a schedule.
 
     Args:
-        blocks: names of modules, in the order they run in; stage i of the schedule is the i-th. Segments of several are
-            for blocks that are a chain (`measure.linked_blocks`).
+        blocks: module names in execution order; stage i of the schedule is the i-th block. Segments of several blocks
+            require a chain (`measure.linked_blocks`).
+
+    Returns:
+        A function that restores the original classes.
 
     Raises:
-        ModelError: a block cannot be swapped, or one of a segment of several has hooks of its own, as FSDP2's.
+        ModelError: the class of a block cannot be replaced, or a block of a multi-block segment has hooks, as FSDP2
+            adds.
     """
     modules = [model.get_submodule(name) for name in blocks]
     swaps = list(_swaps(modules, blocks, schedule))
@@ -56,7 +61,8 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
         for hook in hooks:
             hook.remove()
         for module, kind in plain:
-            if isinstance(module, _Swapped) and type(module).__mro__[2] is kind:  # else somebody swapped it since
+            # Skip blocks whose class the user replaced since.
+            if isinstance(module, _Swapped) and type(module).__mro__[2] is kind:
                 module.__class__ = kind
             module.__dict__.pop(_PART, None)
 
@@ -65,14 +71,14 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
             kind = _swapped(type(modules[index]))
             modules[index].__dict__[_PART] = part
             modules[index].__class__ = kind
-    except BaseException:  # a class that cannot be derived from, or Ctrl-C, with some swapped
+    except BaseException:  # A class that cannot be subclassed, or Ctrl-C after some blocks were replaced.
         undo()
         raise
     return undo
 
 
 class _Hook:
-    """Of the model's forward; that of a copy of the model knows of no segments, for it has none."""
+    """Hook on the model's forward. A copy of the model has no segments, so a copied hook has none."""
 
     def __init__(self, heads: Sequence[_Head]) -> None:
         self._heads = heads
@@ -82,7 +88,7 @@ class _Hook:
 
 
 class _Begins(_Hook):
-    """A forward begins: what an earlier one left, that raised, is forgotten."""
+    """Before a forward: drop the state left by an earlier forward that raised."""
 
     def __call__(self, *_: Any) -> None:
         for head in self._heads:
@@ -90,7 +96,7 @@ class _Begins(_Hook):
 
 
 class _Ends(_Hook):
-    """It is over: every segment was handed on to its end."""
+    """After a forward: check that every block of every segment was called."""
 
     def __call__(self, *_: Any) -> None:
         if any(head.left for head in self._heads):
@@ -98,13 +104,13 @@ class _Ends(_Hook):
 
 
 def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
-    """Have a model's blocks recompute as a plan says; returns what puts back what was.
+    """Recompute the activations of a model's blocks as a plan specifies; return a function that undoes the change.
 
     Raises:
-        ModelError: the model has no blocks, or not so many, or not those; others as of `use_schedule`.
+        ModelError: the model lacks the plan's blocks, has another number of blocks, or `use_schedule` raises.
     """
     model, blocks = _blocks_of(model, plan.recompute_blocks)
-    if isinstance(model, torch.jit.ScriptModule):  # which has no modules by name either
+    if isinstance(model, torch.jit.ScriptModule):  # A scripted model has no modules by name either.
         raise _refused("a scripted model", "one of Python's modules")
     try:
         schedule = schedule_of(str(plan.recompute.value), len(blocks))
@@ -117,7 +123,7 @@ def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
 
 def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the model that has all blocks that are named, itself or what it wraps, with their names; else its own."""
+    """Return the model, or the model wrapped in it, that contains all named blocks; without names, find the blocks."""
     if not named:
         if not (blocks := find_blocks(model)):
             raise ModelError("plan.recompute", given="a model without blocks", expected=_OF_THE_PLAN)
@@ -132,7 +138,7 @@ def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tup
 
 
 def _roots(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model, then what it wraps: its plan may have been made before it was wrapped."""
+    """Yield a model and the models that it wraps, since the plan may have been made before wrapping."""
     yield model
     children = dict(model.named_children())
     if len(children) == 1 and (inner := next(map(children.get, _WRAPPED & children.keys()), None)) is not None:
@@ -159,7 +165,7 @@ def _check(name: str, module: nn.Module) -> None:
 def _swaps(
     modules: Sequence[nn.Module], names: Sequence[str], schedule: Schedule
 ) -> Iterator[tuple[int, _Alone | _Head | _Follower]]:
-    """Yield blocks with what their forward is to be."""
+    """Yield the index of each block that changes, with its new behaviour."""
     for part in schedule:
         if isinstance(part, Kept):
             if part.in_part:
@@ -187,7 +193,7 @@ def _check_hooks(modules: Sequence[nn.Module]) -> None:
 
 
 class _Swapped:
-    """Put before a block's own class."""
+    """Mixin placed before a block's own class in the method resolution order."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         part: _Alone | _Head | _Follower = self.__dict__[_PART]
@@ -210,18 +216,18 @@ def _swapped(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Alone:
-    """A block that recomputes by itself: all, or what is cheap."""
+    """A block checkpointed by itself, entirely or except for its expensive operations."""
 
     def __init__(self, name: str, module: nn.Module, *, in_part: bool) -> None:
         self._forwards, self._in_part = Forwards({name: module}), in_part
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what the block makes of its arguments."""
+        """Return the block's output."""
         return recomputed(forward, self._forwards, args, kwargs, in_part=self._in_part)
 
 
 def _segments(segment: Segment) -> Iterator[tuple[int, ...]]:
-    """Yield the stages of a segment, and of every segment inside."""
+    """Yield the stages of a segment and of all nested segments."""
     yield tuple(segment.stages)
     for part in segment.parts:
         if isinstance(part, Segment):
@@ -229,17 +235,17 @@ def _segments(segment: Segment) -> Iterator[tuple[int, ...]]:
 
 
 class _Head:
-    """The first block of a segment, which runs all of it.
+    """The first block of a multi-block segment, which runs the whole segment.
 
     Attributes:
-        left: blocks that the model's own code has still to call. made: what the segment made; None where it was not
-            run, as without gradients, and each block runs by itself.
+        left: blocks of the segment that the model's code has not called yet.
+        made: the segment's output; None if the segment did not run (gradients disabled) and each block runs by itself.
     """
 
     def __init__(self, segment: Segment, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
         named = dict(zip(segment.stages, zip(names, modules, strict=True), strict=True))
         self._stages = tuple(segment.stages)
-        # Made here, for a compiler takes no new keys while it traces.
+        # Created here, because torch.compile cannot add dictionary keys while tracing.
         self._forwards = {stages: Forwards(dict(named[each] for each in stages)) for stages in _segments(segment)}
         self._parts = segment.parts
         self._modules = dict(zip(segment.stages, modules, strict=True))
@@ -247,14 +253,14 @@ class _Head:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing was run."""
+        """Reset the state of the current forward."""
         self.left: list[nn.Module] = []
         self.made: Any = None
         self._given: Arguments = (), {}
         self._under: Any = None
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what the last block of the segment makes."""
+        """Return the output of the segment's last block."""
         self.forget()
         if keeps_activations():
             return forward(*args, **kwargs)
@@ -264,10 +270,10 @@ class _Head:
         return made
 
     def hand_on(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return what the segment made, to the next of its blocks.
+        """Return the segment's output for the next block of the segment.
 
         Raises:
-            ModelError: it is another one, or it is given something else, or other settings are in force.
+            ModelError: the block is out of order, its arguments differ, or grad mode or autocast changed.
         """
         name = type(module).__mro__[2].__name__
         if not self.left or self.left[0] is not module:
@@ -295,20 +301,20 @@ class _Head:
 
 
 def _ambient() -> tuple[Any, ...]:
-    """Return the settings that a forward is run under."""
+    """Return grad mode and autocast settings."""
     kinds = ("cpu", "cuda")
     casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     return (torch.is_grad_enabled(), casts)
 
 
 class _Follower:
-    """Another block of a segment: it was run, or runs by itself where the segment was not."""
+    """A later block of a segment: returns the segment's output, or runs by itself if the segment did not run."""
 
     def __init__(self, head: _Head) -> None:
         self._head = head
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what the segment made, or what the block makes by itself."""
+        """Return the segment's output, or the block's own output if the segment did not run."""
         if self._head.made is None:
             return forward(*args, **kwargs)
         return self._head.hand_on(module, args, kwargs)

@@ -1,4 +1,4 @@
-"""A plan applied to live objects: each change with its undo, and no model in two runs at once."""
+"""Application of a plan to a model and optimizer, with an undo for each change; one run per model at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def require_free(model: nn.Module) -> None:
-    """Raise `LoopError` when a run holds the model."""
+    """Raise `LoopError` if another run uses the model."""
     if model in _active:
         raise LoopError(
             "model",
@@ -33,13 +33,17 @@ def require_free(model: nn.Module) -> None:
 
 
 def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> contextlib.ExitStack:
-    """Change what has to be as planned before a model is spread over ranks; returns what undoes it."""
+    """Apply the changes that must precede sharding: optimizer kind, weight decay, Muon, memory format.
+
+    Returns:
+        An exit stack that undoes the changes.
+    """
     compiled.require_as_written(plan.compiled.value, model)
     with contextlib.ExitStack() as undo:
         if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
             if sparse := layout.sparse_module(model, optimizer):
                 raise layout.sparse_gradient(sparse)
-            undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
+            undo.callback(optimizers.use_fused(optimizer))  # May refuse, so comes before any other change.
         if plan.weight_decay.value is not None:
             undo.callback(use_weight_decay(optimizer, plan.weight_decay.value))
         if plan.optimizer.value == "muon":
@@ -52,7 +56,11 @@ def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> c
 
 
 def _steps_fused_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it walks through gradients as its parameters lie: a loop's own, as of `autograd.grad`, may not."""
+    """Return True if the optimizer has fused groups on the CPU.
+
+    The fused CPU kernels assume that gradients have the strides of their parameters, which gradients from
+    `autograd.grad` may not have.
+    """
     fused = (p for group in optimizer.param_groups if group.get("fused") for p in group["params"])
     return any(p.device.type == "cpu" for p in fused)
 
@@ -67,15 +75,20 @@ def apply_plan(
     *,
     make_state: bool = False,
 ) -> contextlib.ExitStack:
-    """Change what else the plan changes, in place; returns what undoes it. A failure half-way undoes what was done.
+    """Apply the remaining changes of a plan in place. A failure undoes the changes made so far.
 
     Args:
-        called: the model as the loop calls it, itself or what holds it. forward: what is to see its forward.
-        note: called with an event's name and figures; without it what is applied is not checked while it is used.
-        make_state: make the optimizer's state now: in its first step, memory could run out in the middle of it.
+        called: the model as the loop calls it (`model` or its wrapper).
+        forward: records the calls of `called`.
+        note: called with an event's name and values; None disables checks during training.
+        make_state: allocate the optimizer state now, because running out of memory within the first step is
+            unrecoverable.
+
+    Returns:
+        An exit stack that undoes the changes.
 
     Raises:
-        ValueGivenError: the device does not know what the plan has it do.
+        ValueGivenError: the device does not support a setting of the plan.
     """
     compiled.check_available(plan.compiled.value, next(model.parameters()).device)
     with contextlib.ExitStack() as undo:
@@ -94,7 +107,8 @@ def apply_plan(
         if plan.compiled.value:
             call = compiled.CompiledCall(called, forward.note, plan.compiled.value)
             undo.callback(call.undo)
-            if note is not None and call.recorder is not None:  # unchecked: both ways would be held beside one another
+            # CUDA graphs are not compared with eager execution: the memory pools of both would be held at once.
+            if note is not None and call.recorder is not None:
                 undo.callback(_note_launches, call.recorder, note)
             elif note is not None:
                 undo.callback(CompileCheck(call, optimizer, next(model.parameters()).device, note).close)
@@ -109,6 +123,6 @@ def apply_plan(
 
 
 def _note_launches(recorder: Recorder, note: Note) -> None:
-    """Note how often graphs were launched, and why not where they were not."""
+    """Record the number of graph replays, and the reason if there were none."""
     why = recorder.refusal or ("" if recorder.launches else recorder.left)
     note("cuda_graphs", {"launches": recorder.launches, "refusal": why or None})

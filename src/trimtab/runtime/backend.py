@@ -1,4 +1,4 @@
-"""What a run asks of the devices that its model is spread over; other layers spread it over several."""
+"""Interface between a run and the devices that hold its model; packages above implement it for several ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from trimtab.runtime.used_parameters import ShardedUse
 
 
 class Backend(Protocol):
-    """Between a run and the ranks it is one of.
+    """Gradient computation and optimizer steps on one or several ranks.
 
     Attributes:
-        exchange: with the other ranks. in_step: whether every micro-batch waits for them, so that all have as many.
-        may_retry: whether one rank may begin a window anew, as long as it has not reduced its gradient.
-        model: to be called. optimizer: to be stepped; its groups have every parameter that is. Both once it is spread.
+        exchange: metadata exchange with the other ranks.
+        in_step: True if every micro-batch has collectives, so that all ranks need equally many.
+        may_retry: True if one rank may repeat a window before reducing its gradient.
+        model: the model to call; available after `spread`.
+        optimizer: the optimizer to step, whose groups contain all trained parameters; available after `spread`.
     """
 
     exchange: Exchange
@@ -32,49 +34,50 @@ class Backend(Protocol):
     optimizer: torch.optim.Optimizer
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Spread a model and its optimizer's state, in place. Raises before anything is changed, or undoes it."""
+        """Shard a model and its optimizer state in place. Raises before any change, or undoes its changes."""
 
     def settle(self) -> None:
-        """A window is about to be drawn, on every rank: what all of them have to do at once is done here."""
+        """Run collective preparations; called on every rank before a window is drawn."""
 
     def begin(self, *, last: bool) -> None:
-        """A micro-batch is about to be handed out."""
+        """Prepare a micro-batch, before it is yielded."""
 
     def begin_backward(self, loss: Tensor) -> None:
-        """A micro-batch's forward has run; ranks have not yet exchanged metadata of the window."""
+        """Prepare a backward pass, after the micro-batch's forward and before ranks exchange metadata of the window."""
 
     def backward(self, loss: Tensor) -> None:
-        """Have a micro-batch's backward, which reduces the window's gradient in its last one."""
+        """Run a micro-batch's backward pass; the window's last backward pass also reduces the gradient."""
 
     def end(self) -> None:
-        """The window was given up."""
+        """Reset after a window was dropped."""
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply the window's gradient."""
+        """Multiply the window's gradient by a factor."""
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Multiply the window's gradient and clip it; returns its norm between the two, where it is wanted."""
+        """Multiply the window's gradient by `factor` and clip it; return the norm before clipping, or None if
+        unneeded."""
 
     def step(self, precision: MixedPrecision) -> bool:
-        """Step the optimizer; returns whether it stepped."""
+        """Step the optimizer; return True if it stepped."""
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return what the optimizer's step is to be inside of: what steps goes by the user's groups."""
+        """Return a context manager for the optimizer's step, in which the user's parameter groups are in effect."""
 
     def gather(self, error: BaseException | None) -> None:
-        """Undo `spread`, with what was trained; after an error only what needs no other rank."""
+        """Undo `spread`, keeping trained weights. After an error, skip everything that needs other ranks."""
 
 
 def may_retry(backend: Backend, plan: Plan) -> bool:
-    """Return whether one rank may begin a window anew.
+    """Return True if one rank may repeat a window by itself.
 
-    Not where ranks decide of the batch: what one of them does in another way the others would have to be told.
+    False if ranks decide jointly on the batch size, because all ranks would have to repeat the window.
     """
     return backend.may_retry and (plan.batch_rule is None or backend.exchange.num_ranks == 1)
 
 
 class Torch:
-    """What backends share whose gradients are the parameters' own."""
+    """Base class of backends whose gradients are in `Parameter.grad`."""
 
     optimizer: torch.optim.Optimizer
 
@@ -85,28 +88,29 @@ class Torch:
         """Do nothing."""
 
     def backward(self, loss: Tensor) -> None:
-        """Have a micro-batch's backward."""
+        """Run a micro-batch's backward pass."""
         loss.backward()
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply the window's gradient."""
+        """Multiply the window's gradient by a factor."""
         gradients.multiply(self.optimizer, factor)
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Multiply the window's gradient and clip it; returns its norm between the two, where it is wanted."""
+        """Multiply the window's gradient by `factor` and clip it; return the norm before clipping, or None if
+        unneeded."""
         return gradients.finish(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
 
     def step(self, precision: MixedPrecision) -> bool:
-        """Step the optimizer; returns whether it stepped."""
+        """Step the optimizer; return True if it stepped."""
         return precision.step(self.optimizer)
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return nothing more: the user's optimizer steps by its own groups."""
+        """Return a null context: the user's optimizer steps with its own parameter groups."""
         return contextlib.nullcontext()
 
 
 class Given(Torch):
-    """A model as the loop made it: on one device, or wrapped by the loop itself."""
+    """Backend for a model as the user made it: on one device, or wrapped by the user (DDP, FSDP)."""
 
     def __init__(self, exchange: Exchange | None = None, *, in_step: bool = False) -> None:
         self.in_step = in_step
@@ -114,37 +118,37 @@ class Given(Torch):
         self.may_retry = self.exchange.num_ranks == 1
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Change nothing; raises where a model in DDP would not be reduced as a whole."""
+        """Change nothing; raise if DDP would not reduce all gradients of the model."""
         self.model, self.optimizer, self._sync = model, optimizer, GradientSync(model, self.exchange)
         self._sync.require_no_static_graph(plan)
         self._sync.require_all(optimizer, of_user=True)
         self._used = ShardedUse(model, self.exchange)
 
     def settle(self) -> None:
-        """Have buckets laid out anew."""
+        """Let DDP rebuild its buckets if needed."""
         self._sync.settle(self.optimizer)
 
     def begin(self, *, last: bool) -> None:
-        """Keep it from being reduced, unless it is the last."""
+        """Disable gradient synchronisation for all micro-batches but the last."""
         self._sync.begin(last=last)
         self._used.begin(last=last)
 
     def begin_backward(self, loss: Tensor) -> None:
-        """In the first windows of a sharded model, require that ranks used the same layers."""
+        """In the first windows of a sharded model, check that all ranks used the same layers."""
         self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward; after a window's last every gradient is reduced."""
+        """Run a micro-batch's backward pass; after the last one of a window every gradient is reduced."""
         self._used.backward(lambda: super(Given, self).backward(loss))
         self._sync.complete()
 
     def end(self) -> None:
-        """Reduce again."""
+        """Enable gradient synchronisation again."""
         self._sync.end()
         self._used.reset()
 
     def gather(self, error: BaseException | None) -> None:
-        """Change nothing of model and optimizer."""
+        """Leave model and optimizer unchanged; report the error to the other ranks and close the exchange."""
         self._used.close()
         if error is not None:
             self.exchange.failed(error)

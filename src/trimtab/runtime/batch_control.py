@@ -1,7 +1,8 @@
-"""k while training: what measured windows say, what a rule makes of it, and the learning rate that follows.
+"""Adaptive accumulation: chooses the number of micro-batches k per step and scales the learning rate to match.
 
-A window may be measured (noise and times); its figures are read a window later, shared between ranks in the next, and
-decided upon then: always from figures that are the same on every rank. Windows that are not measured cost little.
+Some windows are measured (gradient noise and times). Their values are read one window later, exchanged between ranks in
+the next, and then used for a decision, so that every rank decides from the same values. Windows that are not measured
+cost little.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from trimtab.runtime.window_watch import WindowWatch
 def control_of(
     plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note, keeper: Keeper | None = None
 ) -> BatchControl | FixedBatch:
-    """Return what controls the batch of a run; arguments as of `BatchControl`."""
+    """Return the batch size controller of a run; arguments as for `BatchControl`."""
     if plan.batch_rule is None:
         return FixedBatch()
     return BatchControl(plan, model, optimizer, exchange, note, keeper or NotKept())
@@ -43,12 +44,14 @@ def control_of(
 
 @dataclass(frozen=True)
 class _Role:
-    """What a window is for besides training.
+    """Purpose of a window besides training.
 
     Args:
-        is_probe: of more batches than decided, or cut, to show more. owes: all ranks put figures in it, whatever they
-            have. is_used: the account notes it as measured. asked: batches it was to be of, to find noise that few do
-            not show; 0 where it was not. num_micro_batches: as many on every rank where each is a collective.
+        is_probe: the window is larger than decided, or split, in order to measure the noise.
+        asked: number of batches requested to measure noise that smaller windows do not show; 0 if not requested.
+        owes: all ranks exchange values for this window, even if a rank has measured nothing.
+        is_used: the overhead budget counts the window as measured.
+        num_micro_batches: micro-batches in the window; equal on all ranks if micro-batches have collectives.
     """
 
     is_probe: bool = False
@@ -58,15 +61,17 @@ class _Role:
     num_micro_batches: int = 0
 
 
-_TRAINS, _NOBODY = _Role(), FixedBatch()  # of a window that nobody measures: its role, and who is told of it
+_TRAINS, _NOBODY = _Role(), FixedBatch()  # Role and observer of a window that is not measured.
 
 
 @dataclass(frozen=True)
 class _Next:
-    """What the next window is to be.
+    """Composition of the next window.
 
     Args:
-        is_due: measured, if it shows anything. is_probe: made to show more. num_batches: of the loader.
+        is_due: the window is to be measured, if possible.
+        is_probe: the window is enlarged or split in order to measure the noise.
+        num_batches: number of loader batches.
     """
 
     is_due: bool
@@ -75,14 +80,17 @@ class _Next:
 
 
 class BatchControl(Part):
-    """The batch of a run whose plan freed it.
+    """Batch size controller of a run with an adaptive batch size.
 
     Args:
-        plan: has a batch rule. note: called with an event's name and figures. keeper: keeps what windows are made by.
+        plan: a plan with a batch rule.
+        exchange: metadata exchange with the other ranks.
+        note: called with an event's name and values.
+        keeper: checkpoint manager; stores decisions so that a resumed run repeats its windows.
 
     Raises:
-        ValueGivenError: a model under FSDP1; a batch to be cut that cannot be; a plan that is not the one of the other
-            ranks.
+        ValueGivenError: the model is under FSDP1, a batch that must be split cannot be split, or ranks have different
+            plans.
     """
 
     def __init__(
@@ -94,9 +102,9 @@ class BatchControl(Part):
         may_split = keeps_maths(plan, model)
         is_compiled = bool(plan.compiled.value) or compiled.is_compiled(model)
         self._cuts = self._rule.policy == "throughput_per_memory"
-        self._measures = not self._cuts  # which is given all it needs
+        self._measures = not self._cuts  # The policy "throughput_per_memory" needs no measurements.
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
-        # Which all ranks reach, before one of them may refuse.
+        # A collective that all ranks must reach before one of them may raise.
         divides = normalises(optimizer)
         facts = {"splitting the batch": may_split, "compiling": is_compiled, "the optimizer's kind": divides}
         require_alike(exchange, facts)
@@ -116,31 +124,31 @@ class BatchControl(Part):
             plan.num_micro_batches,
             self._account,
             self._decider.times,
-            may_split=may_split and not is_compiled,  # half a batch would be compiled anew
+            may_split=may_split and not is_compiled,  # Half a batch would cause a recompilation.
             shows_one=self._watch.seen_apart > 1 or not self._measures,
         )
         self._measured: Measured | Nothing | None = None
         self._deciding_s, self._is_under_way = 0.0, False
-        self._role = _TRAINS  # of the open window, or the last one
-        self._next: _Next | None = None  # looked at once a window
+        self._role = _TRAINS  # Of the open window, or of the last one.
+        self._next: _Next | None = None  # Computed once per window.
         self._tell(watched=False)
         self._is_cut = self._retries_probe = False
 
-    # What a window is made of.
+    # Composition of windows.
 
     @property
     def k(self) -> int:
-        """Micro-batches per window and rank; by "throughput_per_memory" those that a loader batch is cut into."""
+        """Micro-batches per window and rank. With "throughput_per_memory": parts that a loader batch is split into."""
         return self._decider.k
 
     @property
     def noise(self) -> Noise | None:
-        """What the windows so far say."""
+        """Gradient noise measured so far."""
         return self._decider.noise
 
     @property
     def num_batches(self) -> int:
-        """Loader batches of the next window: as decided, or more where those do not show what is needed."""
+        """Loader batches of the next window: the decided number, or more if that number does not show the noise."""
         return self._look_ahead().num_batches
 
     def _look_ahead(self) -> _Next:
@@ -156,10 +164,10 @@ class BatchControl(Part):
         return self._next
 
     def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
-        """Return rows per micro-batch: a window of one is split in two where that shows the noise."""
+        """Return samples per micro-batch. A window of one micro-batch is split in two if this shows the noise."""
         if self._cuts:
             return -(-rows // self.k)
-        self._retries_probe = False  # a window is made: the one that ran out of memory was given up, or is over
+        self._retries_probe = False  # A new window: the window that ran out of memory was dropped, or has ended.
         is_one = num_batches * -(-rows // planned) == 1
         before = self._keeper.decided_before(self._account.windows)
         is_cut = self._probing.splits(self.k, self.noise) if before is None else before.is_cut
@@ -167,17 +175,17 @@ class BatchControl(Part):
         return -(-rows // 2) if self._is_cut else planned
 
     def rate_factor(self, num_batches: float) -> float:
-        """Return the factor on the learning rate for a window of so many loader batches."""
+        """Return the learning rate factor of a window of `num_batches` loader batches."""
         return self._follower.factor(num_batches, self._decider.num_batches)
 
-    # What happens in it.
+    # Events of a window.
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Take the time of what runs inside: the next window's batches are drawn."""
+        """Return a context that measures the time to draw the next window's batches."""
         return self._watch.drawing() if self._look_ahead().is_due else contextlib.nullcontext()
 
     def opened(self, window: Window) -> None:
-        """A window begins. One with micro-batches that count as no rows shows nothing."""
+        """Begin a window. Windows with zero-weight micro-batches are not measured."""
         num_batches, num_micro_batches = window.num_batches, window.num_micro_batches
         ahead = self._look_ahead()
         if self._keeper.keeps:
@@ -195,7 +203,8 @@ class BatchControl(Part):
     def _role_of(self, num_batches: int, num_micro_batches: int, *, watched: bool) -> _Role:
         ahead = self._look_ahead()
         is_larger = num_batches > self._decider.num_batches or (self._is_cut and num_micro_batches > 1)
-        # Ranks put figures in the same windows: what is due is known to all, how many batches a rank has left is not.
+        # All ranks exchange values in the same windows: the schedule is common knowledge, the number of batches left on
+        # a rank is not.
         owes = self._exchange.num_ranks > 1 and ahead.is_due
         return _Role(
             is_probe=self._retries_probe or (is_larger and ahead.is_probe),
@@ -206,16 +215,18 @@ class BatchControl(Part):
         )
 
     def _tell(self, *, watched: bool) -> None:
-        """Have the window's micro-batches told to who watches it; as of a fixed batch where nobody does."""
+        """Direct micro-batch callbacks to the window watch, or to no-ops if the window is not measured."""
         told = self._watch if watched else _NOBODY
         self.begun, self.stepping = told.begun, told.stepping
         self.backward_begins, self.backward_done = told.backward_begins, told.backward_done
 
     def stepped(self, num_batches: int, agreed: float, *, applied: bool) -> None:
-        """The window is over; void, it says nothing. What an earlier one said has arrived.
+        """End a window and process the values of earlier windows that have arrived. Skipped steps give no values.
 
         Args:
-            agreed: its loader batches, the mean over ranks.
+            num_batches: loader batches of the window on this rank.
+            agreed: loader batches of the window, mean over ranks.
+            applied: True if the optimizer stepped.
         """
         start = time.perf_counter()
         measured = self._told(num_batches, applied=applied)
@@ -229,12 +240,13 @@ class BatchControl(Part):
             self._took(measured, num_batches, start)
 
     def _took(self, measured: Measured | Nothing | None, num_batches: int, start: float) -> None:
-        """A window is over that was measured, or in which what an earlier one said arrives."""
+        """End a window that was measured, or in which values of an earlier window arrive."""
         waiting = time.perf_counter()
         shared = self._exchange.take()
         if self._measured is not None:
             self._measured.wait()
-        waited_s = time.perf_counter() - waiting  # for ranks and device, which are at work meanwhile: it costs nothing
+        # Waiting for ranks and device is no overhead, since both are at work meanwhile.
+        waited_s = time.perf_counter() - waiting
         if shared is not None:
             self._absorb(shared)
         is_put = self._measured is not None
@@ -248,14 +260,14 @@ class BatchControl(Part):
             if num_batches > self._decider.num_batches:
                 figures = {"batches": num_batches, "decided": self._decider.num_batches}
                 self._note("explored", figures | {"reason": "to find the noise, which windows as decided do not show"})
-        if self._role.is_used:  # noted once the window is over: one that is given up is due again, on all ranks
+        if self._role.is_used:  # Counted once the window is over: a dropped window is measured again, on all ranks.
             self._account.use()
         self.dropped()
         self._account.pass_window()
         self._deciding_s += time.perf_counter() - start - waited_s
 
     def _told(self, num_batches: int, *, applied: bool) -> Measured | Nothing | None:
-        """Return what a window puts on its way to all ranks, if it does."""
+        """Return the window's values to exchange with all ranks, or None."""
         told = None
         if applied:
             decided, first = self._decider.num_batches, self._probing.timed - 2
@@ -263,15 +275,18 @@ class BatchControl(Part):
         return self._watch.nothing(self._role.num_micro_batches) if told is None and self._role.owes else told
 
     def dropped(self) -> None:
-        """The window was given up, or is over."""
+        """Stop observing the window, after it ended or was dropped."""
         self._watch.drop()
         self._tell(watched=False)
 
     def ran_out(self) -> bool:
-        """Memory ran out in the window, which is run again; returns whether it was made larger, to show more.
+        """Handle an out-of-memory error in the window, which is run again.
 
-        Where the user's has one micro-batch none is made for long: gradients do not fit beside a forward, as they would
-        have to if k rose, and k stays.
+        If the user's window has one micro-batch, k is fixed: accumulated gradients do not fit next to a forward pass,
+        as a larger k would require.
+
+        Returns:
+            True if the window had been enlarged to measure the noise.
         """
         was_probe, self._next = self._role.is_probe, None
         if was_probe and self._probing.fits:
@@ -281,10 +296,10 @@ class BatchControl(Part):
         self._retries_probe = was_probe
         return was_probe
 
-    # What it is taken for.
+    # Decisions.
 
     def _absorb(self, shared: list[list[float]]) -> None:
-        """Take the figures of all ranks in, and decide."""
+        """Process the values of all ranks and decide."""
         self._decider.absorb(self._watch.noise_of(shared), [figures[-NUM_SECONDS:] for figures in shared])
         if self.k > 1 or self._probing.fits:
             self._decider.decide()
@@ -292,22 +307,27 @@ class BatchControl(Part):
         self._decider.review()
 
     def close(self) -> dict[str, Any] | None:
-        """Share nothing more; return what measuring took, as a share of the windows' time, and what it could bring."""
+        """Stop exchanging values; return the overhead of measuring as a fraction of time, and its potential benefit."""
         self._exchange.close()
         self._watch.close()
         return self._decider.summary()
 
-    # What a resumed run needs.
+    # State of a resumed run.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is decided and known, when there may be larger windows, and the rate that follows.
+        """Return the decided values, the measurements, the times of the next probes and the learning rate factor.
 
-        Figures on their way are not in it.
+        Values that are still being exchanged are not included.
         """
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Return a function that restores a `state_dict()`.
+
+        Raises:
+            FormatError: a key is missing or unknown.
+            ValueGivenError: a value is invalid.
+        """
         load_parts = loading_parts(self._parts(), state, where="state.batch")
 
         def load() -> None:

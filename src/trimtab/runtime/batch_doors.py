@@ -1,4 +1,4 @@
-"""What is refused of a plan that frees the batch, before anything is done."""
+"""Argument validation of plans with an adaptive batch size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.runtime.exchange import Exchange
 
 
 def check_rule(plan: Plan, *, may_split: bool) -> None:
-    """Raise `ValueGivenError` for a batch to be cut that cannot be; warn of a `k_max` that allows no other batch."""
+    """Raise `ValueGivenError` if the rule must split a batch that cannot be split; warn if `k_max` allows no change."""
     rule, unit = plan.batch_rule, plan.num_micro_batches
     assert rule is not None
     if rule.policy == "throughput_per_memory" and not may_split:
@@ -31,10 +31,11 @@ def check_rule(plan: Plan, *, may_split: bool) -> None:
 
 
 def require_alike(exchange: Exchange, facts: Mapping[str, object]) -> None:
-    """Raise `ValueGivenError` on every rank where they differ in what k is decided by: each would have its own.
+    """Raise `ValueGivenError` on every rank if ranks differ in facts that decisions about k depend on.
 
     Args:
-        facts: with their names.
+        exchange: metadata exchange with the other ranks.
+        facts: name and value of each fact.
     """
     if exchange.num_ranks == 1:
         return

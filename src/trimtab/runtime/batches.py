@@ -1,7 +1,8 @@
-"""Batches: take samples, move to a device, rebuild containers. Any nesting of mappings, lists, tuples and dataclasses.
+"""Operations on batches: select samples, move to a device, rebuild containers.
 
-`samples` says which parts of a batch belong to which sample. Objects of unknown classes pass through unchanged, but for
-a move to the device by their own `to`.
+A batch is any nesting of mappings, lists, tuples and dataclasses. The module `samples` determines which parts of a
+batch belong to which sample. Objects of unknown classes pass through unchanged, except for a move to the device by
+their own `to` method.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from trimtab.runtime.samples import flat_samples, is_leaf, leaf_samples, set_fie
 
 Batch = Any
 _LEAVES = of_batch.PLAIN | {Tensor}
-_LONG = 16  # items of a list whose lists and dicts of constants are copied only where a loss changes them
-_DEPTH = 4  # objects within objects that tensors are looked for in
+_LONG = 16  # Lists from this length on are copied deeply only if a loss changes them in place.
+_DEPTH = 4  # Depth of the search for tensors in the attributes of objects.
 
 
 def part(batch: Batch, chosen: slice, samples: int) -> Batch:
-    """Return some samples of a batch of `samples`. Tensors are views."""
+    """Return a slice of a batch that has `samples` samples. Tensors are views."""
     return _part(batch, lambda leaf: leaf[chosen], samples)
 
 
 def samples_at(batch: Batch, indices: Sequence[int]) -> Batch:
-    """Return the samples at some indices, in the memory layout of the batch. An index may occur several times.
+    """Return the samples at the given indices, in the memory layout of the batch.
 
     Args:
-        indices: as many as the batch has samples.
+        indices: as many indices as the batch has samples; repetitions are allowed.
 
     Raises:
         BatchError: the samples of the batch are unknown, or it cannot be split.
@@ -61,7 +62,7 @@ def samples_at(batch: Batch, indices: Sequence[int]) -> Batch:
 
 
 def not_splittable(reason: str) -> BatchError:
-    """Return the error of a batch whose samples cannot be separated."""
+    """Return the error for a batch whose samples cannot be separated."""
     return BatchError(
         "batch",
         given=f"a batch that cannot be split: {reason}",
@@ -72,14 +73,14 @@ def not_splittable(reason: str) -> BatchError:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch with its tensors on `device`; the batch itself when nothing has to move."""
+    """Return the batch with its tensors on `device`; the batch itself if nothing has to move."""
     if contents_of(batch).are_on(device):
         return batch
     return _map(batch, lambda leaf: _moved(leaf, device))
 
 
 def _flat(batch: Batch) -> Collection[Tensor] | None:
-    """Return the tensors of a tuple, list or dict of tensors alone, which most batches are; else None."""
+    """Return the tensors of a flat tuple, list or dict of tensors, the most common batch; None for other batches."""
     kind = type(batch)
     items: Collection[Tensor]
     if kind is tuple or kind is list:
@@ -105,7 +106,7 @@ def _moved(leaf: Any, device: torch.device) -> Any:
         return leaf
     try:
         return leaf.to(device)
-    except Exception as error:  # code of another package
+    except Exception as error:  # `to` is code of another package.
         name = type(leaf).__name__
         raise BatchError(
             "batch",
@@ -117,12 +118,13 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 
 def fresh(batch: Batch, inner: InnerLists | None = None, contents: Contents | None = None) -> Batch:
-    """Return a batch of the same tensors in new containers, so that a loss may take items out of it.
+    """Return the same tensors in new containers, so that a loss may remove items from its batch.
 
-    Immutable containers of tensors alone are returned as they are.
+    Immutable containers of tensors are returned as they are.
 
     Args:
-        inner: whether lists in long lists are copied; None: they are. contents: of the batch, if they are known.
+        inner: decides on copying nested lists; None always copies.
+        contents: contents of the batch, if known.
     """
     if type(batch) is Tensor:
         return batch
@@ -133,7 +135,7 @@ def fresh(batch: Batch, inner: InnerLists | None = None, contents: Contents | No
 
 
 def _renewed(value: Any, inner: InnerLists | None, shared: Container[int]) -> Any:
-    """Return new containers of the same leaves: those of most batches without a look at each constant."""
+    """Return new containers with the same leaves, avoiding a visit of each constant for most batches."""
     kind = type(value)
     if kind is dict:
         return {k: item if type(item) in _LEAVES else _renewed(item, inner, shared) for k, item in value.items()}
@@ -150,7 +152,7 @@ def _renewed(value: Any, inner: InnerLists | None, shared: Container[int]) -> An
         if each is tuple or (watched is not None and not watched.are_copied):
             return kind(value)
         return kind(map(each.copy, value) if watched is None else watched.copies_of(value, each))
-    if kinds == {dict}:  # as of boxes and labels
+    if kinds == {dict}:  # For example boxes and labels of a detection task.
         leaves = _LEAVES.issuperset
         return kind([d.copy() if leaves(map(type, d.values())) else _renewed(d, inner, shared) for d in value])
     return kind([_renewed(item, inner, shared) for item in value])
@@ -161,7 +163,7 @@ def _unchanged(leaf: Any) -> Any:
 
 
 def copied(batch: Batch) -> Batch:
-    """Return a batch of copies: tensors, arrays and objects too, where these can be copied."""
+    """Return a deep copy of a batch: tensors, arrays, and objects that can be copied."""
     return _map(batch, _copy)
 
 
@@ -174,16 +176,17 @@ def _copy(leaf: Any) -> Any:
         return leaf
     try:
         return copy.deepcopy(leaf)
-    except Exception:  # an iterator, an open file: it is handed out as it is
+    except Exception:  # Iterators and open files are passed on as they are.
         return leaf
 
 
 class Contents(NamedTuple):
-    """Contents of a batch.
+    """Tensors and other contents of a batch.
 
     Args:
-        tensors: its tensors. others: its objects of unknown classes.
-        long_lists: lists and tuples of lists or dicts of constants, by their ids, while the batch exists.
+        tensors: all tensors.
+        others: objects of unknown classes.
+        long_lists: long lists or tuples of lists or dicts of constants, by `id`, valid while the batch exists.
     """
 
     tensors: list[Tensor]
@@ -191,14 +194,14 @@ class Contents(NamedTuple):
     long_lists: dict[int, Any]
 
     def are_on(self, device: torch.device) -> bool:
-        """Return whether nothing has to move to a device."""
+        """Return True if nothing has to move to `device`."""
         for tensor in self.tensors:
             if tensor.device != device:
                 return False
         return not any(map(_is_movable, self.others))
 
     def versions(self) -> tuple[int, ...]:
-        """Return the version counters of the tensors, those of objects too, and the numbers of items in long lists."""
+        """Return the version counters of all tensors, including tensors within objects, and the sizes of long lists."""
         tensors = self.tensors
         if self.others:
             tensors = tensors.copy()
@@ -206,7 +209,7 @@ class Contents(NamedTuple):
         sizes = [sum(map(len, each)) for each in self.long_lists.values()]
         try:
             return *[tensor._version for tensor in tensors], *sizes
-        except RuntimeError:  # of a tensor made in inference mode, which has none
+        except RuntimeError:  # Tensors made in inference mode have no version counter.
             return *(-1 if tensor.is_inference() else tensor._version for tensor in tensors), *sizes
 
 
@@ -218,14 +221,14 @@ def contents_of(batch: Batch) -> Contents:
 
 
 def tensors_in(batch: Batch) -> Iterator[Tensor]:
-    """Return an iterator over the tensors of a batch; of objects of unknown classes those in their attributes."""
+    """Return an iterator over the tensors of a batch, including tensors in attributes of unknown objects."""
     contents = contents_of(batch)
     _collect_of(contents.others, contents.tensors, _DEPTH)
     return iter(contents.tensors)
 
 
 def _collect_of(objects: Iterable[Any], tensors: list[Tensor], depth: int) -> None:
-    """Append the tensors in attributes of objects."""
+    """Append the tensors in attributes of objects to `tensors`."""
     for each in objects if depth else ():
         if not isinstance(each, type):
             for value in getattr(each, "__dict__", {}).values():
@@ -255,7 +258,7 @@ def _collect(value: Any, contents: Contents) -> None:
         kind = type(item)
         if kind is Tensor:
             contents.tensors.append(item)
-        elif kind is dict:  # without a call for each, as of boxes and labels
+        elif kind is dict:  # Handled without a call per item, which matters for boxes and labels.
             for each in item.values():
                 if type(each) is Tensor:
                     contents.tensors.append(each)
@@ -266,12 +269,12 @@ def _collect(value: Any, contents: Contents) -> None:
 
 
 def versions_of(batch: Batch) -> tuple[int, ...]:
-    """Return the version counters of a batch's tensors and the sizes of its long lists, which show changes in place."""
+    """Return version counters of a batch's tensors and sizes of its long lists, to detect in-place changes."""
     return contents_of(batch).versions()
 
 
 def checksum(batch: Batch) -> int:
-    """Return a checksum of a batch's tensors, above 0; 0 if none has several elements. Waits for the device."""
+    """Return a positive checksum of a batch's tensors; 0 if no tensor has several elements. Synchronises."""
     found = 0
     for tensor in tensors_in(batch):
         if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 1:
@@ -281,13 +284,13 @@ def checksum(batch: Batch) -> int:
 
 
 def holds_nan(batch: Batch) -> bool:
-    """Return whether a value of a batch, or of several, is NaN; waits for the device. A mask may be infinite."""
+    """Return True if a batch contains NaN. Infinite values are accepted, as masks contain them. Synchronises."""
     floats = (tensor for tensor in tensors_in(batch) if tensor.is_floating_point())
     return any(bool(torch.isnan(_values(tensor)).any()) for tensor in floats)
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor as a dense one, for operators that sparse and nested tensors lack."""
+    """Return the values of a tensor as a dense tensor, for operators that sparse and nested tensors lack."""
     if tensor.is_nested:
         return torch.cat([each.flatten() for each in tensor.unbind()])
     if tensor.layout is torch.sparse_coo:
@@ -299,7 +302,7 @@ def iterate(field: str, batches: Any) -> Iterator[Batch]:
     """Return an iterator over batches.
 
     Raises:
-        BatchError: there is nothing to iterate over.
+        BatchError: `batches` is not iterable.
     """
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise BatchError(field, given=f"a {type(batches).__name__}", expected="a loader, list or generator of batches")
@@ -307,7 +310,7 @@ def iterate(field: str, batches: Any) -> Iterator[Batch]:
 
 
 def _part(batch: Batch, taken: Callable[[Any], Any], samples: int) -> Batch:
-    """Return a batch of what is taken of each leaf that has samples."""
+    """Return a batch in which `taken` was applied to each leaf that has a sample dimension."""
     if flat_samples(batch):
         if type(batch) is dict:
             return {name: taken(tensor) for name, tensor in batch.items()}
@@ -316,7 +319,7 @@ def _part(batch: Batch, taken: Callable[[Any], Any], samples: int) -> Batch:
 
 
 def map_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
-    """Return the same structure of a function's results on each leaf; objects of unknown classes are leaves."""
+    """Return the same structure with `function` applied to each leaf; objects of unknown classes are leaves."""
     return _map(batch, function)
 
 
@@ -327,10 +330,11 @@ def _map(
     samples: int | None = None,
     taken: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the same structure of a function's results on each leaf.
+    """Return the same structure with `function` applied to each leaf.
 
     Args:
-        samples: of the batch, if parts of it are taken. taken: applied to lists and tuples of one sample per item.
+        samples: number of samples of the batch, if a part of the samples is selected; else None.
+        taken: applied to lists and tuples with one item per sample.
     """
     each = functools.partial(_map, function=function, samples=samples, taken=taken)
     if is_leaf(value):
@@ -350,15 +354,15 @@ def _map(
 
 
 def _rebuild_dataclass(original: Any, each: Callable[[Any], Any], *, is_part: bool) -> Any:
-    """Return a copy with other fields: not by its constructor, which may not take them all, or may do more.
+    """Return a copy of a dataclass instance with new field values, without calling its constructor.
 
     Args:
-        is_part: whether the copy holds some of the samples. It lacks tensors that are no fields and caches, which
-            belong to the whole batch; a loss that keeps a mask on its batch makes its own, and one that needs the
-            whole's fails. The user is warned of them.
+        is_part: True if the copy has a part of the samples. It then lacks cached properties and tensors that are not
+            fields, as these belong to the whole batch. Losses that need such a tensor compute it again or fail; the
+            user is warned.
 
     Raises:
-        BatchError: a part would have the class's own value in place of such a tensor.
+        BatchError: the class has an attribute of the same name, which would silently replace such a tensor.
     """
     made, fields = copy.copy(original), set_fields(original)
     for name, value in list(getattr(made, "__dict__", {}).items()):
@@ -369,7 +373,7 @@ def _rebuild_dataclass(original: Any, each: Callable[[Any], Any], *, is_part: bo
                 made.__dict__[name] = each(value)
             else:
                 _leave_out(made, name)
-    for name in fields:  # a frozen one's too
+    for name in fields:  # Frozen dataclasses need `object.__setattr__`.
         object.__setattr__(made, name, each(getattr(original, name)))
     return made
 
@@ -392,20 +396,20 @@ def _leave_out(part: Any, name: str) -> None:
     _warn_of_no_field(kind, name)
 
 
-@functools.cache  # once for each, and not once a micro-batch
+@functools.cache  # Once per field, not per micro-batch.
 def _warn_of_no_field(kind: type, name: str) -> None:
     said = f"batch: {kind.__name__}.{name} is a tensor that is no field; parts of a batch go without it."
     warnings.warn(f"{said} A loss that asks for it makes its own or fails: declare it as a field.", stacklevel=2)
 
 
 def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class with other values; a dict if the class allows none."""
+    """Return a mapping of the same class with new values; a dict if the class does not allow this."""
     try:
         if not isinstance(original, MutableMapping):
             return type(original)(items)  # type: ignore[call-arg]
         made = copy.copy(original)
         for key, item in items.items():
             made[key] = item
-    except Exception:  # a class of another package, such as one that fixes the sizes of its tensors
+    except Exception:  # For example a class that fixes the sizes of its tensors.
         return items
     return made

@@ -1,4 +1,4 @@
-"""Counting and splitting of batches: by their containers, or by functions of the user."""
+"""Counting and splitting of batches, by their containers or by user functions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WAY_OUT = "Pass count=function, with count(batch) -> number of samples."
 
 @dataclass(frozen=True)
 class Batching:
-    """Number of samples of a batch, and its parts.
+    """Counts the samples of a batch and splits it.
 
     Args:
-        count: `count(batch)` -> number of samples; None: read from the containers (`samples.read`).
-        split: `split(batch, start, stop)` -> a batch of the samples from `start` to `stop`; None: by the containers.
+        count: `count(batch)` -> number of samples; None reads it from the containers (`samples.read`).
+        split: `split(batch, start, stop)` -> batch of the samples from `start` to `stop`; None slices the containers.
 
     Raises:
         ValueGivenError: an argument is not callable.
@@ -40,10 +40,10 @@ class Batching:
                 raise ValueGivenError(name, given=given, expected=f"a function {expected}", code=f"{name}.not_callable")
 
     def read(self, batch: Any) -> Reading:
-        """Return the samples of a batch, and whether it can be split.
+        """Return the number of samples of a batch and whether the batch can be split.
 
         Raises:
-            BatchError: a batch without samples; `count` raised, or did not return a positive int.
+            BatchError: the batch has no samples, or `count` raised or returned something else than a positive int.
         """
         reading = of_batch.read(batch)
         if self.count is not None:
@@ -67,7 +67,7 @@ class Batching:
         """Return the number of samples of a batch.
 
         Raises:
-            BatchError: the number is unknown (code "batch.samples_unknown"), or as of `read`.
+            BatchError: the number is unknown (code "batch.samples_unknown"), or `read` raises.
         """
         reading = self.read(batch)
         if reading.samples is None:
@@ -75,13 +75,13 @@ class Batching:
         return reading.samples
 
     def slices(self, batch: Any, samples: int, micro_batch: int, *, is_read: bool = False) -> Iterator[tuple[Any, int]]:
-        """Yield (micro-batch, its samples) in order; the last may be smaller. Tensors are views.
+        """Yield (micro-batch, number of samples) in order; the last may be smaller. Tensors are views.
 
         Args:
-            is_read: whether `read` found that the batch can be split.
+            is_read: True if `read` found that the batch can be split.
 
         Raises:
-            BatchError: the batch cannot be split, or `split` returned another number of samples.
+            BatchError: the batch cannot be split, or `split` returned an unexpected number of samples.
         """
         if samples <= micro_batch:
             yield batch, samples
@@ -94,10 +94,10 @@ class Batching:
             yield found, stop - start
 
     def part(self, batch: Any, start: int, stop: int, samples: int) -> Any:
-        """Return the samples from `start` to `stop` of a batch of `samples`.
+        """Return the samples from `start` to `stop` of a batch of `samples` samples.
 
         Raises:
-            BatchError: as of `slices`.
+            BatchError: the batch cannot be split, or `split` returned an unexpected number of samples.
         """
         if self.split is None:
             _require_splittable(batch, samples)
@@ -136,17 +136,17 @@ BY_CONTAINERS = Batching()
 
 
 def samples_unknown(field: str, reason: str) -> BatchError:
-    """Return the error of a batch whose number of samples is needed and unknown."""
+    """Return the error for a batch whose number of samples is needed but unknown."""
     given = f"a batch whose number of samples is unknown: {reason}"
     expected = "the same number of samples in every tensor and list"
     return BatchError(field, given=given, expected=expected, way_out=_WAY_OUT, code=UNKNOWN)
 
 
 def of_same_size(longest: Any, example: Any, batching: Batching = BY_CONTAINERS) -> Any:
-    """Return the longest batch.
+    """Return `longest`, a batch with the longest sequences, after checking its number of samples.
 
     Raises:
-        ValueGivenError: it has another number of samples than the example.
+        ValueGivenError: `longest` and `example` differ in their number of samples.
     """
     samples, expected = batching.read(longest).samples, batching.read(example).samples
     if None not in (samples, expected) and samples != expected:
@@ -161,7 +161,7 @@ def of_same_size(longest: Any, example: Any, batching: Batching = BY_CONTAINERS)
 
 
 def _require_splittable(batch: Any, samples: int) -> None:
-    """Raise `BatchError` if the containers of a batch do not say which parts belong to which sample."""
+    """Raise `BatchError` if the containers of a batch do not show which parts belong to which sample."""
     if of_batch.quick_samples(batch) == samples:
         return
     reading = of_batch.read(batch)

@@ -1,6 +1,6 @@
-"""Closures that are optional by signature and required in fact, as in common implementations of SAM.
+"""Detection of optimizers that require a closure although their signature makes it optional, as many SAM versions do.
 
-A user-defined step that reads the closure is tried on a copy of the optimizer, with small stand-ins for parameters.
+A user-defined step that reads its closure is tried on a copy of the optimizer with small substitute parameters.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from trimtab.measure.closures import references
 
-_MOST = 4  # elements of a dimension of a stand-in
+_MOST = 4  # Largest size of each dimension of a substitute parameter.
 _PLAIN = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, str, int, float, bool, type(None))
 
 
 def closure_failure(optimizer: torch.optim.Optimizer) -> str:
     """Return the error of a step without a closure if a step with a closure succeeds, else "".
 
-    Optimizer, parameters and state stay unchanged. Steps that refer to further user objects are not tried, because a
+    Optimizer, parameters and state stay unchanged. Steps that refer to other user objects are not tried, because a
     trial could change these objects; the result is then "".
     """
     if optimizer not in _known:
@@ -69,7 +69,7 @@ def _tried(optimizer: torch.optim.Optimizer, *, with_closure: bool) -> str:
     """Return the error of a step on a copy of an optimizer, or ""; "not copied" if there is no copy."""
     try:
         stood_in, copied = _copied(optimizer)
-    except Exception:  # user-defined attributes may raise any error in a copy
+    except Exception:  # User-defined attributes may raise any error when copied.
         return "not copied" if with_closure else ""
 
     def closure() -> Tensor:
@@ -89,10 +89,10 @@ def _tried(optimizer: torch.optim.Optimizer, *, with_closure: bool) -> str:
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    """Return stand-ins for the parameters, and a copy of the optimizer with the stand-ins and empty state.
+    """Return substitute parameters, and a copy of the optimizer that holds the substitutes and empty state.
 
     Raises:
-        ValueError: the optimizer holds a module, and a copy of the module could be large.
+        ValueError: the optimizer holds a module, whose copy could be large.
     """
     memo: dict[int, Any] = {}
     stood_in = []
@@ -110,5 +110,5 @@ def _copied(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], torch
                 stood_in += [memo[id(p)]] if p.requires_grad else []
     copied = object.__new__(type(optimizer))
     vars(copied).update({name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")})
-    vars(copied).update(copy.deepcopy(held, memo))  # torch's own copy leaves a subclass's attributes out
+    vars(copied).update(copy.deepcopy(held, memo))  # `Optimizer.__deepcopy__` would leave out attributes of subclasses.
     return stood_in, copied

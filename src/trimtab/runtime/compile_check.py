@@ -1,4 +1,4 @@
-"""A compiled model against itself as it was, while it trains: where compiling made it slower, it is left off."""
+"""Comparison of compiled and uncompiled steps during training; compilation is turned off if it is slower."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from trimtab.measure.spent import stamp
 from trimtab.measure.window_clock import seconds_between, wait_for
 from trimtab.runtime.compiled import CompiledCall
 
-# Windows at first, in which kernels are compiled and chosen; then pairs of one compiled and one not, of which the first
-# is not counted.
+# Warm-up windows, in which kernels are compiled and selected, then pairs of a compiled and an uncompiled window. The
+# first pair is discarded.
 WARM_UP, PAIRS = 20, 12
-WINDOWS = WARM_UP + 2 * PAIRS + 1  # after so many it is decided
-_MORE = 1.5  # times the peak so far that a GPU has to have: as it was, a model may hold what its compiler left out
+WINDOWS = WARM_UP + 2 * PAIRS + 1  # Number of windows after which the check decides.
+# The GPU must have this multiple of the peak memory so far, since an uncompiled model may hold activations that the
+# compiler removes.
+_MORE = 1.5
 Note = Callable[[str, Mapping[str, Any]], None]
 
 
 class CompileCheck:
-    """Runs a few windows uncompiled, in pairs with compiled ones, and leaves off what is slower.
+    """Runs a few uncompiled windows, in pairs with compiled windows, and turns compilation off if it is slower.
 
-    A window is what lies between two steps of the optimizer, the loop's own work in it; a pair whose forwards were of
-    other shapes, as with an evaluation in one, says nothing. Of several ranks each decides for itself. Where memory may
-    not do for uncompiled windows, none is run: the plan may be one that fits by being compiled.
+    A window is the time between two optimizer steps, including the loop's own work. Pairs whose input shapes differ,
+    for example because of an evaluation, are ignored. Each rank decides for itself. Uncompiled windows are not run if
+    they may exceed memory, because the plan may fit only when compiled.
 
     Args:
-        note: called with an event's name and figures.
+        call: the compiled call of the model.
+        note: called with an event's name and values.
     """
 
     def __init__(self, call: CompiledCall, optimizer: torch.optim.Optimizer, device: torch.device, note: Note) -> None:
@@ -63,7 +66,7 @@ class CompileCheck:
             self._decide()
 
     def _has_room(self) -> bool:
-        """Return whether a GPU has memory for more than was held so far."""
+        """Return True if the device has memory for an uncompiled window."""
         if self._device.type != "cuda":
             return True
         return _MORE * torch.cuda.max_memory_allocated(self._device) <= most_bytes(self._device)
@@ -75,9 +78,10 @@ class CompileCheck:
             self._note("account", self._figures() | {"pays": False})
 
     def _measured(self) -> Interval | None:
-        """Return seconds uncompiled over compiled, of pairs that did the same work; None of fewer than two."""
+        """Return the interval of uncompiled time over compiled time, from pairs with equal input shapes; None below two
+        pairs."""
         ratios = []
-        wait_for(self._stamps[-1])  # the host may be many windows ahead of what is read
+        wait_for(self._stamps[-1])  # The host may be many windows ahead of the device.
         for first in range(WARM_UP + 2, WARM_UP + 2 * PAIRS, 2):
             pair = {_is_compiled_in(i): seconds_between(*self._stamps[i - 1 : i + 1]) for i in (first, first + 1)}
             if self._work[first] == self._work[first + 1] and min(pair.values()) > 0:
@@ -85,7 +89,8 @@ class CompileCheck:
         return ratio_interval(ratios) if len(ratios) > 1 else None
 
     def _figures(self) -> dict[str, Any]:
-        """Return what compiling took in the first window, as a share of the run's time so far, and what it saves."""
+        """Return the first compilation's fraction of the run's time so far, and the fraction of step time that it
+        saves."""
         price, began = None, self._call.began
         if began is not None and len(self._host) > 2:
             usual = statistics.median(after - before for before, after in itertools.pairwise(self._host))
@@ -94,12 +99,12 @@ class CompileCheck:
         return {"technique": "compile", "price": price, "gain": gain}
 
     def close(self) -> None:
-        """The run is over: note the account."""
+        """End the check and record cost and gain, when the run closes."""
         self._hook.remove()
         self._note("account", self._figures())
 
 
 def _is_compiled_in(window: int) -> bool:
-    """Return whether a window, counted from 0, is a compiled one: in pairs, whose order turns."""
+    """Return True if window number `window` (from 0) runs compiled. The order alternates from pair to pair."""
     pair, second = divmod(window - WARM_UP, 2)
     return not 0 <= pair < PAIRS or second == pair % 2

@@ -1,4 +1,5 @@
-"""A model's calls compiled by torch, launched as CUDA graphs, or both; in place: it stays the object that it was."""
+"""In-place compilation of a model's calls by torch.compile, by CUDA graphs, or both; the model object stays the
+same."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from trimtab.runtime.cuda_graphs import Recorder
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model, or a part of it, is compiled already."""
+    """Return True if the model or a submodule is compiled already."""
     return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
 
 
 def check_available(compiled: Compiled, device: torch.device) -> None:
-    """Raise `ValueGivenError` where a plan launches graphs and the device knows none."""
+    """Raise `ValueGivenError` if a plan uses CUDA graphs and the device is not a CUDA device."""
     if is_recorded(compiled) and device.type != "cuda":
         raise ValueGivenError(
             "plan.compiled", given=f"{compiled!r} on {device.type}", expected="a CUDA device for graphs"
@@ -29,7 +30,7 @@ def check_available(compiled: Compiled, device: torch.device) -> None:
 
 
 def require_as_written(compiled: Compiled, model: nn.Module) -> None:
-    """Raise `ValueGivenError` where a plan compiles a model that the loop has compiled."""
+    """Raise `ValueGivenError` if a plan compiles a model that the user has compiled already."""
     if compiled and is_compiled(model):
         raise ValueGivenError(
             "plan.compiled",
@@ -40,17 +41,17 @@ def require_as_written(compiled: Compiled, model: nn.Module) -> None:
 
 
 def noting_calls(model: nn.Module, note: Callable[[], None]) -> Callable[[], None]:
-    """Have each call of a model noted, before its forward; returns what ends that.
+    """Call `note` before each forward of a model; return a function that ends this.
 
-    Of a model that is compiled in place hooks are a part of what is compiled: those that come later are not seen. A
-    model that takes no hooks, as a scripted one, is noted as it is called.
+    In a model compiled in place, hooks are part of the compiled code, and hooks added later are not called, so its call
+    is wrapped. The call is also wrapped if a model rejects hooks, as a scripted model does.
     """
     called: Any = model._compiled_call_impl
     before = called
     if called is None:
         try:
             return model.register_forward_pre_hook(lambda *_: note()).remove
-        except Exception:  # of torch or of the model's own class
+        except Exception:  # Raised by torch or by the model's own class.
             called = model._call_impl
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -66,17 +67,21 @@ def noting_calls(model: nn.Module, note: Callable[[], None]) -> Callable[[], Non
 
 
 class CompiledCall:
-    """A model's call, compiled when it is first called, recorded when it is called again, or both.
+    """A model's call, compiled at its first call, captured as a CUDA graph at a later call, or both.
 
-    Random numbers are drawn as without: dropout keeps its masks. A copy of the model is not compiled.
+    Random numbers are the same as without compilation, so dropout masks are unchanged. A copy of the model is not
+    compiled.
 
     Args:
-        saw: called before each forward, outside of what is compiled: in it, a hook that is new to every run would have
-            the model compiled anew. compiled: how, as a plan says it.
+        model: the model, changed in place.
+        saw: called before each forward, outside of the compiled code, since a new hook would cause a recompilation.
+        compiled: the plan's setting.
 
     Attributes:
-        is_on: whether it is called compiled; or as it was. began: when it was called first. shapes: of the tensors that
-            it was called with, while somebody takes them; else None. recorder: what launches graphs; None: nothing.
+        is_on: True if calls use the compiled code; False runs the original forward.
+        began: time of the first call, in seconds of `time.perf_counter`.
+        shapes: shapes of input tensors since the last `take_shapes`; None if shapes are not collected.
+        recorder: captures and replays CUDA graphs; None without graphs.
     """
 
     def __init__(self, model: nn.Module, saw: Callable[[], None], compiled: Compiled = True) -> None:
@@ -92,7 +97,7 @@ class CompiledCall:
         model._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
+        """Run the model's forward."""
         self._saw()
         if self.began is None:
             self.began = time.perf_counter()
@@ -101,12 +106,12 @@ class CompiledCall:
         return self._called(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)
 
     def take_shapes(self) -> tuple[torch.Size, ...]:
-        """Return the shapes since the last time."""
+        """Return the input shapes collected since the last call, and clear them."""
         shapes, self.shapes = tuple(self.shapes or ()), []
         return shapes
 
     def undo(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model's original call."""
         vars(self._model).pop("_compiled_call_impl", None)
         if self.recorder is not None:
             self.recorder.forget()

@@ -1,4 +1,4 @@
-"""What a run has consumed, and how far that is: in samples, or in the tokens its loss counts (math: section 5)."""
+"""Training progress: consumed samples, or tokens counted by the loss (math: section 5)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ _COUNTS = ("rows", "windows", "applied")
 
 
 class Consumed(Part):
-    """Rows, and tokens where the schedule goes by them; void windows count too, `applied` steps do not count those.
+    """Counters of samples, tokens, windows and applied steps. Skipped steps count as windows but not as applied steps.
 
-    Counts on an accelerator are read a window late, but for the first; until then a window is taken to hold as many a
-    row as the last one that was read.
+    Token counts on an accelerator are read one window late, except for the first; until then the tokens per sample of
+    the last window that was read are used as an estimate.
 
-    Ranks count what all of them have. Where they reduce gradients by hand none knows of the others', and the schedule
-    goes by loader batches, as if each had as many rows as the largest so far: a rank whose loader ends in fewer rows
-    than another's would have a rate of its own, and soon weights of its own.
+    Ranks count the samples of all ranks. If the user's loop reduces gradients by hand, ranks do not know each other's
+    counts, and the schedule counts loader batches of the largest size so far. Otherwise a rank with fewer samples at
+    the end of its data would have another learning rate, and soon other weights.
 
     Args:
-        exchange: with the other ranks.
+        plan: supplies the schedule.
+        total_samples: planned number of samples, or None.
+        total_tokens: planned number of tokens, or None.
+        exchange: metadata exchange with the other ranks.
 
     Raises:
-        ValueGivenError: a total is not a number, both are given, or the plan's schedule needs one and has none.
+        ValueGivenError: a total is not a number, both are given, or the plan's schedule needs a total and none is
+            given.
     """
 
     def __init__(self, plan: Plan, total_samples: int | None, total_tokens: int | None, exchange: Exchange) -> None:
@@ -50,23 +54,26 @@ class Consumed(Part):
             )
         self._by_hand, self._batch_rows = exchange.has_peers and exchange.num_ranks == 1, 0
         self.rows = self.applied = self.windows = 0
-        self._scheduled = self._next = 0.0  # rows that the schedule knows of, and those of the window that is over
+        self._scheduled = self._next = 0.0  # Samples counted by the schedule so far, and samples of the current window.
         self._tokens = self._per_row = 0.0
         self._late: tuple[Late, int] | None = None
 
     def require_counted(self, samples: int | None, reason: str) -> None:
-        """Raise `BatchError` if the schedule goes by samples and their number is unknown."""
+        """Raise `BatchError` if the schedule depends on the number of samples, which is unknown."""
         if samples is None and self._total_samples is not None:
             raise samples_unknown("total_samples", reason)
 
     def progress_after(self, rows: int, tokens: Count | None, num_batches: float, batch_rows: int) -> float | None:
-        """Return consumed over planned *after* a window, which is `add`ed next; None where no total was given.
+        """Return the fraction of training completed after the current window; None without a total.
 
         Args:
-            num_batches: of the loader, the mean over ranks. batch_rows: of the largest of its own.
+            rows: samples of the window, over all ranks.
+            tokens: tokens counted by the loss, or None.
+            num_batches: loader batches of the window, mean over ranks.
+            batch_rows: samples of this rank's largest loader batch.
 
         Raises:
-            LossError: the total is in tokens, and the loss counts none.
+            LossError: the total is in tokens, and the loss does not count tokens.
         """
         self._batch_rows = max(self._batch_rows, batch_rows)
         self._next = num_batches * self._batch_rows if self._by_hand else rows
@@ -88,10 +95,13 @@ class Consumed(Part):
         return (self._tokens + float(tokens)) / self._total_tokens
 
     def add(self, rows: int, tokens: Count | None, *, applied: bool, samples: int | None = None) -> None:
-        """A window is over.
+        """Count a finished window.
 
         Args:
-            rows: by which it is weighted. samples: that are counted; None if unknown.
+            rows: weight of the window, in samples.
+            tokens: tokens counted by the loss, or None.
+            applied: True if the optimizer stepped.
+            samples: number of samples to count; None if unknown.
         """
         self.rows += samples or 0
         self.windows += 1
@@ -112,13 +122,18 @@ class Consumed(Part):
             self._tokens, self._per_row, self._late = self._tokens + tokens, tokens / rows, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters."""
+        """Return the counters. Synchronises if a token count is still on the device."""
         self._read()
         counts = {"rows": self.rows, "windows": self.windows, "scheduled": self._scheduled, "applied": self.applied}
         return counts | {"tokens": self._tokens, "per_row": self._per_row}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Return a function that restores a `state_dict()`.
+
+        Raises:
+            FormatError: a key is missing or unknown.
+            ValueGivenError: a value is invalid.
+        """
         require_keys("state.consumed", state, ("rows", "windows", "scheduled", "applied", "tokens", "per_row"))
         rows, windows, applied = (checks.integer(f"state.consumed.{n}", state[n], low=0) for n in _COUNTS)
         scheduled, tokens, per_row = (

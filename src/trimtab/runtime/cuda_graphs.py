@@ -1,9 +1,9 @@
-"""A model's calls, launched as CUDA graphs where they may be: what may not runs as it would without them.
+"""CUDA graph capture and replay of a model's calls; calls that cannot be captured run eagerly.
 
-A call is launched from the third of its kind on, which is recorded first: in the first, kernels are chosen and
-compiled, and the second shows whether the host waits for what it computes, which cannot be recorded. A kind is the
-shapes of its inputs, and all else by which a forward may take another way. Not launched are calls without a gradient,
-those that something looks into, and a forward whose last one still waits for its backward.
+The first call of a kind runs eagerly, so that kernels are selected and compiled. The second is checked for host
+synchronisation, which cannot be captured. The third is captured and, like all later calls, replayed. A kind comprises
+the input shapes and everything else that may change the forward's control flow. Calls without gradients, calls under
+hooks or dispatch modes, and a forward whose predecessor still awaits backward run eagerly.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from trimtab.core.compiled import Compiled, is_recorded
 from trimtab.runtime.cuda_recording import Recording, Token, Unrecordable
 from trimtab.runtime.module_state import ModuleState
 
-LAUNCHES_FROM = 3  # which call of its kind is launched
-MOST_KINDS = 3  # each holds memory; micro-batches are of one size or two
+LAUNCHES_FROM = 3  # Number of the first call of a kind that is replayed.
+MOST_KINDS = 3  # Each kind holds memory. Micro-batches usually have one or two sizes.
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 Kind = tuple[Any, ...]
 
 
 def steps_to_launch(compiled: Compiled) -> int:
-    """Return the step of a run from which, at the latest, what is recorded is launched; 0: nothing is recorded."""
+    """Return the number of steps after which captured graphs are replayed; 0 if the plan uses no graphs."""
     return LAUNCHES_FROM if is_recorded(compiled) else 0
 
 
 @dataclass
 class _Seen:
-    """A kind of call, how often it came, and what was recorded of it."""
+    """A kind of call, the number of such calls, and the captured graphs."""
 
     kind: Kind
     calls: int = 0
@@ -45,15 +45,18 @@ class _Seen:
 
 
 class Recorder:
-    """Calls a model, by recordings of it where there are.
+    """Calls a model, replaying CUDA graphs where possible.
 
     Args:
-        forward: what is called without, and recorded. record: makes a recording.
+        model: the model.
+        forward: the eager call, which is captured.
+        record: constructor of captured graphs.
 
     Attributes:
-        is_on: whether anything is launched; or all is called as it is without. launches: how many there were. refusal:
-            why what was to be recorded last could not be; then nothing is any more. left: why no call was launched
-            since the last that was, as far as it is known.
+        is_on: False disables capture and replay.
+        launches: number of replays.
+        refusal: reason why capture failed and is disabled; "" otherwise.
+        left: last known reason for an eager call since the last replay.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Recorder:
         self.is_on, self.refusal, self.left, self.launches = True, "", "", 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
+        """Call the model, by replay if possible."""
         tensors, kind = self._look(args, kwargs) if self.is_on else ([], None)
         seen = None if kind is None or self._is_waited_for() else self._seen(kind)
         if seen is None or seen.calls == 1:
@@ -84,7 +87,7 @@ class Recorder:
         return seen.recording.launch(tensors, token)
 
     def forget(self) -> None:
-        """Give up what was recorded, and its memory."""
+        """Release all captured graphs and their memory."""
         for recording in self._made():
             recording.close()
         self._kinds = []
@@ -93,7 +96,7 @@ class Recorder:
         return [seen.recording for seen in self._kinds if seen.recording is not None]
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model as it is; where memory runs out beside what is recorded, without that from now on."""
+        """Call the model eagerly. If memory runs out, release all captured graphs, disable capture and retry."""
         try:
             return self._forward(*args, **kwargs)
         except torch.cuda.OutOfMemoryError:
@@ -109,12 +112,13 @@ class Recorder:
             torch.cuda.empty_cache()
 
     def _is_waited_for(self) -> bool:
-        """Return whether the backward of the last launch may still come: it needs what the next would write over."""
+        """Return True if the backward of the last replay may still come, since another replay would overwrite its
+        tensors."""
         token = self._last()
         return token is not None and token.is_open
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Kind | None]:
-        """Return the tensors among inputs, and of which kind the call is; None: of one that is not launched."""
+        """Return the input tensors and the kind of a call; the kind is None if the call cannot be replayed."""
         if self.refusal or not torch.is_grad_enabled() or self._is_looked_into():
             return [], None
         leaves, spec = tree_flatten((args, kwargs))
@@ -133,7 +137,7 @@ class Recorder:
         return tensors, (spec, shapes, cast, self._state.modes)
 
     def _is_looked_into(self) -> bool:
-        """Return whether each operator of a call is looked at, changed or recorded by somebody else already."""
+        """Return True if modules have hooks, or a dispatch mode, a functorch transform or another capture is active."""
         if self._state.has_hooks:
             self.left = "its modules have hooks"
             return True
@@ -145,8 +149,8 @@ class Recorder:
         return type(tensor) is Tensor and tensor.device == self._device and not tensor.requires_grad
 
     def _seen(self, kind: Kind) -> _Seen | None:
-        """Return what is known of a kind, this call counted; None of one beyond those that are held."""
-        if self._state.has_changed():  # what was recorded reads and trains what lay elsewhere, or was otherwise
+        """Count a call and return the entry of its kind; None if the limit of kinds is reached."""
+        if self._state.has_changed():  # Captured graphs refer to the old parameters and the old module state.
             if self._kinds:
                 self.left = "what its modules hold beside the values of tensors changes from call to call"
             self.forget()
@@ -157,7 +161,7 @@ class Recorder:
             if len(self._made()) >= MOST_KINDS:
                 return None
             waiting = [each for each in self._kinds if each.recording is None]
-            if len(self._kinds) >= MOST_KINDS:  # one that came and is not back yet gives its place away
+            if len(self._kinds) >= MOST_KINDS:  # A kind that has not been captured is replaced.
                 self._kinds.remove(waiting[0])
             seen = _Seen(kind)
             self._kinds.append(seen)
@@ -165,7 +169,7 @@ class Recorder:
         return seen
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model, and see whether the host waits: torch does not end a recording well that fails."""
+        """Call the model with CUDA's synchronisation warnings on; torch does not recover well from a failed capture."""
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             with _told_of_waiting(self._device):
@@ -187,7 +191,7 @@ class Recorder:
             return found
         except torch.cuda.OutOfMemoryError:
             self._give_up("memory ran out while it was recorded")
-        except Exception as error:  # a forward may do anything that cannot be recorded; without, it runs
+        except Exception as error:  # A forward may do many things that cannot be captured; it then runs eagerly.
             is_said = isinstance(error, Unrecordable)
             self._give_up(str(error) if is_said else f"it cannot be recorded ({_first_said(error)})")
         return None
@@ -195,7 +199,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def _told_of_waiting(device: torch.device) -> Iterator[None]:
-    """Have torch warn where the host waits for a GPU."""
+    """Have torch warn about host synchronisations with the GPU."""
     if device.type != "cuda":
         yield
         return
@@ -208,7 +212,7 @@ def _told_of_waiting(device: torch.device) -> Iterator[None]:
 
 
 def _first_said(error: BaseException) -> str:
-    """Return the first line of what began it: ending a recording that has failed is another error."""
+    """Return type and first line of the original error, since ending a failed capture raises another error."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -1,8 +1,8 @@
-"""A forward and its backward recorded as two CUDA graphs, each launched whole from then on.
+"""Capture of a forward and its backward pass as two CUDA graphs, with copies of inputs, outputs and gradients.
 
-A GPU whose kernels are small waits for its host, which launches them one by one; a graph is one launch. It computes in
-memory of its own, which its next launch writes over: inputs are copied into it, and outputs and gradients out of it.
-Nothing that Python does between kernels is repeated, so that what depends on that is refused.
+With small kernels, a GPU waits for the host to launch each kernel; a graph replay is a single launch. Graphs use fixed
+memory that every replay overwrites, so inputs are copied in, and outputs and gradients are copied out. Python code
+between kernels is not repeated, so models that depend on it are refused.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trimtab.core.errors import LoopError
 
-_MOST_GAPS = 2  # times what a tensor's values take that a copy of its strides may take
+_MOST_GAPS = 2  # Largest ratio of memory to values for which a copy keeps the strides of a tensor.
 
 
 class Unrecordable(Exception):
-    """What a model does cannot be recorded, and why."""
+    """The model cannot be captured; the message is the reason."""
 
 
 class Token:
-    """Of a forward that was launched: alive while its backward may come.
+    """Marker of one replayed forward, alive while its backward may come.
 
     Attributes:
-        is_open: whether it has not come yet.
+        is_open: True until the backward has run.
     """
 
     __slots__ = ("__weakref__", "is_open")
@@ -42,16 +42,19 @@ class Token:
 
 
 class Recording:
-    """What a model does with inputs of one kind.
+    """Captured forward and backward of a model for one kind of input.
 
     Args:
-        model: whose parameters it trains. forward: called once to be recorded, on copies of the inputs.
-        args, kwargs: inputs of that kind. beside: another one, whose memory it shares: none of the two is launched
-            between the other's forward and its backward.
+        model: the model with the trained parameters.
+        forward: called once during capture, on copies of the inputs.
+        args: positional inputs of this kind.
+        kwargs: keyword inputs of this kind.
+        beside: another capture whose memory pool is shared. Neither may be replayed between the other's forward and
+            backward.
 
     Raises:
-        Unrecordable: it draws random numbers of the host, or its output is none that a graph could give again. Others:
-            torch cannot record it, as where the host waits for what the device has computed.
+        Unrecordable: the forward draws random numbers on the host, or its output cannot be reproduced by a graph.
+        RuntimeError: torch cannot capture the forward, for example because the host synchronises.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Recording:
             self._reached = _reached(outputs, trained, self.parameters)
             wanted = [each for each, reached in zip(outputs, self._reached, strict=True) if reached]
             self._given = [torch.zeros_like(each) for each in wanted]
-            # As a loop goes back: outside of autocast, under which products of the backward would be cast too.
+            # As in a training loop, backward runs outside of autocast, which would cast its products too.
             with torch.autocast("cuda", enabled=False), self._recorded(self._backward):
                 found = torch.autograd.grad(wanted, trained, self._given, allow_unused=True)
         self._outputs = [each.detach() for each in outputs]
@@ -88,7 +91,8 @@ class Recording:
 
     @contextlib.contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record what is launched inside; what other threads do meanwhile, as loaders that pin memory, is theirs."""
+        """Capture kernels launched inside. Thread-local mode permits CUDA calls of other threads, such as pinning
+        loaders."""
         before = torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -99,29 +103,30 @@ class Recording:
             raise
 
     def launch(self, tensors: Sequence[Tensor], token: Token) -> Any:
-        """Return what the model computes of the tensors among such inputs."""
+        """Replay the forward on new input tensors and return its output."""
         for ours, theirs in zip(self._inputs, tensors, strict=True):
             ours.copy_(written(theirs), non_blocking=True)
         found = iter(_Launch.apply(self, token, *self.parameters))
         return tree_unflatten([None if is_none else next(found) for is_none in self._is_none], self._spec)
 
     def forward(self) -> list[Tensor]:
-        """Launch the forward; returns copies of its outputs."""
+        """Replay the forward graph; return copies of its outputs."""
         self._forward.replay()
         return [each.clone() for each in self._outputs]
 
     def constant(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return those of its outputs that have no gradient."""
+        """Return the outputs that do not require a gradient."""
         return [each for each, reached in zip(outputs, self._reached, strict=True) if not reached]
 
     def backward(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Launch the backward; returns copies of the gradients of the parameters.
+        """Replay the backward graph; return copies of the parameter gradients.
 
         Args:
-            given: of each output; None: nothing asked for it. What is reached by such alone has no gradient.
+            given: gradient of each output; None for outputs without gradient. Parameters reached only by the latter get
+                None.
 
         Raises:
-            LoopError: memory was given back.
+            LoopError: the graphs were released by `close`.
         """
         if not self._gradients:
             given_back, way_out = "one after run.close()", "Go back before the run is closed."
@@ -137,7 +142,7 @@ class Recording:
         return found
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Release the graphs and their memory."""
         torch.cuda.synchronize(self._device)
         self._forward.reset()
         self._backward.reset()
@@ -145,10 +150,9 @@ class Recording:
 
 
 def copy_in_place(tensor: Tensor) -> Tensor:
-    """Return a copy with the strides that a tensor has: of others, a compiled model would be compiled anew.
+    """Return a copy with the same strides, because other strides would cause recompilation of a compiled model.
 
-    As `clone` has where its memory has gaps, as rows of tokens less their last do. Where most of it would be gaps it is
-    a clone: a column of all that is held is not worth as much memory again.
+    If gaps would more than double the memory, as for a column of a large tensor, the copy is a `clone` instead.
     """
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     if found.untyped_storage().nbytes() > _MOST_GAPS * tensor.nbytes:
@@ -159,7 +163,7 @@ def copy_in_place(tensor: Tensor) -> Tensor:
 
 
 def written(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that is written to: of a dimension that lies on one place, as of an expanded one."""
+    """Return a view without expanded (stride 0) dimensions, which cannot be written to."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -167,7 +171,7 @@ def written(tensor: Tensor) -> Tensor:
 
 
 class _Launch(torch.autograd.Function):
-    """One launch, as autograd sees it."""
+    """Autograd function of one replay."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -196,13 +200,15 @@ class _Launch(torch.autograd.Function):
 def _reached(
     outputs: Sequence[Any], trained: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]
 ) -> list[frozenset[int]]:
-    """Return of each output which parameters, by index, its gradient arrives at.
+    """Return the indices of the parameters that the gradient of each output reaches.
 
     Args:
-        trained: what stands for the parameters.
+        outputs: leaves of the forward's output.
+        trained: parameters substituted during capture.
+        parameters: the model's own parameters.
 
     Raises:
-        Unrecordable: one is no tensor, none has a gradient, or one would reach what does not stand for a parameter.
+        Unrecordable: an output is not a tensor, no output requires a gradient, or a gradient reaches another tensor.
     """
     if (other := next((each for each in outputs if not isinstance(each, Tensor)), None)) is not None:
         raise Unrecordable(f"its forward returns a {type(other).__name__} beside tensors")
@@ -221,7 +227,7 @@ def _reached(
 
 
 def _leaves(output: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that the gradient of an output arrives at."""
+    """Yield the leaf tensors that the gradient of an output reaches."""
     if output.grad_fn is None and output.requires_grad:
         yield output
     waiting, seen = [output.grad_fn], set[Any]()
@@ -237,14 +243,15 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
 
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """Return what all is recorded on: of each stream cuBLAS keeps a workspace to the end of the process."""
+    """Return the capture stream of a device; a single one, as cuBLAS keeps a workspace per stream until the process
+    ends."""
     return torch.cuda.Stream(device)
 
 
 def _end(pool: Any, stream: torch.cuda.Stream) -> None:
-    """End a recording that torch has left open, as it does where one fails: in its allocator and its random numbers.
+    """Clean up after a failed capture, which torch leaves open in its allocator and random generators.
 
-    Of these, by one that succeeds.
+    The generators are reset by a successful capture.
     """
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
@@ -255,7 +262,7 @@ def _end(pool: Any, stream: torch.cuda.Stream) -> None:
 
 @contextlib.contextmanager
 def _casting_anew() -> Iterator[None]:
-    """Under autocast, have weights cast inside, by what is launched: not by a cache, of before or for after."""
+    """Clear the autocast weight cache before and after, so that weight casts are part of the capture."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -265,7 +272,7 @@ def _casting_anew() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Raise `Unrecordable` where the host's random numbers were drawn inside: a launch would repeat what followed."""
+    """Raise `Unrecordable` if the block draws random numbers on the host, which a replay would not draw again."""
     before = _host_states()
     yield
     if any(ours != theirs for ours, theirs in zip(before, _host_states(), strict=True)):
@@ -280,10 +287,10 @@ def _host_states() -> list[Any]:
 
 @contextlib.contextmanager
 def _stood_for(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Have a model compute with others in its parameters' place, of the same memory, while it is recorded.
+    """Replace the parameters of a model by others with the same memory during capture.
 
-    Autograd's node of a parameter keeps to the stream that it was made on, and has hooks of its own, which are called
-    as gradients arrive at each launch: neither belongs into what is recorded.
+    Autograd's node of a parameter is bound to the stream of its creation and runs the user's hooks in each backward;
+    neither belongs in the capture.
     """
     others = {id(each): nn.Parameter(each.detach()) for each in parameters}
     for each in parameters:

@@ -1,8 +1,8 @@
-"""Where a run is in its data: passes over the loader that are over, and batches drawn of the one under way.
+"""Position of a run in its data: completed epochs, and batches drawn in the current epoch.
 
-A loader that can be told where to go on is told (`state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader
-has them). Any other begins its pass as it did, from the random numbers of then, and the batches that were trained on
-are drawn once more and dropped: what follows is in the order, and by the chance, of a run that was never cut off.
+Loaders with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader, resume from their own state.
+For all other loaders the epoch starts again from the saved random generator states and the batches trained on before
+are drawn and dropped, so that order and randomness equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,62 +24,66 @@ _RANDOM = ("random", "generators")
 
 
 class DataPosition(Part):
-    """A run's place in what `run.windows` draws from, and the random numbers there.
+    """Position in the data drawn by `run.windows`, with the random generator states at that position.
 
     Args:
-        is_kept: whether it will be asked for; else what a pass began with is not looked at.
+        is_kept: True if the run saves checkpoints; False skips recording generator states.
 
     Attributes:
-        accepted: is told of data of another length, which a run may then be gone on with; None: they are refused.
+        accepted: called with a description if the data's length changed; None raises an error instead.
     """
 
     def __init__(self, *, is_kept: bool) -> None:
         self._is_kept = is_kept
         self.accepted: Callable[[str], None] | None = None
         self._over = self._drawn = 0
-        self._is_open = self._is_left = False  # a pass was drawn from and is not over; the loop will not go on with it
-        self._stays = self._is_over = False  # the run is
-        self._handled: BaseException | None = None  # as the pass began: an error that ends it is another
-        self._is_drawn = False  # to the end, though the last window may not be over
+        self._is_open = self._is_left = False  # An epoch was started and is not over; the loop has left the epoch.
+        self._stays = self._is_over = False  # The run ends and the epoch will be resumed; the run is closed.
+        # Exception being handled as the epoch began, to distinguish later exceptions.
+        self._handled: BaseException | None = None
+        self._is_drawn = False  # All batches were drawn, though the last window may not be over.
         self._loader: Any = None
-        self._begun: Mapping[str, Any] | None = None  # random numbers as the pass or stream began; None between two
-        self._saved: Mapping[str, Any] | None = None  # what the next pass continues from
-        self._first: Any = None  # batch with rows of a pass that was drawn once more
+        # Generator states at the start of the epoch or stream; None between epochs.
+        self._begun: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] | None = None  # Loaded state that the next epoch continues from.
+        self._first: Any = None  # First usable batch drawn again after a resume.
 
     @property
     def passes(self) -> int:
-        """Passes over the loader that are over: one that the loop left early too, once it is known to be left."""
+        """Number of completed epochs, including epochs left early by the loop."""
         return self._over + (self._is_left and not self._stays)
 
     @property
     def number(self) -> int:
-        """Of the pass under way, which `left` is told."""
+        """Number of the current epoch, to pass to `left`."""
         return self._over
 
     @property
     def num_drawn_before(self) -> int:
-        """Batches of the next epoch that were drawn before the run was saved; 0 if it begins at the start."""
+        """Batches of the next epoch drawn before the checkpoint was saved; 0 at the start of an epoch."""
         return self._drawn if self._saved is not None and self._begun is not None else 0
 
     @property
     def is_to_stay(self) -> bool:
-        """Whether the run ends, so that what is left of the pass under way is of one that goes on from here."""
+        """True if the run ends and the current epoch will be resumed."""
         return self._stays
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Return the batches of a pass, or after a load of what is left of the one that was under way.
+        """Return an iterator over the batches of an epoch; after loading a state, over the rest of the interrupted
+        epoch.
 
-        What another pass was left at is over at once, before any batch is drawn: a run may be saved in between.
+        An epoch that the loop left early is completed at once, before any batch is drawn, since a checkpoint may be
+        saved in between.
 
         Raises:
-            FormatError: when drawn from: the loader is another than was saved, or its pass ends before that place.
+            FormatError: on the first draw, if the loader differs from the saved run's loader or has too few batches.
         """
         if self._saved is None:
             if self._is_open:
                 self.over()
             if innermost(loader) is not innermost(self._loader):
                 self._forget()
-            self._loader = loader  # a run may be saved before anything is drawn from it
+            self._loader = loader  # Set at once, because a checkpoint may be saved before the first draw.
         self._handled = sys.exception()
         return self._batches(loader)
 
@@ -90,7 +94,8 @@ class DataPosition(Part):
             self._compare(saved["length"], _lengths_of(loader))
             own = _epoch_of(loader)
             if None not in (own, saved["epoch"]) and (saved["begun"] is not None or own == 0):
-                innermost(loader).set_epoch(saved["epoch"])  # between two passes the loop may have told it by now
+                # Between two epochs, the loop may have called `set_epoch` already.
+                innermost(loader).set_epoch(saved["epoch"])
         if saved is not None and saved["begun"] is not None:
             batches = self._continued(loader, saved)
         else:
@@ -117,21 +122,21 @@ class DataPosition(Part):
             )
 
     def over(self) -> None:
-        """The pass is: its last window too. What a stream has left is of the next one."""
+        """Complete the epoch, after its last window. Batches left in a stream belong to the next epoch."""
         self._over, self._is_open, self._is_left, self._handled = self._over + 1, False, False, None
         if self._is_drawn or not _is_stream(self._loader):
             self._forget()
 
     def left(self, number: int) -> None:
-        """The loop will draw no more from the pass of that number: it is over, unless an error that is met ended it."""
+        """Record that the loop left epoch `number`. The epoch is then complete, unless an exception ended it."""
         self._is_left = self._is_open and number == self._over
 
     def stays(self) -> None:
-        """The run ends, to be gone on with from here: a pass that the loop leaves for that is not over."""
+        """Record that the run ends here and the epoch will be resumed, even if the loop leaves it."""
         self._stays = True
 
     def let_go(self) -> None:
-        """Hold nothing of a loader any more: found in a cycle with the run, its workers would be waited for."""
+        """Drop all references to the loader; in a reference cycle with the run, its workers would be waited for."""
         self._is_over = True
         self._loader = self._first = self._handled = None
 
@@ -159,7 +164,7 @@ class DataPosition(Part):
         return batches
 
     def _drawn_again(self, batches: Iterator[Any]) -> int:
-        """Drop what was trained on, but for the first with rows; returns how many batches there were."""
+        """Draw and drop the batches trained on before; return their number. Keeps the first usable batch."""
         again = 0
         for batch in itertools.islice(batches, self._drawn):
             again += 1
@@ -168,14 +173,14 @@ class DataPosition(Part):
         return again
 
     def taken_first(self) -> Any:
-        """Return, once, the first batch with rows of those that were drawn once more; None where there is none."""
+        """Return the first usable batch among the batches drawn again, once; None if there is none."""
         first, self._first = self._first, None
         return first
 
     def drawn_anew(self) -> Any:
-        """Return the first batch with rows of the pass under way, once that is drawn to its end; None without any.
+        """Return the first usable batch of an epoch that was drawn to its end; None if there is none.
 
-        Loader and random numbers are afterwards as they were.
+        Loader and random generators are restored afterwards.
         """
         loader, begun = self._loader, self._begun
         if not (self._is_drawn and self._drawn and begun):
@@ -189,18 +194,20 @@ class DataPosition(Part):
             back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return passes, batches of the one under way, random numbers as it began and as they are, and a loader's own.
+        """Return epochs, batches of the current epoch, generator states at its start and now, and the loader's own
+        state.
 
         Raises:
-            ValueGivenError: the position is not kept. LoopError: the run is over.
+            ValueGivenError: the position is not recorded, because the run has no checkpoints.
+            LoopError: the run is closed.
         """
         if self._is_over:
             raise LoopError("run.position.state_dict", given="a run that is closed", expected="one that is not")
         if not self._is_kept:
             raise ValueGivenError("run", given="no checkpoints", expected="start(..., checkpoints=...)")
-        if self._saved is not None:  # nothing was drawn since it was loaded
+        if self._saved is not None:  # Nothing was drawn since the state was loaded.
             return {**self._saved, "here": {**self._saved["here"], "random": random_state()}}
-        # Who saves as an error is handled means to go on with the pass; a generator is closed by one.
+        # A checkpoint saved while an exception is handled resumes the epoch. GeneratorExit only closes the generator.
         error = sys.exception()
         is_failing = error not in (None, self._handled) and not isinstance(error, GeneratorExit)
         is_left = self._is_left and not self._stays and not is_failing
@@ -218,10 +225,10 @@ class DataPosition(Part):
         }
 
     def loading(self, state: Any) -> Load:
-        """Return what continues from `state_dict()`; the loader itself is looked at once it is there."""
+        """Return a function that restores a `state_dict()`. The loader itself is checked on the first draw."""
         where = "state.data"
         if isinstance(state, Mapping):
-            state = dict(state) | {"epoch": state.get("epoch")}  # none of those that were saved before it was kept
+            state = dict(state) | {"epoch": state.get("epoch")}  # Older checkpoints have no epoch.
         require_keys(where, state, ("passes", "drawn", "is_drawn", "length", "begun", "here", "loader", "epoch"))
         if state["epoch"] is not None:
             checks.integer(f"{where}.epoch", state["epoch"], low=0)
@@ -245,21 +252,21 @@ class DataPosition(Part):
 
 
 def _is_fit(batch: Any) -> bool:
-    """Return whether a rank may join others with a batch: one that holds no number voided its window."""
+    """Return True if a batch can serve as padding: it has samples and no NaN, which would cause a skipped step."""
     return not isinstance(batch, NoRows) and not holds_nan(batch)
 
 
 def _is_stream(loader: Any) -> bool:
-    """Return whether a loader is its own iterator: of one that was left early the next pass draws the rest.
+    """Return True if a loader is its own iterator, so that the next epoch draws the batches left by a previous one.
 
-    One that knows its length begins a pass anew, as what has no end to tell of does not.
+    Iterators that have a length start again in each epoch and are not streams.
     """
     inner = innermost(loader)
     return isinstance(inner, Iterator) and length_of(inner) is None
 
 
 def innermost(loader: Any) -> Any:
-    """Return the loader that others draw from, through those that hold one as `wrapped`."""
+    """Return the innermost loader of wrappers that hold a loader as `wrapped`."""
     seen = set[int]()
     while id(loader) not in seen and getattr(loader, "wrapped", None) is not None:
         seen.add(id(loader))
@@ -268,9 +275,10 @@ def innermost(loader: Any) -> Any:
 
 
 def require_state_kept(loader: Any) -> None:
-    """Raise `ValueGivenError` for a loader whose workers carry random numbers from one pass into the next.
+    """Raise `ValueGivenError` for a loader with persistent workers, whose random states continue between epochs.
 
-    Those started anew would begin others, in another order of the rows. One with `load_state_dict()` sees to it itself.
+    After a resume, new workers would have other random states and another sample order. Loaders with `load_state_dict`
+    restore these themselves.
     """
     if has_lasting_workers(innermost(loader)) and not is_stateful(loader):
         raise ValueGivenError(
@@ -282,21 +290,21 @@ def require_state_kept(loader: Any) -> None:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the batches of a pass, where a loader tells them."""
+    """Return the number of batches in an epoch; None if the loader has no length."""
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # a generator, or an iterable that does not know
+    except (TypeError, NotImplementedError):  # A generator, or an iterable without a length.
         return None
 
 
 def _lengths_of(loader: Any) -> dict[str, int]:
-    """Return the batches of a pass, and the rows of the data set, where they are told."""
+    """Return the number of batches and of samples in the data set, as far as they are known."""
     told = {"batches": loader, "rows": getattr(innermost(loader), "dataset", None)}
     return {name: number for name, each in told.items() if (number := length_of(each)) is not None}
 
 
 def _epoch_of(loader: Any) -> int | None:
-    """Return by which pass a loader that counts them itself orders its rows, as Accelerate's does; None of others."""
+    """Return the epoch number that an Accelerate loader shuffles by; None for other loaders."""
     inner = innermost(loader)
     number = getattr(inner, "iteration", None) if callable(getattr(inner, "set_epoch", None)) else None
     return number if isinstance(number, int) else None

@@ -1,7 +1,7 @@
-"""A plan's dropout: one probability of every module that drops values at random, while a run is active.
+"""The dropout setting of a plan: one probability for all dropout modules while a run is active.
 
-Those are torch's own dropout layers, and every module that keeps a probability as a number whose name has "dropout" in
-it, as attention and recurrent layers do. What drops nothing as the loop has it is left alone.
+This covers torch's dropout layers, and modules with a float attribute with "dropout" in its name, such as attention and
+recurrent layers. Modules whose probability is 0 are left unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Dropper = tuple[nn.Module, str]
 
 
 def droppers(model: nn.Module) -> tuple[Dropper, ...]:
-    """Return the modules of a model that drop something, each with the name of its probability."""
+    """Return all modules with a positive dropout probability, each with the attribute name."""
     return tuple((module, name) for module in model.modules() for name in _probabilities(module))
 
 
@@ -31,10 +31,10 @@ def _probabilities(module: nn.Module) -> Iterator[str]:
 
 
 def use_dropout(model: nn.Module, probability: float) -> Callable[[], None]:
-    """Set the probability of all that drops something; returns what puts each back.
+    """Set the probability of all active dropout modules; return a function that restores the previous values.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the model has no active dropout.
     """
     found = [(module, name, getattr(module, name)) for module, name in droppers(model)]
     if not found:

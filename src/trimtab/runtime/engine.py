@@ -1,8 +1,8 @@
-"""The run: a plan applied to a live model and optimizer, and the loop's verbs.
+"""The training run: a plan applied to a live model and optimizer, and the methods that a loop calls.
 
     start -> window -> (micro-batch: forward under autocast -> backward)* -> [unscale] -> step -> window ... -> close
 
-Each verb raises when it is called out of this order, before anything is changed.
+Methods called out of this order raise `LoopError` before changing any state.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ LossFn = Callable[[nn.Module, Any], Any]
 
 
 class Run(Passes, Resumable):
-    """A started plan. Made by `trimtab.start`; also a context manager.
+    """A plan applied to a model and optimizer. Made by `trimtab.start`; also a context manager.
 
     Attributes:
-        model: the model as the plan prepared it. plan: what is applied; a fallback while training changes it.
-        loss: mean loss per term of the last window, a detached scalar on the model's device (no synchronisation).
-        grad_norm: norm of the last window's gradient before clipping, where it was computed, else None.
+        model: the model as prepared by the plan (wrapped or sharded where the plan requires it).
+        plan: the plan in effect; updated if a fallback changes it during training.
+        loss: mean loss of the last window, a detached scalar on the model's device (no synchronisation).
+        grad_norm: gradient norm of the last window before clipping; None if it was not computed.
     """
 
     def __init__(
@@ -95,15 +96,16 @@ class Run(Passes, Resumable):
         self.grad_norm: Tensor | None = None
         self._peers = Peers(exchange, self.note, in_step=backend.in_step)
         self._batching, self._unequal = batching, UnequalBatches(plan)
-        self._inner_lists = None if on_trial else InnerLists()  # trials copy all: they use one batch again
+        # Trials reuse one batch, so a loss always gets full copies there.
+        self._inner_lists = None if on_trial else InnerLists()
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers, batching)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
         may_look = not on_trial and not self._hooks.found and plan.zero_stage.value is None
         self._gradients = OwnGradients(optimizer, is_on=may_look)
         self._auxiliary: list[Any] = []
         self._has_auxiliary = False
-        self._is_loss_checked = on_trial  # planning has checked it
-        can_retry = may_retry(backend, plan) and not self._hooks.found  # a hook would run twice
+        self._is_loss_checked = on_trial  # Planning has checked the loss already.
+        can_retry = may_retry(backend, plan) and not self._hooks.found  # A user's hook would run twice in a retry.
         recovers = recovers_from(out_of_memory, plan, model, may_retry=can_retry)
         self._recovery = Recovery(trained, plan, self.note, is_on=recovers, watches=not on_trial)
         with contextlib.ExitStack() as undo:
@@ -117,21 +119,21 @@ class Run(Passes, Resumable):
             undo.callback(OwnStep(self._order).watch(optimizer))
             self._undo = undo.pop_all()
 
-    # The loop's verbs, in the order they are called.
+    # The methods of the loop, in the order of their calls.
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the plan's precision as a context for the forward pass."""
+        """Return the autocast context of the plan's precision for the forward pass."""
         return self._precision.autocast()
 
     def backward(self, result: Any) -> None:
-        """Weight, scale and backpropagate one micro-batch.
+        """Weight, scale and backpropagate the loss of one micro-batch.
 
         Args:
-            result: what a loss function may return: a scalar mean, `Summed`, or `(loss, auxiliary)`.
+            result: return value of the loss function: a scalar mean, `Summed`, or `(loss, auxiliary)`.
 
         Raises:
-            LossError: not a loss, or one with the scale of a `GradScaler`.
-            LoopError: no micro-batch is open, or `run.model` had no forward for it.
+            LossError: `result` is not a loss, or was scaled by a `GradScaler` already.
+            LoopError: no micro-batch is open, or `run.model` was not called for this micro-batch.
         """
         self._require_open()
         self._order.require_micro_batch()
@@ -144,9 +146,10 @@ class Run(Passes, Resumable):
             self._is_loss_checked = True
         rows = self._order.micro_rows
         self._hooks.require_mean(self._order.window, count)
-        if rows:  # not of a micro-batch that only takes part in other ranks' collectives
+        if rows:  # Padding micro-batches, which only join other ranks' collectives, have no auxiliary value.
             self._auxiliary.append(None if auxiliary is None else detached(auxiliary))
-        self._backend.begin_backward(loss)  # before the weights, for which some ranks may ask the others
+        # Comes before the weights: computing them may need an exchange between ranks.
+        self._backend.begin_backward(loss)
         weighted = self._precision.scaled(self._weights.weigh(loss, count, rows))
         if self._order.is_last:
             self._tell()
@@ -159,7 +162,7 @@ class Run(Passes, Resumable):
         self._control.backward_done(rows, rows if count is None else count)
 
     def _tell(self) -> None:
-        """Say what this rank has of the window: the others are about to reduce its gradient."""
+        """Send this rank's part of the window to the other ranks, before the gradient is reduced."""
         window, weights, limit = self._order.window, self._weights, self._recovery.limit.rows
         stop, samples = self._stopping.asked, window.samples
         share = Share(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, stop, samples)
@@ -168,10 +171,12 @@ class Run(Passes, Resumable):
             self._unequal.look(window)
 
     def unscale(self) -> None:
-        """Bring the window's gradients to their true size, for a look or a change before `step`; once a window.
+        """Unscale the window's gradients, so that the loop can inspect or change the gradients before `step`.
+
+        Divides by the loss scale and applies the window's weight. Call it before `step`, at most once per window.
 
         Raises:
-            LoopError: outside of a window, before its last micro-batch, or for the second time.
+            LoopError: no window is open, its last micro-batch has not run, or `unscale` was called before.
         """
         self._require_open()
         self._order.require_complete("run.unscale")
@@ -184,20 +189,23 @@ class Run(Passes, Resumable):
         self._backend.multiply(self._weights.correction)
 
     def _measure(self) -> None:
-        """Let the noise monitor see the whole gradient, before anybody changes it."""
+        """Pass the complete gradient to the noise monitor, before unscaling or clipping changes it."""
         if not self._order.unscaled:
             self._control.stepping(self._weights, self._precision.scale_on_device)
 
     def step(self) -> bool:
-        """Unscale, clip, set the learning rate, step the optimizer, record; returns whether the optimizer stepped.
+        """Finish the window: unscale, clip, set the learning rate, step the optimizer, record.
 
-        It does not step when an fp16 gradient overflowed, or when the gradient is no number and the run skips those:
-        the window is void, and buffers stand as before it. Where the optimizer raises, the window stays open and
-        uncounted: step again, or discard it.
+        The step is skipped if an fp16 gradient overflowed, or if the gradient is non-finite and the run's policy is to
+        skip. A skipped step leaves parameters and buffers as they were before the window. If the optimizer raises, the
+        window stays open: call `step` again or `discard`.
+
+        Returns:
+            True if the optimizer stepped.
 
         Raises:
-            LoopError: the window's last micro-batch was not seen, or there is no window.
-            NonFiniteError: gradients are no numbers, and the run stops at that; parameters are as before the window.
+            LoopError: no window is open, or its last micro-batch has not run.
+            NonFiniteError: the gradient is non-finite and the run's policy is to raise; parameters are unchanged.
         """
         self._require_open()
         window = self._order.require_complete("run.step")
@@ -209,7 +217,8 @@ class Run(Passes, Resumable):
         remaining: float | Tensor = 1.0 if self._order.unscaled else self._weights.correction
         wants_norm = self._voids.wants_norm or self._stopping.wants_norm
         self.grad_norm = self._backend.finish(remaining, self._clip_norm, wants_norm=wants_norm)
-        self._order.unscaled = True  # a second try, after an optimizer that raised, must not multiply again
+        # If the optimizer raises and `step` is called again, gradients must not be multiplied twice.
+        self._order.unscaled = True
         self.loss = self._weights.mean_loss if window.rows else self.loss
         factor = self._rate_factor(window)
         applied = not self._is_void()
@@ -223,7 +232,7 @@ class Run(Passes, Resumable):
     def _is_void(self) -> bool:
         try:
             is_void = self._voids.is_void(self.grad_norm, self.loss, scaled=self._precision.scales)
-        except BaseException:  # the policy is to stop: as it was before the window
+        except BaseException:  # The policy raises: restore the state from before the window.
             self._recovery.restore_skipped()
             self._abandon()
             raise
@@ -237,7 +246,7 @@ class Run(Passes, Resumable):
         return rate_factor(self.plan, progress) * self._control.rate_factor(agreed.num_batches)
 
     def _stepped(self, window: Window, factor: float, applied: bool) -> None:
-        """Count a window, and hand what it said to those who asked."""
+        """Count the window, record it, and update all monitors and controllers."""
         agreed = self._peers.agreed()
         self._consumed.add(agreed.rows, self._weights.counted, applied=applied, samples=agreed.samples)
         if not applied or not window.rows:
@@ -274,31 +283,33 @@ class Run(Passes, Resumable):
         return Step(agreed.samples, k, agreed.terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise)
 
     def discard(self) -> None:
-        """Give the open window up: its gradients are dropped, it is not counted, and the next one can be opened.
+        """Drop the open window and its gradients, so that the next window can be opened.
 
-        For a loop whose body raised and goes on. What forwards changed (batch statistics, random generators) stays.
-        Nothing happens when no window is open.
+        For loops that catch an error and continue. The window is not counted. Effects of its forward passes (batch
+        statistics, random generators) remain. Does nothing if no window is open.
         """
         self._require_open()
         self._abandon()
 
     def train_step(self, window: Window, loss_fn: LossFn) -> Tensor:
-        """Run one whole window; returns its mean loss as a detached scalar on the device.
+        """Train on one window: all micro-batches, then `step`.
 
-        Where memory runs out in a forward or backward, the window is run again in micro-batches of half the size, where
-        the run splits: from the state it began with, which is everything that its forwards change. Any other
-        error gives the window up, as `discard` does, and the next one can be trained on. Nothing of it is counted, but
-        not all is undone: forwards may have moved buffers (batch statistics) and random generators, and an optimizer
-        that raised may have stepped some of its parameters.
+        If memory runs out in a forward or backward pass, the window is repeated in micro-batches of half the size, if
+        the batch can be split and the state from before the window can be restored. After any other error the window is
+        dropped as by `discard`: forward passes may have changed buffers and random generators, and an optimizer that
+        raised may have updated some of the parameters.
+
+        Returns:
+            Mean loss of the window, a detached scalar on the device.
 
         Raises:
-            MemoryLimitError: one row does not fit, or memory ran out inside the optimizer's step.
+            MemoryLimitError: a single sample does not fit, or memory ran out inside the optimizer step.
         """
         self._train(window, loss_fn, steps=True)
         return self.loss
 
     def accumulate(self, window: Window, loss_fn: LossFn) -> Tensor:
-        """Run a window as `train_step` does, and leave `step` to the caller; returns its mean loss, detached."""
+        """Run all micro-batches of a window without `step`; return the window's mean loss, detached."""
         self._train(window, loss_fn, steps=False)
         return self._weights.mean_loss
 
@@ -308,12 +319,16 @@ class Run(Passes, Resumable):
         self._recovery.begin(loss_fn, noted=self._may_void)
         if self._recovery.is_on:
             window.note_versions()
-        # Outside of `except`, whose frames hold tensors.
+        # The retry is outside of the `except` block, whose traceback frames keep tensors alive.
         while (failure := self._attempt(window, loss_fn, steps=steps)) is not None:
             self._recovery.split(window, failure, once=self._control.ran_out())
 
     def _attempt(self, window: Window, loss_fn: LossFn, *, steps: bool) -> str | None:
-        """Run a window; returns what memory's allocator said where it ran out and the window can be run again."""
+        """Run a window once.
+
+        Returns:
+            The allocator's message if memory ran out and the window can be repeated, else None.
+        """
         try:
             for micro in window:
                 with self.autocast(), self._hooks.first_forward(self.plan):
@@ -337,24 +352,26 @@ class Run(Passes, Resumable):
         return None
 
     def note(self, name: str, detail: Mapping[str, Any]) -> None:
-        """Record something that happened."""
+        """Add an event to the run's record, if there is a record."""
         if self._recorder is not None:
             self._recorder.event(name, detail)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Put model, optimizer and global modes back as they were; weights and state keep what they learned.
+        """Restore the user's model, optimizer and global flags; trained weights and optimizer state are kept.
 
-        Where the plan retained memory, the C allocator's thresholds stand at the highest they grow to by themselves.
+        If the plan changed the C allocator's thresholds (mallopt), they are left at the largest values that glibc's own
+        adjustment reaches.
 
         Args:
-            error: what the run ended with, for its record.
+            error: the exception that ended the run, for the record.
         """
         if self._closed:
             return
         self._abandon()
         optimizers.drop_gradients(self._optimizer)
         self._closed = True
-        with contextlib.ExitStack() as last:  # each, whatever another raises; the record after all that may note in it
+        # Each callback runs even if another raises. The record closes after all that may add events.
+        with contextlib.ExitStack() as last:
             last.callback(self._voids.over, error)
             last.callback(self._position.let_go)
             last.callback(self._end_record, error)
@@ -368,10 +385,10 @@ class Run(Passes, Resumable):
         if self._recorder is not None:
             self._recorder.close(self.stop_reason, error)
 
-    # What a window reports.
+    # The `Loop` protocol, called by the open window.
 
     def open_window(self, window: Window) -> None:
-        """Called by the window before its first micro-batch."""
+        """Prepare a window; called by the window before its first micro-batch."""
         self._require_open()
         self._recovery.is_on &= not self._hooks.begin(self.plan)
         self._order.open(window)
@@ -379,7 +396,8 @@ class Run(Passes, Resumable):
         if self._may_void or not window.rows:
             self._recovery.note_start()
         self._control.opened(window)
-        # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
+        # Gradients are freed here, as in a plain loop, and not after the step: freed last, they cost thousands of page
+        # faults per step (docs/LOG.md).
         optimizers.drop_gradients(self._optimizer, between_steps=True)
         self._gradients.begin()
         self._auxiliary.clear()
@@ -390,21 +408,21 @@ class Run(Passes, Resumable):
         return self._precision.scales or self._voids.wants_norm
 
     def begin_micro_batch(self, window: Window, rows: int, *, of_next: bool, last: bool) -> None:
-        """Called by the window before each micro-batch."""
+        """Prepare a micro-batch; called by the window before yielding it."""
         self._require_open()
         self._order.begin_micro_batch(window, rows, last=last)
         self._backend.begin(last=last)
         self._control.begun(rows, of_next=of_next, last=last)
 
     def end_micro_batch(self, window: Window) -> None:
-        """Called by the window after the loop's body for each micro-batch."""
+        """Check that backward was called; called by the window after the loop's body for each micro-batch."""
         try:
             self._order.end_micro_batch(window)
         except LoopError:
             self._abandon()
             raise
 
-    # Inside.
+    # Internal methods.
 
     def _abandon(self) -> None:
         if self._order.window is None:

@@ -1,6 +1,6 @@
-"""Host figures that ranks share, a few times a window: what one rank says is gathered from all of them.
+"""Exchange of a few host numbers between ranks in each window (an all-gather of metadata).
 
-Every rank says as many figures, in the same order of calls.
+All ranks must send the same number of values, in the same order of calls.
 """
 
 from __future__ import annotations
@@ -15,47 +15,53 @@ Gathered = list[list[float]]
 
 
 class Exchange(Protocol):
-    """Between ranks.
+    """Metadata exchange between ranks.
 
-    `has_peers`: whether what one rank alone sees, as its own loss, may differ from what others do.
+    Attributes:
+        num_ranks: number of ranks.
+        has_peers: True if other processes exist whose values, such as the loss, may differ from this rank's.
     """
 
     num_ranks: int
     has_peers: bool
 
     def ask(self, figures: Figures) -> Callable[[], Gathered]:
-        """Send this rank's figures without waiting; returns what waits for those of every rank."""
+        """Send this rank's values without waiting; return a function that waits for the values of all ranks."""
 
     def put(self, figures: Figures) -> None:
-        """Send this rank's figures, to be taken in a later window; does not wait for the others."""
+        """Send this rank's values, to be taken in a later window, without waiting."""
 
     def take(self) -> Gathered | None:
-        """Return the figures of every rank that were put last, once; None where nothing is under way."""
+        """Return the values of all ranks from the last `put`, once; None if nothing was put."""
 
     def share(self, figures: Figures) -> Gathered:
-        """Return the figures of every rank, beside what was put; waits for all of them."""
+        """Return the values of all ranks. Waits for all ranks; independent of `put`."""
 
     def texts(self, own: str) -> list[str]:
-        """Return a text of every rank; waits for all of them. For what is compared once, as a job starts."""
+        """Return a text from each rank. Waits for all ranks; used for checks at the start of a job."""
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks of a scalar where it is, without waiting for its device."""
+        """Return the sum of a scalar tensor over all ranks, without synchronising with the device."""
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the others what this rank ends with; returns what is behind it: the error, or another rank's end."""
+        """Report to the other ranks the error that ends this rank.
+
+        Returns:
+            The root cause: `error`, or the error of another rank that caused it.
+        """
 
     def recovered(self) -> None:
-        """What this rank told did not end it."""
+        """Withdraw a reported error from which this rank recovered."""
 
     def close(self) -> None:
-        """Nothing more is put or taken."""
+        """End the exchange."""
 
 
 class Alone:
-    """One process: what is put is there to be taken.
+    """Exchange of a single process.
 
     Args:
-        has_peers: whether there are others, that may reduce gradients with it by hand.
+        has_peers: True if the user's loop reduces gradients over other processes by hand.
     """
 
     num_ranks = 1
@@ -65,20 +71,20 @@ class Alone:
         self._figures: list[float] | None = None
 
     def ask(self, figures: Figures) -> Callable[[], Gathered]:
-        """Return what returns the figures."""
+        """Return a function that returns the values."""
         return lambda: [list(figures)]
 
     def put(self, figures: Figures) -> None:
-        """Keep the figures."""
+        """Store the values."""
         self._figures = list(figures)
 
     def take(self) -> Gathered | None:
-        """Return them."""
+        """Return the stored values."""
         figures, self._figures = self._figures, None
         return None if figures is None else [figures]
 
     def share(self, figures: Figures) -> Gathered:
-        """Return the figures."""
+        """Return the values."""
         return [list(figures)]
 
     def texts(self, own: str) -> list[str]:
@@ -90,12 +96,12 @@ class Alone:
         return value
 
     def failed(self, error: BaseException) -> BaseException:
-        """Return the error: there is nobody to tell."""
+        """Return the error."""
         return error
 
     def recovered(self) -> None:
         """Do nothing."""
 
     def close(self) -> None:
-        """Drop what was put."""
+        """Drop stored values."""
         self._figures = None

@@ -1,4 +1,4 @@
-"""The batch of a run whose plan did not free it: as the loader has it, with nothing measured."""
+"""Batch control for plans with a fixed batch size, which measures nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trimtab.runtime.window import Window
 
 
 class FixedBatch:
-    """As `BatchControl`, where there is nothing to control.
+    """Null object with the interface of `BatchControl`.
 
     Args:
-        num_batches: of the loader in a window, where a host's setting says so.
+        num_batches: loader batches per window, as set by the user or by a trainer's configuration.
     """
 
     noise = None
@@ -22,11 +22,11 @@ class FixedBatch:
         self.num_batches = num_batches
 
     def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
-        """Return what is planned."""
+        """Return `planned`."""
         return planned
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing."""
+        """Return a null context."""
         return contextlib.nullcontext()
 
     def rate_factor(self, num_batches: float) -> float:
@@ -55,8 +55,8 @@ class FixedBatch:
         """Do nothing."""
 
     def ran_out(self) -> bool:
-        """Return no: the window was the user's own."""
+        """Return False: the window was not enlarged."""
         return False
 
     def close(self) -> None:
-        """Return no account."""
+        """Return None: there is no overhead to report."""

@@ -1,9 +1,10 @@
-"""State that a recomputed forward reads and changes besides tensors of the graph: the same in both of its runs.
+"""State that a checkpointed forward reads or changes besides graph tensors, restored for its recomputation.
 
-Attributes and parameters that a module names are noted at every forward, by reference, so that `functional_call` and
-attributes set between forward and backward do not reach the recomputation. The first forwards of a block are watched
-(`measure.loop_state`): random generators of Python, of NumPy and of the user, containers and variables that they change
-are put back for the recomputation from then on. What cannot be put back, such as a tensor changed in place, is refused.
+Attributes and parameters of modules are recorded by reference at every forward, so that `functional_call` and
+assignments between forward and backward do not affect the recomputation. The first forwards of a block are watched
+(`measure.loop_state`): random generators of Python, NumPy and the user, containers, and variables that change are
+restored for all later recomputations. Changes that cannot be undone, such as an in-place change of a tensor, raise an
+error.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from trimtab.measure.held import HeldArray, HeldBinding, HeldContainer, HeldTens
 from trimtab.measure.loop_state import Change, LoopState
 from trimtab.measure.raw_memory import HeldMemory, is_raw_memory
 
-_MOST_LOOKED_AT = 100  # objects that are compared around every forward
-_MOST_ITEMS = 10_000  # of a container that is copied at every forward
-_SMALL = 2**20  # bytes of a tensor that later watched forwards copy; the first one copies all
+_MOST_LOOKED_AT = 100  # Number of objects compared around every forward.
+_MOST_ITEMS = 10_000  # Number of items in a container that is copied at every forward.
+_SMALL = 2**20  # Bytes of a tensor copied by later watched forwards; the first watched forward copies all.
 Replayed = HeldArray | HeldBinding | HeldContainer | HeldGenerator | HeldMemory
 _REFUSED = "a forward whose recomputation changes nothing but buffers, attributes, containers and random generators"
 
 
 @dataclass
 class _Seen:
-    """What forwards in one mode were seen to change, whatever schedule they ran by.
+    """Changes observed in forwards of one mode (training or evaluation), independent of the schedule.
 
     Attributes:
-        calls: forwards since the first. holds: by the key of each object, what holds it as it is when called.
+        calls: number of forwards since the first.
+        holds: for each changed object, by key, a function that records the object's current state.
     """
 
     calls: int = 0
@@ -46,26 +48,29 @@ class _Seen:
 
 @dataclass
 class _LookedAt:
-    """Objects that are compared around every forward, because it may change them in some calls only.
+    """Objects compared around every forward, because only some calls may change them.
 
     Attributes:
-        holds: by the key of each object, what holds it as it is when called. tensors: with their paths; a change in
-            place is seen by their version, and cannot be put back.
+        holds: for each object, by key, a function that records the object's current state.
+        tensors: tensors with their paths. Their version counters show in-place changes, which cannot be undone.
     """
 
     holds: dict[Any, Callable[[], Replayed | None]] = field(default_factory=dict)
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
 
 
-# By the first module, and by mode and the other modules: a schedule that is tried again is not watched again.
+# By first module, then by mode and remaining modules, so that a schedule tried again is not watched again.
 _seen: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Seen]] = weakref.WeakKeyDictionary()
 
 
 class Forwards:
-    """Forwards of some modules that run as one recomputed function.
+    """Forwards of modules that run as one recomputed function.
 
     Attributes:
-        modules: the modules and their submodules. buffered: those with buffers.
+        modules: the modules and all submodules.
+        buffered: modules with buffers.
+        parameters: parameter dictionaries of the modules; empty under FSDP2.
+        tables: attribute and parameter dictionaries that are recorded.
     """
 
     def __init__(self, named: dict[str, nn.Module]) -> None:
@@ -76,24 +81,25 @@ class Forwards:
         self._list_modules()
 
     def _list_modules(self) -> None:
-        """List the submodules again: code may have added some."""
+        """List the submodules again, since user code may have added some."""
         self.modules = list(dict.fromkeys(each for module in self._named.values() for each in module.modules()))
         self.buffered = [each for each in self.modules if each._buffers]
         held = [vars(each) for each in self.modules]
         is_sharded = any(kind.__name__ == "FSDPModule" for each in self.modules for kind in type(each).__mro__)
-        # FSDP2 swaps sharded and unsharded parameters itself, before either forward.
+        # FSDP2 itself swaps sharded and unsharded parameters before either forward.
         self.parameters = [] if is_sharded else [each["_parameters"] for each in held if each["_parameters"]]
         self.tables = held + self.parameters
 
     @property
     def names(self) -> str:
-        """Name of the module, or names of the first and the last one."""
+        """Name of the module, or names of the first and the last module."""
         return " to ".join(dict.fromkeys((next(iter(self._named)), list(self._named)[-1])))
 
     def begin(self) -> ForwardState:
-        """Return the state that one forward begins with."""
+        """Return the state at the start of a forward, watched in calls 1, 2, 4, 8, ..."""
         seen = _seen.setdefault(self._first, {}).setdefault((self._first.training, *self._others), _Seen())
-        is_due = not _recomputing and (self._looked_at is None or not seen.calls & (seen.calls + 1))  # 1, 2, 4, 8, ...
+        # True for calls 1, 3, 7, ..., counted from 0.
+        is_due = not _recomputing and (self._looked_at is None or not seen.calls & (seen.calls + 1))
         if is_due and is_traced(self.modules):
             return ForwardState(self, seen, None)
         seen.calls += not _recomputing
@@ -106,39 +112,40 @@ class Forwards:
         return ForwardState(self, seen, watch)
 
     def _watch(self, most_bytes: int | None) -> LoopState:
-        """Hold what forwards may change; iterators are found by comparing the recomputation with its forward."""
+        """Return a snapshot of state that the forward may change. Iterators are compared only in the recomputation."""
         modules = self._named
         return LoopState(nn.Module(), modules=modules, most_bytes_copied=most_bytes, logs=True, iterators=False)
 
     @property
     def looked_at(self) -> _LookedAt:
-        """What is compared around every forward."""
+        """Objects compared around every forward."""
         return self._looked_at or _LookedAt()
 
     def _reached(self, watch: LoopState) -> _LookedAt:
-        """Return what a watch reached that a forward may change in some calls only."""
+        """Return the watched objects that a forward may change in only some calls."""
         own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
         own |= {id(tensor) for table in self.parameters for tensor in table.values()}
         own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values()}
         named = (item for each in self.modules for item in vars(each).items())
-        tables = {id(value) for name, value in named if name.startswith("_") and isinstance(value, dict)}  # torch's
+        # Torch's own dictionaries.
+        tables = {id(value) for name, value in named if name.startswith("_") and isinstance(value, dict)}
         holds, tensors = {}, []
         for held, path in watch.held():
             if isinstance(held, HeldTensor):
                 if id(held.tensor) not in own and not held.tensor.is_inference():
                     tensors.append((held.tensor, path))
             elif isinstance(held, HeldContainer) and id(held.container) in own | tables:
-                continue  # names of modules, noted at every forward
+                continue  # Names of modules, recorded at every forward.
             elif isinstance(held, Replayed) and len(holds) < _MOST_LOOKED_AT and _is_small(held):
                 key, hold = holding(held, watch.holder_of(held))
                 holds[key] = hold
         return _LookedAt(holds, tensors[:_MOST_LOOKED_AT])
 
     def judge(self, watch: LoopState, seen: _Seen) -> list[Replayed]:
-        """Return what a watched forward was the first one to change, as it was before it.
+        """Return the state, from before the watched forward, of objects that no earlier forward changed.
 
         Raises:
-            ModelError: a change that cannot be put back; it was undone.
+            ModelError: a change cannot be replayed; it was undone.
         """
         own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
         own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values() if buffer is not None}
@@ -146,15 +153,15 @@ class Forwards:
         refused: list[Change] = []
         for change, held in watch.changed():
             if isinstance(held, HeldContainer) and id(held.container) in own:
-                continue  # names of modules, noted at every forward, and their buffers
+                continue  # Names and buffers of modules, recorded at every forward.
             if isinstance(held, HeldTensor) and id(held.tensor) in own:
-                continue  # buffers
+                continue  # Buffers.
             if isinstance(held, Replayed) and _is_small(held):
                 key, hold = holding(held, watch.holder_of(held))
                 if key not in seen.holds:
                     seen.holds[key] = hold
                     found.append(held)
-            elif held is not None:  # torch's own generators, which its checkpointing puts back
+            elif held is not None:  # Excludes torch's generators, which torch's checkpointing restores.
                 refused.append(change)
         if refused:
             watch.restore()
@@ -162,7 +169,7 @@ class Forwards:
         return found
 
     def refusal(self, changes: Sequence[Change | str]) -> ModelError:
-        """Return the error of a forward that changes what cannot be put back."""
+        """Return the error for a forward whose changes cannot be undone."""
         names = self.names
         what = ", ".join(map(str, changes[:3])) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
         return ModelError(
@@ -175,10 +182,10 @@ class Forwards:
 
 
 class ForwardState:
-    """References, variables and generators as one forward found them.
+    """References, variables and generator states at the start of one forward.
 
     Attributes:
-        is_watched: whether changes by the forward are looked for, and its recomputation is compared with it.
+        is_watched: True if changes by this forward are searched for and its recomputation is compared with it.
     """
 
     def __init__(self, forwards: Forwards, seen: _Seen, watch: LoopState | None) -> None:
@@ -188,10 +195,10 @@ class ForwardState:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note the state, and what the forward inside changes where it is watched.
+        """Record the state before the enclosed forward, and its changes if the forward is watched.
 
         Raises:
-            ModelError: the forward changed what its recomputation would change again.
+            ModelError: the forward made a change that its recomputation would repeat.
         """
         self._before = [dict(table) for table in self._tables]
         self._replayed = [held for hold in self._seen.holds.values() if (held := hold()) is not None]
@@ -213,7 +220,7 @@ class ForwardState:
         if self._watch is not None:
             watch, self._watch = self._watch, None
             self._replayed += self._forwards.judge(watch, self._seen)
-        for held in generators:  # one that only a later forward draws from
+        for held in generators:  # A generator that only a later forward draws from.
             if held.has_changed() and held.key not in self._seen.holds:
                 self._seen.holds[held.key] = held.again
                 self._replayed.append(held)
@@ -221,12 +228,12 @@ class ForwardState:
     def _current_versions(self) -> list[int]:
         try:
             return [p._version for table in self._parameters for p in table.values() if p is not None]
-        except RuntimeError:  # made under inference mode
+        except RuntimeError:  # Tensors made in inference mode have no version counter.
             return []
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Recompute inside under the state that was noted; the state found is put back.
+        """Restore the recorded state for the enclosed recomputation, and the current state afterwards.
 
         Raises:
             ModelError: a parameter was changed in place since the forward.
@@ -275,7 +282,7 @@ def _is_small(held: Replayed) -> bool:
 
 
 def holding(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Replayed | None]]:
-    """Return which object a held one is, and what holds it, or whatever has taken its place by then, when called."""
+    """Return a key for a recorded object, and a function that records its current state or its replacement's."""
     if holder is None or isinstance(held, HeldBinding):
         return held.key, held.again
     where, get = holder
@@ -293,11 +300,11 @@ def holding(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Replayed | N
     return where, hold
 
 
-_recomputing = 0  # how many recomputations are under way: what runs in them was watched before
+_recomputing = 0  # Depth of nested recomputations. Forwards within them were watched before.
 
 
 def is_traced(modules: Sequence[nn.Module]) -> bool:
-    """Return whether values cannot be read: under a dispatch mode or transform, on meta, or in a CUDA graph."""
+    """Return True if tensor values cannot be read: dispatch mode, functorch transform, meta device, graph capture."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

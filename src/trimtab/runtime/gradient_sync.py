@@ -1,8 +1,8 @@
-"""One gradient reduction per window with `DistributedDataParallel`, complete on every rank.
+"""One complete gradient all-reduce per window with `DistributedDataParallel` (DDP), on every rank.
 
-DDP reduces in the last micro-batch's backward, and only once every parameter has taken part in that backward. A layer
-that this micro-batch did not use would leave its bucket, and all later ones, unreduced. The parameters that DDP still
-waits for are therefore handed to it after the backward: with the gradient of earlier micro-batches, or with zeros.
+DDP reduces in the last micro-batch's backward, once every parameter has received a gradient there. A layer that this
+micro-batch did not use would leave its bucket, and all later buckets, unreduced. Such parameters are therefore marked
+as ready after the backward, with the gradient of earlier micro-batches or with zeros.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from trimtab.runtime.exchange import Exchange, Figures, Gathered
 from trimtab.runtime.optimizers import drop_gradients
 
 UNREDUCED = "ranks.gradient_unreduced"
-_BITS = 52  # of a mask per figure: a float64 holds integers up to 2**53 exactly
-# torch reports the parameters that DDP waits for in the text of an error alone.
+_BITS = 52  # Bits per value: a float64 holds integers up to 2**53 exactly.
+# DDP reports the parameters without gradient only in the text of an error.
 _WAITS_FOR = re.compile(r"did not receive grad for rank \d+:([\d ,]+)")
-_NAMED = 5  # parameters in a message
+_NAMED = 5  # Largest number of parameters in a message.
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the `DistributedDataParallel` that a model is, or wraps, as a compiled one does; None without one."""
+    """Return the `DistributedDataParallel` that a model is or wraps (as a compiled model does); None without DDP."""
     return next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
 
 
 class GradientSync:
-    """Has a `DistributedDataParallel` reduce once per window, whatever layers the micro-batches use.
+    """Makes DDP reduce once per window, independent of the layers used by each micro-batch.
 
-    `begin` is called before each forward: DDP decides there whether the backward will reduce.
+    `begin` is called before each forward, since DDP decides there whether the backward will reduce.
 
     Args:
-        model: nothing is done for a model without DDP.
-        exchange: with the other ranks of that DDP.
+        model: a model with or without DDP; nothing is done without DDP.
+        exchange: metadata exchange with the other ranks.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange) -> None:
@@ -55,13 +55,13 @@ class GradientSync:
             self._outside = [(name, p) for name, p in model.named_parameters() if p not in known]
 
     def require_all(self, optimizer: torch.optim.Optimizer, *, of_user: bool) -> None:
-        """Require that DDP reduces every parameter that the optimizer trains.
+        """Check that DDP reduces every parameter that the optimizer trains.
 
         Args:
-            of_user: the user made the DDP and may reduce other parameters by hand: a warning instead of an error.
+            of_user: True if the user made the DDP and may reduce other parameters by hand; warns instead of raising.
 
         Raises:
-            OptimizerError: a trainable parameter is outside of DDP.
+            OptimizerError: a trained parameter is outside of DDP.
         """
         if self._model is None or self._exchange.num_ranks == 1:
             return
@@ -83,7 +83,7 @@ class GradientSync:
         self._outside = [(name, p) for name, p in self._outside if p not in set(left)]
 
     def require_no_static_graph(self, plan: Plan) -> None:
-        """Raise `ModelError` for accumulation in a DDP with `static_graph=True`, whose first backward has to reduce."""
+        """Raise `ModelError` for gradient accumulation with `static_graph=True`, whose first backward has to reduce."""
         if self._model is not None and self._model.static_graph and (plan.num_micro_batches > 1 or plan.batch_rule):
             raise ModelError(
                 "model",
@@ -94,7 +94,7 @@ class GradientSync:
             )
 
     def begin(self, *, last: bool) -> None:
-        """A micro-batch is about to be handed out."""
+        """Prepare a micro-batch: enable the reduction for the last micro-batch, disable it for others."""
         if self._model is None:
             return
         self._has_begun, self._is_last = True, last
@@ -105,10 +105,10 @@ class GradientSync:
             self._sent = _num_collectives(self._model)
 
     def complete(self) -> None:
-        """After a backward: after a window's last, hand DDP the parameters that it still waits for.
+        """After the last backward of a window, mark the parameters without gradient as ready, so that DDP reduces.
 
-        A parameter that no rank used keeps no gradient (None), so that the optimizer skips it as in a plain loop.
-        Ranks that used all of their layers do not wait for the others here.
+        A parameter that no rank used keeps the gradient None, so that the optimizer skips it as in a plain loop. Ranks
+        that used all of their layers do not wait for other ranks here.
 
         Raises:
             RankError: gradients are still not reduced.
@@ -122,7 +122,7 @@ class GradientSync:
         answer = self._tell(unused)
         if not missing:
             return
-        if self._model.static_graph:  # which takes no parameter that its first backward did not use
+        if self._model.static_graph:  # A static graph accepts no parameters that the first backward did not use.
             raise self._unreduced([self._name(i) for i in missing])
         self._hand_over(missing)
         if left := self._missing():
@@ -133,22 +133,22 @@ class GradientSync:
                 self._parameter(index).grad = None
 
     def end(self) -> None:
-        """The window was given up."""
+        """Reset after a window was dropped."""
         self._skipping.close()
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Between two windows: after the first, have DDP lay out its buckets again, on every rank at the same point.
+        """After the first window, have DDP rebuild its buckets on every rank at the same point.
 
-        Otherwise DDP does so in its next forward, which a rank without data enters only if other ranks have data.
+        DDP would do so in its next forward, which a rank without data enters only if other ranks have data.
         """
         if self._model is None or self._is_settled or not self._has_begun:
             return
         self._is_settled = True
-        drop_gradients(optimizer)  # which hold the old buckets
+        drop_gradients(optimizer)  # Gradients are views of the old buckets.
         self._model.reducer._rebuild_buckets()
 
     def _missing(self) -> list[int]:
-        """Return the indices of the parameters that DDP waits for; none if it has reduced."""
+        """Return the indices of the parameters without gradient that DDP waits for; empty if DDP has reduced."""
         assert self._model is not None
         try:
             self._model.reducer._check_reducer_finalized()
@@ -160,16 +160,16 @@ class GradientSync:
             return indices
         if self._sent is None or _num_collectives(self._model) != self._sent:
             return []
-        # No collective since the last forward: the backward reached no parameter, and the reducer has not even begun.
+        # No collective since the last forward: the backward reached no parameter, and the reducer has not begun.
         self._sent = None
         if self._model.static_graph:
             return list(range(len(self._reduced)))
-        with contextlib.suppress(RuntimeError):  # the first parameter has been marked as unused
+        with contextlib.suppress(RuntimeError):  # Raises because the first parameter has already been marked as unused.
             self._call_reducer([0])
         return self._missing()
 
     def _hand_over(self, indices: Sequence[int]) -> None:
-        """Mark parameters as ready, on which DDP reduces the buckets that are then complete."""
+        """Mark parameters as ready; DDP then reduces the completed buckets."""
         for index in indices:
             parameter = self._parameter(index)
             if parameter.grad is None and index in self._sparse:
@@ -177,7 +177,7 @@ class GradientSync:
         self._call_reducer(indices)
 
     def _call_reducer(self, indices: Sequence[int]) -> None:
-        """Call DDP's own hook of parameters, inside a backward: the reducer queues its end there."""
+        """Call DDP's own parameter hook within a backward pass, because the reducer queues its final callback there."""
         assert self._model is not None
         reducer = self._model.reducer
 
@@ -190,11 +190,11 @@ class GradientSync:
         root.backward()
 
     def _tell(self, unused: Sequence[int]) -> Callable[[], Gathered]:
-        """Send the parameters that this rank's window has no gradient of."""
+        """Send the indices of parameters without gradient on this rank."""
         return self._exchange.ask(packed(unused, len(self._reduced)))
 
     def _require_none_outside(self) -> None:
-        """Raise `RankError` for a gradient of a parameter that DDP does not know: unfrozen after it was wrapped."""
+        """Raise `RankError` for a gradient unknown to DDP, of a parameter unfrozen after wrapping."""
         found = [name for name, parameter in self._outside if parameter.grad is not None]
         if found and self._exchange.num_ranks > 1:
             raise self._unreduced(found)
@@ -216,7 +216,7 @@ class GradientSync:
 
 
 def _left_to_the_user(model: DistributedDataParallel) -> set[nn.Parameter]:
-    """Return parameters that the user has told DDP to ignore, and reduces in another way."""
+    """Return parameters that the user excluded from DDP."""
     ignored = model.parameters_to_ignore
     return {p for name, p in model.module.named_parameters() if name in ignored}
 
@@ -224,11 +224,11 @@ def _left_to_the_user(model: DistributedDataParallel) -> set[nn.Parameter]:
 def _reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
     """Return names and parameters in the order of DDP's reducer.
 
-    The reducer holds the parameters that required a gradient when the model was wrapped, which may have changed since.
+    The reducer holds the parameters that required gradients when the model was wrapped, which may have changed since.
     """
     try:
         held = {id(each) for bucket in model.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()}
-    except RuntimeError:  # buckets of sparse gradients have no memory to show
+    except RuntimeError:  # Buckets of sparse gradients have no memory to inspect.
         held = {id(each) for each in model.module.parameters() if each.requires_grad} - set(
             map(id, _left_to_the_user(model))
         )
@@ -236,20 +236,20 @@ def _reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Pa
 
 
 def _sparse_indices(model: DistributedDataParallel, reduced: Sequence[tuple[str, nn.Parameter]]) -> set[int]:
-    """Return the indices of the parameters that DDP expects a sparse gradient of."""
+    """Return the indices of parameters for which DDP expects a sparse gradient."""
     layers = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     weights = {layer.weight for layer in layers}
     return {index for index, (_, parameter) in enumerate(reduced) if parameter in weights}
 
 
 def _sparse_zero(weight: nn.Parameter) -> Tensor:
-    """Return a sparse gradient of zeros with one row: gloo aborts the process at one without rows."""
+    """Return a sparse zero gradient with one row; gloo aborts the process for a gradient without rows."""
     where = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
     return torch.sparse_coo_tensor(where, torch.zeros_like(weight[:1]), weight.shape)
 
 
 def _num_collectives(model: DistributedDataParallel) -> int | None:
-    """Return how many collectives this rank has begun on DDP's process group; None if its backend does not count."""
+    """Return the number of collectives started on DDP's process group; None if the backend does not count."""
     try:
         backend = model.process_group._get_backend(next(model.module.parameters()).device)
         return int(backend._get_sequence_number_for_group())
@@ -258,7 +258,7 @@ def _num_collectives(model: DistributedDataParallel) -> int | None:
 
 
 def packed(indices: Sequence[int], number: int) -> Figures:
-    """Return a bit mask over so many indices as figures."""
+    """Return a bit mask of `indices` below `number`, packed into floats."""
     masks = [0] * -(-number // _BITS)
     for index in indices:
         masks[index // _BITS] |= 1 << index % _BITS
@@ -266,7 +266,7 @@ def packed(indices: Sequence[int], number: int) -> Figures:
 
 
 def unpacked(figures: Figures) -> set[int]:
-    """Return the indices of a bit mask."""
+    """Return the indices of a packed bit mask."""
     return {
         place * _BITS + bit for place, figure in enumerate(figures) for bit in range(_BITS) if int(figure) >> bit & 1
     }

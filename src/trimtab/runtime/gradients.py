@@ -1,4 +1,4 @@
-"""Gradients of a window: one fused factor for correction and clipping (paper eq. 12; math: section 5)."""
+"""Gradient scaling and clipping of a window with a single fused factor (paper eq. 12; math: section 5)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trimtab.measure.gradient_norms import squared_norm
 
 
 def multiply(optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
-    """Multiply the gradients in place; nothing to do for the float 1.0."""
+    """Multiply the gradients in place; does nothing for the float 1.0."""
     if isinstance(factor, float) and factor == 1.0:
         return
     grads = _gradients(optimizer)
     if not grads:
         return
     if isinstance(factor, Tensor) and grads[0].dtype is torch.float32:
-        factor = factor.float()  # the kernel over all tensors at once wants their own dtype
+        factor = factor.float()  # The fused foreach kernel requires the dtype of the gradients.
     torch._foreach_mul_(grads, factor)
 
 
 def norm(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Return the global norm of the gradients as they stand: a scalar on their device."""
+    """Return the global norm of the current gradients, a scalar on their device."""
     grads = _gradients(optimizer)
     return squared_norm(grads).sqrt() if any(grad.is_sparse for grad in grads) else get_total_norm(grads)
 
@@ -35,10 +35,10 @@ def norm(optimizer: torch.optim.Optimizer) -> Tensor:
 def finish(
     optimizer: torch.optim.Optimizer, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False
 ) -> Tensor | None:
-    """Apply `factor` and the clip coefficient `min(1, tau / (norm + 1e-6))` in one pass.
+    """Multiply the gradients by `factor` and the clip coefficient `min(1, clip_norm / (norm + 1e-6))` at once.
 
     Returns:
-        The norm of the gradients after `factor` and before clipping; None without a `clip_norm`, unless it is wanted.
+        Norm of the gradients after `factor` and before clipping; None if neither `clip_norm` nor `wants_norm` is set.
     """
     if clip_norm is None and not wants_norm:
         multiply(optimizer, factor)
@@ -46,11 +46,16 @@ def finish(
     total = norm(optimizer) * factor
     clip = 1.0 if clip_norm is None else torch.clamp(clip_norm / (total + 1e-6), max=1.0)
     multiply(optimizer, factor * clip)
-    return total.full_tensor() if hasattr(total, "full_tensor") else total  # one of FSDP2's, the same on every rank
+    # FSDP2 returns a DTensor, whose full value is equal on all ranks.
+    return total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
 def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
-    """Return the limit on the gradient's norm, the loop's or the plan's; raises `ValueGivenError` where they differ."""
+    """Return the gradient norm limit of the loop or the plan.
+
+    Raises:
+        ValueGivenError: `clip_norm` is not positive, or differs from the plan's limit.
+    """
     planned = plan.clip_norm.value
     if clip_norm is not None:
         checks.number("clip_norm", clip_norm, low=0, open_low=True)
@@ -61,7 +66,7 @@ def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
 
 
 def with_own_limit(plan: Plan, clip_norm: float | None) -> Plan:
-    """Return the plan with the loop's limit in place of one that it found: such a choice alone has losers."""
+    """Return the plan with the loop's own limit in place of a limit found by a range test."""
     if clip_norm is None or not plan.clip_norm.losers:
         return plan
     checks.number("clip_norm", clip_norm, low=0, open_low=True)

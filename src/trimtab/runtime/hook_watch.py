@@ -1,4 +1,4 @@
-"""The gradient hooks of a run: inspected at its start, before its first step, and in its first forward."""
+"""Checks of a run's gradient hooks: at the start, before the first step, and in the first forward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HooksOfForward(TorchFunctionMode):
     """Collects hooks registered on tensors while the mode is active.
 
     Attributes:
-        found: the user's hooks.
+        found: hooks registered by the user.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class HooksOfForward(TorchFunctionMode):
         self.found: list[GradientHook] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Collect the hook if the function registers a hook, and call the function."""
+        """Record the hook if `func` registers a hook, then call `func`."""
         if (kind := _ON_TENSORS.get(func)) is not None:
             hook = args[1] if len(args) > 1 else (kwargs or {}).get("hook")
             if is_users(hook):
@@ -49,13 +49,14 @@ class HooksOfForward(TorchFunctionMode):
 
 
 class HookWatch:
-    """The gradient hooks of a run, inspected at the start, before the first step and in the first forward.
+    """Gradient hooks of a run, checked at the start, before the first step and in the first forward.
 
     Attributes:
-        found: the hooks.
+        found: all hooks.
 
     Raises:
-        ModelError, OptimizerError: as `require_compatible`.
+        ModelError: a hook is incompatible with the plan (`require_compatible`).
+        OptimizerError: a hook is incompatible with the plan (`require_compatible`).
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class HookWatch:
 
     @contextlib.contextmanager
     def first_forward(self, plan: Plan) -> Iterator[None]:
-        """Compare the hooks registered by the first forward with the plan; later forwards are not watched.
+        """Check hooks registered by the first forward; later forwards are not watched.
 
-        Compiled models are never watched: the active mode would cause a recompilation.
+        Compiled models are never watched, because an active mode would cause a recompilation.
         """
         if self._is_watched:
             yield
@@ -93,13 +94,13 @@ class HookWatch:
         return found
 
     def begin(self, plan: Plan) -> bool:
-        """Return True if the run has hooks. Inspects the model again before the first step."""
+        """Check the model's hooks again before the first step; return True if the run has hooks."""
         if not self._has_begun:
             self.found, self._has_begun = self._inspected(plan), True
         return bool(self.found)
 
     def require_mean(self, window: Window | None, count: object) -> None:
-        """Raise `ModelError` for a sum with a count over several backwards of a model with hooks."""
+        """Raise `ModelError` for a `Summed` loss over several micro-batches if the model has hooks."""
         if self.found and count is not None and window is not None and window.num_micro_batches > 1:
             raise ModelError(
                 "run.backward",

@@ -1,4 +1,7 @@
-"""A rank whose data are at their end, in a window of ranks that have more: it joins with what weighs nothing."""
+"""Uneven inputs: a rank without data joins other ranks' collectives with zero-weight micro-batches.
+
+See `torch.distributed.algorithms.Join` for the same problem in DDP.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from trimtab.runtime.window import Loop, Window
 
 
 class NoRows:
-    """Of a batch of all ranks, the rows of one that has none of it: in place of a batch, in a loader."""
+    """Placeholder that a loader yields instead of a batch on a rank without samples of that batch."""
 
 
 class Joining:
-    """Knows whether others go on, and keeps a micro-batch to join them with: the first of a pass that is fit.
+    """Keeps a micro-batch for padding, and asks other ranks whether they have more windows.
 
-    The first, as it is at hand again, whatever place of the pass a run is gone on with from.
+    The padding is the first usable micro-batch of an epoch, because a resumed run can draw it again.
     """
 
     def __init__(self, peers: Peers, batching: Batching = BY_CONTAINERS) -> None:
@@ -32,15 +35,15 @@ class Joining:
 
     @property
     def is_able(self) -> bool:
-        """Whether there is a micro-batch to join with."""
+        """True if a padding micro-batch is available."""
         return self._kept is not None
 
     def begin_pass(self) -> None:
-        """Another pass begins; until a window of it is over the micro-batch of the one before serves."""
+        """Begin an epoch; the previous padding is used until a window of this epoch has been applied."""
         self._is_of_pass = False
 
     def keep(self, batch: Any, rows: int, micro_batch: int) -> None:
-        """A window is made of a batch: its first micro-batch may be needed again."""
+        """Consider the first micro-batch of a batch as padding."""
         if self._peers.num_ranks > 1:
             self._peers.drew(batch)
             self._at_hand, _ = next(self._batching.slices(batch, rows, micro_batch))
@@ -48,16 +51,16 @@ class Joining:
                 self._kept = self._at_hand
 
     def stepped(self, *, applied: bool) -> None:
-        """A window is over; of a void one nothing is used again, as no weight makes nothing of what is no number."""
+        """End a window. Batches of skipped steps are not used as padding, because zero times NaN is NaN."""
         if applied and self._at_hand is not None and not self._is_of_pass:
             self._kept, self._has_good, self._is_of_pass = self._at_hand, True, True
         self._at_hand = None
 
     def goes_on(self, reason: StopReason | None) -> bool:
-        """Return whether another rank has a window, though this one has none; waits for them to say.
+        """Return True if another rank has a window although this rank has none. Waits for all ranks.
 
         Args:
-            reason: why this rank stops, which all then do after that window; None: its data are at their end.
+            reason: stop reason of this rank, which all ranks adopt after that window; None at the end of its data.
         """
         if self._peers.num_ranks == 1:
             return False
@@ -65,10 +68,10 @@ class Joining:
         return bool(self._wanted)
 
     def window(self, loop: Loop, device: torch.device) -> Window:
-        """Return the window to join the others in.
+        """Return a padding window.
 
         Raises:
-            BatchError: there was never a batch to join with.
+            BatchError: this rank never had a batch.
         """
         if not self.is_able:
             raise BatchError(

@@ -1,4 +1,4 @@
-"""What a run tells whoever keeps it on disk, and is told again where it goes on: the seam to `trimtab.checkpoint`."""
+"""Checkpoint manager interface of a run, implemented by `trimtab.checkpoint`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from trimtab.core.errors import ValueGivenError
 
 @dataclass(frozen=True)
 class Decided:
-    """What a window of a freed batch was made by: it depends on times, and is the same again only where it was kept.
+    """Composition of a window with an adaptive batch size. It depends on measured times, so a resumed run replays it.
 
     Args:
-        num_batches: of the loader, drawn for it. k: as decided, which its rate follows. is_cut: whether a loader batch
-            that fits was cut in two.
+        num_batches: loader batches drawn.
+        k: number of micro-batches decided, which sets the learning rate.
+        is_cut: True if a single loader batch was split in two to measure the noise.
     """
 
     num_batches: int
@@ -23,31 +24,31 @@ class Decided:
 
 
 class Keeper(Protocol):
-    """Keeps a run. All ranks call it in the same windows."""
+    """Checkpoint manager. All ranks call its methods in the same windows."""
 
     keeps: bool
 
     def between(self) -> None:
-        """The window before is over and the next not drawn: the run may be saved here, or left for good."""
+        """Save a checkpoint or end the run if due; called between two windows."""
 
     def decided(self, index: int, window: Decided) -> None:
-        """The window after so many others is about to run; said before its first micro-batch."""
+        """Store the composition of window number `index`, before its first micro-batch."""
 
     def decided_before(self, index: int) -> Decided | None:
-        """Return what that window was made by before the run was cut off; None where it had not come so far."""
+        """Return the stored composition of window `index` from before a resume; None for later windows."""
 
     def save(self) -> None:
-        """Save the run as it is."""
+        """Save a checkpoint now."""
 
     def is_leaving(self) -> bool:
-        """Return whether the run was told to end, and is left at the next `between`."""
+        """Return True if the run was asked to end and will end at the next `between`."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """The run is over, by an error or without one."""
+        """Close the manager; `error` is the exception that ended the run, or None."""
 
 
 class NotKept:
-    """As `Keeper`, where nobody keeps the run."""
+    """Null object for runs without checkpoints."""
 
     keeps = False
 
@@ -58,14 +59,14 @@ class NotKept:
         """Do nothing."""
 
     def decided_before(self, index: int) -> None:
-        """Return that nothing was."""
+        """Return None."""
 
     def save(self) -> None:
-        """Raise `ValueGivenError`: there is nowhere to save it."""
+        """Raise `ValueGivenError`, because the run has no checkpoints."""
         raise ValueGivenError("run.checkpoint", given="no checkpoints", expected="start(..., checkpoints=...)")
 
     def is_leaving(self) -> bool:
-        """Return that it was not."""
+        """Return False."""
         return False
 
     def close(self, error: BaseException | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A run's passes over a loader: windows drawn one by one, which is where a run can be kept and gone on with."""
+"""Iteration over a loader: draws windows and marks the points where a run can be checkpointed and resumed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trimtab.runtime.windows import Windows
 
 
 class Passes(RunView):
-    """How a run draws its windows."""
+    """Base class of `Run` that draws windows from a loader."""
 
     _backend: Backend
     _batching: Batching
@@ -50,32 +50,32 @@ class Passes(RunView):
     _recorder: Recorder | None
     _position: DataPosition
     _recovery: Recovery
-    _num_stopped = 0  # passes that a stop condition ended, or let nobody begin
+    _num_stopped = 0  # Epochs that a stop condition ended or prevented.
     _warned_whole = False
     _is_first_window = True
     plan: Plan
 
     @property
     def passes(self) -> int:
-        """Passes over the loader that are over, before the run was gone on with too; those that the loop left are.
+        """Number of completed epochs, including epochs before a resume and epochs that the loop left by `break`.
 
-        A loop over passes ends where the run is stopped, so those that are asked for then are counted; a checkpoint
-        counts none of them, and a run that goes on from it sees what was left.
+        Epochs ended or prevented by a stop condition are counted, so that a loop over epochs terminates. Checkpoints do
+        not count these epochs, so a resumed run continues with their remaining data.
         """
         return self._position.passes + self._num_stopped
 
     @property
     def position(self) -> DataPosition:
-        """Where the run is in its data."""
+        """Position of the run in its training data."""
         return self._position
 
     @property
     def recorder(self) -> Recorder | None:
-        """What writes the run's record, if it has one."""
+        """Writer of the run's record; None without a record."""
         return self._recorder
 
     def evaluated(self, value: float, name: str = "metric") -> None:
-        """Record the result of an evaluation, which may meet the `Stop` condition. The same on every rank."""
+        """Record the result of an evaluation, equal on every rank; it may meet the `Stop` condition."""
         self._require_open()
         value = checks.figure("run.evaluated", value)
         self._stopping.evaluated(value)
@@ -83,43 +83,46 @@ class Passes(RunView):
             self._recorder.evaluation(self.consumed_rows, name, value)
 
     def checkpoint(self) -> None:
-        """Save the run as it is between two windows, whether that is due or not.
+        """Save a checkpoint now, between two windows.
 
         Raises:
-            ValueGivenError: it was started without checkpoints. LoopError: a window is open. OSError: it failed.
+            ValueGivenError: the run was started without checkpoints.
+            LoopError: a window is open.
+            OSError: writing failed.
         """
         self._require_open()
         self._order.require_idle("run.checkpoint")
         self._keeper.save()
 
     def interrupt(self) -> None:
-        """Have the run end where it can be gone on with: here, or of several ranks after their next window.
+        """End the run at a point where it can be resumed: now, or with several ranks after their next window.
 
-        A pass that the loop leaves for it is not over. Of several ranks all call it, and go on drawing: `windows` ends.
+        The current epoch counts as unfinished even if the loop leaves it. With several ranks, call it on every rank and
+        continue iterating: `windows` ends by itself.
         """
         self._position.stays()
         self.ask_to_end()
 
     def ask_to_end(self) -> None:
-        """Interrupt the run for a signal, which is no reason to leave a pass: where the loop does, it has its own."""
+        """Interrupt the run because of a signal.
+
+        Unlike after `interrupt`, leaving the loop by `break` still completes the epoch.
+        """
         self._stopping.asked = StopReason.INTERRUPTED
         if self._peers.num_ranks == 1:
             self._stopping.adopt(StopReason.INTERRUPTED)
 
     def windows(self, loader: Iterable[Any]) -> Windows:
-        """Return an iterator over windows of the loader's batches, one optimizer step each.
+        """Return an iterator over the windows of a loader, one optimizer step each.
 
-        A window has one batch, or several if the plan allows adaptive batch sizes or `of_batches` set their number.
-
-        Ends early where a `Stop` condition is met. Of a run that is gone on with, the first call yields what was left
-        of the pass that was under way; `run.passes` says how many were over before it. A pass that the loop leaves, by
-        `break` or as it begins another, is over; by an error it is for a checkpoint that is saved as that is handled
-        under way yet.
-
-        Its length is the number of windows left in the epoch, if the loader has a length.
+        A window has one batch, or several if the plan allows adaptive batch sizes or `of_batches` set their number. The
+        iterator ends early if a `Stop` condition is met. In a resumed run, the first call yields the rest of the
+        interrupted epoch; `run.passes` is the number of epochs completed before. Leaving the loop by `break`, or
+        starting another iteration, completes the epoch; a checkpoint saved while an exception is handled resumes within
+        the epoch. `len()` of the iterator is the number of windows left in the epoch, if the loader has a length.
 
         Raises:
-            LoopError: a window was opened and neither stepped nor discarded; the last one too.
+            LoopError: a window was opened and neither stepped nor discarded (checked for the last window too).
         """
         before, has_ended = self._position.num_drawn_before, self._has_ended()
 
@@ -137,14 +140,14 @@ class Passes(RunView):
         number = self._position.number
         try:
             yield from self._windows(batches)
-        except GeneratorExit:  # the loop dropped this generator, which it does at once where nobody else holds it
+        except GeneratorExit:  # The loop dropped this generator, usually by `break`.
             if not self._has_ended():
                 self._position.left(number)
             raise
 
     def _has_ended(self) -> bool:
-        """Return whether a `Stop` condition ends the pass, or an interruption has: it is not over then."""
-        if self.stop_reason is StopReason.INTERRUPTED:  # a signal is no reason to leave a pass: the loop has its own
+        """Return True if a `Stop` condition or an interruption has ended the iteration."""
+        if self.stop_reason is StopReason.INTERRUPTED:  # After a signal, the loop may still leave an epoch by `break`.
             return self._num_stopped > 0 or self._position.is_to_stay
         return self.stop_reason is not None
 
@@ -175,22 +178,22 @@ class Passes(RunView):
         self._order.require_stepped("run.windows")
 
     def _drawn(self, batches: Iterator[Any]) -> list[Any] | None:
-        """Return the batches of the next window; None where a signal ended what draws them, and the run is left."""
+        """Return the batches of the next window; None if a signal ended the loader's workers and the run is ending."""
         drawn: list[Any] = []
         try:
             taken = itertools.islice(batches, self.num_batches)
             drawn.extend(taken if self.num_batches == 1 else _unshared(taken))
-        except RuntimeError:  # of a loader whose workers were sent the signal too
+        except RuntimeError:  # The loader's worker processes received the signal too.
             if drawn or self._peers.num_ranks > 1 or not self._keeper.is_leaving():
                 raise
             return None
         return drawn
 
     def of_batches(self, num_batches: int) -> None:
-        """Have each window of `windows` be of so many loader batches; the last of a pass of those that are left.
+        """Set the number of loader batches per window; the last window of an epoch may have fewer.
 
         Raises:
-            LoopError: the plan freed the batch, so that it says how many; or a window is open.
+            LoopError: the plan adapts the batch size and sets this number itself, or a window is open.
         """
         num_batches = checks.integer("num_batches", num_batches)
         self._require_open()
@@ -201,11 +204,11 @@ class Passes(RunView):
         self._control = FixedBatch(num_batches)
 
     def window(self, *batches: Any) -> Window:
-        """Return one batch as a window, or several as one: as many as `num_batches` says, to follow the plan.
+        """Make one window of the given batches. Pass `num_batches` batches to follow the plan.
 
         Raises:
-            BatchError: the schedule goes by samples, and their number is unknown. LoopError: the run is kept, and would
-                not know its place in batches that it was not asked for.
+            BatchError: the schedule depends on the number of samples, which is unknown.
+            LoopError: the run saves checkpoints, which requires `windows` to track the position in the data.
         """
         if self._keeper.keeps:
             given, expected = "a run with checkpoints", "run.windows(loader), which knows its place in the data"
@@ -238,10 +241,14 @@ class Passes(RunView):
         )
 
     def _sizes(self, batches: Sequence[Any]) -> tuple[list[int], bool, str]:
-        """Return sizes of the batches of a window, whether these are units for an unknown number, and why unsplit.
+        """Return the size of each batch of a window.
 
-        If the samples of one batch are unknown, every batch of the window has the weight of a full one, as with
-        `loss / k` in a plain loop.
+        If the number of samples of any batch is unknown, every batch gets the size of a full batch, so that batches
+        have equal weight, as with `loss / k` in a plain loop.
+
+        Returns:
+            The sizes; True if they are equal placeholders for unknown sizes; the reason why the batches cannot be
+            split, or "".
         """
         readings = [self._batching.read(batch) for batch in batches]
         reason = next((reading.reason for reading in readings if not reading.is_splittable), "")
@@ -254,14 +261,14 @@ class Passes(RunView):
         return rows, False, reason
 
     def _warn_of_whole(self, is_planned: bool, reason: str) -> None:
-        """Warn once if a batch trains whole that the plan would split."""
+        """Warn once if a batch that the plan would split runs as a single micro-batch."""
         if is_planned and not self._warned_whole:
             self._warned_whole = True
             text = f"A batch trains whole, without the micro-batches of the plan: {reason}."
             warnings.warn(f"{text} Pass count= and split= to trimtab.start.", RuntimeWarning, stacklevel=4)
 
     def _warn_of_other_steps(self, rows: Sequence[int], *, is_counted: bool) -> None:
-        """Warn, in the first window, if the steps of a loop that accumulates are not those that were planned."""
+        """Warn in the first window if its number of samples differs from the accumulated step that was planned."""
         is_first, self._is_first_window = self._is_first_window, False
         accumulate, planned = self.plan.reference.accumulate, self.plan.batch_rows
         if not is_first or not is_counted or accumulate == 1 or isinstance(self._control, BatchControl):
@@ -283,7 +290,7 @@ class Passes(RunView):
         return self._recovery.micro_batch_of(self._control.micro_batch_of(rows, planned, num_batches))
 
     def _trained_before(self, batch: Any) -> None:
-        """Take a batch, where there is one, for that of a window that was stepped before the run was gone on with."""
+        """Restore the padding batch for uneven inputs from a batch trained on before the resume; None is ignored."""
         if batch is not None and self._peers.num_ranks > 1:
             (rows,), _, reason = self._sizes([batch])
             micro_batch = rows if reason else self._recovery.micro_batch_of(self.plan.micro_batch_of(rows))
@@ -291,15 +298,15 @@ class Passes(RunView):
             self._joining.stepped(applied=True)
 
     def _require_open(self) -> None:
-        """Raise where the run is closed."""
+        """Raise `LoopError` if the run is closed."""
         raise NotImplementedError
 
 
 def _unshared(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches of one window, of which none may be written over as the next is drawn.
+    """Yield the batches of one window, checking that the loader does not reuse their memory.
 
     Raises:
-        BatchError: one was: its loader yields the same tensors again, with other rows in them.
+        BatchError: the loader overwrote the tensors of an earlier batch of the same window.
     """
     seen: list[tuple[Tensor, int]] = []
     for batch in batches:
@@ -317,5 +324,5 @@ def _unshared(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _is_written_noted(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory of its own, and a count of what was written there."""
+    """Return True if a tensor has strided memory and a version counter."""
     return tensor.layout is torch.strided and not tensor.is_inference()

@@ -1,4 +1,4 @@
-"""What a run says of itself, read-only, and its `with` block."""
+"""Read-only state of a run (counters, noise, stop reason) and its context manager."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.runtime.stopping import StopTest
 
 
 class RunView:
-    """Counters and standing of a run, which is closed where its `with` block ends."""
+    """Base class of `Run` with its read-only properties. Leaving the `with` block closes the run."""
 
     _auxiliary: list[Any]
     _consumed: Consumed
@@ -32,13 +32,15 @@ class RunView:
 
     @property
     def loss_share(self) -> float | Tensor:
-        """What the open window's mean loss is multiplied by, for its mean over ranks to be that of all their terms.
+        """Weight of this rank's mean loss in the mean over all ranks' samples or tokens.
 
-        Known once the window's last micro-batch was seen; 1.0 in one process. On ranks it waits for what the others
-        say of their parts, as `unscale` and `step` do, and for no device.
+        The mean over ranks of `weight * mean loss` is the global mean.
+
+        1.0 in one process. Available after the window's last micro-batch. With several ranks, reading it waits for the
+        other ranks' metadata, as `unscale` and `step` do, but does not synchronise with the device.
 
         Raises:
-            LoopError: the window's last micro-batch was not seen, or there is no window.
+            LoopError: no window is open, or its last micro-batch has not run.
         """
         self._order.require_complete("run.loss_share")
         return self._weights.share
@@ -47,53 +49,53 @@ class RunView:
     def auxiliary(self) -> tuple[Any, ...]:
         """Auxiliary value of each micro-batch of the last window, for losses that return `(loss, auxiliary)`.
 
-        None for a micro-batch without one. Tensors are detached. They are held until the next window begins: return
-        metrics, not activations, where memory is scarce.
+        None for micro-batches without an auxiliary value. Tensors are detached and kept until the next window begins:
+        return metrics rather than activations if memory is scarce.
         """
         return tuple(self._auxiliary)
 
     @property
     def num_batches(self) -> int:
-        """Loader batches of the next window; 1 unless the plan freed the batch, or `of_batches` said how many."""
+        """Number of loader batches in the next window; 1 unless the plan adapts it or `of_batches` set it."""
         return self._control.num_batches
 
     @property
     def consumed_rows(self) -> int:
-        """Samples seen, voided windows too."""
+        """Number of samples consumed, skipped steps included."""
         return self._consumed.rows
 
     @property
     def num_windows(self) -> int:
-        """Windows that are over, voided ones too."""
+        """Number of finished windows, skipped steps included."""
         return self._consumed.windows
 
     @property
     def applied_steps(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         return self._consumed.applied
 
     @property
     def micro_batch_limit(self) -> int | None:
-        """Rows of a micro-batch that fit, on the rank that has least room, once memory ran out; None before."""
+        """Largest micro-batch in samples that fits on every rank, known after an out-of-memory error; None before."""
         return self._recovery.limit.rows
 
     @property
     def noise(self) -> Noise | None:
-        """Gradient noise over the last windows, where the plan freed the batch; None before anything is known."""
+        """Gradient noise scale over the last windows; None if the batch size is fixed or nothing was measured yet."""
         return self._control.noise
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Which `Stop` condition was met; None while the run goes on."""
+        """`Stop` condition that was met; None while the run continues."""
         return self._stopping.reason
 
     @property
     def loss_scale(self) -> float | None:
-        """The fp16 loss scale; None under any other precision."""
+        """Current fp16 loss scale; None under any other precision."""
         return self._precision.loss_scale
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run, by an error or without one."""
+        """Close the run; `error` is the exception that ended it, or None."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A window: the data of one optimizer step, a loader batch or several, iterated once as micro-batches."""
+"""A window: the data of one optimizer step (one or several loader batches), iterated once as micro-batches."""
 
 from __future__ import annotations
 
@@ -14,33 +14,44 @@ from trimtab.runtime.inner_lists import InnerLists
 
 
 class Loop(Protocol):
-    """What a window tells its run."""
+    """Callbacks from a window to the run."""
 
     def open_window(self, window: Window) -> None:
-        """The first micro-batch is about to be yielded."""
+        """Called before the first micro-batch is yielded."""
 
     def begin_micro_batch(self, window: Window, rows: int, *, of_next: bool, last: bool) -> None:
-        """A micro-batch of `rows` rows is about to be yielded, the first of the next loader batch or another of it.
+        """Called before a micro-batch is yielded.
 
-        Raises where the window is no longer the open one.
+        Args:
+            rows: samples of the micro-batch.
+            of_next: True if it is the first micro-batch of a loader batch.
+            last: True if it is the window's last micro-batch.
+
+        Raises:
+            LoopError: the window is no longer the open window.
         """
 
     def end_micro_batch(self, window: Window) -> None:
-        """The loop's body for the last micro-batch has run; raises unless it called backward."""
+        """Called after the loop's body for a micro-batch. Raises `LoopError` unless the body called `backward`."""
 
 
 class Window:
-    """Micro-batches on the model's device, in order. `rows` and `num_micro_batches` are known before the first.
+    """The batches of one optimizer step; iterating yields micro-batches on the model's device.
 
     Args:
-        batches: the loader's batches it is made of; their host copies are kept until it is over.
-        rows: of each batch, by which it is weighted. micro_batches: rows per micro-batch, of each.
-        batching: how batches are split. samples: of all batches; None if unknown, and `rows` are then equal units.
-        may_split: whether smaller micro-batches can be made. inner_lists: whether a loss gets copies of lists in long
-            lists; None: it does.
+        loop: the run, which receives the callbacks.
+        batches: loader batches; their host copies are kept until the window ends.
+        rows: samples of each batch, used as weights.
+        micro_batches: samples per micro-batch, for each batch.
+        device: device of the micro-batches.
+        batching: counts and splits batches.
+        samples: total samples; None if unknown, in which case `rows` are equal placeholders.
+        may_split: False if the batches cannot be split.
+        inner_lists: decides on copying nested lists for the loss; None always copies.
 
     Attributes:
-        num_micro_batches: k.
+        rows: total of `rows`.
+        num_micro_batches: number of micro-batches, known before the first is yielded.
     """
 
     def __init__(
@@ -76,31 +87,31 @@ class Window:
 
     @property
     def micro_batch(self) -> int:
-        """Rows of the largest micro-batch."""
+        """Samples in the largest micro-batch."""
         return max((min(pair) for pair in zip(self._batch_rows, self._micro_batches, strict=True)), default=0)
 
     @property
     def batch_rows(self) -> int:
-        """Rows of the largest loader batch."""
+        """Samples in the largest loader batch."""
         return max(self._batch_rows, default=0)
 
     def holds_nan(self) -> bool:
-        """Return whether a value of its batches is no number; waits for the device. A mask may well be infinite."""
+        """Return True if a batch contains NaN. Infinite values are accepted, as masks contain them. Synchronises."""
         return holds_nan(self._batches)
 
     @property
     def has_equal_batches(self) -> bool:
-        """Whether its batches have the same number of samples."""
+        """True if all batches have the same number of samples."""
         return len(set(self._batch_rows)) <= 1
 
     def note_versions(self) -> None:
-        """Note the versions of its tensors, to see whether the loss changes them in place."""
+        """Record the version counters of the batch tensors, to detect in-place changes by the loss."""
         contents = tuple(map(contents_of, self._batches))
         self._contents, self._versions = contents, tuple([each.versions() for each in contents])
 
     @property
     def repeat_refusal(self) -> str:
-        """Reason why the window cannot be run again in smaller micro-batches, or ""."""
+        """Reason why the window cannot be repeated in smaller micro-batches, or ""."""
         if not self.may_split:
             return "its batch cannot be split"
         if self._versions is not None and self._versions != tuple(map(versions_of, self._batches)):
@@ -108,29 +119,29 @@ class Window:
         return ""
 
     def split(self, micro_batch: int) -> None:
-        """Begin anew, in micro-batches of at most so many rows."""
+        """Restart the window with micro-batches of at most `micro_batch` samples."""
         self._micro_batches = tuple(min(micro_batch, each) for each in self._micro_batches)
         self.num_micro_batches = self._count()
         self._used = False
 
     def pad(self, micro_batch: Any, num: int) -> None:
-        """Begin with `num` more micro-batches that count as no rows: for the collectives in them, other ranks' too."""
+        """Prepend `num` zero-weight micro-batches, so that this rank takes part in other ranks' collectives."""
         self._padding, self._num_padding = micro_batch, num
         self.num_micro_batches = self._count()
 
     @property
     def num_padding(self) -> int:
-        """Micro-batches that count as no rows; the first ones."""
+        """Number of zero-weight micro-batches at the start of the window."""
         return self._num_padding
 
     def match(self, num: int) -> None:
-        """Have as many micro-batches as every rank has."""
+        """Pad the window to `num` micro-batches, the largest number on any rank."""
         if num > self.num_micro_batches:
             micro_batch, _ = next(self._batching.slices(self._batches[0], self._batch_rows[0], self._micro_batches[0]))
             self.pad(micro_batch, num - self.num_micro_batches)
 
     def is_of(self, loop: Loop) -> bool:
-        """Return whether this run made the window."""
+        """Return True if `loop` made this window."""
         return loop is self._loop
 
     def __len__(self) -> int:
@@ -162,14 +173,14 @@ class Window:
                 of_next = False
 
     def _given(self, micro: Any, contents: Contents | None) -> Any:
-        """Return new containers of a micro-batch, on the device."""
+        """Return the micro-batch on the device, in new containers."""
         given = fresh(micro, self._inner_lists, contents)
         is_there = contents is not None and contents.are_on(self._device)
         return given if is_there else to_device(given, self._device)
 
 
 def check_call(loop: Loop, window: Any, loss_fn: Any) -> None:
-    """Raise `LoopError` unless this run made the window, and `LossError` unless the loss can be called."""
+    """Raise `LoopError` if `loop` did not make the window, and `LossError` if `loss_fn` is not callable."""
     if not isinstance(window, Window) or not window.is_of(loop):
         given = "a window of another run" if isinstance(window, Window) else f"a {type(window).__name__}"
         expected = "one that run.windows(loader) or run.window(batch) made"
