@@ -1,4 +1,4 @@
-"""The front door: `profile`, `plan`, `start`."""
+"""Public functions: `profile`, `plan`, `plan_elsewhere` and `start`."""
 
 from __future__ import annotations
 
@@ -91,39 +91,44 @@ def profile(
     split: Split | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Measure a training loop and the settings worth trying on it; leaves no trace.
+    """Measure a training loop and the candidate settings for it; model, optimizer and data are left unchanged.
 
     Args:
-        model, optimizer: as they will be trained; bit for bit the same afterwards, also when a trial fails.
-        loss_fn: `loss_fn(model, batch)` -> a mean over samples, or `trimtab.Summed(loss_sum, count)` for unlike numbers
-            of terms, such as tokens; alone or in a pair `(loss, auxiliary)`, see `Run.auxiliary`.
-        example_batch: what the loader yields for one optimizer step.
-        budget, objective: limits and weights; they decide which settings are tried.
-        reference: what the user's loop does today; undeclared, "assumed fp32 eager".
-        longest_batch: the longest batch the data holds, if lengths vary, of as many rows: everything is measured on it.
-        data: the loop's loader; a few batches are drawn to time the wait for them. Loader, sampler, dataset and random
-            generators are restored and workers started for this end, so that its next epochs are as without planning.
-            Nothing is drawn from an iterator or from data that hold one; the profile's notes say so.
-        total_steps: optimizer steps of the whole run, where they are known: they say how long measuring may take, and
-            whether compiling the model can pay.
-        frees_batch: whether windows may span several batches, as with `adapt="batch"`. Their gradients are then held
-            beside a forward, and peaks are of windows of two batches.
-        blocks: names of the modules that may compute their activations again in the backward, where those found in the
-            model's tree are not the ones. Each runs once in a forward, and none lies in another.
-        modules: trained by the same optimizer in addition to the model, such as a criterion with parameters. Those
-            without parameters of the optimizer's are restored after planning.
+        model: the model as it will be trained. It is restored bit for bit, also if a trial fails.
+        optimizer: its optimizer; restored likewise.
+        loss_fn: `loss_fn(model, batch)` returns a mean over samples, or `trimtab.Summed(loss_sum, count)` if samples
+            have unequal numbers of terms, such as tokens; alone or in a pair `(loss, auxiliary)`, see
+            `Run.auxiliary`.
+        example_batch: a batch of the loader, for one optimizer step.
+        budget: hard limits on memory, time and energy; candidates that cannot meet them are not tried.
+        objective: weights of time, memory and energy; they determine which candidates are tried.
+        reference: precision, clipping and accumulation of the user's loop; by default "assumed fp32 eager".
+        longest_batch: the longest batch in the data, with the same number of samples, if lengths vary. All
+            measurements then use it.
+        data: the loop's loader; a few batches are drawn to time the data wait. Loader, sampler, dataset and random
+            generators are restored and the workers started for the measurement are ended, so the next epochs are as
+            without planning. Iterators, and data that contain an iterator, are not drawn from; the profile's notes
+            record it.
+        total_steps: optimizer steps of the whole run, if known. Limits the time spent on measuring and determines if
+            compilation can pay off.
+        frees_batch: True if a window may span several batches, as with `adapt="batch"`. Gradients are then held
+            during a forward, and peaks are those of windows of two batches.
+        blocks: names of the modules to consider for activation checkpointing, instead of those found in the module
+            tree. Each must run once per forward, and none may contain another.
+        modules: modules in addition to the model, such as a criterion with parameters, that the same optimizer
+            trains. Modules without parameters of the optimizer are restored after planning.
         num_blocks: interleaved blocks of steps per candidate, at least 3. A gain is accepted from 5 blocks on.
-        traces: whether to trace peaks though memory is neither limited nor weighed, so that the profile can be decided
-            under other limits and for other devices.
-        metering: how joules are known; by default by the meters there are.
-        count: `count(batch)` -> number of samples. split: `split(batch, start, stop)` -> a batch of the samples from
-            `start` to `stop`. For batches whose containers do not show them, such as packed, graph, time-first and
-            vision-language batches; without, such a batch trains whole.
-        progress: called with a line of text as work goes on.
+        traces: True to trace peaks even if memory is neither limited nor weighted, so that a plan can be chosen from
+            the profile under other limits and for other devices.
+        metering: source of the energy figures; by default the meters found on the machine.
+        count: `count(batch)` returns the number of samples. Needed, with `split`, for packed, graph, time-first and
+            vision-language batches, whose containers do not show their samples; otherwise such a batch is not split.
+        split: `split(batch, start, stop)` returns a batch of the samples from `start` to `stop`.
+        progress: called with a line of text as the measurement advances.
 
     Raises:
-        UsageError: model, optimizer, loss or batch do not fit together, the device is neither CPU nor CUDA, or on
-            several ranks the loop has wrapped the model; nothing was changed.
+        UsageError: model, optimizer, loss or batch do not fit together, the device is neither CPU nor CUDA, or the
+            model is already wrapped on several ranks. Nothing was changed.
     """
     require_plannable(model)
     reference = checks.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE)
@@ -160,16 +165,21 @@ def plan_elsewhere(
     blocks: Iterable[str] = (),
     progress: Callable[[str], None] = silent,
 ) -> Plan:
-    """Plan for a device that is not here, from traces and its data sheet: nothing is run, every figure is predicted.
+    """Plan for a device that is not in this machine, from traces and the device's data sheet.
+
+    Nothing is run; all figures are predictions.
 
     Args:
-        model, optimizer, example_batch: on the CPU, or without memory; they are not changed.
-        device: a name of the table, such as "H100 SXM", or a spec with peaks and bandwidth.
-        budget: its memory is the device's at the most.
-        The rest as in `profile`.
+        model: the model, on the CPU or the meta device. Not changed.
+        optimizer: its optimizer. Not changed.
+        example_batch: a batch, on the CPU or the meta device. Not changed.
+        device: a name in the device table, such as "H100 SXM", or a spec with peaks and bandwidth.
+        budget: as in `profile`; memory is limited to the device's.
+        loss_fn, objective, reference, blocks, progress: as in `profile`.
 
     Raises:
-        UsageError: the device is not known, or a step cannot be traced. InfeasibleError: no settings meet the budget.
+        UsageError: the device is unknown, or a step cannot be traced.
+        InfeasibleError: no settings meet the budget.
     """
     asked = {"budget": budget, "objective": objective, "reference": reference, "blocks": blocks, "progress": progress}
     return choose_there(profile_there(model, optimizer, loss_fn, example_batch, device, **asked))
@@ -189,10 +199,10 @@ def profile_there(
     rows: int | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Return what `plan_elsewhere` decides by; arguments and errors as there.
+    """Return the traced profile that `plan_elsewhere` chooses from; arguments and errors are the same.
 
     Args:
-        rows: of a step, where the batch is an example of other rows.
+        rows: samples per step, if not those of the example batch.
     """
     spec = absent_device(device) if isinstance(device, str) else device
     limits = checks.dataclass_or("budget", budget, Budget, Budget()).within(spec.memory_bytes)
@@ -236,32 +246,39 @@ def plan(
     rehearse: bool = True,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
-    """Measure, then decide: which settings to change on this machine, and why. Observes only; `print(plan)` explains.
+    """Measure the loop and choose settings for this machine. Nothing is changed; `print(plan)` explains the choices.
 
-    On several ranks, of a model that the loop has not wrapped, all call it: rank 0 measures its share of a batch, and
-    the plan it hands to the others says how they share the model. Under a memory limit, which is a rank's, or where
-    memory is weighed, the ZeRO stage is chosen by what a rank holds at each; else every rank holds the whole model.
-    Where the stage is chosen, or the plan would change how gradients are sent, all ranks first run such plans on copies
-    of model and optimizer, for some windows that call `loss_fn`; what is the user's stays as it was.
+    On several ranks with an unwrapped model, every rank calls `plan`. Rank 0 measures its part of a batch, and its
+    plan, broadcast to all ranks, includes how to shard the model. With a memory limit (per rank) or a memory weight,
+    the ZeRO stage is chosen by the memory of a rank at each stage; otherwise every rank holds the whole model. If the
+    stage is chosen, or if the plan would change the communication of gradients, all ranks first run a few windows of
+    such plans on copies of model and optimizer (a dry run, which calls `loss_fn`).
 
     Args:
-        adapt: None keeps the user's maths (tier S). Tier F: "learning_rate" also finds a peak learning rate by a range
-            test, and a schedule; its cost is in `plan.search_s`. "batch" lets a window span several batches while
-            training, as gradient noise and measured times ask for, the learning rate following. Others are raced over
-            short trainings in pairs, in one process, and kept where they are clearly sooner at the same loss:
-            "optimizer" Muon for the matrices of the model's blocks, "schedule" other shapes of that schedule, and
-            "dropout" none, by the loss of batches not trained on yet, for a run that does not repeat its data. Or
-            several of them.
-        batch_rule: how, with "batch"; by default goodput, in windows of up to 16 loader batches. Without, one that only
-            measures: `BatchRule("fixed")`.
-        data: training batches, as in `profile`, and to train on a little; needed with all but "batch". The first
-            batches of an iterator are used up by that.
-        rehearse: whether several ranks run plans before one is chosen; without, what is predicted is taken.
-        The rest as in `profile`.
+        adapt: None keeps batch size, learning rate, schedule and optimizer (an equivalent plan). Otherwise one or
+            several of these names (a tuned plan):
+            - "learning_rate": a peak learning rate from a range test, and a schedule. `plan.search_s` includes the
+              cost.
+            - "batch": the number of batches per window follows gradient noise and step times during training, and the
+              learning rate follows the batch size.
+            - "optimizer": Muon for the matrices of the model's blocks.
+            - "schedule": other shapes of the learning-rate schedule.
+            - "dropout": no dropout, judged by the loss of unseen batches, for a run within one epoch.
+            The last three are compared in short paired trainings in one process, and accepted if they reach the same
+            loss significantly sooner.
+        batch_rule: policy for adapt="batch"; by default goodput, with windows of up to 16 loader batches. Without
+            adapt="batch", only `BatchRule("fixed")`, which measures the noise scale.
+        data: training batches, as in `profile`, and for short trainings; required with every `adapt` but "batch". An
+            iterator loses the batches drawn from it.
+        rehearse: True to run candidate plans on all ranks before one is chosen; False to rely on predictions.
+        model, optimizer, loss_fn, example_batch, budget, objective, reference, longest_batch, total_steps, blocks,
+            modules, num_blocks, metering, count, split, progress: as in `profile`.
 
     Raises:
-        UsageError: as in `profile`. InfeasibleError: no settings meet the budget. RankError: another rank ended or is
-            silent, or ranks failed, as where memory runs out, after they had sent unlike much in such windows.
+        UsageError: as in `profile`.
+        InfeasibleError: no settings meet the budget.
+        RankError: another rank ended or does not answer, or ranks failed in a dry run after a different number of
+            collectives, for example because memory ran out.
     """
     require_plannable(model)
     batching = Batching(count, split)
@@ -289,7 +306,8 @@ def plan(
             objective=objective,
             reference=reference,
             longest_batch=longest_batch,
-            data=None if trains and isinstance(data, Iterator) else data,  # whole for what trains on it
+            # An iterator is left whole for the short trainings.
+            data=None if trains and isinstance(data, Iterator) else data,
             total_steps=total_steps,
             blocks=blocks,
             modules=beside,
@@ -327,7 +345,7 @@ def plan(
 
 
 def default_rule(plan: Plan) -> BatchRule:
-    """Return the rule that frees a plan's batch by default: goodput, for windows of up to sixteen loader batches."""
+    """Return the batch rule for adapt="batch": goodput, with windows of up to 16 loader batches."""
     return BatchRule(k_max=MOST_BATCHES * plan.num_micro_batches)
 
 
@@ -352,25 +370,27 @@ def start(
     """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
 
     Args:
-        total_samples, total_tokens: what the run will train on, the one or the other; needed when the plan has a
-            schedule by progress. Tokens are the terms that `Summed` counts.
+        model, optimizer: the objects that the plan was made for.
+        total_samples: samples of the whole run; needed, or `total_tokens`, if the plan has a schedule by progress.
+        total_tokens: the same in terms counted by `Summed`.
         clip_norm: limit on the global gradient norm, as the user's loop applies it (paper eq. 12).
         nonfinite: for steps with a non-finite loss or gradient. "skip" drops the step, "stop" raises `NonFiniteError`
             before it is applied; both wait for the device in each step. "warn" (also None) warns once after such a
             step, "error" raises; both read the loss a step later, without waiting. "continue" checks nothing.
-        out_of_memory: in `run.train_step`, "split" runs the window again in smaller micro-batches, "stop" raises. None:
-            split in one process, unless the plan's check found that splitting changes the maths, or the model has batch
-            statistics. Of several ranks only one that holds the whole model can (zero_stage 0), without a batch rule.
-        stop: when to end before the data does.
-        record: where to write a line per step; stays open for its owner.
-        energy: what counts joules for that record, a line about every ten seconds; None: they are not in it.
-        checkpoints: where the run is kept, and gone on from; needs `run.windows(loader)`, which knows its place.
-        modules: trained by the same optimizer in addition to the model, such as a criterion with parameters; in one
-            process. Checkpoints include them.
+        out_of_memory: "split" reruns the window of `run.train_step` in smaller micro-batches, "stop" raises. None:
+            "split" in one process, unless the plan's check found that splitting changes the gradient or the model has
+            batch statistics. On several ranks "split" needs a whole model per rank (zero_stage 0) and no batch rule.
+        stop: conditions that end the run before its data end.
+        record: writer of a line per step; it stays open for its owner.
+        energy: clock whose joules are added to the record about every ten seconds; None: the record has none.
+        checkpoints: where checkpoints are written and resumed from. Needs `run.windows(loader)`, which tracks the
+            data position.
+        modules: modules in addition to the model, such as a criterion with parameters, that the same optimizer
+            trains; in one process only. Checkpoints include them.
         count, split: as in `profile`.
 
     Raises:
-        UsageError: the plan does not fit this model, optimizer or device; nothing was changed.
+        UsageError: the plan does not fit this model, optimizer or device. Nothing was changed.
     """
     if not isinstance(plan, Plan):
         raise ValueGivenError(
@@ -387,7 +407,8 @@ def start(
     require_alone(beside, is_alone=not exchange.has_peers)
     require_same_loop(model, optimizer, exchange, spreads=plan.zero_stage.value is not None)
     warn_of_unproved_split(plan)
-    if exchange.num_ranks == 1 and exchange.has_peers:  # gradients may be reduced by hand, and other ranks would wait
+    # The loop may reduce gradients by hand, and a retry on this rank would make others wait.
+    if exchange.num_ranks == 1 and exchange.has_peers:
         out_of_memory = out_of_memory or "stop"
         if plan.batch_rule is not None:
             raise ValueGivenError(

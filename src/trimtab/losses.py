@@ -19,7 +19,7 @@ from trimtab.core.errors import LossError
 
 Count = Tensor | int | float
 _LARGEST = sys.float_info.max
-_LAST_OPERATIONS = 4  # a loss may be divided by a number of batches after it was scaled
+_LAST_OPERATIONS = 4  # A loss may be divided by the number of batches after it was scaled, so a few nodes are searched.
 _EXPECTED = "a scalar mean, trimtab.Summed(loss_sum, count), or one of them in a pair (loss, auxiliary)"
 
 
@@ -59,8 +59,8 @@ def parts_of(result: Any, *, is_auxiliary: bool = False) -> LossResult:
 
     Args:
         result: as of `as_loss`.
-        is_auxiliary: whether the loss function returned auxiliary values before: the outputs of a last batch of one
-            sample are then no number.
+        is_auxiliary: True if the loss function returned auxiliary values before. A tensor with one element, from a
+            last batch of one sample, is then accepted as auxiliary values.
 
     Raises:
         LossError: a pair with a number as its second member (code "loss.pair_ambiguous").
@@ -104,9 +104,9 @@ def as_loss(result: Any, *, is_auxiliary: bool = False) -> LossResult:
 
 
 def require_unscaled(loss: Tensor) -> None:
-    """Raise if a loss was multiplied by a `GradScaler`'s scale: the optimizer would step by gradients as many times.
+    """Raise if a loss was multiplied by a `GradScaler`'s scale: the gradients would be too large by this factor.
 
-    For one loss of a run: the scale is searched for among the objects of the process.
+    The scaler is searched for among all objects of the process, so call it for one loss of a run only.
 
     Raises:
         LossError: `scaler.scale(loss)` was returned.
@@ -127,7 +127,7 @@ def require_unscaled(loss: Tensor) -> None:
 
 
 def _last_factors(loss: Tensor) -> list[Tensor]:
-    """Return the numbers that the last operations of a loss multiplied with."""
+    """Return the scalar factors of the last few multiplications in a loss's autograd graph."""
     found, node = [], loss.grad_fn
     for _ in range(_LAST_OPERATIONS):
         if node is None:
@@ -140,7 +140,7 @@ def _last_factors(loss: Tensor) -> list[Tensor]:
 
 
 def mean_of(result: Any) -> Tensor:
-    """Return the mean loss of a loss function's result, as a plain loop trains it."""
+    """Return the mean loss of a loss function's result, as an unplanned loop trains it."""
     loss, count, _ = parts_of(result)
     mean: Tensor = loss if count is None else loss / count
     return mean
@@ -203,12 +203,12 @@ def checked_count(count: Any) -> Count:
 
 
 def _beside(loss: Tensor, count: Count) -> Count:
-    """Return a count on the loss's device: the window's gradients are multiplied there, without a synchronisation."""
+    """Return a count on the loss's device, where the gradients are rescaled without a synchronisation."""
     return count.to(loss.device, non_blocking=loss.is_cuda) if isinstance(count, Tensor) else count
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value could be taken for a number of terms, a metric or a weight."""
+    """Return True if a value could be the number of terms, a metric or a weight."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, numbers.Number | np.bool_) or (isinstance(value, np.ndarray) and value.size == 1)

@@ -1,7 +1,7 @@
-"""Modules that a model may adopt: a head over a large vocabulary that need not hold all of its logits.
+"""Modules that a model may adopt: a language-model head that computes its loss in chunks.
 
-The logits of N tokens over V words are N x V numbers, several times over in a step: in a small language model with a
-large vocabulary most of its memory. A chunk of tokens at a time, loss and gradients need the logits of a chunk.
+The logits of N tokens over a vocabulary of V take N x V elements, several times over in a step: most of the memory of
+a small language model with a large vocabulary. In chunks, loss and gradients need the logits of one chunk at a time.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch.nn import functional as F
 from trimtab.core import checks
 from trimtab.core.errors import BatchError
 
-IGNORED = -100  # the target that counts nothing, torch's own
-_OF_TORCH = getattr(F, "linear_cross_entropy", None)  # from torch 2.13 on
+IGNORED = -100  # The target that torch's cross_entropy ignores by default.
+_OF_TORCH = getattr(F, "linear_cross_entropy", None)  # From torch 2.13 on.
 
 
 class LossHead(nn.Linear):
-    """The linear layer from features to logits, and the cross-entropy of what it predicts.
+    """Linear layer from features to logits, with a chunked cross-entropy loss.
 
-    Called, it is `nn.Linear`: weights and their names are as they would be, and they can be tied to an embedding's.
+    Called as a module it is `nn.Linear`, with the same parameter names; its weight can be tied to an embedding.
 
     Attributes:
-        chunk_rows: tokens whose logits are held at once; None for all. Another rounding of the same maths.
+        chunk_rows: tokens per chunk, whose logits are held at once; None for all. Changes the result by rounding
+            only.
     """
 
     def __init__(
@@ -38,15 +39,17 @@ class LossHead(nn.Linear):
         self.chunk_rows = chunk_rows
 
     def loss(self, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (loss_sum, count) over the targets that are not -100: the arguments of `trimtab.Summed`.
+        """Return (loss_sum, count) over the targets other than -100: the arguments of `trimtab.Summed`.
 
-        Call it inside the model's forward, and shard the head with the model: hooks on calls of its own never see it.
+        Call it inside the model's forward, and shard the head together with the model: forward hooks of the head
+        itself do not run here.
 
         Args:
-            features: (..., in_features). targets: (...) words.
+            features: (..., in_features).
+            targets: (...) token indices.
 
         Raises:
-            BatchError: there are not as many targets as features.
+            BatchError: the numbers of targets and features differ.
         """
         if features.shape[:-1] != targets.shape:
             given = f"targets of shape {tuple(targets.shape)} for features of {tuple(features.shape)}"
@@ -61,18 +64,21 @@ class LossHead(nn.Linear):
         return total, (words != IGNORED).sum()
 
     def extra_repr(self) -> str:
-        """Say how it is chunked."""
+        """Return the module's repr with the chunk size."""
         return f"{super().extra_repr()}, chunk_rows={self.chunk_rows}"
 
 
 def _summed(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the summed loss, in float32 at the least: in half of its bits a sum over thousands would lose most."""
+    """Return the summed cross-entropy in float32 or better.
+
+    A 16-bit sum over thousands of terms would lose most of its digits.
+    """
     exact = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(exact), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_rows: int) -> Tensor:
-    """Return the summed loss, its logits a chunk at a time, in the precision of the autocast in force."""
+    """Return the summed loss, computed chunk by chunk in the autocast dtype, if autocast is enabled."""
     kind = features.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -82,7 +88,7 @@ def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         if _OF_TORCH is None or features.dtype is torch.float16:
             result: Tensor = _Chunked.apply(features, weight, bias, targets, chunk_rows)
             return result
-        # With options left out torch holds all logits, and by its own choice of them it is several times slower.
+        # torch's default options hold all logits, and its automatic choice of chunks is several times slower.
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_rows, acc_policy="accurate")
         sums = {"reduction": "sum", "ignore_index": IGNORED, "options": options}
         total: Tensor = _OF_TORCH(features, weight, targets, linear_bias=bias, **sums)
@@ -90,20 +96,21 @@ def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
 
 
 class _Chunked(torch.autograd.Function):
-    """Loss and gradients in one pass: a chunk's logits are done with before the next one's are made.
+    """Loss and gradients in one pass: the logits of a chunk are freed before those of the next are computed.
 
-    For fp16, and for torch before 2.13, which has no such thing of its own.
+    For fp16, and for torch before 2.13, which lacks `linear_cross_entropy`.
     """
 
     @staticmethod
     def forward(
         ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_rows: int
     ) -> Tensor:
-        """Return the summed loss in float32 at the least."""
+        """Return the summed loss in float32 or better; gradients are computed here and kept for `backward`."""
         exact = torch.promote_types(features.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=features.device)
         wanted, like = ctx.needs_input_grad[:3], (features, weight, bias)
-        if features.dtype is torch.float16:  # whose gradients would be lost before a loss scale reaches them
+        # Gradients computed here are not yet multiplied by the loss scale and would underflow in fp16.
+        if features.dtype is torch.float16:
             features, weight = features.to(exact), weight.to(exact)
             bias = None if bias is None else bias.to(exact)
         grad_features = torch.empty_like(features) if wanted[0] else None
@@ -127,7 +134,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients, by what the loss is multiplied by."""
+        """Return the gradients multiplied by the gradient of the loss."""
         found, ctx.gradients = ctx.gradients, None
         if found is None:
             raise RuntimeError("a second backward through a chunked loss: its gradients were handed out")
@@ -137,7 +144,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _loss_and_slope(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a chunk, and its derivative by the logits, in their memory."""
+    """Return the summed loss of a chunk and its gradient by the logits, which overwrites the logits."""
     counts = words != IGNORED
     picked = torch.where(counts, words, 0)[:, None]
     normaliser = logits.logsumexp(1, keepdim=True)
@@ -148,7 +155,7 @@ def _loss_and_slope(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to a sum of at least its precision."""
+    """Add a matrix product in place to a sum of the same or higher precision."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
