@@ -1,1 +1,1 @@
-"""Values: frozen dataclasses and their JSON, standard library only. Imports nothing of trimtab above it."""
+"""Frozen dataclasses and their JSON; standard library only, imports nothing else of trimtab."""

@@ -1,4 +1,7 @@
-"""Two runs of the same course, of which one may do a part more often: what they have in common at both ends."""
+"""Alignment of two memory traces of a step at different batch sizes.
+
+One of the two may repeat a part more often, such as a loss computed in chunks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from itertools import accumulate, groupby, takewhile
 
 
 def common_ends(one: Sequence[object], other: Sequence[object]) -> tuple[int, int]:
-    """Return how many items two sequences begin with alike, and how many of the others they end with alike."""
+    """Return the lengths of the longest common prefix and of the longest common suffix, which do not overlap."""
     most = min(len(one), len(other))
     begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
     ends = zip(reversed(one), reversed(other), strict=False)
@@ -18,12 +21,13 @@ def common_ends(one: Sequence[object], other: Sequence[object]) -> tuple[int, in
 def aligned_peaks(
     few: Sequence[int], many: Sequence[int], few_kinds: Sequence[int], many_kinds: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return values moment by moment, and of a span in which two courses differ the largest of each.
+    """Return two aligned lists of values: moment by moment, and the maximum of each span in which the traces differ.
 
-    Torch runs a backward's last nodes in an order of its own, so that two of the same length may differ too.
+    Traces of equal length may differ too, because the order of the last nodes of torch's backward varies.
 
     Args:
-        few, many: a value at each moment. few_kinds, many_kinds: by how much there is more of what is counted.
+        few, many: value at each moment, at the smaller and the larger batch size.
+        few_kinds, many_kinds: change in the number of live tensors at each moment.
     """
     if len(few) == len(many):
         return _in_step(few, many, few_kinds, many_kinds)
@@ -39,11 +43,12 @@ def aligned_peaks(
 def _in_step(
     few: Sequence[int], many: Sequence[int], few_kinds: Sequence[int], many_kinds: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return all moments at which as many are there of one as of the other; of others the largest, with those beside.
+    """Return the values at moments with equal counts; a span with unequal counts becomes its maximum.
 
-    Of two that let go of the same before and after something comes, one has its largest where the other is in step. By
-    counts alone: of things that come in another order no sign is seen. A largest of other moments is no line, and told
-    too small for sizes that are smaller than both.
+    The maximum includes the neighbouring moments: if two releases surround an allocation in a different order, the
+    peak of one trace lies where the counts agree. Only counts are compared, so a different order with the same counts
+    is not detected. A maximum over different moments is not linear in the batch size, and an extrapolation below both
+    sizes is too low.
     """
     is_same = [one == other for one, other in zip(accumulate(few_kinds), accumulate(many_kinds), strict=True)]
     ours, theirs = list[int](), list[int]()

@@ -1,4 +1,4 @@
-"""A file that lines are added to, and that a full disk leaves with whole ones."""
+"""Append-only files that contain whole lines only, even if the disk is full."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from pathlib import Path
 from trimtab.core.errors import SaveError
 from trimtab.core.locks import holder_pid, in_use, is_at, lock_if_possible
 
-TEMPORARY = ".tmp-"  # in the names of what is not there yet, or no more
+TEMPORARY = ".tmp-"  # Part of the names of files that are not complete yet, or are about to be deleted.
 
 
 class Appended:
-    """A file that is added to: of what is flushed all gets there, or nothing does and it is tried again with the next.
+    """A file for appending: each flush writes all buffered data or none, and a failed flush is retried with the next.
 
-    What was written and not flushed is held in memory; in a forked process it is the parent's to flush.
+    Data that was written but not flushed is held in memory; a forked process does not flush its parent's data.
 
     Args:
-        path: made where it is not there. is_new: it must not be. is_exclusive: whether the file is locked until it is
-            closed, so that no second one of this or another process adds to it.
+        path: created if it does not exist.
+        is_new: True to fail if the file exists.
+        is_exclusive: True to lock the file until it is closed, so that no second writer of any process appends to it.
 
     Raises:
-        OSError: it cannot be opened. InUseError: it is locked already.
+        OSError: the file cannot be opened.
+        InUseError: the file is already locked.
     """
 
     def __init__(self, path: Path, *, is_new: bool = False, is_exclusive: bool = False) -> None:
@@ -51,9 +53,9 @@ class Appended:
         )
 
     def _locked(self) -> bool:
-        """Lock the open file; returns False if the path has another one by now."""
+        """Lock the open file. Returns False if the path leads to another file by now."""
         descriptor = self._file.fileno()
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or a device, which several may write
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # A pipe or a device may have several writers.
             return True
         if not lock_if_possible(descriptor):
             pid = holder_pid(descriptor)
@@ -64,7 +66,7 @@ class Appended:
         return is_at(descriptor, self.path)
 
     def release_in_child(self) -> None:
-        """Let go of the file in a forked process, whose copy of it would keep the lock beyond its parent's end."""
+        """Detach a forked process from the file: the inherited descriptor would keep the lock after the parent ends."""
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -73,16 +75,16 @@ class Appended:
                 os.close(null)
 
     def write(self, data: bytes) -> None:
-        """Hold what the next flush brings to the file; raises `ValueError` where it was closed."""
+        """Buffer data for the next flush; raises `ValueError` if the file is closed."""
         if self._file.closed:
             raise ValueError(f"{self.path}: write to a closed file")
         self._waiting.append(data)
 
     def flush(self) -> None:
-        """Hand what waits to the operating system.
+        """Write buffered data to the operating system.
 
         Raises:
-            SaveError: it did not take all of it. The file is as it was, and what waited still does.
+            SaveError: not everything was written. The file is unchanged, and the data stay buffered.
         """
         if not self._waiting or os.getpid() != self._process:
             return
@@ -105,13 +107,13 @@ class Appended:
             raise
 
     def _mend(self) -> None:
-        """Take off half a line, where there is one."""
+        """Remove a partly written flush, if any."""
         if self._torn_at is not None:
             os.ftruncate(self._file.fileno(), self._torn_at)
             self._torn_at = None
 
     def sync(self) -> int:
-        """Bring all of it to disk; returns its bytes. Raises `SaveError`, as of `flush`."""
+        """Flush, wait for the disk and return the file's size in bytes; raises `SaveError` as `flush` does."""
         self.flush()
         try:
             os.fsync(self._file.fileno())
@@ -120,16 +122,16 @@ class Appended:
             raise not_written(self.path, error) from error
 
     def cut(self, size: int) -> None:
-        """Drop what stands after so many bytes, and what waits."""
+        """Truncate the file to a size in bytes and discard buffered data."""
         self._waiting.clear()
         self._torn_at = size
         self._mend()
 
     def set_aside(self, path: Path) -> None:
-        """Leave what is there under another name, and go on in a new file.
+        """Rename the file and continue in a new, empty one under the old name.
 
         Raises:
-            SaveError: there is no room for one; what is there stays, under its name.
+            SaveError: the new file could not be made; the old one keeps its name.
         """
         try:
             new = written_beside(self.path, b"", is_synced=False)
@@ -146,12 +148,12 @@ class Appended:
         new.close()
 
     def rename(self, path: Path) -> None:
-        """Give the file another name, whatever had it."""
+        """Rename the file, replacing any file of the new name."""
         os.replace(self.path, path)
         self.path = path
 
     def close(self) -> None:
-        """Flush and close; may be called twice. Closed it is, whatever a flush says."""
+        """Flush and close; may be called twice. The file is closed even if the flush fails."""
         try:
             if not self._file.closed:
                 self.flush()
@@ -159,23 +161,23 @@ class Appended:
             self._file.close()
 
     def abandon(self) -> None:
-        """Close it without what waits, and delete it."""
+        """Close the file without a flush, and delete it."""
         self._waiting.clear()
         self._file.close()
         self.path.unlink(missing_ok=True)
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):  # it was opened
+        if hasattr(self, "_file"):  # The attribute is missing if opening failed.
             try:
                 self.close()
-            except SaveError as error:  # raised here it would be printed and lost
+            except SaveError as error:  # An exception raised in __del__ would be printed and ignored.
                 warnings.warn(f"Lines of a file that was never closed are lost: {error}", RuntimeWarning, stacklevel=2)
 
 
 _EXCLUSIVE: weakref.WeakSet[Appended] = weakref.WeakSet()
 
 
-@functools.cache  # once, and not at import
+@functools.cache  # Registered once, on first use rather than at import.
 def _release_in_children() -> None:
     os.register_at_fork(after_in_child=_release_all)
 
@@ -186,7 +188,7 @@ def _release_all() -> None:
 
 
 def _exchange(path: Path, aside: Path, new: Appended) -> None:
-    """Give a file another name, and its own to a new one; where that fails it has its own again."""
+    """Rename a file and put a new one in its place; if the second rename fails, the first is undone."""
     os.rename(path, aside)
     try:
         new.rename(path)
@@ -196,18 +198,20 @@ def _exchange(path: Path, aside: Path, new: Appended) -> None:
 
 
 def set_apart(path: Path) -> Path:
-    """Return a name beside a path's that nobody else has."""
+    """Return a unique temporary name in the same folder as a path."""
     return path.with_name(f"{path.name}{TEMPORARY}{uuid.uuid4().hex}")
 
 
 def written_beside(path: Path, data: bytes, *, is_synced: bool = True) -> Appended:
-    """Return a new file beside a path's, with this in it and on disk: renamed, it is the path's.
+    """Return a new temporary file in a path's folder, with the data on disk. Rename it to the path to complete the
+    write.
 
     Args:
-        is_synced: whether to wait for the disk.
+        is_synced: True to wait for the disk.
 
     Raises:
-        SaveError: it could not be written; nothing is left of it. OSError: the folder takes no file.
+        SaveError: the file could not be written and was removed.
+        OSError: no file can be created in the folder.
     """
     file = Appended(set_apart(path), is_new=True)
     try:
@@ -220,10 +224,10 @@ def written_beside(path: Path, data: bytes, *, is_synced: bool = True) -> Append
 
 
 def write_over(path: Path, data: bytes, *, is_synced: bool = True) -> None:
-    """Give a file other content, whole or not at all, and never through a link that somebody laid.
+    """Replace a file's content atomically. A symbolic link at the path is replaced, not followed.
 
     Raises:
-        OSError: as of `written_beside`; what was there is as it was.
+        OSError: as of `written_beside`; the old content is unchanged.
     """
     file = written_beside(path, data, is_synced=is_synced)
     try:
@@ -235,12 +239,13 @@ def write_over(path: Path, data: bytes, *, is_synced: bool = True) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to disk; raises `OSError` where that fails."""
+    """Sync a file, or the entries of a folder, to disk; raises `OSError` if that fails."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems sync no folders, and say so
+        # Some file systems cannot sync folders, and answer EINVAL.
+        if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
         os.close(descriptor)
@@ -252,7 +257,7 @@ def not_written(
     expected: str = "room, and leave to write",
     way_out: str = "What was there is as it was.",
 ) -> SaveError:
-    """Return the error that names a file or folder which the file system did not take, or did not let go."""
+    """Return the error for a file or folder that the file system could not write or remove."""
     given = f"a file system that says: {error.strerror or error}"
     said = SaveError(str(path), given=given, expected=expected, way_out=way_out)
     said.errno = error.errno

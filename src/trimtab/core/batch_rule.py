@@ -1,4 +1,4 @@
-"""How the batch may change while training, where the user freed it (`adapt="batch"`, tier F; math: section 4)."""
+"""Adaptive batch size (`adapt="batch"`): policy for the number of micro-batches per window (math: section 4)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from trimtab.core.errors import ValueGivenError
 
 POLICIES = ("fixed", "goodput", "norm_test", "variance", "paper", "throughput_per_memory")
 RATE_RULES = ("auto", "linear", "sqrt", "none")
-# Policies that are given the variance they aim at, in the loss's units squared: there is no value that fits all loops.
+# Policies that need a target variance, in the loss's units squared: no default fits all loops.
 NEEDS_TARGET = ("paper", "variance")
 
 
 @dataclass(frozen=True)
 class BatchRule:
-    """A policy for k, micro-batches per window and rank, and what follows the batch.
+    """Policy for k, the number of micro-batches per window and rank, and for scaling the learning rate.
 
     Args:
-        policy: "fixed": k stays, noise is only measured. "goodput": least time to a loss, by noise scale and measured
-            times. "norm_test": k so that the gradient's relative error stays below `theta`. "variance": k so that its
-            variance stays below `sigma2_target`. "paper": the paper's eq. 6 to the letter. "throughput_per_memory":
-            its eq. 9 to the letter, over `trials`.
-        k: of the first window; rounded up to whole loader batches. k_max: most micro-batches in a window.
-        sigma2_target: for "paper" and "variance": the variance aimed at.
-        theta: for "norm_test": most standard deviation of a window's gradient over its norm.
-        allowed: for "paper": values that k is rounded up into, or () for any; the paper has (4, 8).
-        learning_rate: how the rate follows the batch: "linear" (SGD), "sqrt" (Adam family), "none", or "auto", by
-            optimizer.
-        min_windows: windows to see before the first change.
-        trials: for "throughput_per_memory": (k, rows or tokens per second, peak bytes) of each k that was tried.
+        policy: name of the policy:
+            - "fixed": constant k; the noise scale is only measured.
+            - "goodput": shortest time to a given loss, from noise scale and step times.
+            - "norm_test": keeps the gradient's relative standard deviation below `theta`.
+            - "variance": keeps the gradient's variance below `sigma2_target`.
+            - "paper": eq. 6 of the paper, to the letter.
+            - "throughput_per_memory": eq. 9 of the paper, to the letter, over `trials`.
+        k: k of the first window; rounded up to whole loader batches.
+        k_max: largest k.
+        sigma2_target: for "paper" and "variance": target variance.
+        theta: for "norm_test": largest ratio of the standard deviation of a window's gradient to its norm.
+        allowed: for "paper": values that k is rounded up to, or () for any; the paper has (4, 8).
+        learning_rate: scaling with the batch size: "linear" (SGD), "sqrt" (Adam family), "none", or "auto" (by
+            optimizer).
+        min_windows: windows to observe before the first change.
+        trials: for "throughput_per_memory": (k, samples or tokens per second, peak bytes) of each measured k.
 
     Raises:
-        ValueGivenError: a value is out of range; a target is missing; goodput with the learning-rate rule "none", whose
-            model of progress then does not hold.
+        ValueGivenError: a value is out of range, a target is missing, or goodput is combined with the learning-rate
+            rule "none", which contradicts its model of progress.
     """
 
     policy: str = "goodput"
@@ -79,12 +83,12 @@ class BatchRule:
 
     @property
     def only_measures(self) -> bool:
-        """Whether windows stay the user's own."""
+        """True if the rule leaves windows unchanged."""
         return self.policy == "fixed" and self.k == 1
 
     @property
     def spans_batches(self) -> bool:
-        """Whether a window may be of several loader batches."""
+        """True if a window may contain several loader batches."""
         return not self.only_measures and self.policy != "throughput_per_memory"
 
     def _check_trials(self) -> None:

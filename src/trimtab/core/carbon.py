@@ -1,7 +1,7 @@
-"""Grams of CO2 equivalent: joules times an intensity, which is an average or a marginal one and is never mixed.
+"""CO2 equivalent of energy: joules times the average or the marginal carbon intensity of a grid.
 
-The average intensity of a grid is that of all that feeds it; the marginal one is that of what one more kilowatt-hour is
-made of. What one says is not what the other does, and they do not add up.
+The average intensity covers all generation that feeds the grid; the marginal intensity covers the generation of an
+additional kilowatt-hour. Figures of the two kinds are never added.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ COLUMNS = ("time", "g_per_kwh")
 
 @dataclass(frozen=True)
 class Intensity:
-    """Grams per kilowatt-hour, each from a moment on.
+    """Carbon intensity in grams per kWh, as a step function of time.
 
     Args:
-        kind: "average" or "marginal". steps: (seconds since 1970, grams per kWh), in order; each holds until the next
-            one. until_s: when the last of them ends; infinite of a constant.
+        kind: "average" or "marginal".
+        steps: (seconds since 1970, grams per kWh) in order; each value holds until the next.
+        until_s: end of the last step, in seconds since 1970; infinite for a constant.
 
     Raises:
-        ValueGivenError: another kind, no figures, or such that are none or not in order.
+        ValueGivenError: an unknown kind, no steps, steps out of order, or an invalid value.
     """
 
     kind: str
@@ -50,10 +51,10 @@ class Intensity:
             checks.number("carbon.g_per_kwh", grams, low=0)
 
     def mean(self, begin_s: float, end_s: float) -> float:
-        """Return the mean grams per kWh between two moments.
+        """Return the mean intensity between two times, in grams per kWh.
 
         Raises:
-            ValueGivenError: it is not known of all the time between.
+            ValueGivenError: the intensity is not known for the whole interval.
         """
         if not self.steps[0][0] <= begin_s < end_s <= self.until_s:
             given = f"{_moment(begin_s)} to {_moment(end_s)}"
@@ -69,18 +70,19 @@ class Intensity:
 
 
 def constant(g_per_kwh: float, kind: str) -> Intensity:
-    """Return one figure for all time."""
+    """Return a constant intensity."""
     return Intensity(kind, ((-math.inf, checks.number("carbon.g_per_kwh", g_per_kwh, low=0)),))
 
 
 def of_csv(text: str, kind: str) -> Intensity:
     """Return the intensity of a CSV with columns `time` and `g_per_kwh`, in order.
 
-    Times are ISO 8601 with their offset from UTC (`2026-03-01T00:30+01:00`, or `Z`), so that no hour of a clock that is
-    changed is there twice. The last one holds as long as the one before it.
+    Times are ISO 8601 with an offset from UTC (`2026-03-01T00:30+01:00`, or `Z`), because an hour is ambiguous
+    without it when daylight saving ends. The last value holds as long as the one before it.
 
     Raises:
-        FormatError: other columns, a time without an offset or not later than the one before, or a figure that is none.
+        FormatError: columns are missing, a time has no offset or is not later than its predecessor, or a value is
+            invalid.
     """
     try:
         rows = list(csv.DictReader(io.StringIO(text), strict=True))
@@ -104,8 +106,10 @@ class Carbon:
     """Grams of CO2 equivalent.
 
     Args:
-        grams: None where the energy is not known. kind: of the intensity. provenance: of the energy. reason: why it is
-            absent, or "".
+        grams: None if the energy is unknown.
+        kind: kind of the intensity.
+        provenance: provenance of the energy.
+        reason: reason for a missing figure, or "".
     """
 
     grams: float | None
@@ -114,17 +118,20 @@ class Carbon:
     reason: str = ""
 
     def describe(self) -> str:
-        """Return `120 g CO2e by average intensity, of measured energy`."""
+        """Return a text such as `120 g CO2e by average intensity, of measured energy`."""
         if self.grams is None:
             return f"not known: {self.reason}"
         return f"{self.grams:.3g} g CO2e by {self.kind} intensity, of {self.provenance} energy"
 
 
 def carbon_of(parts: Iterable[tuple[float, Energy]], intensity: Intensity) -> Carbon:
-    """Return the carbon of stretches, each with the moment it began at (seconds since 1970).
+    """Return the carbon of several intervals.
+
+    Args:
+        parts: start of each interval (seconds since 1970) and its energy.
 
     Raises:
-        ValueGivenError: the intensity of one is not known.
+        ValueGivenError: the intensity is unknown in an interval.
     """
     grams, kinds = [], set[Provenance]()
     for begin_s, energy in parts:
@@ -140,10 +147,10 @@ def carbon_of(parts: Iterable[tuple[float, Energy]], intensity: Intensity) -> Ca
 
 
 def added(parts: Iterable[Carbon]) -> Carbon:
-    """Return the sum of carbon by one kind of intensity.
+    """Return the sum of several carbon figures.
 
     Raises:
-        ValueGivenError: there is none, or of both kinds, which do not add up.
+        ValueGivenError: there are none, or both kinds of intensity occur.
     """
     found = tuple(parts)
     kinds = sorted({part.kind for part in found})
@@ -159,7 +166,7 @@ def added(parts: Iterable[Carbon]) -> Carbon:
 
 def _figure(text: str) -> float | None:
     try:
-        return None if "_" in text else float(text)  # Python's own way to group digits is not CSV's
+        return None if "_" in text else float(text)  # Python's digit grouping (1_000) is not valid in a CSV.
     except ValueError:
         return None
 
@@ -173,7 +180,7 @@ def _seconds(text: str | None, line: int) -> float:
 
 
 def _refuse_extra_cells(rows: Sequence[Mapping[str | None, Any]]) -> None:
-    """Raise for a row with more cells than columns: `1,234` without quotes is two cells, and 1 would be read of it."""
+    """Raise for a row with more cells than columns: an unquoted `1,234` makes two cells, and would be read as 1."""
     for line, row in enumerate(rows, 2):
         if extra := row.get(None):
             raise FormatError(

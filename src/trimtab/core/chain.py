@@ -1,4 +1,4 @@
-"""A model's blocks as a chain of stages: what each takes, in seconds and bytes, for any rows of a micro-batch."""
+"""Cost model of a model's blocks as a chain of stages: seconds and bytes as functions of the micro-batch size."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 from trimtab.core.errors import ValueGivenError
 
-Seconds = Callable[[int, int], float]  # of a stage's index, and rows
+Seconds = Callable[[int, int], float]  # Seconds of a stage, by (stage index, samples).
 
 
 @dataclass(frozen=True)
 class DearPart:
-    """What keeping the dear part of a stage takes, as matrix products; the rest is computed again.
+    """Costs of a stage that keeps only the outputs of matrix products and attention, and recomputes the rest.
 
     Args:
-        saved_bytes: held from forward to backward. backward_bytes: the most in its backward beyond these and the
-            output's gradient. recompute_s: what computing the rest takes. passing_bytes: as of a `Stage`.
+        saved_bytes: held from forward to backward.
+        backward_bytes: peak of the backward, beyond saved_bytes and the output's gradient.
+        recompute_s: seconds to compute the rest.
+        passing_bytes: as of a `Stage`.
     """
 
     saved_bytes: int
@@ -29,21 +31,25 @@ class DearPart:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a chain, in seconds and in bytes beyond what goes into it.
+    """Costs of one stage of a chain, in seconds and in bytes beyond the stage's input.
 
     Args:
-        forward_s: what running its forward again takes. output_bytes: of what it hands on, and of its gradient.
-            saved_bytes: held from forward to backward where it is kept whole, the output among them, and what it was
-            given where the model lets go of that later: told too large, for one that is run again; spare_bytes: of
-            these, gone when its backward begins, as an output that the next one alone needs. forward_bytes: the most in
-            its forward, where it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward
-            beyond what is left and the output's gradient. gradient_bytes: of its parameters, left when it is over, and
-            of others that stay for a stage further on; less those of these that it ends, so that it may be below zero.
-        passing_bytes: left by its forward until the whole forward is over, and not saved: what autocast has cached, of
-            the weights in its dtype. cached_bytes: the same where nothing is kept.
-        beside_bytes: held until its backward of what the model does between it and the next, which is not run again.
-        is_linked: whether what it hands on goes to the next stage alone, so that a segment may go on past it.
-        part: where the dear part alone may be kept.
+        forward_s: seconds to run the forward again.
+        output_bytes: bytes of the output, and of the output's gradient.
+        saved_bytes: held from forward to backward if the stage is kept. Includes the output, and the input if the
+            model releases the input later (an overestimate for a recomputed stage).
+        forward_bytes: peak of the forward, if the stage is kept.
+        dropping_bytes: peak of the forward, if nothing is kept.
+        backward_bytes: peak of the backward, beyond saved bytes and the output's gradient.
+        gradient_bytes: change in held gradients over the backward: gradients of the stage's parameters, and others
+            kept for an earlier stage, minus gradients that are consumed. May be negative.
+        spare_bytes: part of `saved_bytes` that is released when the backward begins, such as an output that only the
+            next stage needs.
+        beside_bytes: held until the backward by code between this stage and the next, which is not recomputed.
+        passing_bytes: held until the end of the whole forward, and not saved: autocast's cache of weights.
+        cached_bytes: the same, if nothing is kept.
+        is_linked: True if only the next stage uses the output, so that a segment may extend beyond this stage.
+        part: costs of keeping the expensive part only, if possible.
     """
 
     forward_s: float
@@ -63,10 +69,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Chain:
-    """The stages of one micro-batch: the blocks, and what comes behind the last of them, which is kept.
+    """Stages of one micro-batch: the model's blocks, and the remaining code after the last block, which is always
+    kept.
 
     Args:
-        held_bytes: before the first begins: parameters, buffers, the optimizer's state, the batch, earlier gradients.
+        held_bytes: held before the first stage: parameters, buffers, optimizer state, batch, earlier gradients.
     """
 
     stages: tuple[Stage, ...]
@@ -75,10 +82,11 @@ class Chain:
 
 @dataclass(frozen=True)
 class ChainModel:
-    """A chain as a function of a micro-batch's rows, by those of two: bytes and seconds lie on lines.
+    """A chain as a linear function of the micro-batch size, from measurements at two sizes.
 
     Args:
-        rows: of the two, the smaller one first.
+        few, many: the chain at the smaller and at the larger size.
+        rows: the two sizes, in samples, in ascending order.
     """
 
     few: Chain
@@ -94,18 +102,18 @@ class ChainModel:
             raise ValueGivenError("stages", given=given, expected="as many at both sizes")
 
     def at(self, rows: int) -> Chain:
-        """Return the chain of a micro-batch of so many rows."""
+        """Return the chain for a micro-batch size in samples."""
         stages = tuple(
             self._stage(ours, theirs, rows) for ours, theirs in zip(self.few.stages, self.many.stages, strict=True)
         )
         return Chain(stages, self._bytes(self.few.held_bytes, self.many.held_bytes, rows))
 
     def holding(self, more_bytes: int) -> ChainModel:
-        """Return the chain with so many more bytes held before it begins."""
+        """Return the chain with additional bytes held before its first stage."""
         return self._each(lambda chain: replace(chain, held_bytes=chain.held_bytes + more_bytes))
 
     def unlinked(self) -> ChainModel:
-        """Return the chain with no segments of several stages."""
+        """Return the chain restricted to segments of single stages."""
         return self._each(
             lambda chain: replace(chain, stages=tuple(replace(stage, is_linked=False) for stage in chain.stages))
         )
@@ -114,7 +122,11 @@ class ChainModel:
         return replace(self, few=change(self.few), many=change(self.many))
 
     def with_parts(self, traced: ChainModel) -> ChainModel:
-        """Return the chain with the dear parts of its stages but the last, by what a trace that keeps them holds."""
+        """Return the chain with the costs of expensive parts, for all stages but the last.
+
+        Args:
+            traced: chain traced with only the expensive parts kept.
+        """
 
         def parted(chain: Chain, parts: Chain) -> Chain:
             *stages, last = chain.stages
@@ -125,7 +137,12 @@ class ChainModel:
         return replace(self, few=parted(self.few, traced.few), many=parted(self.many, traced.many))
 
     def with_seconds(self, forward_s: Seconds, part_s: Seconds) -> ChainModel:
-        """Return the chain with what running the forward of each stage but the last again takes, and of its part."""
+        """Return the chain with recomputation times, for all stages but the last.
+
+        Args:
+            forward_s: seconds to run a stage's forward again.
+            part_s: seconds to run a stage's forward again, except the expensive part.
+        """
 
         def timed(chain: Chain, rows: int) -> Chain:
             *stages, last = chain.stages

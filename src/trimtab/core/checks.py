@@ -1,4 +1,4 @@
-"""Checks at the door: each returns the value it was given, or raises `ValueGivenError` naming the field."""
+"""Argument validation: each function returns the valid value or raises `ValueGivenError` with the field's name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def number(
 
 
 def figure(field: str, value: object) -> float:
-    """Return a float, which may be infinite or no number; of an array or a tensor of one element too."""
+    """Return a float, which may be infinite or NaN, from a number or a one-element array or tensor."""
     alone = _alone(value)
     if isinstance(alone, bool) or not isinstance(alone, Real):
         raise ValueGivenError(
@@ -50,10 +50,10 @@ def integer(field: str, value: object, *, low: int = 1, high: int = 2**62) -> in
 
 
 def not_negative(value: object, *fields: str) -> None:
-    """Raise for a dataclass one of whose numbers is negative; NaN and None pass.
+    """Raise if one of a dataclass's fields is negative; NaN and None are accepted.
 
     Raises:
-        ValueGivenError: it names the class and the field.
+        ValueGivenError: names the class and the field.
     """
     for field in fields:
         number_there = getattr(value, field)
@@ -63,10 +63,10 @@ def not_negative(value: object, *fields: str) -> None:
 
 
 def positive_and_finite(field: str, values: Iterable[float]) -> None:
-    """Raise for numbers that are not all above zero and finite.
+    """Raise unless all numbers are positive and finite.
 
     Raises:
-        ValueGivenError: it names the field.
+        ValueGivenError: names the field.
     """
     for value in values:
         if not 0 < value < math.inf:
@@ -74,7 +74,7 @@ def positive_and_finite(field: str, values: Iterable[float]) -> None:
 
 
 def one_of(field: str, value: object, allowed: Iterable[str]) -> str:
-    """Return a string that is one of `allowed`."""
+    """Return a string after checking that `allowed` contains it."""
     names = tuple(allowed)
     if not isinstance(value, str) or value not in names:
         raise ValueGivenError(field, given=repr(value), expected="one of " + ", ".join(names))
@@ -82,7 +82,7 @@ def one_of(field: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def names(field: str, value: object) -> tuple[str, ...]:
-    """Return some strings as a tuple; a string alone, which is one of characters, is refused."""
+    """Return an iterable of strings as a tuple; a single string is refused."""
     found = value if isinstance(value, Iterable) and not isinstance(value, str | bytes) else None
     given = None if found is None else tuple(found)
     if given is None or not all(isinstance(each, str) for each in given):
@@ -91,7 +91,7 @@ def names(field: str, value: object) -> tuple[str, ...]:
 
 
 def _alone(value: object) -> object:
-    """Return what an array or a tensor of one element holds; anything else as it is."""
+    """Return the element of a one-element array or tensor; any other value unchanged."""
     shape, item = getattr(value, "shape", None), getattr(value, "item", None)
     return item() if isinstance(shape, tuple) and callable(item) and math.prod(shape) == 1 else value
 
@@ -99,7 +99,7 @@ def _alone(value: object) -> object:
 def _finite(value: int | float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int too large for a float
+    except OverflowError:  # The int is too large for a float.
         return False
 
 

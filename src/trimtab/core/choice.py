@@ -1,6 +1,7 @@
-"""One decision of a plan, what it does to the numbers, and what it was held against.
+"""One choice of a plan, its numerical effect, and the rejected alternatives.
 
-Marks: *exact* changes no number; *rounding* changes only rounding; *dynamics* changes the training itself.
+Numerical effects: *exact* keeps results bitwise equal; *rounding* changes rounding only; *dynamics* changes the
+training.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ Scalar = bool | int | float | str | None
 
 
 class Mark(enum.StrEnum):
-    """What a change may do to the numbers."""
+    """Numerical effect of a change."""
 
     EXACT = "exact"
     ROUNDING = "rounding"
@@ -21,7 +22,7 @@ class Mark(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Rejected:
-    """A value that was considered and not taken."""
+    """Rejected alternative with the reason."""
 
     value: Scalar
     reason: str
@@ -29,14 +30,14 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Choice:
-    """One decision.
+    """Chosen value of a setting.
 
     Args:
-        value: what was chosen.
-        reason: why, in a sentence with the figures behind it.
-        mark: what the change does to the numbers.
-        changed: whether it differs from the reference loop.
-        losers: what else was considered, and why it lost.
+        value: chosen value.
+        reason: sentence with the figures that led to the choice.
+        mark: numerical effect of the change.
+        changed: True if the value differs from the reference loop's.
+        losers: rejected alternatives.
     """
 
     value: Scalar
@@ -48,13 +49,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of the splitting check: the gradient of the whole batch compared with an unequal split (math: section 2).
+    """Outcome of the splitting check: the gradient of the whole batch compared with an unequal split (math: section
+    2).
 
     Args:
-        splittable: whether micro-batches smaller than the batch compute the same gradient.
-        reason: why, or why not.
-        relative_difference: largest ||g_split - g_whole|| / ||g_whole|| of a parameter; None if it was not computed.
-        tolerance: the limit for a parameter whose gradient is not near zero.
+        splittable: True if micro-batches smaller than the batch compute the same gradient.
+        reason: explanation of the verdict.
+        relative_difference: largest ||g_split - g_whole|| / ||g_whole|| of a parameter; None if not computed.
+        tolerance: limit for a parameter whose gradient is not near zero.
         code: stable identifier of the verdict, such as "split.proved" or "split.batch_statistics".
     """
 
@@ -67,14 +69,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Proof:
-    """Outcome of the plan's proof: two optimizer steps of the plain loop and of the plan, from one state.
+    """Outcome of the plan's proof: two optimizer steps of the unchanged loop and of the plan, from the same state.
 
     Args:
-        holds: whether every gradient, parameter and buffer agrees to rounding.
-        reason: what was compared, or what differs, in a sentence.
+        holds: True if every gradient, parameter and buffer agrees to rounding.
+        reason: sentence that names the compared quantities, or the difference.
         code: stable identifier, such as "proof.holds", "proof.differs" or "proof.failed".
         settings: names of the settings that were applied in the proof.
-        precisions: in which the two were compared.
+        precisions: precisions of the comparison.
         tensors: number of parameters and buffers compared.
         worst: largest difference, in units of its tolerance; None if nothing was compared.
     """
@@ -94,8 +96,8 @@ class Refuted:
 
     Args:
         setting: name of a field of `Candidate`.
-        value: the refused value; of a micro-batch any that is smaller than the batch.
-        reason: what differs, with the name of the parameter or buffer.
+        value: refused value; for a micro-batch, every size below the batch size is refused.
+        reason: description of the difference, with the name of the parameter or buffer.
     """
 
     setting: str
@@ -105,12 +107,14 @@ class Refuted:
 
 @dataclass(frozen=True)
 class Measured:
-    """A loop's cost per optimizer step.
+    """Cost of a loop per optimizer step.
 
     Args:
-        step_s: median seconds. peak_bytes: None: not measured. between_s: of predicted seconds, within which they are
-            expected: by how far from predictions the blocks of trials lay, and no closer than what nine of ten
-            predictions missed by; None: nothing was run. energy_j: joules, as the plan's meter counts them; or None.
+        step_s: median seconds.
+        peak_bytes: peak memory; None if not measured.
+        between_s: expected range of predicted seconds, from the deviation of trial blocks from their predictions and
+            at least as wide as the 90th percentile of prediction errors; None if nothing was run.
+        energy_j: joules, as counted by the plan's meter, or None.
     """
 
     step_s: float
@@ -121,11 +125,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """Settings that nothing considered beats in time and memory; nor in energy, where that counts.
+    """A point of the Pareto front in time and memory, and in energy if it is weighted.
 
     Args:
-        step_s: as predicted. peak_bytes: as counted, else as predicted. refusal: why they were not chosen from, or "".
-        energy_j: as predicted, where it is known.
+        settings: description of the settings.
+        step_s: predicted seconds.
+        peak_bytes: measured peak, or predicted if not measured.
+        refusal: reason for excluding the settings from the choice, or "".
+        energy_j: predicted joules, if known.
     """
 
     settings: str

@@ -1,8 +1,8 @@
-"""JSON in and out for frozen dataclasses, by their type hints; strict both ways.
+"""Strict JSON for frozen dataclasses, driven by their type hints.
 
-Encoded as written in the class: nested dataclasses become objects, tuples become lists, enums their value.
-A float that JSON cannot hold is written as the string "inf", "-inf" or "nan", and read back as a float where the
-field is one; where the field may hold any value (`Any`), it stays that string.
+Nested dataclasses become objects, tuples become lists, and enums become their values. A non-finite float is written
+as the string "inf", "-inf" or "nan". It is read back as a float if the field's type is float, and stays a string if
+the field's type is `Any`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trimtab.core.files import JSON_BYTES, read_bytes, read_text
 from trimtab.core.printable import encodable
 
 T = TypeVar("T")
-# Errors of a file beside another, or in its place, that say nothing of the other itself: a folder that may not be
-# written, a file that is mounted.
+# Errors of creating or replacing a file that do not concern the target itself: a folder that is not writable, or a
+# target that is a mount point.
 _NO_OTHER = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
-_LARGEST_INT = 2**1000  # beyond it an integer has no float
-_DEEPEST = 64  # levels of a value of any type
+_LARGEST_INT = 2**1000  # Larger integers have no float.
+_DEEPEST = 64  # Nesting levels of a value of type Any.
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -53,12 +53,12 @@ def to_jsonable(value: Any) -> Any:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return the JSON text of a dataclass."""
+    """Return a dataclass as JSON text."""
     return json.dumps(to_jsonable(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
 def from_json(cls: type[T], text: str) -> T:
-    """Return a `cls` from JSON text; raises `FormatError` naming the path that does not fit."""
+    """Return a `cls` from JSON text; raises `FormatError` with the path of the invalid value."""
     try:
         data = parse(text)
     except (ValueError, RecursionError) as error:
@@ -67,16 +67,17 @@ def from_json(cls: type[T], text: str) -> T:
         ) from None
     try:
         return from_jsonable(cls, data)
-    except RecursionError:  # to be read it was not too deep, and to be looked at it is
+    except RecursionError:  # Shallow enough for the parser, too deep for the recursive decoder.
         given, expected = "levels without end", "a JSON object"
         raise FormatError(cls.__name__, given=given, expected=expected, code="json.value") from None
 
 
 def parse(text: str) -> Any:
-    """Return what JSON text holds; NaN and Infinity, which JSON does not have, are refused.
+    """Return the value of JSON text; NaN and Infinity are refused, because JSON does not define them.
 
     Raises:
-        ValueError: it is not JSON. RecursionError: it is nested too deeply.
+        ValueError: the text is not JSON.
+        RecursionError: the text is nested too deeply.
     """
     return json.loads(text, parse_constant=_refuse_constant)
 
@@ -86,21 +87,21 @@ def _refuse_constant(name: str) -> None:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a text file so that it holds all of `text` or what it held before, even if the machine is switched off.
+    """Write a text file atomically: after a crash or power failure it holds the old or the new text.
 
     Raises:
-        OSError: it cannot be written; what was there is as it was.
+        OSError: the file cannot be written; its content is unchanged.
     """
     write_over(Path(path), encodable(text).encode())
 
 
 def write_result(path: Path, text: str) -> None:
-    """Write what a command was asked to: a file as `write_whole` does; to a pipe or its own output, what it is given.
+    """Write a command's result: a file atomically; a pipe or the process's own output as a stream.
 
-    Where no other file can be put in a file's place, it is written as it is, and holds what it held where that fails.
+    If the file cannot be replaced, it is overwritten in place, and restored if that fails.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the result cannot be written.
     """
     own = _own_output(path)
     if own is not None:
@@ -109,11 +110,11 @@ def write_result(path: Path, text: str) -> None:
     elif is_stream(path):
         path.write_text(encodable(text), encoding="utf-8")
     else:
-        _written_over(path.resolve(), text)  # behind a link, which stays
+        _written_over(path.resolve(), text)  # A symbolic link is kept; its target is replaced.
 
 
 def _written_over(path: Path, text: str) -> None:
-    """Write a file whole; one that is there and cannot be put another in the place of, as it is."""
+    """Write a file atomically, or overwrite it in place if it exists and cannot be replaced."""
     try:
         write_whole(path, text)
     except OSError as error:
@@ -128,14 +129,16 @@ def _written_over(path: Path, text: str) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether what is written to a path comes after what was: a pipe, a device, or this process's own output."""
+    """Return True if writes to a path append to earlier output: a pipe, a device, or this process's own output."""
     return _own_output(path) is not None or (path.exists() and not path.is_file())
 
 
 def _own_output(path: Path) -> int | None:
-    """Return which of its own outputs a path leads to, as /dev/stdout does, behind `> file` too; None: neither."""
+    """Return 1 or 2 if a path leads to the process's stdout or stderr, as /dev/stdout does, also redirected; else
+    None.
+    """
     for stream in (1, 2):
-        with contextlib.suppress(OSError):  # it is closed, or there is no such path
+        with contextlib.suppress(OSError):  # The stream is closed, or the path does not exist.
             if os.path.samestat(os.fstat(stream), path.stat()):
                 return stream
     return None
@@ -145,13 +148,13 @@ def read_json(cls: type[T], path: str | Path) -> T:
     """Return a `cls` from a JSON file.
 
     Raises:
-        FormatError: no regular file of at most `files.JSON_BYTES`, not JSON, or not a `cls`.
+        FormatError: not a regular file of at most `files.JSON_BYTES`, not JSON, or not a `cls`.
     """
     return from_json(cls, read_text(path, f"a readable {cls.__name__} JSON file"))
 
 
 def from_jsonable(cls: type[T], data: Any) -> T:
-    """Return a `cls` from what `to_jsonable` made; unknown and missing keys and wrong types raise `FormatError`."""
+    """Return a `cls` from the output of `to_jsonable`; unknown or missing keys and wrong types raise `FormatError`."""
     return typing.cast(T, _decode(cls, data, cls.__name__))
 
 
@@ -165,7 +168,7 @@ def _wrong(path: str, data: Any, expected: str) -> FormatError:
 
 
 def _shown(data: Any) -> str:
-    """Return the beginning of a value; of a huge integer, which Python does not convert to text, its size."""
+    """Return the beginning of a value as text; for a huge integer, which Python does not convert, its type."""
     try:
         return f"{data!r:.80}"
     except (ValueError, RecursionError):
@@ -203,7 +206,7 @@ def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
 
 
 def _refuse_another_schema(fields: Mapping[str, dataclasses.Field[Any]], data: Mapping[str, Any], path: str) -> None:
-    """Name the schema before the keys that differ because of it."""
+    """Raise for a different schema version first, because unknown keys are its consequence."""
     known = fields["schema"].default if "schema" in fields else dataclasses.MISSING
     if known is not dataclasses.MISSING and data.get("schema", known) != known:
         raise FormatError(
@@ -214,7 +217,7 @@ def _refuse_another_schema(fields: Mapping[str, dataclasses.Field[Any]], data: M
 def _decode_union(options: tuple[Any, ...], data: Any, path: str) -> Any:
     if data is None and type(None) in options:
         return None
-    # Most specific first, so that True stays a bool, 3 an int and "inf" a str where a str is allowed.
+    # Most specific type first, so that True stays a bool, 3 an int, and "inf" a str if a str is allowed.
     order = [bool, int, str, float]
     ranked = sorted((o for o in options if o is not type(None)), key=lambda o: order.index(o) if o in order else 9)
     for option in ranked:
@@ -245,7 +248,7 @@ def _decode_mapping(args: tuple[Any, ...], data: Any, path: str) -> dict[str, An
 def _decode_enum(cls: type[enum.Enum], data: Any, path: str) -> enum.Enum:
     try:
         return cls(data)
-    except (ValueError, TypeError):  # TypeError: a list
+    except (ValueError, TypeError):  # A list raises TypeError.
         raise _wrong(path, data, "one of " + ", ".join(str(m.value) for m in cls)) from None
 
 
@@ -266,16 +269,16 @@ def _decode_scalar(hint: Any, data: Any, path: str) -> Any:
 
 
 def _is_plain(data: Any) -> bool:
-    """Return whether a scalar is one that can be computed with and written: no number beyond all that are in use."""
+    """Return True if a scalar is a finite number of at most 2**1000, encodable text, a bool or None."""
     if isinstance(data, int):
         return abs(data) <= _LARGEST_INT
     if isinstance(data, float):
-        return math.isfinite(data)  # 1e400 is read as infinity, which `to_jsonable` writes as a string
+        return math.isfinite(data)  # 1e400 is parsed as infinity, which `to_jsonable` writes as a string.
     return not isinstance(data, str) or _is_text(data)
 
 
 def _is_text(data: str) -> bool:
-    """Return whether a string can be encoded: half of a surrogate pair cannot."""
+    """Return True if a string can be encoded in UTF-8; a lone surrogate cannot."""
     try:
         data.encode()
     except UnicodeEncodeError:
@@ -284,7 +287,7 @@ def _is_text(data: str) -> bool:
 
 
 def _check_any(data: Any, path: str, depth: int = 0) -> None:
-    """Raise `FormatError` for a value of any type that cannot be written again, or is nested without end."""
+    """Raise `FormatError` if a value of type Any cannot be written again or is nested too deeply."""
     if depth > _DEEPEST:
         raise FormatError(path, given=f"more than {_DEEPEST} levels", expected="fewer", code="json.value")
     if isinstance(data, Mapping):

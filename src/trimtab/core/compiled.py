@@ -1,4 +1,4 @@
-"""How a plan has the model run: as it is, compiled, and of either its kernels recorded and launched whole."""
+"""Execution modes of a model: eager or compiled, each also as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ Compiled = bool | str
 
 
 def is_recorded(value: object) -> bool:
-    """Return whether kernels are recorded and launched whole."""
+    """Return True if kernels are captured and replayed as CUDA graphs."""
     return value in GRAPHS
 
 
 def is_by_compiler(value: object) -> bool:
-    """Return whether torch compiles the model."""
+    """Return True if `torch.compile` compiles the model."""
     return value is True or value == COMPILED_GRAPHS
 
 
 def in_words(value: Compiled) -> str:
-    """Return it for a list of settings; nothing for a model as it is."""
+    """Return the mode as text for a list of settings; "" for eager."""
     words = ["compiled"] * is_by_compiler(value) + ["as CUDA graphs"] * is_recorded(value)
     return ", ".join(words)
 
 
 def check_compiled(value: object, *, num_ranks: int) -> None:
-    """Raise for what is no way to run a model, or none that the rest of a plan allows.
+    """Raise unless a value is a valid execution mode for the number of ranks.
 
     Raises:
-        FormatError: no such way. ValueGivenError: graphs on several ranks.
+        FormatError: an unknown mode.
+        ValueGivenError: CUDA graphs on several ranks.
     """
     if isinstance(value, bool):
         return

@@ -1,4 +1,4 @@
-"""Joules, with where each is from: measured, estimated, or absent, which is neither zero nor a guess."""
+"""Energy in joules with its provenance: measured, estimated or absent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.units import format_joules
 
-OTHER_RANKS = "what other ranks read"  # is not in one rank's joules
+OTHER_RANKS = "what other ranks read"  # Not included in the joules of a single rank.
 
-# Counters of devices are renewed every millisecond to every tenth of a second: a shorter window says nothing.
+# Device counters are updated every 1 to 100 ms, so shorter windows are meaningless.
 WINDOW_S = 1.0
 
 
 class Provenance(enum.StrEnum):
-    """How joules are known: read off a device's counter, made of watts that were given, or not at all."""
+    """Source of joules: a device's counter, watts given by the user, or none."""
 
     MEASURED = "measured"
     ESTIMATED = "estimated"
@@ -26,14 +26,17 @@ class Provenance(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Energy:
-    """What a stretch of time took.
+    """Energy used in a time interval.
 
     Args:
-        seconds: how long it was. joules: None where they are not known, and only there. provenance: how they are.
-        sources: the counters behind them. reason: why they are absent, or "".
+        seconds: length of the interval.
+        joules: None if and only if the energy is absent.
+        provenance: source of the joules.
+        sources: counters that were read.
+        reason: reason for absent joules, or "".
 
     Raises:
-        ValueGivenError: joules that are none, or that do not fit what is said of them.
+        ValueGivenError: joules are invalid, or contradict the provenance.
     """
 
     seconds: float
@@ -51,25 +54,27 @@ class Energy:
 
     @property
     def watts(self) -> float | None:
-        """Mean power, or None where it is not known."""
+        """Mean power; None if unknown."""
         return None if self.joules is None or not self.seconds > 0 else self.joules / self.seconds
 
     def describe(self) -> str:
-        """Return `12 J, measured (rapl package-0)`, or `not measured: why`."""
+        """Return a text such as `12 J, measured (rapl package-0)` or `not measured: <reason>`."""
         if self.joules is None:
             return f"not measured: {self.reason}"
         return f"{format_joules(self.joules)}, {self.provenance} ({', '.join(self.sources)})"
 
 
 def absent(reason: str, seconds: float = 0.0) -> Energy:
-    """Return what a stretch took of which nothing is known."""
+    """Return the energy of an interval without a measurement."""
     return Energy(seconds, None, Provenance.ABSENT, (), reason)
 
 
 def summed(parts: Iterable[Energy], *, in_turn: bool = False) -> Energy:
-    """Return what several took: devices or ranks at one time, or stretches `in_turn`.
+    """Return the sum of several energies: absent if any is absent, else estimated if any is estimated.
 
-    Absent as soon as one is; estimated as soon as one is.
+    Args:
+        parts: energies of devices or ranks over the same time, or of consecutive intervals.
+        in_turn: True for consecutive intervals, so that their seconds are added.
     """
     found = tuple(parts)
     seconds = [part.seconds for part in found]
@@ -86,7 +91,7 @@ def summed(parts: Iterable[Energy], *, in_turn: bool = False) -> Energy:
 
 @dataclass(frozen=True)
 class PowerLimit:
-    """What a device's driver says of its power limit: watts now, and between which it may be set; None: not told."""
+    """A device's power limit in watts, as its driver reports it, with the allowed range; None if not reported."""
 
     device: str
     watts: float
@@ -96,14 +101,17 @@ class PowerLimit:
 
 @dataclass(frozen=True)
 class MeterFacts:
-    """Which meter there was.
+    """Description of the energy meter.
 
     Args:
-        provenance: of what it counts. sources: what it reads. idle_w: of the machine as it was found, over a second in
-            which this process did nothing; it is in every figure. None: not known.
-        reason: why there is none, or "". uncounted: what computes too, and is not in its joules, each with why.
-        limits: of the devices' power. left_out: the weight that an objective gave energy, where there is no meter and
-            the others were to count alone.
+        provenance: provenance of the joules.
+        sources: counters that are read.
+        idle_w: watts of the machine while this process was idle for a second, included in every figure; None if
+            unknown.
+        reason: reason for the lack of a meter, or "".
+        uncounted: devices that compute but are not measured, each with the reason.
+        limits: power limits of the devices.
+        left_out: weight of energy that was dropped from the objective because there is no meter.
     """
 
     provenance: Provenance
@@ -116,16 +124,16 @@ class MeterFacts:
 
     @property
     def is_absent(self) -> bool:
-        """Whether nothing is counted."""
+        """True if there is no meter."""
         return self.provenance is Provenance.ABSENT
 
     def told(self, joules: float) -> str:
-        """Return joules that it counted in words; of an estimate they say so."""
+        """Return joules as text, marked as estimated if they are."""
         estimated = " (estimated)" if self.provenance is Provenance.ESTIMATED else ""
         return f"{format_joules(joules)}{estimated}"
 
     def describe(self) -> str:
-        """Return how outputs name it."""
+        """Return the description for reports."""
         if self.is_absent:
             left = (
                 f"; its weight of {self.left_out:.2g} is left out, the others are renormalised" if self.left_out else ""

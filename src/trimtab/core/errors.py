@@ -1,26 +1,26 @@
-"""What can go wrong, as types.
+"""Exception classes.
 
     TrimtabError
-    ├── UsageError            something given at the door does not fit; nothing was changed
+    ├── UsageError            invalid argument; no state was modified
     │   ├── ValueGivenError   a number, name or option is out of range      (also a ValueError)
-    │   ├── ModelError        the model cannot be trained as it is
+    │   ├── ModelError        the model cannot be trained
     │   ├── OptimizerError    the optimizer does not belong to the model
     │   ├── BatchError        a batch cannot be counted, split or moved
     │   ├── LossError         the loss function's result is not a loss
     │   ├── LoopError         a step of the loop was called out of order    (also a RuntimeError)
-    │   └── FormatError       a file or mapping is not what its schema says (also a ValueError)
-    │       ├── DamagedError  a file is not as it was written
+    │   └── FormatError       a file or mapping does not match its schema   (also a ValueError)
+    │       ├── DamagedError  a file was changed or truncated
     │       ├── InUseError    another run holds an output
-    │       └── RecordExistsError  a file is where a record was to be made       (also a FileExistsError)
-    ├── InfeasibleError       no plan meets the budget; names the nearest that exists
-    ├── MemoryLimitError      memory ran out where no smaller micro-batch helps (also a MemoryError)
-    ├── NonFiniteError        gradients are no numbers, and stay so             (also an ArithmeticError)
-    ├── RankError             another rank of the job ended, or does not answer (also a RuntimeError)
-    ├── SaveError             a checkpoint could not be written; what was there still is (also an OSError)
-    ├── DataMissingError      a public data set is not on this machine; says how to get it
+    │       └── RecordExistsError  the file of a new record exists already       (also a FileExistsError)
+    ├── InfeasibleError       no plan meets the budget; names the nearest one
+    ├── MemoryLimitError      memory ran out and no smaller micro-batch helps   (also a MemoryError)
+    ├── NonFiniteError        gradients stay NaN or infinite                    (also an ArithmeticError)
+    ├── RankError             another rank of the job ended or does not respond (also a RuntimeError)
+    ├── SaveError             a checkpoint could not be written; older ones are intact (also an OSError)
+    ├── DataMissingError      a public data set is not on this machine; explains how to get it
     └── DependencyError       an optional package is missing; names the extra   (also an ImportError)
 
-Every message says what was given, what was expected and the way out.
+Every message names the value found, the expected value and a remedy.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from typing import Any, ClassVar
 
 
 class TrimtabError(Exception):
-    """Base of all errors raised on purpose.
+    """Base class of all exceptions that trimtab raises on purpose.
 
     Args:
-        field: name of the argument, field or file the error is about.
-        given: what was found, in words.
-        expected: what would have been right.
-        way_out: what to do about it.
-        code: stable identifier of the cause, such as "batch.sizes_differ", for programs and tests. If none is passed,
-            the class's own: with `field` it names the cause.
+        field: name of the argument, field or file.
+        given: description of the value found.
+        expected: description of a valid value.
+        way_out: remedy.
+        code: stable identifier of the cause, such as "batch.sizes_differ", for programs and tests; by default the
+            code of the class.
     """
 
     default_code: ClassVar[str] = "error"
@@ -52,14 +52,14 @@ class TrimtabError(Exception):
         message = f"{field}: given {given}; expected {expected}."
         super().__init__(f"{message} {way_out}" if way_out else message)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # so that an error survives the way back from a worker process
+    def __reduce__(self) -> tuple[Any, ...]:  # Pickles with keyword arguments, so that an error can cross processes.
         texts = {"given": self.given, "expected": self.expected, "way_out": self.way_out}
         named = functools.partial(type(self), **texts, code=self.code)
         return named, (self.field,), self.__dict__
 
 
 class UsageError(TrimtabError):
-    """Something given at the door does not fit; nothing was changed."""
+    """Invalid argument. No state was modified."""
 
     default_code = "usage.invalid"
 
@@ -71,13 +71,13 @@ class ValueGivenError(UsageError, ValueError):
 
 
 class ModelError(UsageError):
-    """The model cannot be trained as it is."""
+    """The model cannot be trained."""
 
     default_code = "model.unsupported"
 
 
 class OptimizerError(UsageError):
-    """The optimizer does not belong to the model, or cannot do what is asked."""
+    """The optimizer does not belong to the model, or does not support the request."""
 
     default_code = "optimizer.unsupported"
 
@@ -101,19 +101,19 @@ class LoopError(UsageError, RuntimeError):
 
 
 class FormatError(UsageError, ValueError):
-    """A file or mapping is not what its schema says."""
+    """A file or mapping does not match its schema."""
 
     default_code = "format.invalid"
 
 
 class DamagedError(FormatError):
-    """A file is not as it was written: cut short, changed, missing, or one too many."""
+    """A file was changed or truncated, is missing, or is unexpected."""
 
     default_code = "format.damaged"
 
 
 class InUseError(FormatError):
-    """Another run holds an output. `pid`: of its process; None if unknown."""
+    """Another run holds an output. `pid` is its process id; None if unknown."""
 
     default_code = "file.in_use"
 
@@ -121,7 +121,7 @@ class InUseError(FormatError):
 
 
 class RecordExistsError(FormatError, FileExistsError):
-    """A file is there where a new record was to be."""
+    """The file of a new record exists already."""
 
     default_code = "record.exists"
 
@@ -133,32 +133,35 @@ class InfeasibleError(TrimtabError):
 
 
 class MemoryLimitError(TrimtabError, MemoryError):
-    """Memory ran out where no smaller micro-batch helps."""
+    """Memory ran out, and no smaller micro-batch helps."""
 
     default_code = "memory.exhausted"
 
 
 class NonFiniteError(TrimtabError, ArithmeticError):
-    """Gradients are no numbers, and stay so."""
+    """Gradients stay NaN or infinite."""
 
     default_code = "training.nonfinite"
 
 
 class RankError(TrimtabError, RuntimeError):
-    """Another rank of the job ended, or does not answer. `is_echo`: whether another rank says the same."""
+    """Another rank of the job ended or does not respond.
+
+    `is_echo` is True if this rank only repeats another rank's error.
+    """
 
     default_code = "rank.failed"
 
     is_echo = False
 
     def echoed(self) -> RankError:
-        """Return the error as one that another rank says."""
+        """Mark the error as a repetition of another rank's error, and return it."""
         self.is_echo = True
         return self
 
 
 class SaveError(TrimtabError, OSError):
-    """A checkpoint could not be written or deleted; those that were there still are."""
+    """A checkpoint could not be written or deleted; existing checkpoints are intact."""
 
     default_code = "checkpoint.not_saved"
 

@@ -1,6 +1,6 @@
-"""Reading files that a user names: regular files only, and none larger than its kind can be.
+"""Bounded reading of files that a user names: regular files only, up to a size limit per kind.
 
-A pipe or a device would block or never end; a file of many gigabytes would fill memory before anything is checked.
+A pipe or device could block or never end, and a huge file would fill memory before its content is checked.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from typing import BinaryIO
 from trimtab.core.errors import FormatError
 from trimtab.core.units import format_bytes
 
-# The largest file of each kind: about a hundred times the largest that is written.
-JSON_BYTES = 2**27  # a plan, profile, result or state of a command
-SMALL_JSON_BYTES = 2**24  # the settings of a command
-STATE_BYTES = 2**31  # the part of a checkpoint that is JSON
+# Size limits per kind of file: about a hundred times the largest file that trimtab writes.
+JSON_BYTES = 2**27  # A plan, profile, result or state of a command.
+SMALL_JSON_BYTES = 2**24  # The settings of a command.
+STATE_BYTES = 2**31  # The JSON part of a checkpoint.
 RECORD_BYTES = 2**34
-LINE_BYTES = 2**24  # a line of a record: its header holds a plan
+LINE_BYTES = 2**24  # A line of a record; the header contains a plan.
 CSV_BYTES = 2**24
-DATA_BYTES = 2**34  # a data set's file
+DATA_BYTES = 2**34  # A file of a data set.
 
 
 def open_regular(path: str | Path, expected: str, *, limit: int) -> BinaryIO:
     """Open a regular file for reading bytes.
 
     Args:
-        expected: what it should hold, for the error. limit: bytes that it may have.
+        expected: description of the expected content, for the error.
+        limit: largest size in bytes.
 
     Raises:
-        FormatError: it cannot be opened (code "file.unreadable"), is a folder, pipe, device or socket
-            ("file.not_regular"), or is larger ("file.too_large").
+        FormatError: the file cannot be opened (code "file.unreadable"), is a folder, pipe, device or socket
+            ("file.not_regular"), or is too large ("file.too_large").
     """
     try:
-        # Without O_NONBLOCK opening a pipe waits for its writer.
+        # Without O_NONBLOCK, opening a pipe waits for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, ValueError) as error:  # A NUL in the path raises ValueError.
         raise unreadable(path, error, expected) from None
     try:
         found = os.fstat(descriptor)
@@ -60,7 +61,7 @@ def read_bytes(path: str | Path, expected: str, *, limit: int) -> bytes:
     """Return the content of a regular file; arguments and errors as of `open_regular`."""
     with open_regular(path, expected, limit=limit) as file:
         try:
-            content = file.read(limit + 1)  # a file that grows, or whose size the system does not know
+            content = file.read(limit + 1)  # The file may grow, or the system may not know its size.
         except OSError as error:
             raise unreadable(path, error, expected) from None
     if len(content) > limit:
@@ -82,7 +83,7 @@ def read_text(path: str | Path, expected: str, *, limit: int = JSON_BYTES) -> st
 
 
 def too_large(path: str | Path, size: int, expected: str, limit: int) -> FormatError:
-    """Return the error for a file that is larger than its kind can be."""
+    """Return the error for a file above the size limit of its kind."""
     return FormatError(
         str(path),
         given=f"{format_bytes(size)} or more",
@@ -92,7 +93,7 @@ def too_large(path: str | Path, size: int, expected: str, limit: int) -> FormatE
 
 
 def unreadable(path: str | Path, error: Exception, expected: str) -> FormatError:
-    """Return the error for a file that the system does not open or read."""
+    """Return the error for a file that cannot be opened or read."""
     return FormatError(
         str(path), given=f"nothing that can be read ({error})", expected=expected, code="file.unreadable"
     )

@@ -1,4 +1,4 @@
-"""Devices and their published peaks. What is not known is None, never a guess."""
+"""Devices and their published peak performance. Unknown figures are None."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trimtab.core.errors import ValueGivenError
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device as a plan sees it.
+    """Specification of one device.
 
     Args:
-        name: the device's own name, e.g. "NVIDIA H100 80GB HBM3".
+        name: the device's own name, such as "NVIDIA H100 80GB HBM3".
         kind: "cpu" or "cuda".
-        memory_bytes: memory a process may use, or None.
-        peak_flops: dtype (fp32, tf32, bf16, fp16) -> dense FLOP/s; a missing dtype is unknown.
-        bandwidth_bytes_s: memory bandwidth, or None.
-        source: where the peaks come from; "unknown" when there are none.
-        num_threads: CPU threads torch uses (0 on an accelerator).
+        memory_bytes: memory that a process may use, or None.
+        peak_flops: dense FLOP/s by dtype (fp32, tf32, bf16, fp16); a missing dtype is unknown.
+        bandwidth_bytes_s: memory bandwidth in bytes per second, or None.
+        source: source of the peaks; "unknown" if there are none.
+        num_threads: torch's CPU threads (0 for an accelerator).
     """
 
     name: str
@@ -31,18 +31,18 @@ class DeviceSpec:
     num_threads: int = 0
 
     def peak(self, precision: str) -> float | None:
-        """Return the dense peak in FLOP/s for a precision, or None when it is not known."""
+        """Return the dense peak in FLOP/s for a precision, or None if unknown."""
         return self.peak_flops.get(precision)
 
     def utilisation(self, flops_per_s: float, precision: str) -> float | None:
-        """Return achieved / peak: MFU for model FLOP/s, HFU when recomputation is counted too; None if unknown."""
+        """Return achieved / peak FLOP/s (MFU for model FLOP/s, HFU if recomputation is counted); None if unknown."""
         peak = self.peak(precision)
         return None if not peak else flops_per_s / peak
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """A row of the table: dense FLOP/s by dtype (tensor cores, fp32 accumulation), bytes/s, bytes, where they stand."""
+    """Row of the device table: dense FLOP/s by dtype (tensor cores, fp32 accumulation), bytes/s, bytes and source."""
 
     match: str
     flops: Mapping[str, float]
@@ -58,8 +58,8 @@ def _row(match: str, fp32: float, tf32: float | None, half: float, bandwidth: fl
     return Peaks(match, flops, bandwidth * 1e9, source, size * 10**9)
 
 
-# Dense figures, without sparsity. The first row whose every word is in the device's name is taken, unless the name
-# also says that it is another product (or a slice) of that family.
+# Dense figures, without sparsity. The first row whose words all occur in the device's name is used, unless the name
+# also contains a word of another product (or a slice) of that family.
 _OTHER_PRODUCTS = frozenset({"NVL", "TI", "D", "LAPTOP", "MIG"})
 PEAKS: tuple[Peaks, ...] = (
     _row("H200", 67, 494.7, 989.4, 4800, 141, "NVIDIA H200 data sheet, SXM, dense"),
@@ -76,7 +76,7 @@ PEAKS: tuple[Peaks, ...] = (
 
 
 def lookup_peaks(name: str) -> Peaks | None:
-    """Return the table's row for a device name, or None: an unknown device stays unknown."""
+    """Return the table's row for a device name, or None for an unknown device."""
     words = name.upper().replace("-", " ").split()
     if _OTHER_PRODUCTS & set(words):
         return None
@@ -87,10 +87,10 @@ def lookup_peaks(name: str) -> Peaks | None:
 
 
 def absent_device(name: str) -> DeviceSpec:
-    """Return a device of the table by its name, such as "A100 80GB" or "H100 SXM".
+    """Return the specification of a device in the table, such as "A100 80GB" or "H100 SXM".
 
     Raises:
-        ValueGivenError: the table does not have it.
+        ValueGivenError: the device is not in the table.
     """
     row = lookup_peaks(name)
     if row is None:

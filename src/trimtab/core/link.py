@@ -1,4 +1,4 @@
-"""How ranks are joined: one hop of a ring, measured or as published."""
+"""Interconnect between ranks: latency and bandwidth of one hop of a ring, measured or published."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trimtab.core.errors import ValueGivenError
 
 @dataclass(frozen=True)
 class Link:
-    """What joins ranks, as one hop of a ring sees it: per rank, and in one direction.
+    """Interconnect of ranks, as one hop of a ring, per rank and direction.
 
     Args:
-        name: "nvlink:H100", "ib:NDR", "gloo of 2 ranks".
-        latency_s: seconds that a hop takes whatever it carries.
-        bytes_per_s: that a rank sends while it receives as many.
-        source: where both figures come from; "assumed" of one that nobody published.
-        calibrated: whether they were measured here, rather than read from a data sheet.
-        scatters: whether a reduce-scatter sends each rank its shard alone; over torch's gloo it is an all-reduce of the
-            whole, of which each rank keeps a shard (ProcessGroupGloo.cpp).
+        name: such as "nvlink:H100", "ib:NDR" or "gloo of 2 ranks".
+        latency_s: seconds per hop, independent of the message size.
+        bytes_per_s: bandwidth of a rank that sends and receives at the same time.
+        source: source of both figures; "assumed" if none is published.
+        calibrated: True if measured on this machine, False if from a data sheet.
+        scatters: True if a reduce-scatter sends each rank only its shard. Over gloo torch runs an all-reduce of the
+            whole tensor, and each rank keeps a shard (ProcessGroupGloo.cpp).
 
     Raises:
         ValueGivenError: a figure is out of range.
@@ -45,8 +45,8 @@ class Link:
                 raise ValueGivenError(f"link.{field}", given=repr(value), expected="true or false")
 
 
-# Latencies of a hop of the ring, as NCCL itself reckons with (2.30, src/graph/tuning.cc: hwLatencies, ring, Simple, the
-# protocol of large messages), and what the kernel's TCP is taken to need, of which there is no such table.
+# Latency of a ring hop in NCCL's own cost model (2.30, src/graph/tuning.cc: hwLatencies, ring, Simple, the protocol
+# of large messages), and an assumed latency for the kernel's TCP, which has no published table.
 _NVLINK_S, _NETWORK_S, _TCP_S = 3.4e-6, 14e-6, 30e-6
 
 
@@ -73,20 +73,20 @@ _ROWS = (
     _network("ethernet:100", _TCP_S, 100, "IEEE 802.3ba, a port for each rank; latency assumed, of TCP in one rack"),
     _network("ethernet:25", _TCP_S, 25, "IEEE 802.3by, a port for each rank; latency assumed, of TCP in one rack"),
 )
-# Published figures, by the name that `--link` takes.
+# Published links, by the value of `--link`.
 LINKS: Mapping[str, Link] = {link.name: link for link in _ROWS}
-# Which of them a name alone means; "nvlink" is the device's own.
+# Default link of a family; "nvlink" means the device's own.
 USUAL: Mapping[str, str] = {"ib": "ib:NDR", "ethernet": "ethernet:100"}
 _NODES = re.compile(r"\s*(\d{1,4})\s*x\s*([^+]+)\+(.+)", re.IGNORECASE)
-# Products of the same families that are joined otherwise: by PCIe, or by bridges in pairs.
+# Products of the same families without NVLink between all GPUs: connected by PCIe, or by bridges in pairs.
 _OTHER_PRODUCTS = frozenset({"PCIE", "NVL", "MIG"})
 
 
 def absent_link(name: str, device_name: str = "") -> Link:
-    """Return a link of the table: "nvlink" (the device's own), "ib", "ethernet", or one such as "ib:HDR".
+    """Return a link of the table: "nvlink" (the device's own), "ib", "ethernet", or a full name such as "ib:HDR".
 
     Raises:
-        ValueGivenError: the table does not have it, or the device has no NVLink that is known.
+        ValueGivenError: the link is not in the table, or the device's NVLink is unknown.
     """
     wanted = name.strip().lower() if isinstance(name, str) else ""
     wanted = _nvlink_of(device_name) if wanted == "nvlink" else USUAL.get(wanted, wanted)
@@ -98,12 +98,13 @@ def absent_link(name: str, device_name: str = "") -> Link:
 
 
 def ring_link(name: str, device_name: str, ranks: int) -> Link:
-    """Return a link as `absent_link` does, or that of nodes: "8 x nvlink + ib:NDR", by what joins eight and theirs.
+    """Return a link of the table, or of nodes such as "8 x nvlink + ib:NDR" (8 ranks per node, network between
+    nodes).
 
-    Ranks that fit on one node are joined by what is inside of it.
+    If all ranks fit on one node, the link inside the node is returned.
 
     Raises:
-        ValueGivenError: as `absent_link`; a node of no ranks.
+        ValueGivenError: as of `absent_link`, or a node has no ranks.
     """
     found = _NODES.fullmatch(name) if isinstance(name, str) else None
     if found is None:
@@ -114,17 +115,20 @@ def ring_link(name: str, device_name: str, ranks: int) -> Link:
 
 
 def over_nodes(inside: Link, between: Link, ranks_of_node: int) -> Link:
-    """Return the one hop that a ring over several nodes is made of, where each rank has a port of its own.
+    """Return the equivalent single hop of a ring over several nodes, with a network port per rank.
 
-    NCCL makes as many rings as ports (src/graph/tuning.cc: a bus is as wide as its channels together), each of which
-    leaves and enters a node once and goes through its ranks over the link inside: together they are as wide as a
-    node's ports, or as what joins its ranks, and of a node's hops one has the latency of the network.
+    NCCL makes as many rings as there are ports (src/graph/tuning.cc: the bus bandwidth is the sum over channels).
+    Each ring enters and leaves a node once, and passes through the node's ranks over the inner link. The total
+    bandwidth is therefore the smaller of the node's ports together and the inner link, and one hop per node has the
+    network's latency.
 
     Args:
-        between: of a rank's port. ranks_of_node: ranks, and ports, of each node.
+        inside: link between the ranks of a node.
+        between: network link of a rank's port.
+        ranks_of_node: ranks, and ports, per node.
 
     Raises:
-        ValueGivenError: a node of no ranks.
+        ValueGivenError: a node has no ranks.
     """
     checks.integer("ranks_of_node", ranks_of_node)
     latency_s = ((ranks_of_node - 1) * inside.latency_s + between.latency_s) / ranks_of_node
@@ -135,7 +139,7 @@ def over_nodes(inside: Link, between: Link, ranks_of_node: int) -> Link:
 
 
 def _nvlink_of(device_name: str) -> str:
-    """Return the name of a device's NVLink; "" where it is not known."""
+    """Return the name of a device's NVLink; "" if unknown."""
     words = device_name.upper().replace("-", " ").replace("_", " ").split()
     if _OTHER_PRODUCTS & set(words):
         return ""
@@ -149,14 +153,15 @@ def _names() -> list[str]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A process group as it was timed, the same figures on every rank.
+    """Measured communication costs of a process group, identical on all ranks.
 
     Args:
-        link: of its all-reduces. miss: by how much the worst of them is missed, as a share of its seconds.
-        overlap_share: of communication that runs beside computation, how much is hidden by it, from 0 to 1.
-        cast_s_per_byte: seconds to make bf16 of a byte of fp32, and fp32 of it again.
-        hook_s: seconds that a bucket of DDP's takes longer where it is sent in bf16, however few its bytes: the host's,
-            of a hook that is Python's.
+        link: link fitted to its all-reduces.
+        miss: largest relative error of the fit, as a fraction of an all-reduce's seconds.
+        overlap_share: fraction of communication that concurrent computation hides, from 0 to 1.
+        cast_s_per_byte: seconds to convert a byte of fp32 to bf16 and back.
+        hook_s: extra seconds per DDP bucket for sending bf16, independent of its size: the CPU time of a Python
+            communication hook.
     """
 
     link: Link

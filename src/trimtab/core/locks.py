@@ -1,7 +1,7 @@
-"""Advisory locks on outputs that two runs must not write at once.
+"""Advisory locks on outputs, against two runs that write at the same time.
 
-The lock is on the open file or folder itself (flock), not on a name beside it: it ends with its process however that
-ends, two descriptors of one process exclude each other too, and deleting or replacing a lock's file does not free it.
+The lock is on the open file or folder itself (flock), not on a separate lock file: it ends with its process, it also
+excludes two descriptors of one process, and deleting or replacing a name does not release it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LOCKS = Path("/proc/locks")
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder; returns False if it is locked through another descriptor.
+    """Lock an open file or folder. Returns False if it is locked through another descriptor.
 
     Raises:
-        OSError: its file system has no locks.
+        OSError: the file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -33,7 +33,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def lock_if_possible(descriptor: int) -> bool:
-    """Lock an open file or folder as `try_lock` does; returns True on a file system without locks."""
+    """Lock an open file or folder as `try_lock` does. Returns True if the file system does not support locks."""
     try:
         return try_lock(descriptor)
     except OSError:
@@ -41,7 +41,7 @@ def lock_if_possible(descriptor: int) -> bool:
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still the one of a path, and was not deleted or replaced since."""
+    """Return True if a path still leads to an open file, which was neither deleted nor replaced."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:
@@ -49,14 +49,14 @@ def is_at(descriptor: int, path: Path) -> bool:
 
 
 def require_unlocked(path: Path) -> None:
-    """Raise if another run holds a file or folder; nothing is changed, and nothing is held afterwards.
+    """Raise if another run holds a file or folder. Nothing is changed, and the lock is not kept.
 
     Raises:
-        InUseError: another run, of this process or another, writes there.
+        InUseError: another run, of this process or another, writes to the path.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # there is none, or it cannot be read: whoever opens it for writing reports that
+    except OSError:  # Missing or unreadable: the later attempt to write reports it.
         return
     try:
         if not lock_if_possible(descriptor):
@@ -66,17 +66,17 @@ def require_unlocked(path: Path) -> None:
 
 
 def holder_pid(descriptor: int) -> int | None:
-    """Return the process that locked an open file; None if the system does not say."""
+    """Return the process id of the lock's holder; None if unknown."""
     found = os.fstat(descriptor)
     at = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     try:
         lines = _LOCKS.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:  # not Linux
+    except OSError:  # Only Linux has /proc/locks.
         return None
     for line in lines:
         fields = line.split()  # 1: FLOCK ADVISORY WRITE 1234 08:02:1311 0 EOF
         if len(fields) == 8 and fields[1] == "FLOCK" and fields[5] == at and fields[4].isdigit():
-            return int(fields[4]) or None  # 0: of another container
+            return int(fields[4]) or None  # 0 means a process of another container.
     return None
 
 
@@ -84,7 +84,7 @@ def in_use(path: Path, pid: int | None, holder: str = "") -> InUseError:
     """Return the error for an output that another run holds.
 
     Args:
-        holder: in words; "": the process by its number.
+        holder: description of the holder; by default the process id.
     """
     who = holder or ("another process" if pid is None else "this process" if pid == os.getpid() else f"process {pid}")
     error = InUseError(

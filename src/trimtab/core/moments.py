@@ -1,4 +1,4 @@
-"""Moments and durations as a command is given them, and as it shows them."""
+"""Points in time and durations: parsing of command-line values, and formatting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def parse_duration(field: str, text: str) -> float:
     """Return seconds for `90s`, `15min`, `36h` or `2d`.
 
     Raises:
-        ValueGivenError: not a duration, or none above zero.
+        ValueGivenError: not a duration, or not positive.
     """
     found = _duration(text)
     if found is None:
@@ -25,10 +25,10 @@ def parse_duration(field: str, text: str) -> float:
 
 
 def parse_moment(field: str, text: str, now_s: float) -> float:
-    """Return seconds since 1970 for `2026-03-02T06:00+01:00`, or for `36h`, which are counted from now.
+    """Return seconds since 1970 for `2026-03-02T06:00+01:00`, or for a duration from now such as `36h`.
 
     Raises:
-        ValueGivenError: neither, or a moment without its offset from UTC.
+        ValueGivenError: neither of the two, or a time without an offset from UTC.
     """
     after_s = _duration(text)
     if after_s is not None:
@@ -41,10 +41,10 @@ def parse_moment(field: str, text: str, now_s: float) -> float:
 
 
 def time_of(text: str) -> float:
-    """Return seconds since 1970 for `2026-03-02T06:00+01:00`, or for one that ends with `Z`.
+    """Return seconds since 1970 for `2026-03-02T06:00+01:00` or a time that ends with `Z`.
 
     Raises:
-        ValueError: it is none, or without its offset from UTC; which of the two is all that it says.
+        ValueError: the text is not a time, or has no offset from UTC.
     """
     try:
         found = datetime.datetime.fromisoformat(text.strip())
@@ -56,10 +56,10 @@ def time_of(text: str) -> float:
 
 
 def format_moment(time_s: float) -> str:
-    """Return `2026-03-02T05:00+00:00`, in UTC."""
+    """Return a UTC time such as `2026-03-02T05:00+00:00`."""
     try:
         return datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="minutes")
-    except (OverflowError, ValueError, OSError):  # infinite, or beyond a calendar
+    except (OverflowError, ValueError, OSError):  # The time is infinite or outside the calendar.
         return f"{time_s:g} s"
 
 

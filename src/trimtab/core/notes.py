@@ -1,4 +1,4 @@
-"""What planning could not measure, try or read, with the reason."""
+"""Notes of a plan: missing figures and settings, with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Note:
     """Figure or setting that planning left out.
 
     Args:
-        code: stable identifier of what is missing, such as "flops.not_counted".
+        code: stable identifier of the missing item, such as "flops.not_counted".
         text: sentence with the reason.
     """
 

@@ -1,4 +1,4 @@
-"""What to minimise, under which hard limits, and against which loop (paper eq. 3; math: section 1)."""
+"""Objective, hard limits and reference loop of a plan (paper eq. 3; math: section 1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a loop costs: seconds, bytes and joules. None is *unknown*, never zero; T = inf is "never reached"."""
+    """Cost of a loop in seconds, bytes and joules. None means unknown, never zero; time_s = inf means "never
+    reached".
+    """
 
     time_s: float
     memory_bytes: float | None = None
@@ -26,10 +28,12 @@ class Cost:
 class Objective:
     """Weights of `C = wT*T/T0 + wM*M/M0 + wE*E/E0`, normalised to sum 1 (paper eq. 3).
 
-    `(T0, M0, E0)` is the reference's cost on the same machine in the same run, so `C(reference) = 1`.
+    `(T0, M0, E0)` is the reference loop's cost on the same machine in the same run, so `C(reference) = 1`.
 
     Args:
-        time: weight of seconds a row. memory: of peak bytes. energy: of joules a row, which wants a meter or watts.
+        time: weight of seconds per sample.
+        memory: weight of peak bytes.
+        energy: weight of joules per sample; needs a meter or given watts.
 
     Raises:
         ValueGivenError: a weight is negative or not finite, or all are zero.
@@ -44,17 +48,19 @@ class Objective:
         largest = max(weights.values())
         if largest == 0:
             raise ValueGivenError("objective", given=f"weights {weights}", expected="at least one weight above zero")
-        shares = {name: weight / largest for name, weight in weights.items()}  # at most 1 each: no sum overflows
+        # At most 1 each, so the sum cannot overflow.
+        shares = {name: weight / largest for name, weight in weights.items()}
         total = math.fsum(shares.values())
-        settled = abs(total * largest - 1) < 1e-15  # already of sum 1: read back exactly as written
+        # Weights that already sum to 1 are kept exactly, so that a JSON round trip changes nothing.
+        settled = abs(total * largest - 1) < 1e-15
         for name, share in shares.items():
             object.__setattr__(self, name, weights[name] if settled else share / total)
 
     def without_energy(self) -> Objective:
-        """Return the weights of time and memory alone, normalised: what is left where there is no meter.
+        """Return the normalised weights of time and memory only, for a machine without a meter.
 
         Raises:
-            ValueGivenError: energy alone was weighed, so that nothing is left.
+            ValueGivenError: only energy has a weight.
         """
         if self.time == self.memory == 0:
             expected, way_out = "a weight on time or memory beside it", "Or a machine that has a meter."
@@ -65,7 +71,7 @@ class Objective:
         """Return C; 1 for the reference, smaller is better.
 
         Raises:
-            ValueGivenError: a weighted term is unknown, in the cost or in the reference.
+            ValueGivenError: a weighted term is unknown in the cost or in the reference.
         """
         return math.fsum(
             self._term(name, weight, ours, theirs)
@@ -91,12 +97,13 @@ class Objective:
 
 @dataclass(frozen=True)
 class Budget:
-    """Hard limits; None is no limit.
+    """Hard limits; None means no limit.
 
     Args:
-        memory: peak bytes of a training step (bytes, or a size such as "8GiB"); on CUDA it binds reserved memory.
+        memory: peak bytes of a training step (an int, or a size such as "8GiB"); on CUDA it applies to reserved
+            memory.
         time: seconds per optimizer step.
-        energy: joules per optimizer step; refused by `plan` where there is no meter.
+        energy: joules per optimizer step; `plan` refuses it without a meter.
     """
 
     memory: int | str | None = None
@@ -111,12 +118,12 @@ class Budget:
                 object.__setattr__(self, name, checks.number(name, getattr(self, name), low=0, open_low=True))
 
     def within(self, memory_bytes: int | None) -> Budget:
-        """Return the budget with no more memory than a device has."""
+        """Return the budget with its memory limited to a device's."""
         limits = [limit for limit in (self.memory_bytes, memory_bytes) if limit is not None]
         return replace(self, memory=min(limits, default=None))
 
     def is_within(self, other: Budget) -> bool:
-        """Return whether whatever meets this budget meets another one."""
+        """Return True if every limit of the other budget is implied by this one."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("memory", "time", "energy"))
         return all(theirs is None or (ours is not None and ours <= theirs) for ours, theirs in pairs)
 
@@ -128,14 +135,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Reference:
-    """The user's loop as it stands: what a plan is measured against. Undeclared, it is "assumed fp32 eager".
+    """The user's loop before planning, as the baseline of a plan. Undeclared, it is "assumed fp32 eager".
 
     Args:
         precision: fp32, tf32, bf16 or fp16 (autocast).
-        clip_norm: the gradient-norm limit the user's loop applies, or None.
-        accumulate: batches that the user's loop accumulates gradients over before it steps; the example batch holds all
-            of them. The loop's micro-batch is that part of the example, and the default limit on memory its peak.
-        declared: whether the user said so, rather than the library assuming it.
+        clip_norm: gradient-norm limit of the user's loop, or None.
+        accumulate: batches that the user's loop accumulates per optimizer step; the example batch holds all of them.
+            The loop's micro-batch is an equal part of the example, and its peak is the default memory limit.
+        declared: True if the user declared it, False if it is assumed.
     """
 
     precision: str = "fp32"
@@ -150,7 +157,7 @@ class Reference:
         checks.integer("reference.accumulate", self.accumulate)
 
     def describe(self) -> str:
-        """Return how reports name it."""
+        """Return the description for reports."""
         clip = f", clip {self.clip_norm:g}" if self.clip_norm is not None else ""
         accumulates = f", accumulating {self.accumulate} batches" if self.accumulate > 1 else ""
         return f"{'declared' if self.declared else 'assumed'} {self.precision} eager{clip}{accumulates}"

@@ -1,4 +1,4 @@
-"""How a model is shared between ranks, and the step that it is shared for, as their communication sees both."""
+"""Parallelism of a job and the rank's step, as inputs of the communication model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from trimtab.core.sharing import GATHER_DTYPES, REDUCE_DTYPES
 
 @dataclass(frozen=True)
 class Parallelism:
-    """One way to share.
+    """Data-parallel configuration.
 
     Args:
-        ranks: processes that each hold a part of the batch.
-        zero_stage: what is sharded besides: 0 nothing (DDP), 1 optimizer state, 2 gradients too, 3 parameters too.
-        reduce_dtype: what gradients are sent in, "fp32" (as they are) or "bf16" (half of the bytes).
-        bucket_bytes: gradients that stages 0 and 1 send at once; None: as torch does, 25 MiB, and first 1 MiB.
-        overlaps: whether communication runs beside the computation, as far as it can.
-        reduces_once: whether gradients are reduced once a window, rather than after each micro-batch.
-        gather_dtype: what parameters are gathered in at stages 2 and 3: "fp32" (as they are, and autocast computes in
-            less) or "bf16" (half of the bytes, and all is computed in it: FSDP2's own mixed precision).
+        ranks: number of processes.
+        zero_stage: sharded state: 0 none (DDP), 1 optimizer state, 2 gradients too, 3 parameters too.
+        reduce_dtype: dtype of the gradient reduction: "fp32" (unchanged) or "bf16" (half the bytes).
+        bucket_bytes: size of a gradient bucket at stages 0 and 1; None: torch's default, 25 MiB after a first bucket
+            of 1 MiB.
+        overlaps: True if communication overlaps computation as far as possible.
+        reduces_once: True if gradients are reduced once per window, False if after each micro-batch.
+        gather_dtype: dtype of the parameter all-gather at stages 2 and 3: "fp32" (unchanged; autocast may compute in
+            less) or "bf16" (half the bytes, and all computation in bf16: FSDP2's mixed precision).
 
     Raises:
-        ValueGivenError: a choice is out of range, or parameters that no rank gathers are gathered in bf16.
+        ValueGivenError: a value is out of range, or gather_dtype is "bf16" at a stage that gathers no parameters.
     """
 
     ranks: int
@@ -53,19 +54,19 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A step of one rank: what a micro-batch computes, block by block, and the optimizer's step.
+    """Times and sizes of one rank's step: a micro-batch by block, and the optimizer step.
 
     Args:
-        forward_s, backward_s: seconds of a micro-batch.
-        optimizer_s: seconds of the optimizer's step of all parameters.
-        block_bytes: of each block's fp32 parameters that are trained, in the forward's order; their gradients have as
-            many. What lies outside of the blocks is a block too.
-        block_shares: of the seconds that each block takes; made to sum to 1.
-        num_tensors: parameters by number; None: one a block.
-        gathered_bytes: of each block's parameters, those that are not trained too; None: all of them are.
+        forward_s, backward_s: seconds per micro-batch.
+        optimizer_s: seconds of the optimizer step over all parameters.
+        block_bytes: bytes of trainable fp32 parameters per block, in forward order; equal to the bytes of their
+            gradients. Parameters outside of all blocks form a block too.
+        block_shares: fraction of the seconds per block; normalised to sum 1.
+        num_tensors: number of parameter tensors; None: one per block.
+        gathered_bytes: bytes of all parameters per block, including frozen ones; None: all are trainable.
 
     Raises:
-        ValueGivenError: a figure is out of range, or there are not as many shares as blocks.
+        ValueGivenError: a figure is out of range, or the numbers of shares and blocks differ.
     """
 
     forward_s: float
@@ -97,6 +98,7 @@ class StepShape:
         largest = max(shares)
         if largest == 0:
             raise ValueGivenError("step.block_shares", given="zeros", expected="a block at least that takes time")
-        total = math.fsum(share / largest for share in shares)  # at most 1 each: no sum overflows
-        settled = abs(total * largest - 1) < 1e-15  # already of sum 1: read back exactly as written
+        total = math.fsum(share / largest for share in shares)  # At most 1 each, so the sum cannot overflow.
+        # Shares that already sum to 1 are kept exactly, so that a JSON round trip changes nothing.
+        settled = abs(total * largest - 1) < 1e-15
         return tuple(shares if settled else (share / largest / total for share in shares))

@@ -1,4 +1,4 @@
-"""Peak memory of a step as a function of a micro-batch's rows."""
+"""Peak memory of a step as a function of the micro-batch size."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ from dataclasses import dataclass
 
 from trimtab.core.errors import ValueGivenError
 
-Line = tuple[float, float]  # bytes at no rows, bytes a row
+Line = tuple[float, float]  # (bytes at zero samples, bytes per sample).
 
 
 @dataclass(frozen=True)
 class PeakModel:
-    """The highest of some lines: at every moment of a step the bytes held are a line in the rows, and none is above it.
+    """Peak memory as the upper envelope of lines: at every moment of a step, the bytes held are linear in the
+    samples.
 
     Args:
-        lines: (bytes at no rows, bytes a row), by rising bytes a row: each is the highest for some number of rows.
+        lines: (bytes at zero samples, bytes per sample) by rising slope; each line is the highest for some batch
+            size.
     """
 
     lines: tuple[Line, ...]
 
     @classmethod
     def through(cls, few: Iterable[float], many: Iterable[float], rows: tuple[int, int]) -> PeakModel:
-        """Return the model of a step whose bytes are known at the same moments for two numbers of rows.
+        """Return the model of a step with known bytes at the same moments for two batch sizes.
+
+        Args:
+            few, many: bytes at each moment, at the smaller and the larger size.
+            rows: the two sizes, in samples, in ascending order.
 
         Raises:
-            ValueGivenError: not as many moments, or not two numbers of rows.
+            ValueGivenError: the numbers of moments differ, or the sizes are not ascending.
         """
         fewer, more = rows
         if not 0 < fewer < more:
@@ -39,11 +45,11 @@ class PeakModel:
         return cls(_envelope(found))
 
     def beside(self, held_bytes: int) -> PeakModel:
-        """Return the model of the same step where so much more is held throughout."""
+        """Return the model with additional bytes held throughout the step."""
         return PeakModel(tuple((base + held_bytes, slope) for base, slope in self.lines))
 
     def peak_bytes(self, rows: int) -> int:
-        """Return the peak of a micro-batch of so many rows."""
+        """Return the peak of a micro-batch of a given number of samples."""
         most = max((base + rows * slope for base, slope in self.lines), default=math.nan)
         if not math.isfinite(most):
             given, expected = f"{most} bytes of {rows} rows", "a finite peak"
@@ -57,7 +63,7 @@ def _line(few: float, many: float, fewer: int, more: int) -> Line:
 
 
 def _envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the lines that are the highest for some number of rows above none, by rising slope."""
+    """Return the lines that are highest for some positive batch size, by rising slope."""
     kept: list[Line] = []
     for base, slope in sorted(lines, key=lambda line: (line[1], line[0])):
         while kept and (base >= kept[-1][0] or (len(kept) > 1 and _is_below(kept[-2], kept[-1], (base, slope)))):
@@ -67,6 +73,6 @@ def _envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _is_below(flatter: Line, middle: Line, steeper: Line) -> bool:
-    """Return whether the middle one of three lines is nowhere the highest."""
+    """Return True if the middle of three lines is nowhere the highest."""
     (a, p), (b, q), (c, r) = flatter, middle, steeper
     return (a - c) * (q - p) <= (a - b) * (r - p)

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go: by phase, by class of module, and by what bounds its operators. Values only."""
+"""Breakdown of a step's seconds: by phase, by module class, and by compute or memory bound. Values only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 
-# In the order of a step. What is recomputed is no part of the backward; the rest is what no other phase is.
+# In the order of a step. Recomputation is not part of the backward; "rest" is everything outside the other phases.
 PHASES = ("data", "forward", "recompute", "backward", "communication", "optimizer", "rest")
-# What each phase is, for one who reads it.
+# Explanation of each phase, for reports.
 MEANINGS = {
     "data": "waiting for the next batch",
     "forward": "model and loss",
@@ -26,12 +26,12 @@ PHASES_SCHEMA = 1
 
 @dataclass(frozen=True)
 class Lap:
-    """A few steps of one arm, with the clock of phases and without.
+    """A few timed steps of one arm (one round), with the phase clock and without.
 
     Args:
-        seconds: by phase, per batch of the task, clocked; together those of a clocked step. parts: those of the forward
-            and the backward by class of module, as "forward Linear"; what is in none is "forward". plain_s: of a step
-            without the clock, right before or after.
+        seconds: seconds by phase, per batch of the task; they sum to a clocked step.
+        parts: seconds of forward and backward by module class, such as "forward Linear"; "forward" is the rest.
+        plain_s: seconds of a step without the clock, right before or after.
     """
 
     seconds: Mapping[str, float]
@@ -40,17 +40,18 @@ class Lap:
 
     @property
     def clocked_s(self) -> float:
-        """Seconds of a step under the clock."""
+        """Seconds of a step with the clock."""
         return math.fsum(self.seconds.values())
 
 
 @dataclass(frozen=True)
 class Roof:
-    """Seconds that the operators of a phase take at the least, by a device's peaks (Williams et al. 2009).
+    """Lower bound on the seconds of a phase's operators, by a device's peaks (roofline; Williams et al. 2009).
 
     Args:
-        compute_s: of operators whose FLOP take longer than their bytes. memory_s: of the others. flops, moved_bytes: of
-            all of them.
+        compute_s: seconds of the compute-bound operators.
+        memory_s: seconds of the memory-bound operators.
+        flops, moved_bytes: totals over all operators.
     """
 
     compute_s: float
@@ -60,21 +61,22 @@ class Roof:
 
     @property
     def seconds(self) -> float:
-        """Of all of them."""
+        """Seconds of all operators."""
         return self.compute_s + self.memory_s
 
     def times(self, factor: float) -> Roof:
-        """Return that of so many times the operators."""
+        """Return the bound for `factor` times the operators."""
         return Roof(*(factor * each for each in (self.compute_s, self.memory_s, self.flops, self.moved_bytes)))
 
 
 @dataclass(frozen=True)
 class ArmPhases:
-    """One arm's laps.
+    """Rounds of one arm.
 
     Args:
-        laps: one per round. roofs: by phase, "forward", "backward" (with what it recomputes) and "optimizer"; {}: not
-            known. notes: phases that are not told apart, and roofs that are not known, with the reason.
+        laps: one per round.
+        roofs: lower bounds by phase, "forward", "backward" (with recomputation) and "optimizer"; {} if unknown.
+        notes: phases that were not distinguished and unknown bounds, with the reason.
     """
 
     laps: tuple[Lap, ...]
@@ -83,21 +85,26 @@ class ArmPhases:
 
     @property
     def has(self) -> tuple[str, ...]:
-        """The phases that were seen, in order."""
+        """Phases that occurred, in order."""
         return tuple(phase for phase in PHASES if any(phase in lap.seconds for lap in self.laps))
 
     def mean_s(self, phase: str) -> float:
-        """Return a phase's mean seconds over the laps."""
+        """Return a phase's mean seconds over the rounds."""
         return math.fsum(lap.seconds.get(phase, 0.0) for lap in self.laps) / len(self.laps)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The plain loop and the plan, lap by lap in turns: round i of the one is paired with round i of the other.
+    """Interleaved rounds of the baseline and the plan; round i of the baseline is paired with round i of the plan.
 
     Args:
-        changes: of the plan, in words. device: whose peaks the roofs are of. num_ranks: that trained together; seconds
-            are rank 0's. environment: machine and versions.
+        task: name of the task.
+        reference: rounds of the baseline.
+        plan: rounds of the plan.
+        changes: description of the plan's changes.
+        device: device whose peaks give the lower bounds.
+        num_ranks: ranks that trained together; seconds are rank 0's.
+        environment: machine and versions.
     """
 
     task: str
@@ -111,7 +118,7 @@ class Gain:
 
     @property
     def on_ranks(self) -> str:
-        """How many trained together, in words; "" of one process."""
+        """The number of ranks as text; "" for one process."""
         return f"on {self.num_ranks} ranks" if self.num_ranks > 1 else ""
 
     def __post_init__(self) -> None:

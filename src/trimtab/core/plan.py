@@ -1,8 +1,8 @@
-"""A plan: every choice with its value, its reason, its mark and the losers.
+"""A plan: the value, reason, numerical effect and rejected alternatives of every setting.
 
-Marks: *exact* changes no number; *rounding* changes only rounding; *dynamics* changes
-the training itself. A plan with only exact and rounding changes is tier S (the user's maths); one dynamics change
-makes it tier F. Equivalence tests are generated from the marks.
+Numerical effects: *exact* keeps results bitwise equal; *rounding* changes rounding only; *dynamics* changes the
+training. A plan without a dynamics change is equivalent (tier S), any other is tuned (tier F). The equivalence tests
+are generated from these effects.
 """
 
 from __future__ import annotations
@@ -59,54 +59,61 @@ KEEP_CLIP = Choice(None, _KEPT, Mark.DYNAMICS)
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything `start` applies.
+    """All settings that `start` applies, with the measurements behind them.
 
     Args:
-        batch_rows: rows the loader yields per optimizer step and rank (B_base / R).
-        micro_batch: rows per forward and backward.
+        batch_rows: samples that the loader yields per optimizer step and rank (B_base / R).
+        micro_batch: samples per forward and backward.
         precision: fp32, tf32, bf16 or fp16.
-        memory_layout: "keep" or "channels_last".
+        memory_layout: memory format, "keep" or "channels_last".
         allocator: "keep", or "retain" to keep freed host memory in the process (CPU training, glibc).
-        fused_optimizer: whether the optimizer's step runs as one fused kernel.
-        loss_chunk: tokens whose logits a `trimtab.nn.LossHead` holds at once; None leaves it as it is.
-        recompute: which of the model's blocks compute their activations again in the backward: "every_block", or a
-            schedule as `trimtab.core.recompute` writes it; None: none beyond the loop's own.
-        compiled: whether torch compiles the model's forward, the first time that it runs; "cuda_graphs": forward and
-            backward are recorded as they are, once, and launched whole; "compiled_cuda_graphs": compiled, and so.
-        zero_stage: how ranks share a model that the loop has not wrapped: 0 replicates it (DDP), 1 shards the
-            optimizer's state, 2 gradients too, 3 parameters too; None leaves it as it is.
-        engine: what shares it, "torch" or "deepspeed" (stages 1 to 3).
-        reduce_dtype: what gradients are sent in, "fp32" (as they are) or "bf16".
-        bucket_bytes: of gradients that DDP sends at once; None: as many as torch does.
-        reduces_once: of stages 2 and 3: gradients are reduced once a window, and held whole until then; else after
-            every micro-batch, and a shard is held.
-        powersgd_rank: of DDP: gradients are sent as factors of that rank (Vogels et al. 2019); None: as they are.
-        dropout: probability of every module that drops values at random; None: each as the loop has it.
-        weight_decay: of all groups of the optimizer that decay; None: each as the loop has it.
-        optimizer: "user", or "muon": the matrices of the model's blocks are stepped by Muon beside the user's AdamW.
-        schedule: "user" (the user's own, untouched), or by progress "warmup_cosine" (paper eq. 10) or "warmup_linear".
-        warmup_fraction: share of the run that such a schedule rises for; None: 5%.
+        fused_optimizer: True for the fused implementation of the optimizer.
+        loss_chunk: tokens whose logits a `trimtab.nn.LossHead` holds at once; None leaves the head unchanged.
+        recompute: activation checkpointing of the model's blocks: "every_block", or a schedule in the notation of
+            `trimtab.core.recompute`; None adds none to the loop's own.
+        compiled: True for `torch.compile` of the model's forward, on its first call; "cuda_graphs" to capture forward
+            and backward once and replay them; "compiled_cuda_graphs" for both.
+        zero_stage: sharding of an unwrapped model: 0 replicates it (DDP), 1 shards the optimizer state, 2 gradients
+            too, 3 parameters too; None leaves the model unwrapped.
+        engine: sharding backend, "torch" or "deepspeed" (stages 1 to 3).
+        reduce_dtype: dtype of the gradient reduction, "fp32" (unchanged) or "bf16".
+        bucket_bytes: size of DDP's gradient buckets; None: torch's default.
+        reduces_once: at stages 2 and 3: True reduces gradients once per window and holds them unsharded until then;
+            False reduces them after every micro-batch and holds a shard.
+        powersgd_rank: with DDP: rank of the PowerSGD factors that gradients are sent as (Vogels et al. 2019); None:
+            no compression.
+        dropout: probability of every dropout module; None leaves each unchanged.
+        weight_decay: weight decay of all parameter groups that have a non-zero one; None leaves each unchanged.
+        optimizer: "user", or "muon": Muon for the matrices of the model's blocks, and the user's AdamW for the rest.
+        schedule: learning-rate schedule: "user" (unchanged), or by progress "warmup_cosine" (paper eq. 10) or
+            "warmup_linear".
+        warmup_fraction: warm-up of such a schedule as a fraction of the run; None: 5%.
         learning_rate_scale: factor on the user's learning rates.
-        batch_policy: "user" (windows of one batch), or the policy by which they grow and shrink: the batch rule's own.
+        batch_policy: "user" (windows of one batch), or the policy of `batch_rule`.
         clip_norm: limit on the global gradient norm (paper eq. 12), or None.
-        num_ranks: processes it is for, each with `batch_rows` of its own.
-        batch_rule: that rule, with its bounds; None where the batch is the user's.
-        recompute_blocks: names of the modules that the schedule counts, in the order they run in; (): those that are
-            found in the model's tree, in its order.
-        check: the splitting check, or None when it was not run.
-        proof: the plan as applied against the plain loop, or None when it was not run.
-        reference, baseline: the loop measured against, and its cost. elsewhere: the device that is not here, for which
-            all is predicted; "" where it was measured. peak_margin: by what its traced peaks are raised; or None.
-            seconds_margin: and its seconds, where they are held against a limit.
-        predicted: cost of the chosen settings, before they were run against the loop. measured: in that run, or None.
-        verified: 95% interval of their speed against the reference, from the last trials of both; None: not tried.
-        stands_between: weights of memory, as shares of time's and memory's together, at which nothing else is better;
-            None: not known.
-        front: the Pareto front of all that was considered, the fastest first.
-        stages: of ranks that are not here, what each way to share the model was predicted to take.
-        meter: what counted joules while it was planned, or why nothing did.
-        planning_s: seconds the planning took; search_s: the part spent on tier-F search.
-        advice: what the user could gain outside of what a plan may change.
+        num_ranks: number of processes, each with `batch_rows` samples per step.
+        batch_rule: policy and bounds of the adaptive batch size; None for a constant batch size.
+        recompute_blocks: names of the modules that the schedule refers to, in forward order; (): the blocks found in
+            the module tree, in its order.
+        check: result of the splitting check; None if it was not run.
+        proof: comparison of the applied plan with the unchanged loop; None if it was not run.
+        reference: loop that the plan was compared with.
+        baseline: cost of the reference loop.
+        elsewhere: name of the target device that all figures are predicted for; "" for a measured plan.
+        peak_margin: safety margin on traced peaks, as a fraction, or None.
+        seconds_margin: safety margin on predicted seconds, as a fraction, when they are compared with a limit; or
+            None.
+        predicted: predicted cost of the chosen settings.
+        measured: cost measured in the final trials against the reference, or None.
+        verified: 95% interval of the speed-up over the reference in the final trials; None if not tried.
+        stands_between: range of the memory weight, as a fraction of the weights of time and memory, in which the
+            choice stays best; None if unknown.
+        front: Pareto front of all settings considered, fastest first.
+        stages: predicted cost of each ZeRO stage, for a plan made without the ranks.
+        meter: energy meter used while planning, or the reason for having none.
+        planning_s: seconds spent on planning.
+        search_s: part of `planning_s` spent on tuning the training (tier F).
+        advice: possible gains from changes that a plan may not make.
         notes: figures and settings that planning left out, with the reasons.
     """
 
@@ -218,13 +225,14 @@ class Plan:
         """Return a plan set by hand: `Plan.fixed(128, micro_batch=32, precision="bf16")`.
 
         Args:
-            batch_rule: frees the batch; its policy is `batch_policy`.
+            batch_rule: makes the batch size adaptive; `batch_policy` is set to its policy.
 
         Raises:
-            ValueGivenError: a value is out of range. FormatError: an unknown field.
+            ValueGivenError: a value is out of range.
+            FormatError: an unknown field.
         """
         marks = cls.marks()
-        marks.pop("batch_policy")  # its rule says which
+        marks.pop("batch_policy")  # The policy is set through `batch_rule`.
         if unknown := sorted(values.keys() - marks.keys()):
             raise FormatError(f"plan.{unknown[0]}", given="an unknown field", expected="one of " + ", ".join(marks))
         rows = checks.integer("plan.batch_rows", batch_rows)
@@ -240,26 +248,29 @@ class Plan:
         return plan if batch_rule is None else plan.freed(batch_rule, "set by hand")
 
     def freed(self, rule: BatchRule, reason: str) -> Plan:
-        """Return the plan with the batch freed by a rule; or, by one that only measures, with the batch it had."""
+        """Return the plan with a batch rule. A rule that only measures leaves the batch size unchanged."""
         reason = "noise is measured, and nothing follows it" if rule.only_measures else reason
         policy = Choice(rule.policy, reason, Mark.DYNAMICS, changed=not rule.only_measures)
         return replace(self, batch_rule=rule, batch_policy=policy)
 
     def recomputing(self, schedule: str, blocks: tuple[str, ...], reason: str) -> Plan:
-        """Return the plan with blocks that compute their activations again."""
+        """Return the plan with activation checkpointing of some blocks."""
         choice = Choice(schedule, reason, KEEP_RECOMPUTE.mark, changed=True)
         return replace(self, recompute=choice, recompute_blocks=blocks)
 
     @classmethod
     def marks(cls) -> dict[str, Mark]:
-        """Return each choice's mark. A plan that splits a batch its check refused marks its micro-batch dynamics."""
+        """Return the numerical effect of each setting.
+
+        In a plan that splits a batch although its check failed, the micro-batch is marked as dynamics instead.
+        """
         named = {f.name: f.default for f in fields(cls) if isinstance(f.default, Choice)}
         return {"micro_batch": Mark.EXACT} | {name: choice.mark for name, choice in named.items()}
 
     def choices(self) -> Iterator[tuple[str, Choice]]:
-        """Yield (field name, choice) in the order they are read; how ranks share only where they do.
+        """Yield (field name, choice) in reading order.
 
-        How long a schedule rises is a choice where there is one of the plan's.
+        The settings for sharding are left out without a ZeRO stage, the warm-up fraction without a schedule.
         """
         for field in fields(self):
             if self.zero_stage.value is None and (field.name == "zero_stage" or field.name in KEPT):
@@ -272,7 +283,7 @@ class Plan:
 
     @property
     def splits_as_the_loop(self) -> bool:
-        """Whether the micro-batch is a batch of the user's own loop, which accumulates gradients over several."""
+        """True if the micro-batch equals a batch of the user's own gradient accumulation."""
         accumulate = self.reference.accumulate
         return accumulate > 1 and self.micro_batch.value == math.ceil(self.batch_rows / accumulate)
 
@@ -282,36 +293,36 @@ class Plan:
         return math.ceil(self.batch_rows / int(self.micro_batch.value or 1))
 
     def micro_batch_of(self, rows: int) -> int:
-        """Return rows per micro-batch in a window of `rows` rows.
+        """Return the samples per micro-batch in a window of `rows` samples.
 
-        A plan that does not split hands a larger batch out whole too, unless its check proved that splitting keeps
-        the maths: cut where batch statistics are computed, it would train otherwise than the user's loop.
+        A plan that does not split keeps larger windows whole too, unless its check proved that splitting keeps the
+        gradient: with batch statistics, a split window would train differently.
         """
         return int(self.micro_batch.value or 1) if self.splits or self.proves_splitting else max(rows, 1)
 
     @property
     def proves_splitting(self) -> bool:
-        """Whether a check has shown that splitting a batch keeps the maths."""
+        """True if the check proved that splitting a batch keeps the gradient."""
         return self.check is not None and self.check.splittable
 
     @property
     def splits(self) -> bool:
-        """Whether a full batch is cut into micro-batches."""
+        """True if a full batch is split into micro-batches."""
         return int(self.micro_batch.value or 1) < self.batch_rows
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Names of the fields that differ from the reference; empty is "change nothing"."""
+        """Names of the fields that differ from the reference; empty if nothing changes."""
         return tuple(name for name, choice in self.choices() if choice.changed)
 
     @property
     def changes_in_words(self) -> str:
-        """The same with their values, for a person; "" where nothing changes."""
+        """The changes with their values as text; "" if nothing changes."""
         return ", ".join(f"{name.replace('_', ' ')} {getattr(self, name).value}" for name in self.changes)
 
     @property
     def tier(self) -> str:
-        """ "S": the user's maths is kept; "F": some change alters the training dynamics."""
+        """ "S" for an equivalent plan; "F" for a tuned plan, which changes the training dynamics."""
         dynamics = any(choice.changed and choice.mark is Mark.DYNAMICS for _, choice in self.choices())
         return "F" if dynamics else "S"
 
@@ -323,7 +334,7 @@ _TIERS = {"S": "tier S: the same maths", "F": "tier F: other dynamics"}
 
 
 def _explain(plan: Plan) -> str:
-    """Return the page."""
+    """Return the text of `print(plan)`."""
     lines = [_verdict(plan), "", f"against: {plan.reference.describe()} loop, {_rows(plan)} per step"]
     lines.append(_cost("reference, predicted" if plan.elsewhere else "reference", plan.baseline, plan.meter))
     lines.append(_cost("this plan, predicted", plan.predicted, plan.meter))

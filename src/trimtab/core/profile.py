@@ -1,4 +1,4 @@
-"""What was measured: facts about a loop, and trials of candidate settings. The planner reads nothing else."""
+"""A profile: facts about a loop, and trials of candidate settings. The only input of the planner."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from trimtab.core.plan import Check, Scalar
 from trimtab.core.work import Operation, StepWork
 
 PROFILE_SCHEMA = 10
-# The stage that times a part of a step alone.
+# Search phase that times the optimizer step alone.
 ALONE = "optimizer"
-# The stage that asks modes again in slices of the batch, where none ran whole.
+# Search phase that tries precisions and memory formats again in micro-batches, if no candidate ran on a whole batch.
 SLICED = "modes in slices"
-# The error of a trial that memory ran out in.
+# Error of a trial that ran out of memory.
 OUT_OF_MEMORY = "out of memory"
-# A limit of the loop's own peak is this many times it: counted again, a peak repeats to about 1%.
+# Factor on the loop's own peak when it serves as the memory limit: a repeated measurement varies by about 1%.
 OWN_PEAK = 1.02
-# What the stages that decide are called, the first of them; others have a number behind it.
+# Name of the first deciding search phase; later ones append a number.
 FINAL = "final"
 
 
 def is_final(stage: str) -> bool:
-    """Whether a stage of this name decides."""
+    """Return True if a search phase of this name decides."""
     return stage.startswith(FINAL)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Tier-S settings that are tried together."""
+    """Settings of an equivalent plan (tier S) that are tried together."""
 
     precision: str
     memory_layout: str
@@ -52,11 +52,11 @@ class Candidate:
     recompute: str | None = None
 
     def differences(self, other: Candidate) -> tuple[str, ...]:
-        """Return the names of the fields in which the two differ."""
+        """Return the names of the fields that differ between two candidates."""
         return tuple(name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(other, name))
 
     def alike(self, other: Candidate, *but: str) -> bool:
-        """Return whether the two differ in nothing, or in nothing but these fields."""
+        """Return True if two candidates differ in no field other than `but`."""
         return set(self.differences(other)) <= set(but)
 
     def describe(self) -> str:
@@ -72,18 +72,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate, run interleaved with the others of its stage.
+    """One candidate's measurements, interleaved with the others of its search phase.
 
     Args:
-        stage: name of the stage; trials of one stage are paired by block index.
+        stage: name of the search phase; trials of a phase are paired by block index.
         candidate: the settings.
-        block_s: seconds per step, one figure per interleaved block; in the stage "optimizer" of that alone.
-        peak_bytes: peak bytes of a step, measured in a separate pass; None when not measured.
-        error: why the trial could not run, or None.
-        control: whether this is the A/A control (the incumbent a second time).
-        compile_s: seconds that its first steps took beyond the next one, where it is compiled or recorded; else None.
-        unused_bytes: of the peak, what the allocator held in pieces that no tensor was in; None: not known.
-        watts: that were drawn while it ran, one figure per window of a second or more; (): there was no meter.
+        block_s: seconds per step, one figure per interleaved block; in the phase "optimizer", of the optimizer step
+            alone.
+        peak_bytes: peak bytes of a step, measured in a separate pass; None if not measured.
+        error: reason for a failed trial, or None.
+        control: True for the A/A control (the best candidate so far, measured a second time).
+        compile_s: extra seconds of the first steps for compilation or graph capture; None if neither applies.
+        unused_bytes: part of the peak that the allocator reserved without a tensor in it; None if unknown.
+        watts: mean power, one figure per window of a second or more; () without a meter.
     """
 
     stage: str
@@ -101,22 +102,22 @@ class Trial:
 
     @property
     def is_whole(self) -> bool:
-        """Whether whole steps were timed, and not a part of one alone."""
+        """True if whole steps were timed, False for the optimizer step alone."""
         return self.stage != ALONE
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of what was timed (`is_whole`), or None when the trial could not run."""
+        """Median seconds of a step (of the optimizer step alone if not `is_whole`); None for a failed trial."""
         return _median(self.block_s)
 
     @property
     def power_w(self) -> float | None:
-        """Median watts, or None where they were not measured."""
+        """Median watts; None if not measured."""
         return _median(self.watts)
 
     @property
     def energy_j(self) -> float | None:
-        """Joules per step, or None where they were not measured."""
+        """Joules per step; None if not measured."""
         return None if self.step_s is None or self.power_w is None else self.step_s * self.power_w
 
 
@@ -129,12 +130,15 @@ def _median(figures: tuple[float, ...]) -> float | None:
 
 @dataclass(frozen=True)
 class Traced:
-    """Peak bytes of a candidate's step by the rows of its micro-batches, traced without running it.
+    """Peak memory of a candidate's step as a function of the micro-batch size, traced without running it.
 
     Args:
-        candidate: its micro-batch means nothing here. whole: of a step of one micro-batch. sliced: of several, whose
-            gradients are held from one to the next; None where the batch is not split. work: what its operators do.
-        step: of its optimizer's step alone, whatever the forward and backward hold.
+        candidate: the settings; its micro-batch is ignored.
+        whole: peak of a step of one micro-batch.
+        sliced: peak of a step of several micro-batches, which hold accumulated gradients; None if the batch cannot be
+            split.
+        work: operators of the step.
+        step: peak of the optimizer step alone, without activations.
     """
 
     candidate: Candidate
@@ -146,16 +150,16 @@ class Traced:
 
 @dataclass(frozen=True)
 class Recomputable:
-    """The blocks of a candidate's model as recomputing them is decided upon.
+    """Blocks of a candidate's model with their recomputation costs.
 
     Args:
-        candidate: with which seconds were taken; bytes are those of any micro-batch, allocator and fused step.
-        blocks: their names, in the order they run in. whole: of a step of one micro-batch; sliced: of several, whose
-            gradients are held from one to the next; None where it cannot be told.
-        step_s: of the whole step that keeps all, which the chains' seconds are a share of; where nothing is run, as
-            predicted.
-        schedules: of least recomputation, for some shares of what the whole batch's step takes where all is kept.
-        refusal: why it cannot be told, or "".
+        candidate: settings of the measurement. Bytes hold for any micro-batch, allocator and fused optimizer.
+        blocks: names of the blocks, in forward order.
+        whole: chain of a step of one micro-batch; None if unknown.
+        sliced: chain of a step of several micro-batches, which hold accumulated gradients; None if unknown.
+        step_s: seconds of the whole step without recomputation, predicted if nothing was run.
+        schedules: schedules of least recomputation, for several fractions of the memory of a whole batch's step.
+        refusal: reason for missing chains, or "".
     """
 
     candidate: Candidate
@@ -169,12 +173,14 @@ class Recomputable:
 
 @dataclass(frozen=True)
 class TracedBlocks:
-    """The blocks of a candidate's model, traced for devices that are not here.
+    """Blocks of a candidate's model, traced for target devices.
 
     Args:
-        candidate: its micro-batch means nothing here. blocks, whole, sliced: as of `Recomputable`, without seconds.
-        forwards: operators of each block's forward. kept: of a micro-batch, all of it, whose blocks are kept;
-            in_part: of one whose blocks keep their dear parts, or none where they cannot.
+        candidate: the settings; its micro-batch is ignored.
+        blocks, whole, sliced: as of `Recomputable`, without seconds.
+        forwards: operators of each block's forward.
+        kept: all operators of a micro-batch that keeps all blocks.
+        in_part: the same with only the expensive parts of blocks kept; () if not possible.
     """
 
     candidate: Candidate
@@ -188,7 +194,7 @@ class TracedBlocks:
 
 @dataclass(frozen=True)
 class ProvedCandidate:
-    """A candidate with the outcome of its proof."""
+    """A candidate with the result of its proof."""
 
     candidate: Candidate
     proof: Proof
@@ -196,30 +202,35 @@ class ProvedCandidate:
 
 @dataclass(frozen=True)
 class LoopFacts:
-    """The loop as it was found.
+    """Properties of the loop before planning.
 
     Args:
-        num_parameters, parameter_bytes: of the whole model; trainable_parameters: those with gradients.
+        num_parameters, parameter_bytes: of the whole model.
+        trainable_parameters: number of parameters with gradients.
         optimizer: class name.
-        batch_rows: rows per optimizer step; terms_per_step: what the loss averages over (rows or tokens, padding not
-            counted); terms: its name.
-        flops_per_step: counted forward and backward FLOP of one optimizer step, as the model runs (recomputation that
-            it does by itself is counted); None: not counted.
-        has_convolutions, supports_fused, is_fused: what decides which settings are worth a trial.
-        has_workspaces: whether it has convolutions of any dimension, whose operators take memory that no tensor shows.
-        layout: "contiguous" or "channels_last", as the parameters lie now.
-        layout_hazard: why channels_last is not safe here, or "".
-        can_retain: whether the host allocator can be told to keep freed memory.
-        faults_per_step, fault_s: page faults of a step, which takes memory back that it had handed back, and seconds of
-            one; None: not known.
-        is_compiled: whether the model, or a part of it, is compiled as the loop has it.
-        scores_bytes: bytes a step keeps of softmaxes over square scores, which attention that is written out makes.
-        logits: rows and columns of the largest that a loss is made of. padding_saves_s: seconds a step would save with
-            their columns padded, as its products were timed; None: not timed.
-        longest: elements of the largest batch that was drawn, in those of the example; None: none was.
-        fused_refusal: why a fused step that the optimizer has does not count as supported, or "".
-        bitwise_only: why only settings that change no bit of a gradient are tried, such as gradient hooks; or "".
-        head_tokens, head_words: rows and columns of the logits of a step, where the model has a `trimtab.nn.LossHead`.
+        batch_rows: samples per optimizer step.
+        terms_per_step: number of terms that the loss averages over (samples or tokens, without padding).
+        terms: name of the terms.
+        flops_per_step: counted forward and backward FLOP of one optimizer step, including the model's own
+            recomputation; None if not counted.
+        has_convolutions, supports_fused, is_fused: determine the settings to try.
+        has_workspaces: True with convolutions of any dimension, whose operators use memory outside of tensors.
+        layout: memory format of the parameters, "contiguous" or "channels_last".
+        layout_hazard: reason why channels_last is unsafe for this model, or "".
+        can_retain: True if the host allocator can keep freed memory.
+        faults_per_step: page faults of a step, from memory returned to the system and requested again; None if
+            unknown.
+        fault_s: seconds per page fault; None if unknown.
+        is_compiled: True if the loop already compiles the model or a part of it.
+        scores_bytes: bytes that a step keeps of softmaxes over square score matrices, as unfused attention does.
+        logits: rows and columns of the largest logits in the loss.
+        padding_saves_s: seconds per step that padding the columns of these logits would save, from timed matrix
+            products; None if not timed.
+        longest: elements of the largest batch drawn, relative to the example batch; None if none was drawn.
+        fused_refusal: reason for not using the optimizer's fused implementation, or "".
+        bitwise_only: reason for trying only settings that keep gradients bitwise equal, such as gradient hooks; or
+            "".
+        head_tokens, head_words: rows and columns of a step's logits, if the model has a `trimtab.nn.LossHead`.
     """
 
     num_parameters: int
@@ -252,17 +263,28 @@ class LoopFacts:
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything a plan is decided from; JSON, so it can be decided elsewhere and later.
+    """All measurements behind a plan; JSON, so that a plan can be chosen later and on another machine.
 
     Args:
-        objective, budget, total_steps: what the trials were chosen for; steps of the whole run, None where not known.
-        frees_batch: whether windows may span several batches; peaks are then of those that do, the reference's too.
-        hurried: whether measuring had no time left beside its final, and the search was cut short.
-        traces: of this device's operators. elsewhere_traces and elsewhere_blocks: of CUDA's, for devices not here.
-        recomputables: blocks that were measured, where memory asks for less of it.
-        meter: what counted joules, or why nothing did.
+        device: device of the measurements.
+        loop: properties of the loop.
+        check: result of the splitting check.
+        reference: the user's loop.
+        trials: trials of all search phases.
+        phases_s: seconds of a step by phase.
+        environment: machine and versions.
+        profiling_s: seconds spent on measuring.
+        objective, budget: determined which candidates were tried.
+        total_steps: optimizer steps of the whole run; None if unknown.
+        frees_batch: True if windows may span several batches; peaks, also the reference's, are then of such windows.
+        hurried: True if the search was cut short to leave time for the final trials.
+        traces: traces of this device's operators.
+        elsewhere_traces, elsewhere_blocks: traces of CUDA's operators, for target devices.
+        recomputables: measured blocks, if memory is limited or weighted.
+        meter: energy meter, or the reason for having none.
         notes: figures and settings that could not be measured or tried, with the reasons.
-        proofs: of candidates that were about to be chosen. refuted: settings that a proof refused for this loop.
+        proofs: proofs of candidates about to be chosen.
+        refuted: settings that a proof refused for this loop.
     """
 
     device: DeviceSpec
@@ -293,22 +315,22 @@ class Profile:
             raise FormatError("profile.schema", given=repr(self.schema), expected=str(PROFILE_SCHEMA))
 
     def with_trials(self, trials: tuple[Trial, ...]) -> Profile:
-        """Return a profile that holds these trials too."""
+        """Return the profile with additional trials."""
         return replace(self, trials=self.trials + trials)
 
     def stage(self, name: str) -> tuple[Trial, ...]:
-        """Return the trials of one stage, in the order they were asked for."""
+        """Return the trials of a search phase, in order."""
         return tuple(trial for trial in self.trials if trial.stage == name)
 
     def ran(self, name: str) -> tuple[Trial, ...]:
-        """Return those of a stage that ran, but for its control."""
+        """Return the successful trials of a search phase, without its control."""
         return tuple(trial for trial in self.stage(name) if trial.block_s and not trial.control)
 
     def error_of(self, candidate: Candidate) -> str | None:
-        """Return what a candidate failed with in any of its trials, or None.
+        """Return the error of a candidate's trials, or None.
 
-        Of one that did not run itself, where memory ran out in no more rows, that, whatever the allocator's mode. Of a
-        candidate with a refuted setting, what its proof found.
+        A candidate with a refuted setting returns the finding of the proof. A candidate without a trial inherits an
+        out-of-memory error from a candidate that needs no more memory, regardless of the allocator.
         """
         if (refutation := self.refutation_of(candidate)) is not None:
             return refutation
@@ -323,11 +345,11 @@ class Profile:
         return tuple(trial for trial in self.trials if trial.error == OUT_OF_MEMORY and trial.is_whole)
 
     def is_refuted(self, setting: str, value: Scalar) -> bool:
-        """Return whether a proof refused a value of a setting."""
+        """Return True if a proof refused a value of a setting."""
         return any(each.setting == setting and each.value == value for each in self.refuted)
 
     def refutation_of(self, candidate: Candidate) -> str | None:
-        """Return why a proof refused a setting of a candidate, or None."""
+        """Return the reason why a proof refused a setting of a candidate, or None."""
         splits = candidate.micro_batch < self.loop.batch_rows
         for each in self.refuted:
             if splits if each.setting == "micro_batch" else getattr(candidate, each.setting) == each.value:
@@ -335,47 +357,48 @@ class Profile:
         return None
 
     def proof_of(self, candidate: Candidate) -> Proof | None:
-        """Return the outcome of a candidate's proof, or None if it was not proved."""
+        """Return the result of a candidate's proof, or None if it was not proved."""
         return next((each.proof for each in reversed(self.proofs) if each.candidate == candidate), None)
 
     def power_w(self, candidate: Candidate) -> float | None:
-        """Return the watts of a candidate's whole steps, as they were read last in any trial or control; or None."""
+        """Return the most recent median watts of a candidate's whole steps, in any trial or control, or None."""
         read = (t.power_w for t in reversed(self.trials) if t.candidate == candidate and t.is_whole and t.watts)
         return next(read, None)
 
     def recomputable_of(self, candidate: Candidate) -> Recomputable | None:
-        """Return what was measured of the blocks of a candidate's model, or None."""
+        """Return the recomputation costs of a candidate's blocks, or None."""
         ignored = ("micro_batch", "allocator", "fused_optimizer", "recompute")
         return next((each for each in self.recomputables if each.candidate.alike(candidate, *ignored)), None)
 
     def elsewhere(self, device: DeviceSpec) -> Profile:
-        """Return what it says of a device that is not here: nothing that was measured, and no traces yet."""
+        """Return the profile for a target device: loop facts without measurements or traces of this device."""
         loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
         there = replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=(), recomputables=())
         return replace(there, hurried=False, meter=NO_METER)
 
     @property
     def finals(self) -> tuple[str, ...]:
-        """The names of the finals that were run, in order."""
+        """Names of the final search phases that ran, in order."""
         return tuple(dict.fromkeys(trial.stage for trial in self.trials if is_final(trial.stage)))
 
     @property
     def reference_candidate(self) -> Candidate:
-        """The user's loop as a candidate: in micro-batches of one batch each where it accumulates."""
+        """The user's loop as a candidate; if it accumulates gradients, its micro-batch is one of its batches."""
         rows = math.ceil(self.loop.batch_rows / self.reference.accumulate)
         return Candidate(self.reference.precision, "keep", self.loop.is_fused, rows)
 
     @property
     def own_peak_bytes(self) -> int | None:
-        """Peak bytes of a step of the user's loop, the most that was counted in its trials; None if it was not."""
+        """Largest measured peak of the user's loop; None if not measured."""
         own = self.reference_candidate
         whole = [trial for trial in self.trials if trial.is_whole and trial.candidate.alike(own, "allocator")]
         return max((trial.peak_bytes for trial in whole if trial.peak_bytes is not None), default=None)
 
     def limits(self, budget: Budget) -> Budget:
-        """Return a budget with its default limit on memory.
+        """Return a budget with the default memory limit.
 
-        A loop that accumulates does so to save memory: without a limit of the user's, its own peak is the limit.
+        A loop that accumulates gradients does so to save memory: unless the user sets a limit, its own peak is the
+        limit.
         """
         own = self.own_peak_bytes
         if self.reference.accumulate == 1 or budget.memory is not None or own is None:
@@ -384,13 +407,13 @@ class Profile:
 
     @property
     def run_s(self) -> float | None:
-        """Seconds of the whole run as the loop is, by the step that was timed by phase; None where not known."""
+        """Predicted seconds of the whole run without a plan, from the step timed by phase; None if unknown."""
         step_s = sum(self.phases_s.values())
         return None if self.total_steps is None or step_s <= 0 else self.total_steps * step_s
 
     @property
     def fault_share(self) -> float | None:
-        """Share of a step that its page faults take, or None where they were not counted."""
+        """Fraction of a step spent on page faults; None if they were not counted."""
         step_s = sum(seconds for name, seconds in self.phases_s.items() if name != "data")
         if self.loop.faults_per_step is None or self.loop.fault_s is None or step_s <= 0:
             return None
@@ -398,7 +421,8 @@ class Profile:
 
 
 def _needs_as_much(ours: Candidate, theirs: Candidate) -> bool:
-    """Return whether a candidate needs the memory that another does, or more of it."""
+    """Return True if a candidate needs at least as much memory as another."""
     is_alike = ours.alike(theirs, "micro_batch", "allocator", "fused_optimizer")
-    is_alike = is_alike and ours.fused_optimizer <= theirs.fused_optimizer  # a step that is not fused holds more
+    # An unfused optimizer step holds more memory.
+    is_alike = is_alike and ours.fused_optimizer <= theirs.fused_optimizer
     return is_alike and ours.micro_batch >= theirs.micro_batch

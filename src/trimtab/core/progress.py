@@ -1,4 +1,4 @@
-"""What long work tells while it goes on."""
+"""Progress callback of long-running work."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Takes a line of text and, where it is known, the share of all work that is done."""
+    """Callback for a line of text and, if known, the completed fraction of all work."""
 
     def __call__(self, text: str, share: float | None = None) -> None: ...
 
 
 def silent(text: str, share: float | None = None) -> None:
-    """Tell nobody."""
+    """Ignore progress."""

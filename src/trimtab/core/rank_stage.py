@@ -1,4 +1,4 @@
-"""What a way to share a model between ranks is predicted to take, as figures."""
+"""Predicted cost of a ZeRO stage."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankStage:
-    """A ZeRO stage, with the best settings that it has within the limits.
+    """A ZeRO stage with its best settings within the limits.
 
     Args:
-        reduces_once: whether gradients are reduced once a window, or after each micro-batch.
-        refusal: why it cannot be taken, and then nothing else is known; "" where it can.
-        peak_bytes: of a rank; None: not known. window_s: seconds of a window; waiting_s: those of them in which
-            communication is waited for. micro_batch: rows. num_micro_batches: k, of a full window.
-        reduce_dtype: what gradients are sent in.
+        zero_stage: 0 to 3.
+        reduces_once: True if gradients are reduced once per window, False if after each micro-batch.
+        refusal: reason for excluding the stage, in which case the other figures are None; else "".
+        peak_bytes: peak of a rank; None if unknown.
+        window_s: seconds per window.
+        waiting_s: part of `window_s` spent waiting for communication.
+        micro_batch: samples per micro-batch.
+        num_micro_batches: k, the micro-batches of a full window.
+        reduce_dtype: dtype of the gradient reduction.
     """
 
     zero_stage: int

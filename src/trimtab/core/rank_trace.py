@@ -1,4 +1,4 @@
-"""Peak bytes of one rank of several, by how they share the model."""
+"""Peak memory of one rank, by ZeRO stage."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.profile import Candidate
 
-# Ways to share: a ZeRO stage, and whether gradients are reduced once a window; of the first two they always are.
+# ZeRO stage, and True if gradients are reduced once per window, as stages 0 and 1 always do.
 Way = tuple[int, bool]
 WAYS: tuple[Way, ...] = ((0, True), (1, True), (2, True), (2, False), (3, True), (3, False))
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """A rank's peak by the rows of its micro-batches, traced without running it.
+    """A rank's peak as a function of the micro-batch size, traced without running it.
 
     Args:
-        candidate: its micro-batch means nothing here. way: of sharing. whole: of a window of one micro-batch; sliced:
-            of several.
+        candidate: the settings; its micro-batch is ignored.
+        way: ZeRO stage and reduction.
+        whole: peak of a window of one micro-batch.
+        sliced: peak of a window of several micro-batches.
     """
 
     candidate: Candidate

@@ -1,7 +1,8 @@
-"""Which of a model's blocks compute their activations again in a backward: a schedule, and how it is written.
+"""Activation checkpointing schedules of a model's blocks, and their notation.
 
-Written, `0-3 (4) (5-6) ~7 8` keeps what the blocks 0 to 3 and 8 need, recomputes 4 alone and 5 and 6 together, and
-keeps of 7 what matrix products and attention made. Segments may be in segments, as in `((0) 1) 2`.
+`0-3 (4) (5-6) ~7 8` keeps the activations of blocks 0 to 3 and 8, recomputes block 4 alone and blocks 5 and 6
+together, and keeps only the outputs of matrix products and attention of block 7. Segments may be nested, as in `((0)
+1) 2`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ _MOST_BLOCKS, _DEEPEST = 10_000, 300
 
 @dataclass(frozen=True)
 class Kept:
-    """A stage, counted from 0, that is kept: whole, or `in_part` its dear part.
+    """A stage, counted from 0, whose activations are kept: all of them, or `in_part` those of its expensive part.
 
-    In part it is in no segment, whose first forward would hold that part until the end.
+    A stage kept in part must be outside of all segments: the segment's first forward would hold that part until the
+    end.
     """
 
     index: int
@@ -30,13 +32,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Segment:
-    """Stages that are run forward again before their backward, by a schedule of their own."""
+    """Consecutive stages that run forward again before their backward, by a nested schedule."""
 
     parts: Schedule
 
     @property
     def stages(self) -> range:
-        """Its stages, those of segments within it too."""
+        """Indices of the stages, including those of nested segments."""
         first, last = self.parts[0], self.parts[-1]
         while isinstance(first, Segment):
             first = first.parts[0]
@@ -50,12 +52,12 @@ Schedule = tuple[Part, ...]
 
 
 def stages_of(part: Part) -> range:
-    """Return the stages of a part."""
+    """Return the stage indices of a part."""
     return part.stages if isinstance(part, Segment) else range(part.index, part.index + 1)
 
 
 def kept_in(schedule: Schedule) -> Iterator[Kept]:
-    """Yield all stages of a schedule, those in segments too."""
+    """Yield all kept stages of a schedule, including those of segments."""
     for part in schedule:
         if isinstance(part, Segment):
             yield from kept_in(part.parts)
@@ -64,7 +66,10 @@ def kept_in(schedule: Schedule) -> Iterator[Kept]:
 
 
 def check_schedule(schedule: Schedule, num_stages: int) -> None:
-    """Raise `ValueGivenError` unless a schedule has so many stages, each once, in order, none in part in a segment."""
+    """Raise `ValueGivenError` unless a schedule has `num_stages` stages, each once and in order.
+
+    Stages kept in part must be outside of segments.
+    """
     given = [kept.index for kept in kept_in(schedule)]
     if given != list(range(num_stages)):
         raise ValueGivenError(_FIELD, given=f"stages {given}"[:80], expected=f"0 to {num_stages - 1}, each once")
@@ -74,7 +79,7 @@ def check_schedule(schedule: Schedule, num_stages: int) -> None:
 
 
 def written(schedule: Schedule) -> str:
-    """Return a schedule as it is written."""
+    """Return the notation of a schedule."""
     return " ".join(_written(schedule))
 
 
@@ -92,10 +97,10 @@ def _written(schedule: Schedule) -> Iterator[str]:
 
 
 def read_schedule(text: str) -> Schedule:
-    """Return the schedule that is written.
+    """Return the schedule that a notation describes.
 
     Raises:
-        FormatError: it is none.
+        FormatError: invalid notation.
     """
     tokens = re.findall(r"[()]|~?\d+(?:-\d+)?|\S", text)
     parts, rest = _read(tokens)
@@ -105,7 +110,7 @@ def read_schedule(text: str) -> Schedule:
 
 
 def _read(tokens: list[str], depth: int = 0) -> tuple[Schedule, list[str]]:
-    """Return the parts up to the end or a closing parenthesis, and what is left behind them."""
+    """Return the parts up to the end or a closing parenthesis, and the remaining tokens."""
     if depth > _DEEPEST:
         raise _no_schedule(" ".join(tokens))
     parts: list[Part] = []
@@ -135,10 +140,11 @@ def _no_schedule(text: str) -> FormatError:
 
 
 def schedule_of(value: str, num_blocks: int) -> Schedule:
-    """Return the schedule of so many blocks by its name or as it is written.
+    """Return the schedule of a given number of blocks from its name or notation.
 
     Raises:
-        FormatError, ValueGivenError: no schedule, or not of so many blocks.
+        FormatError: invalid notation.
+        ValueGivenError: the number of blocks differs.
     """
     if value == EVERY_BLOCK:
         return tuple(Segment((Kept(index),)) for index in range(num_blocks))
@@ -148,10 +154,12 @@ def schedule_of(value: str, num_blocks: int) -> Schedule:
 
 
 def check_recompute(value: object, num_blocks: int) -> None:
-    """Raise `FormatError` or `ValueGivenError` unless a value is None or a schedule; of so many blocks, if any.
+    """Raise unless a value is None or a schedule of `num_blocks` blocks (of any number if 0).
 
-    Segments of several blocks are for those whose names are given: that each hands on what it returns, and nobody else
-    looks at it, is to be known of them.
+    Segments of several blocks need the blocks' names, because each block must pass its output to the next block only.
+
+    Raises:
+        FormatError, ValueGivenError: an invalid schedule.
     """
     if value is None:
         return

@@ -1,6 +1,6 @@
-"""The record of a run: JSON lines, one header, then steps, evaluations and events, then an end.
+"""The record of a run as JSON lines: a header, then steps, evaluations and events, then an end.
 
-A torn last line (a crash while writing) is dropped on reading; any other damage raises.
+An incomplete last line (from a crash while writing) is dropped on reading; any other damage raises.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ __all__ = [
     "write_record",
 ]
 
-SOURCES = "sources"  # of an environment: the state of this package's code
+SOURCES = "sources"  # Key of the environment: version of this package's source code.
 _BEGUN = b'{"kind": "header"'
-_SETTINGS = ("batch_rows", "num_ranks", "batch_rule", "recompute_blocks")  # of a plan, beside what it chose
+# Fields of a plan, in addition to its choices, that distinguish runs.
+_SETTINGS = ("batch_rows", "num_ranks", "batch_rule", "recompute_blocks")
 
 
 def _there(path: str | Path, error: FileExistsError) -> FormatError:
@@ -68,16 +69,19 @@ def _there(path: str | Path, error: FileExistsError) -> FormatError:
 
 
 class RecordWriter:
-    """Appends lines to a file; each line is whole before the next begins, on a full disk too.
+    """Appends lines to a record file. Only whole lines are written, even if the disk is full.
 
     Args:
-        path: of a new file; or of any, where it `continues`: a run that is gone on with says how much of it stands, and
-            one that begins writes it anew, where it is empty or was begun by that run. Was that by another plan, what
-            there is stays beside it, as `NAME.1`.
+        path: a new file; an existing one is accepted only with `continues`.
+        header: header of the run.
+        continues: True to reopen an existing file. A resumed run keeps the lines up to its checkpoint (`keep`). A run
+            that starts from scratch overwrites an empty file or its own earlier record; a record with another plan is
+            renamed to `NAME.1` first.
 
     Raises:
-        FormatError: a file is there, and it does not continue; a `FileExistsError` too. InUseError: another writer, of
-            this process or another, has the file open. OSError: none can be made.
+        FormatError: the file exists, and `continues` is False (also a `FileExistsError`).
+        InUseError: another writer, of this process or another, has the file open.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: str | Path, header: Header, *, continues: bool = False) -> None:
@@ -90,7 +94,7 @@ class RecordWriter:
             self.write(header)
 
     def end(self) -> int:
-        """Return how many bytes were written, all of which are on disk then.
+        """Write all lines to disk and return the file's size in bytes.
 
         Raises:
             SaveError: as of `flush`.
@@ -109,10 +113,10 @@ class RecordWriter:
         self._is_named = True
 
     def keep(self, end: int) -> None:
-        """Drop what stands after so many bytes: it will be written once more.
+        """Drop everything after the first `end` bytes, which the resumed run will write again.
 
         Raises:
-            FormatError: there are fewer, or no line ends there, or it is the record of another run.
+            FormatError: the file is shorter, no line ends there, or the record belongs to another run.
         """
         path = self._file.path
         require_own(path, self._header)
@@ -131,20 +135,20 @@ class RecordWriter:
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether the run has neither begun here nor been gone on with: what is in the file is as it was."""
+        """True while the run has neither started nor resumed here: the file is still unchanged."""
         return self._is_open_ended
 
     def require_own(self) -> None:
-        """Raise where a run that begins would write over what is not its own.
+        """Raise if a run that starts would overwrite a foreign file.
 
         Raises:
-            FormatError: as of the function.
+            FormatError: as of the function `require_own`.
         """
         if self._is_open_ended:
             require_own(self._file.path, self._header)
 
     def _begin(self) -> None:
-        """Write the header of a run that begins, over what it wrote before it was cut off."""
+        """Write the header of a run that starts, over its own earlier record."""
         if self._is_open_ended:
             self.require_own()
             if _is_of_another_plan(self._file.path, self._header):
@@ -154,7 +158,7 @@ class RecordWriter:
             self.write(self._header)
 
     def _set_aside(self) -> None:
-        """Leave what is there under another name: planned again, a run that was cut off may have another plan."""
+        """Rename the existing record: an interrupted run that was planned again may have another plan."""
         path = self._file.path
         names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
         aside = next(each for each in names if not os.path.lexists(each))
@@ -162,24 +166,26 @@ class RecordWriter:
         warnings.warn(f"{path} was of a run of another plan: it is {aside.name} now, and begun anew.", stacklevel=5)
 
     def write(self, line: Line) -> None:
-        """Append one line; it is held in memory until the next `flush`, and longer where the disk is full.
+        """Append one line; it stays in memory until the next `flush`, and longer if the disk is full.
 
         Raises:
-            FormatError: it would be the first of a run in a file that is not its own.
+            FormatError: it would be the first line of a run in a foreign file.
         """
         self._begin()
         self._file.write(encoded(line))
 
     def flush(self) -> None:
-        """Hand what was written to the operating system.
+        """Write buffered lines to the operating system.
 
         Raises:
-            SaveError: it did not take all of it. What it took before is whole, and the rest is tried again.
+            SaveError: not everything was written. Earlier lines are complete, and the rest is retried.
         """
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and close; may be called twice. Raises `SaveError`, as of `flush`: what was not written is lost."""
+        """Flush and close; may be called twice. Raises `SaveError` if the flush fails, and the unwritten lines are
+        lost.
+        """
         self._file.close()
 
     def __enter__(self) -> RecordWriter:
@@ -190,7 +196,7 @@ class RecordWriter:
 
 
 def write_record(path: str | Path, record: RunRecord) -> None:
-    """Write a whole run to a new file."""
+    """Write the record of a whole run to a new file."""
     with RecordWriter(path, record.header) as writer:
         body: tuple[Line, ...] = (*record.steps, *record.evaluations, *record.events)
         for line in body if record.end is None else (*body, record.end):
@@ -198,18 +204,18 @@ def write_record(path: str | Path, record: RunRecord) -> None:
 
 
 def require_own(path: Path, own: Header, field: str = "") -> None:
-    """Raise where a file is neither empty nor the record of a run of the same name and seed.
+    """Raise unless a file is empty or the record of a run of the same name and seed.
 
     Args:
-        field: what the error is about; "": the file.
+        field: subject of the error; "" for the file.
 
     Raises:
-        FormatError: it is another run's record, or none; it can be anything that somebody wants to keep.
+        FormatError: the file is another run's record, or no record.
     """
     line = _first_line(path)
     if line.endswith(b"\n"):
         given = _of_another(path, line[:-1], own)
-    else:  # nothing, or half a header: the run was cut off as it wrote it
+    else:  # Nothing, or an incomplete header from a crash while writing.
         given = "" if line[: len(_BEGUN)] == _BEGUN[: len(line)] else "what is no record"
     if given:
         given, expected = f"{path}, {given}" if field else given, "an empty file, or the record of this run"
@@ -218,7 +224,7 @@ def require_own(path: Path, own: Header, field: str = "") -> None:
 
 
 def _first_line(path: Path) -> bytes:
-    """Return a file's first line; nothing of a pipe or a device, which hold nothing."""
+    """Return a file's first line; b"" for a pipe or a device."""
     if not path.is_file():
         return b""
     with open_regular(path, "a record", limit=RECORD_BYTES) as file:
@@ -226,7 +232,7 @@ def _first_line(path: Path) -> bytes:
 
 
 def _of_another(path: Path, line: bytes, own: Header) -> str:
-    """Return in words why a file that begins with a line is not a run's own; "" where it is."""
+    """Return the reason why a file with this first line belongs to another run; "" if it does not."""
     try:
         found = parsed(str(path), line)
     except (FormatError, RecursionError):
@@ -238,16 +244,16 @@ def _of_another(path: Path, line: bytes, own: Header) -> str:
 
 
 def _is_of_another_plan(path: Path, own: Header) -> bool:
-    """Return whether a run's own record is of other settings; what was measured on the way to them does not count."""
+    """Return True if a run's own record has other settings; measurements in the plan are ignored."""
     line = _first_line(path)
-    if not line.endswith(b"\n"):  # nothing that would be lost
+    if not line.endswith(b"\n"):  # Nothing would be lost.
         return False
     found = parsed(str(path), line[:-1])
     return isinstance(found, Header) and _settings(found.plan) != _settings(own.plan)
 
 
 def _settings(plan: Mapping[str, Any] | None) -> Any:
-    """Return what of a plan makes another run."""
+    """Return the part of a plan that distinguishes runs."""
     if plan is None:
         return None
     plain = json.loads(json.dumps(to_jsonable(plan)))
@@ -263,14 +269,14 @@ def read_header(path: str | Path) -> Header:
         FormatError: no such file, no header, or another schema.
     """
     header = next(read_lines(path))
-    assert isinstance(header, Header)  # or `read_lines` raises
+    assert isinstance(header, Header)  # `read_lines` raises otherwise.
     return header
 
 
 def read_together(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return the environment of runs that are read as one: of what differs between them each is told, `a / b`.
+    """Return the combined environment of several runs; differing values are joined as `a / b`.
 
-    Sources that were not recorded of some are "unknown" there.
+    Missing versions of the source code become "unknown".
     """
     found = list(environments)
     told = [{SOURCES: "unknown"} | dict(each) for each in found]
@@ -285,7 +291,7 @@ def read_record(path: str | Path) -> RunRecord:
         FormatError: as of `read_lines`.
     """
     header, *rows = read_lines(path)
-    assert isinstance(header, Header)  # or `read_lines` raises
+    assert isinstance(header, Header)  # `read_lines` raises otherwise.
     ends = [row for row in rows if isinstance(row, End)]
     return RunRecord(
         header,
@@ -297,16 +303,17 @@ def read_record(path: str | Path) -> RunRecord:
 
 
 def read_lines(path: str | Path) -> Iterator[Line]:
-    """Yield the header of a run's record, and then each whole line after it; a torn last line is left out.
+    """Yield the header of a run's record, and then each complete line; an incomplete last line is dropped.
 
     Raises:
-        FormatError: no regular file, no header, a second one, another schema, or a damaged line that is not the last.
+        FormatError: no regular file, no header, a second header, another schema, or a damaged line before the last.
     """
     with open_regular(path, "a record", limit=RECORD_BYTES) as file:
         number = 0
         while line := _next_line(path, file):
             number += 1
-            if not line.endswith(b"\n"):  # the run was cut off as it wrote it; it may end inside a character
+            # The run crashed while writing this line, possibly inside a multi-byte character.
+            if not line.endswith(b"\n"):
                 break
             row = parsed(f"{path}:{number}", line[:-1])
             if number == 1 and not isinstance(row, Header):

@@ -1,4 +1,4 @@
-"""The lines of a run's record, and their text."""
+"""Line types of a run's record, and their JSON."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ from trimtab.core.codec import from_jsonable, parse, to_jsonable
 from trimtab.core.errors import FormatError, ValueGivenError
 
 RECORD_SCHEMA = 2
-_MOST = 2**62  # of a count
-# Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
+_MOST = 2**62  # Limit of a count.
+# Marks, in a header's detail, a run of a few steps only, which has a speed but no final metric.
 BRIEF = "brief"
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step (or one voided window).
+    """One optimizer step, or one skipped step.
 
     Args:
-        index: steps before this one. rows: samples in the window; None if unknown. terms: what the loss averaged over.
-        loss: mean loss per term. wall_s: seconds since the last step.
-        learning_rate: of the first group, as applied; None if the optimizer sets its own, as Adafactor does.
-        applied: whether the optimizer stepped. grad_norm, loss_scale: where they were computed.
-        num_micro_batches: k of the window. noise_scale: N in rows, where the run measures it.
+        index: number of steps before this one.
+        rows: samples in the window; None if unknown.
+        terms: number of terms that the loss averages over.
+        loss: mean loss per term.
+        learning_rate: learning rate applied to the first parameter group; None if the optimizer computes its own, as
+            Adafactor does.
+        wall_s: seconds since the previous step.
+        applied: True if the optimizer stepped.
+        grad_norm, loss_scale: None if not computed.
+        num_micro_batches: k of the window.
+        noise_scale: gradient noise scale N in samples, if measured.
     """
 
     index: int
@@ -62,10 +68,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, with the figures behind it.
+    """An event of the run with its figures.
 
     Args:
-        name: of its kind. step: of the window that follows, counted from 0, or what its name counts.
+        name: kind of the event.
+        step: index of the next window, or another count that the kind defines.
+        detail: figures of the event.
     """
 
     name: str
@@ -78,11 +86,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Header:
-    """First line: what ran, where, with which plan.
+    """First line: name, plan and environment of the run.
 
     Args:
-        name: what a person calls the run. plan: as JSON; None: a loop without one. environment: versions, machine,
-            and threads, as `trimtab.measure.machine` tells them. detail: what else the run's readers know by name.
+        name: the user's name for the run.
+        seed: random seed, if any.
+        plan: the plan as JSON; None for a loop without one.
+        environment: versions, machine and threads, from `trimtab.measure.machine`.
+        detail: further named values for readers of the record.
     """
 
     name: str
@@ -95,10 +106,10 @@ class Header:
 
 @dataclass(frozen=True)
 class End:
-    """Last line: why the run ended, and its totals.
+    """Last line: reason for the end of the run, and its totals.
 
     Args:
-        reason: "closed", "error", a `StopReason`, or what the loop that wrote it says.
+        reason: "closed", "error", a `StopReason`, or a reason set by the writing loop.
     """
 
     reason: str
@@ -118,7 +129,7 @@ _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A whole run, as read back. `end` is None for a run that was cut off."""
+    """A whole run in memory. `end` is None for a run that crashed."""
 
     header: Header
     steps: tuple[StepRecord, ...] = ()
@@ -128,7 +139,7 @@ class RunRecord:
 
 
 def encoded(line: Line) -> bytes:
-    """Return a line of the file."""
+    """Return a record line as JSON bytes."""
     data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
     return (json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
@@ -142,7 +153,7 @@ def parsed(where: str, line: bytes) -> Line:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise FormatError(where, given=f"kind {kind!r}", expected="one of " + ", ".join(_KINDS))
     try:
-        line_value: Line = from_jsonable(_KINDS[kind], data)  # which refuses a header of another schema
+        line_value: Line = from_jsonable(_KINDS[kind], data)  # Refuses a header of another schema.
     except (FormatError, ValueGivenError, RecursionError) as error:
         if isinstance(error, RecursionError):
             given, expected = "levels without end", "a line of a record"

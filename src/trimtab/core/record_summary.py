@@ -1,4 +1,4 @@
-"""A run's record read line by line: steps as columns of numbers, so that a long run takes a fraction of its file."""
+"""Compact summary of a run's record, read line by line: a long run takes a fraction of its file's size."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _or_nan(value: float | None) -> float:
 
 @dataclass
 class StepColumns:
-    """The steps of a run, a column for each figure: 56 bytes a step.
+    """Steps of a run as columns: 56 bytes per step.
 
-    NaN stands for a figure that was not recorded, and 0 for an unknown number of rows.
+    NaN represents a missing figure, and 0 an unknown number of samples.
     """
 
     index: array[int] = field(default_factory=_counts)
@@ -57,7 +57,7 @@ class StepColumns:
         self.num_skipped += not step.applied
 
     def trained(self, from_index: int = 0) -> tuple[int, float]:
-        """Return (rows, seconds) of the steps from an index on."""
+        """Return (samples, seconds) of the steps from an index on."""
         taken = [index >= from_index for index in self.index] if from_index else [True] * len(self)
         rows = sum(rows for rows, is_taken in zip(self.rows, taken, strict=True) if is_taken)
         return rows, math.fsum(s for s, is_taken in zip(self.wall_s, taken, strict=True) if is_taken)
@@ -65,7 +65,10 @@ class StepColumns:
 
 @dataclass
 class RunSummary:
-    """What a page about a run shows. `last_evaluation`: None if there was none; `end`: None if the run was cut off."""
+    """Contents of a run's report.
+
+    `last_evaluation` is None if there was none, and `end` is None if the run crashed.
+    """
 
     header: Header
     steps: StepColumns = field(default_factory=StepColumns)
@@ -74,7 +77,7 @@ class RunSummary:
     end: End | None = None
 
     def add(self, line: Line) -> None:
-        """Take the next line of the record."""
+        """Add the next line of the record."""
         if isinstance(line, StepRecord):
             self.steps.add(line)
         elif isinstance(line, Event):
@@ -86,7 +89,7 @@ class RunSummary:
 
 
 def summary_of(record: RunRecord) -> RunSummary:
-    """Return the summary of a record that is in memory."""
+    """Return the summary of a record in memory."""
     ends: Iterable[Line] = () if record.end is None else (record.end,)
     found = RunSummary(record.header)
     for lines in (record.steps, record.evaluations, record.events, ends):
@@ -103,7 +106,7 @@ def read_summary(path: str | Path) -> RunSummary:
     """
     lines = read_lines(path)
     header = next(lines)
-    assert isinstance(header, Header)  # the first line is one, or `read_lines` raises
+    assert isinstance(header, Header)  # `read_lines` raises otherwise.
     found = RunSummary(header)
     for line in lines:
         found.add(line)

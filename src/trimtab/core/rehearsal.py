@@ -1,4 +1,4 @@
-"""What all ranks of a job did by a plan, for some windows and before they train."""
+"""Result of a dry run: a few windows of a plan on all ranks, before training."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from trimtab.core.plan import Plan
 
 @dataclass(frozen=True)
 class Ran:
-    """A rehearsal of a plan, the same on every rank.
+    """Dry run of a plan; identical on every rank.
 
     Args:
-        plan: as it was told, its gradients sent as they are kept. block_s: seconds of a window on the slowest rank, of
-            each block of windows; (): it did not run. peaks: bytes of each counted window, of the rank that held most;
-            (): none was counted. slower: how many times what was told of it, as it was told, it took; None: not known.
-            refusal: why it did not run, or "". took_s: seconds that the rehearsal took.
+        plan: the plan, with the gradient communication that the dry run selected.
+        block_s: seconds per window on the slowest rank, for each block of windows; () if it did not run.
+        peaks: peak bytes of each measured window, on the rank with the largest peak; () if not measured.
+        slower: ratio of measured to predicted seconds of the plan as first proposed; None if unknown.
+        refusal: reason for not running, or "".
+        took_s: seconds of the dry run.
     """
 
     plan: Plan
@@ -28,14 +30,14 @@ class Ran:
 
     @property
     def window_s(self) -> float:
-        """Median seconds of a window."""
+        """Median seconds per window."""
         return statistics.median(self.block_s)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Median of the counted windows; None: not counted.
+        """Median peak of the measured windows; None if not measured.
 
-        Over gloo a window's peak goes by when its threads let go of what they sent: the largest of a few windows is
-        that of a busy moment, and does not repeat.
+        Over gloo a window's peak depends on when its threads release send buffers, so the maximum of a few windows is
+        not reproducible.
         """
         return statistics.median_high(self.peaks) if self.peaks else None

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the factor on a peak rate by progress, the paper's and those of the recipes (math.md, 5)."""
+"""Learning-rate schedules: factor on the peak rate by progress, from the paper and from the recipes (math.md, 5)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 
 WARMUP_FRACTION = 0.05
 FINAL_FRACTION = 0.1
-LINEAR_FINAL = 0.01  # all the way down, but for a last step that would be none
+LINEAR_FINAL = 0.01  # Zero would make the last step useless.
 
 
 def warmup_cosine(progress: float, warmup: float = WARMUP_FRACTION, final: float = FINAL_FRACTION) -> float:
-    """Return the factor on the base learning rate: up in a straight line, then down by half a cosine.
+    """Return the learning-rate factor of a linear warm-up and a half-cosine decay.
 
     Args:
-        progress: samples consumed *after* this window over samples planned, so that the first step is not at rate 0;
-            clamped to [0, 1].
-        warmup: fraction of the run that rises linearly. final: factor at the end.
+        progress: samples consumed *after* this window over samples planned, so that the first step has a non-zero
+            rate; clamped to [0, 1].
+        warmup: fraction of the run for the warm-up.
+        final: factor at the end.
 
     Source: paper eq. 10, indexed by progress because the number of steps is unknown when k adapts.
     """
@@ -27,7 +28,9 @@ def warmup_cosine(progress: float, warmup: float = WARMUP_FRACTION, final: float
 
 
 def warmup_linear(progress: float, warmup: float, final: float) -> float:
-    """Return the same, down in a straight line to zero at the end, and never below `final`."""
+    """Return the learning-rate factor of a linear warm-up and a linear decay to zero, but at least `final` while it
+    decays.
+    """
     progress = min(max(progress, 0.0), 1.0)
     if progress < warmup:
         return progress / warmup
@@ -35,10 +38,10 @@ def warmup_linear(progress: float, warmup: float, final: float) -> float:
 
 
 def factor_of(schedule: str, progress: float, warmup: float | None = None) -> float:
-    """Return the factor of a plan's schedule, "warmup_cosine" or "warmup_linear".
+    """Return the learning-rate factor of a plan's schedule, "warmup_cosine" or "warmup_linear".
 
     Args:
-        warmup: share of the run that rises; None: the paper's 5%.
+        warmup: fraction of the run for the warm-up; None: the paper's 5%.
     """
     rises = WARMUP_FRACTION if warmup is None else warmup
     if schedule == "warmup_linear":

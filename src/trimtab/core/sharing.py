@@ -1,4 +1,4 @@
-"""How ranks share a model: what fits together of a plan's choices (math: sections 2 and 4)."""
+"""Validation of a plan's sharding settings (math: sections 2 and 4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.core.errors import FormatError, ValueGivenError
 
 ENGINES = ("torch", "deepspeed")
 REDUCE_DTYPES = GATHER_DTYPES = ("fp32", "bf16")
-# What is said of how ranks share, and what stands where nothing is: all of it needs a stage.
+# Sharding settings and their defaults without a ZeRO stage; other values need a stage.
 KEPT = {
     "engine": "torch",
     "reduce_dtype": "fp32",
@@ -27,10 +27,10 @@ STAGES = {
 
 
 def check_sharing(num_ranks: int, zero_stage: Any, values: Mapping[str, Any]) -> None:
-    """Raise `ValueGivenError` or `FormatError` where a plan's choices are out of range, or do not fit together.
+    """Raise `ValueGivenError` or `FormatError` if sharding settings are out of range or incompatible.
 
     Args:
-        values: of the choices in `KEPT`.
+        values: the settings named in `KEPT`.
     """
     checks.integer("plan.num_ranks", num_ranks)
     checks.one_of("plan.engine", values["engine"], ENGINES)
@@ -62,7 +62,7 @@ def _require_kept(num_ranks: int, values: Mapping[str, Any]) -> None:
 
 
 def _needs(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return of each choice that is not as by default the stages that have it."""
+    """Return the ZeRO stages that support each setting with a non-default value."""
     by_engine = {"bucket_bytes": (0, 1), "powersgd_rank": (0,), "reduces_once": (2, 3), "reduce_dtype": (0, 1, 2, 3)}
     if values["engine"] == "deepspeed":
         by_engine = {"bucket_bytes": (1, 2, 3), "powersgd_rank": (), "reduces_once": (2, 3), "reduce_dtype": (1, 2, 3)}

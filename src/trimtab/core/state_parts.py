@@ -1,4 +1,4 @@
-"""Parts of a run's state, loaded all or none: each looks at its state first, and nothing changes before all have."""
+"""Stateful parts of a run, loaded all or none: each validates its state before any is changed."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ Load = Callable[[], None]
 
 
 class Part(ABC):
-    """What a run keeps of one kind."""
+    """A part of a run's state, with two-phase loading."""
 
     @abstractmethod
     def state_dict(self) -> Any:
-        """Return what a resumed run needs."""
+        """Return the state that a resumed run needs."""
 
     @abstractmethod
     def loading(self, state: Any) -> Load:
-        """Return what makes this part continue from `state_dict()`; nothing is changed before it is called.
+        """Validate a state and return a function that loads it; nothing is changed before the call.
 
         Raises:
-            FormatError, ValueGivenError: not such a state.
+            FormatError, ValueGivenError: an invalid state.
         """
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from `state_dict()`.
+        """Load the result of `state_dict()`.
 
         Raises:
-            FormatError, ValueGivenError: not such a state; nothing was changed.
+            FormatError, ValueGivenError: an invalid state. Nothing was changed.
         """
         self.loading(state)()
 
 
 def loading_parts(parts: Mapping[str, Part], state: Any, where: str = "state") -> Load:
-    """Return what loads each part's state under its name.
+    """Validate the states of all parts and return a function that loads them.
 
     Raises:
-        ValueGivenError: not a mapping. FormatError: other keys. UsageError: a part refuses its state.
+        ValueGivenError: not a mapping.
+        FormatError: other keys.
+        UsageError: a part refuses its state.
     """
     if not isinstance(state, Mapping):
         raise ValueGivenError(where, given=f"a {type(state).__name__}", expected="what run.state_dict() returned")
@@ -58,7 +60,7 @@ def loading_parts(parts: Mapping[str, Part], state: Any, where: str = "state") -
 
 
 def require_keys(where: str, state: Any, names: Iterable[str]) -> None:
-    """Raise `FormatError` unless a state is a mapping of just these names."""
+    """Raise `FormatError` unless a state is a mapping with exactly these keys."""
     expected = list(names)
     if not isinstance(state, Mapping) or set(state) != set(expected):
         raise FormatError(where, given=f"{state!r:.80}", expected="the keys " + ", ".join(expected))

@@ -1,21 +1,23 @@
-"""Bytes of one optimizer step: what holds them, when, and where most are held at once."""
+"""Memory of one optimizer step over time, by kind of tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Transients are what is neither kept for backward nor a gradient: results on their way, and scratch of an operator
-# where it shows.
+# Transients are neither saved for backward nor gradients: intermediate results, and operator workspaces as far as
+# they are visible.
 PARTS = ("parameters", "buffers", "batch", "optimizer", "gradients", "activations", "transients")
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes by part at one moment.
+    """Bytes by kind at one moment.
 
     Args:
-        at: share of the step's allocations and releases that came before. phase: "forward", "backward" or "step".
+        at: fraction of the step's allocations and releases before this moment.
+        phase: "forward", "backward" or "step".
+        bytes_by_part: bytes by kind, with the names in `PARTS`.
     """
 
     at: float
@@ -24,17 +26,17 @@ class Moment:
 
     @property
     def total_bytes(self) -> int:
-        """Of all parts."""
+        """Sum over all kinds."""
         return sum(self.bytes_by_part.values())
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """What a block keeps for backward.
+    """Memory that a block saves for backward.
 
     Args:
-        name: as in the module tree. saved_bytes: alive when the forward of a micro-batch was over, made inside the
-            block's own.
+        name: name in the module tree.
+        saved_bytes: bytes allocated in the block's forward and alive at the end of the micro-batch's forward.
     """
 
     name: str
@@ -43,12 +45,13 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """One optimizer step, its optimizer's state already there.
+    """Memory of one optimizer step, with the optimizer state already allocated.
 
     Args:
-        peak: the moment with most bytes. timeline: the largest moments of equal stretches of the step, in order.
-        most_bytes: of each part, whenever it has them. blocks: those that were asked about, in the order they were
-            entered.
+        peak: moment with the most bytes.
+        timeline: peak of each of several equal stretches of the step, in order.
+        most_bytes: maximum of each kind over the step.
+        blocks: requested blocks, in the order of their forwards.
     """
 
     peak: Moment

@@ -1,4 +1,4 @@
-"""When a run is over before its data is (paper section III: the convergence constraint)."""
+"""Early stopping (paper section III: the convergence constraint)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.core.errors import ValueGivenError
 
 
 class StopReason(enum.StrEnum):
-    """Why a run ended itself; the reason in its record."""
+    """Reason for ending a run before its data end, as recorded."""
 
     GRAD_NORM = "grad_norm"
     TARGET = "target"
@@ -19,11 +19,11 @@ class StopReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Stop:
-    """Conditions, any of which ends a run.
+    """Stopping conditions; any of them ends the run.
 
     Args:
-        grad_norm: the gradient's norm, smoothed over windows, is at most this (paper: ||grad|| <= eps).
-        target: a value passed to `run.evaluated` is at least this, or at most, where `smaller_is_better`.
+        grad_norm: stop when the gradient norm, smoothed over windows, is at most this (paper: ||grad|| <= eps).
+        target: stop when a value passed to `run.evaluated` is at least this, or at most with `smaller_is_better`.
 
     Raises:
         ValueGivenError: a value is out of range, or there is no condition.
@@ -42,7 +42,7 @@ class Stop:
             checks.number("stop.target", self.target)
 
     def is_met(self, value: float) -> bool:
-        """Return whether an evaluation's value reaches the target; never where there is none, or it is no number."""
+        """Return True if an evaluation reaches the target; False without a target, or for NaN."""
         if self.target is None:
             return False
         return value <= self.target if self.smaller_is_better else value >= self.target

@@ -1,4 +1,4 @@
-"""Units: bytes, seconds and joules inside, words only at the display edge."""
+"""Units: bytes, seconds and joules internally, formatted text only for display."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ def format_count(value: float | None) -> str:
 
 
 def _digits(value: float) -> str:
-    """Return three significant digits, and whole numbers rather than `1e+03` from a thousand up."""
+    """Return three significant digits, and whole numbers instead of `1e+03` from a thousand up."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"

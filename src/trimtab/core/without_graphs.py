@@ -1,4 +1,4 @@
-"""A plan where nothing may be launched as CUDA graphs."""
+"""Removal of CUDA graphs from a plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trimtab.core.plan import Plan
 
 
 def without_graphs(plan: Plan, why: str) -> Plan:
-    """Return a plan without CUDA graphs; what was measured and predicted was with them.
+    """Return a plan without CUDA graphs and without the measurements and predictions made with them.
 
     Args:
-        why: what they are, that they go.
+        why: reason, which continues the phrase "CUDA graphs, which are".
     """
     value = plan.compiled.value
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What the operators of a step compute and move: enough to say how long they take on a device that is not here."""
+"""Operators of a step with FLOP and bytes moved, to predict their time on a target device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from trimtab.core.alignment import common_ends
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-Line = tuple[float, float]  # at no rows, and what each row adds
+Line = tuple[float, float]  # (value at zero samples, increase per sample).
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operator and how often a step runs it.
+    """An operator and the number of times that a step runs it.
 
     Args:
-        precision: of what it computes with: fp32, bf16, fp16, or tf32 of a convolution in fp32 that torch runs so.
-        flops, moved_bytes: of one run, as lines in the rows of a micro-batch; bytes are those of its arguments and
-            results.
+        precision: computation precision: fp32, bf16, fp16, or tf32 for an fp32 convolution that torch runs in TF32.
+        flops: FLOP of one run, linear in the samples of a micro-batch.
+        moved_bytes: bytes of the arguments and results of one run, likewise.
+        count: number of runs.
     """
 
     precision: str
@@ -30,19 +31,19 @@ class Operation:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Operators of one micro-batch, forward and backward, and of the optimizer's step; alike ones are counted."""
+    """Operators of one micro-batch (forward and backward) and of the optimizer step; identical ones are merged."""
 
     micro_batch: tuple[Operation, ...]
     step: tuple[Operation, ...]
 
 
-Seen = tuple[str, float, float]  # precision, FLOP and bytes of one operator as it ran
+Seen = tuple[str, float, float]  # Precision, FLOP and bytes of one operator run.
 
 
 def operations(few: Sequence[Seen], many: Sequence[Seen], rows: tuple[int, int]) -> tuple[Operation, ...]:
-    """Return the operators of a step that was seen at two numbers of rows.
+    """Return the operators of a step that was traced at two batch sizes.
 
-    What one of the two does more often, as a loss in chunks, is summed up as one operator of each precision.
+    A part that repeats more often at one size, such as a loss in chunks, is summed to one operator per precision.
     """
     fewer, more = rows
     if len(few) != len(many):
@@ -62,7 +63,7 @@ def operations(few: Sequence[Seen], many: Sequence[Seen], rows: tuple[int, int])
 
 
 def _summed(seen: Sequence[Seen]) -> list[Seen]:
-    """Return one operator a precision, of all that is done and moved in it."""
+    """Return one operator per precision with the total FLOP and bytes."""
     return [
         (kind, sum(each[1] for each in seen if each[0] == kind), sum(each[2] for each in seen if each[0] == kind))
         for kind in PRECISIONS
