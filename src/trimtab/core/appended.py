@@ -203,8 +203,7 @@ def set_apart(path: Path) -> Path:
 
 
 def written_beside(path: Path, data: bytes, *, is_synced: bool = True) -> Appended:
-    """Return a new temporary file in a path's folder, with the data on disk. Rename it to the path to complete the
-    write.
+    """Write data to a new temporary file in a path's folder and return the file; rename it to the path afterwards.
 
     Args:
         is_synced: True to wait for the disk.

@@ -69,8 +69,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages of one micro-batch: the model's blocks, and the remaining code after the last block, which is always
-    kept.
+    """Stages of a micro-batch: the model's blocks, and the remaining code after the last block, which is always kept.
 
     Args:
         held_bytes: held before the first stage: parameters, buffers, optimizer state, batch, earlier gradients.

@@ -50,7 +50,7 @@ def integer(field: str, value: object, *, low: int = 1, high: int = 2**62) -> in
 
 
 def not_negative(value: object, *fields: str) -> None:
-    """Raise if one of a dataclass's fields is negative; NaN and None are accepted.
+    """Raise if a listed field of a dataclass is negative; NaN and None are accepted.
 
     Raises:
         ValueGivenError: names the class and the field.

@@ -10,7 +10,7 @@ from trimtab.core.errors import ValueGivenError
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Specification of one device.
+    """Specification of a device.
 
     Args:
         name: the device's own name, such as "NVIDIA H100 80GB HBM3".

@@ -1,4 +1,4 @@
-"""Interconnect between ranks: latency and bandwidth of one hop of a ring, measured or published."""
+"""Interconnect between ranks: latency and bandwidth of a ring hop, measured or published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.core.errors import ValueGivenError
 
 @dataclass(frozen=True)
 class Link:
-    """Interconnect of ranks, as one hop of a ring, per rank and direction.
+    """Interconnect of ranks, as a single hop of a ring, per rank and direction.
 
     Args:
         name: such as "nvlink:H100", "ib:NDR" or "gloo of 2 ranks".
@@ -20,8 +20,8 @@ class Link:
         bytes_per_s: bandwidth of a rank that sends and receives at the same time.
         source: source of both figures; "assumed" if none is published.
         calibrated: True if measured on this machine, False if from a data sheet.
-        scatters: True if a reduce-scatter sends each rank only its shard. Over gloo torch runs an all-reduce of the
-            whole tensor, and each rank keeps a shard (ProcessGroupGloo.cpp).
+        scatters: True if a reduce-scatter sends each rank only its shard. Over gloo, torch runs an all-reduce of the
+            whole tensor and each rank keeps a shard (ProcessGroupGloo.cpp).
 
     Raises:
         ValueGivenError: a figure is out of range.

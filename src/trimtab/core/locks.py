@@ -1,7 +1,7 @@
 """Advisory locks on outputs, against two runs that write at the same time.
 
-The lock is on the open file or folder itself (flock), not on a separate lock file: it ends with its process, it also
-excludes two descriptors of one process, and deleting or replacing a name does not release it.
+The open file or folder itself is locked (flock), not a separate lock file. The lock ends with the process, also
+excludes a second descriptor of the same process, and survives deletion or replacement of the name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOCKS = Path("/proc/locks")
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder. Returns False if it is locked through another descriptor.
+    """Lock an open file or folder. Returns False if another descriptor holds the lock.
 
     Raises:
         OSError: the file system does not support locks.

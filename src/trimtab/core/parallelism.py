@@ -54,7 +54,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Times and sizes of one rank's step: a micro-batch by block, and the optimizer step.
+    """Times and sizes of a rank's step: a micro-batch by block, and the optimizer step.
 
     Args:
         forward_s, backward_s: seconds per micro-batch.

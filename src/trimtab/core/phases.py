@@ -26,7 +26,7 @@ PHASES_SCHEMA = 1
 
 @dataclass(frozen=True)
 class Lap:
-    """A few timed steps of one arm (one round), with the phase clock and without.
+    """A few timed steps of an arm (a round), with the phase clock and without.
 
     Args:
         seconds: seconds by phase, per batch of the task; they sum to a clocked step.
@@ -71,7 +71,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class ArmPhases:
-    """Rounds of one arm.
+    """Rounds of an arm.
 
     Args:
         laps: one per round.

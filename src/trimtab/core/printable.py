@@ -22,10 +22,10 @@ def encodable(text: str) -> str:
 
 
 def quoted(path: Path) -> str:
-    """Return a path as ASCII text, whatever its bytes; `unquoted` reverses it."""
+    """Return a path of any bytes as ASCII text; `unquoted` reverses the encoding."""
     return quote_from_bytes(os.fsencode(path))
 
 
 def unquoted(text: str) -> Path:
-    """Return the path that `quoted` encoded."""
+    """Return the path encoded by `quoted`."""
     return Path(os.fsdecode(unquote_to_bytes(text)))

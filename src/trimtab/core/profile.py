@@ -130,13 +130,13 @@ def _median(figures: tuple[float, ...]) -> float | None:
 
 @dataclass(frozen=True)
 class Traced:
-    """Peak memory of a candidate's step as a function of the micro-batch size, traced without running it.
+    """Peak memory of a candidate's step as a function of the micro-batch size, traced without a run.
 
     Args:
-        candidate: the settings; its micro-batch is ignored.
-        whole: peak of a step of one micro-batch.
-        sliced: peak of a step of several micro-batches, which hold accumulated gradients; None if the batch cannot be
-            split.
+        candidate: the settings; the micro-batch is ignored.
+        whole: peak of a step with a single micro-batch.
+        sliced: peak of a step with several micro-batches, which hold accumulated gradients; None if the batch cannot
+            be split.
         work: operators of the step.
         step: peak of the optimizer step alone, without activations.
     """
@@ -155,8 +155,8 @@ class Recomputable:
     Args:
         candidate: settings of the measurement. Bytes hold for any micro-batch, allocator and fused optimizer.
         blocks: names of the blocks, in forward order.
-        whole: chain of a step of one micro-batch; None if unknown.
-        sliced: chain of a step of several micro-batches, which hold accumulated gradients; None if unknown.
+        whole: chain of a step with a single micro-batch; None if unknown.
+        sliced: chain of a step with several micro-batches, which hold accumulated gradients; None if unknown.
         step_s: seconds of the whole step without recomputation, predicted if nothing was run.
         schedules: schedules of least recomputation, for several fractions of the memory of a whole batch's step.
         refusal: reason for missing chains, or "".

@@ -1,4 +1,4 @@
-"""Peak memory of one rank, by ZeRO stage."""
+"""Peak memory of a rank, by ZeRO stage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WAYS: tuple[Way, ...] = ((0, True), (1, True), (2, True), (2, False), (3, True),
 
 @dataclass(frozen=True)
 class RankTrace:
-    """A rank's peak as a function of the micro-batch size, traced without running it.
+    """Peak memory of a rank as a function of the micro-batch size, traced without a run.
 
     Args:
-        candidate: the settings; its micro-batch is ignored.
+        candidate: the settings; the micro-batch is ignored.
         way: ZeRO stage and reduction.
-        whole: peak of a window of one micro-batch.
-        sliced: peak of a window of several micro-batches.
+        whole: peak of a window with a single micro-batch.
+        sliced: peak of a window with several micro-batches.
     """
 
     candidate: Candidate

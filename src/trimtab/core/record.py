@@ -183,8 +183,10 @@ class RecordWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and close; may be called twice. Raises `SaveError` if the flush fails, and the unwritten lines are
-        lost.
+        """Flush and close; may be called twice.
+
+        Raises:
+            SaveError: the flush failed; the unwritten lines are lost.
         """
         self._file.close()
 

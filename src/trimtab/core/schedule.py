@@ -28,9 +28,7 @@ def warmup_cosine(progress: float, warmup: float = WARMUP_FRACTION, final: float
 
 
 def warmup_linear(progress: float, warmup: float, final: float) -> float:
-    """Return the learning-rate factor of a linear warm-up and a linear decay to zero, but at least `final` while it
-    decays.
-    """
+    """Return the learning-rate factor of a linear warm-up and a linear decay to zero, bounded below by `final`."""
     progress = min(max(progress, 0.0), 1.0)
     if progress < warmup:
         return progress / warmup

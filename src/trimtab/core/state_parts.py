@@ -1,4 +1,4 @@
-"""Stateful parts of a run, loaded all or none: each validates its state before any is changed."""
+"""Stateful parts of a run, loaded all or none: every state is validated before any part is changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Part(ABC):
 
     @abstractmethod
     def state_dict(self) -> Any:
-        """Return the state that a resumed run needs."""
+        """Return the state for resuming."""
 
     @abstractmethod
     def loading(self, state: Any) -> Load:
@@ -36,11 +36,11 @@ class Part(ABC):
 
 
 def loading_parts(parts: Mapping[str, Part], state: Any, where: str = "state") -> Load:
-    """Validate the states of all parts and return a function that loads them.
+    """Validate the states of all parts and return a function that loads every state.
 
     Raises:
         ValueGivenError: not a mapping.
-        FormatError: other keys.
+        FormatError: the keys differ.
         UsageError: a part refuses its state.
     """
     if not isinstance(state, Mapping):
@@ -60,7 +60,7 @@ def loading_parts(parts: Mapping[str, Part], state: Any, where: str = "state") -
 
 
 def require_keys(where: str, state: Any, names: Iterable[str]) -> None:
-    """Raise `FormatError` unless a state is a mapping with exactly these keys."""
+    """Raise `FormatError` unless a state is a mapping with exactly the keys `names`."""
     expected = list(names)
     if not isinstance(state, Mapping) or set(state) != set(expected):
         raise FormatError(where, given=f"{state!r:.80}", expected="the keys " + ", ".join(expected))

@@ -1,4 +1,4 @@
-"""Memory of one optimizer step over time, by kind of tensor."""
+"""Memory of an optimizer step over time, by kind of tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARTS = ("parameters", "buffers", "batch", "optimizer", "gradients", "activation
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes by kind at one moment.
+    """Bytes by kind at a moment of the step.
 
     Args:
         at: fraction of the step's allocations and releases before this moment.
@@ -45,7 +45,7 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Memory of one optimizer step, with the optimizer state already allocated.
+    """Memory of an optimizer step, with the optimizer state already allocated.
 
     Args:
         peak: moment with the most bytes.

@@ -9,7 +9,7 @@ from trimtab.core.plan import Plan
 
 
 def without_graphs(plan: Plan, why: str) -> Plan:
-    """Return a plan without CUDA graphs and without the measurements and predictions made with them.
+    """Return a plan without CUDA graphs; measurements and predictions that used graphs are removed.
 
     Args:
         why: reason, which continues the phrase "CUDA graphs, which are".

@@ -14,12 +14,12 @@ Line = tuple[float, float]  # (value at zero samples, increase per sample).
 
 @dataclass(frozen=True)
 class Operation:
-    """An operator and the number of times that a step runs it.
+    """An operator and its number of runs per step.
 
     Args:
         precision: computation precision: fp32, bf16, fp16, or tf32 for an fp32 convolution that torch runs in TF32.
-        flops: FLOP of one run, linear in the samples of a micro-batch.
-        moved_bytes: bytes of the arguments and results of one run, likewise.
+        flops: FLOP per run, linear in the samples of a micro-batch.
+        moved_bytes: bytes of arguments and results per run, linear in the samples.
         count: number of runs.
     """
 
@@ -31,7 +31,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Operators of one micro-batch (forward and backward) and of the optimizer step; identical ones are merged."""
+    """Operators of a micro-batch (forward and backward) and of the optimizer step; identical operators are merged."""
 
     micro_batch: tuple[Operation, ...]
     step: tuple[Operation, ...]
@@ -43,7 +43,8 @@ Seen = tuple[str, float, float]  # Precision, FLOP and bytes of one operator run
 def operations(few: Sequence[Seen], many: Sequence[Seen], rows: tuple[int, int]) -> tuple[Operation, ...]:
     """Return the operators of a step that was traced at two batch sizes.
 
-    A part that repeats more often at one size, such as a loss in chunks, is summed to one operator per precision.
+    A part that repeats more often at either size, such as a chunked loss, is summed to a single operator per
+    precision.
     """
     fewer, more = rows
     if len(few) != len(many):
@@ -63,7 +64,7 @@ def operations(few: Sequence[Seen], many: Sequence[Seen], rows: tuple[int, int])
 
 
 def _summed(seen: Sequence[Seen]) -> list[Seen]:
-    """Return one operator per precision with the total FLOP and bytes."""
+    """Return a single operator per precision with the total FLOP and bytes."""
     return [
         (kind, sum(each[1] for each in seen if each[0] == kind), sum(each[2] for each in seen if each[0] == kind))
         for kind in PRECISIONS
