@@ -44,7 +44,9 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
         "planning.md": {
             "interval": of(_missed, "prediction"),
             "elsewhere": of(_elsewhere, "published", "prediction"),
-            "planned": of(_planned, "planning_time", "no_harm-wikitext2_gpt"),
+            "planned": of(_planned, "planning_time"),
+            "measured": of(_measured, "probing"),
+            "searched": of(_searched, "exhaustive", "budget_sweep"),
         },
         "ranks.md": {"told": of(_told, "scaling-windows")},
         "scaling.md": {
@@ -169,29 +171,49 @@ def by_model(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
 
 def _missed(rows: list[Row]) -> Iterator[str]:
     errors = _known(rows, "time_error")
-    yield f"Of the {len(errors)} steps in [that table](memory.md) {_within(errors, INTERVAL)} missed by no more."
+    within = f"{_within(errors, INTERVAL)} of {len(errors)} steps in [this table](memory.md)"
+    yield f"{within} were within {INTERVAL:.0%} of the prediction."
 
 
 def _elsewhere(published: list[Row], run_here: list[Row]) -> Iterator[str]:
     errors, peaks = _known(published, "time_error"), _known(published, "error")
     slow = sum(1 / (1 + error) - 1 > ON_TIME for error in errors)
-    yield f"- seconds of {len(errors)} steps: {_middle(errors)} off in the median, {_within(errors, 0.25)} within 25%;"
-    yield f"  {slow} take more than the {ON_TIME:.0%} leaves room for, and {-min(errors):.0%} are missing at the most"
+    yield f"- Step time of {len(errors)} published steps: {_off(errors)}. {slow} took longer than"
+    yield f"  the margin of {ON_TIME:.0%} allows."
     models = " and ".join(dict.fromkeys(row["model"].split()[0] for row in published if row["error"] is not None))
-    yield f"- {len(peaks)} peaks, all of {models}: {_span(peaks)} of what was reserved"
+    yield f"- Reserved memory of {len(peaks)} published steps, all of {models}: {_span(peaks)}."
     roofs = _known(run_here, "roofline_error")
-    yield f"- of {len(roofs)} steps that were run on a CPU the roofline is {_middle(roofs)} off in the median"
+    yield f"- The same roofline for {len(roofs)} steps on a CPU: {_middle(roofs)} off in the median."
 
 
-def _planned(times: list[Row], harm: list[Row]) -> Iterator[str]:
+def _planned(times: list[Row]) -> Iterator[str]:
+    yield "| model | target device | memory limit | seconds to plan (95%) | n |"
+    yield "|---|---|---|---|---|"
     for row in (row for row in times if row.get("budget_bytes")):
-        limit = f"{row['model']} for an {row['device']} under {row['budget_bytes'] / 2**30:g} GiB"
-        yield f"- {limit} is planned in {row['mean']:.1f} s ({row['low']:.1f} to {row['high']:.1f}, n={row['n']})"
-    (row,) = harm
-    ratio = f"{row['mean']:.2f} times ({row['low']:.2f} to {row['high']:.2f}, n={row['n']})"
-    control = f"the control is {row['control_low']:.2f} to {row['control_high']:.2f}"
-    yield f"- its plan trains the recipe that was tuned by hand at {ratio} its speed, in {row['peak_ratio']:.2f} of its"
-    yield f"  peak, by {row['changes']} (`no_harm.py`; {control})"
+        limit = f"{row['budget_bytes'] / 2**30:g} GiB"
+        seconds = f"{row['mean']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+        yield f"| {row['model']} | {row['device']} | {limit} | {seconds} | {row['n']} |"
+
+
+def _measured(probing: list[Row]) -> Iterator[str]:
+    yield "| task | run, steps | run, seconds | measurement budget, s | measured for, s | of these, final rounds, s |"
+    yield "|---|---|---|---|---|---|"
+    for row in probing:
+        seconds = f"{row['run_s']:.0f} | {row['allowed_s']:.0f} | {row['seconds']:.1f} | {row['final_s']:.1f}"
+        yield f"| {row['task']} | {row['steps']} | {seconds} |"
+
+
+def _searched(picks: list[Row], budgets: list[Row]) -> Iterator[str]:
+    for task in dict.fromkeys(row["task"] for row in picks):
+        of = [row for row in picks if row["task"] == task]
+        slower = sum(row["low"] > 1 for row in of)
+        slowest = max(of, key=lambda row: row["mean"])
+        ratio = f"{slowest['mean']:.3f} ({slowest['low']:.3f} to {slowest['high']:.3f}, n={slowest['n']})"
+        yield f"- {task}: all {of[0]['space']} combinations were run. {slower} of the {len(of)} best alternatives were"
+        yield f"  significantly faster than the plan's choice. Largest ratio of step times: {ratio}."
+    met = [row for row in budgets if row["feasible"]]
+    yield f"- {sum(row['is_met'] for row in met)} of {len(met)} feasible memory limits were met when the plan was run;"
+    yield f"  {sum(row['is_between'] for row in met)} step times were inside the predicted interval."
 
 
 # docs/ranks.md and docs/scaling.md

@@ -89,9 +89,6 @@ def pages(root: Path) -> dict[Path, str]:
         root / "README.md": {"figures": _claims(comparisons)},
         root / "docs" / "RESULTS.md": {"figures": [*_sections(results), *_evaluations(root)]},
         root / "docs" / "memory.md": {"frontier": _drawn(drawn)},
-        root / "docs" / "planning.md": {
-            "figures": of("exhaustive", "budget_sweep", "planning_time", "published", "probing"),
-        },
         root / "docs" / "install.md": {"figures": of("import_time")},
         root / "docs" / "hosts.md": {"figures": _or_unmeasured(of("hosts"), "hosts")},
         root / "docs" / "accumulation.md": {"model": _savings()},

@@ -104,7 +104,7 @@ def test_figures_amid_text_are_of_the_newest_record(tmp_path):
     recorded(tmp_path, "prediction-z-2026-11-22", [])
     assert docs_figures.newest(tmp_path, "prediction")[0] == {"time_error": 0.1}
     said = list(docs_figures._missed(docs_figures.newest(tmp_path, "prediction")))
-    assert said == ["Of the 2 steps in [that table](memory.md) 1 missed by no more."]
+    assert said == ["1 of 2 steps in [this table](memory.md) were within 15% of the prediction."]
 
 
 def record(*rows, name="r"):
