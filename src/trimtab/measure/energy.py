@@ -1,7 +1,7 @@
-"""What counts joules, and the clock of them.
+"""Energy meters and a stopwatch for energy.
 
-A meter counts up from a moment of its own; a stretch is the difference of two readings. Nothing here opens a socket or
-starts a thread or a process: a meter is read by whoever asks it, between steps.
+A meter counts joules from an arbitrary start; an interval is the difference of two readings. This module opens no
+sockets and starts no threads or processes: the caller reads a meter between steps.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from typing import Protocol, runtime_checkable
 from trimtab.core import checks
 from trimtab.core.energy import WINDOW_S, Energy, Provenance, absent, summed
 
-# Of a clock's seconds, what may lie in stretches that are too short for its meter; they are in no joule and no second.
+# Maximum fraction of a clock's seconds in intervals too short for the meter; these are excluded from joules and
+# seconds.
 _SHORT = 0.1
-# A tick reads the meter so often: what ran between the last reading and a pause is lost.
+# Interval of meter readings in `tick`. Energy used between the last reading and a pause is not counted.
 _DUE_S = WINDOW_S / 4
 
 
 class MeterLost(Exception):
-    """A meter that cannot be read, or whose reading since the last one is not known; the next may be again."""
+    """The meter is unreadable, or the energy since the last reading is unknown. Later readings may succeed."""
 
 
 @runtime_checkable
 class Meter(Protocol):
-    """What counts joules; a user's own has these four, and is given as `meter`.
+    """Interface of an energy meter; users can pass their own as `meter`.
 
     Attributes:
-        provenance: measured, or estimated; one that is absent raises in `joules`. sources: what it reads, in words.
-        period_s: it has to be read at least so often, or a reading is lost; infinite: whenever.
+        provenance: Measured or estimated. An absent meter raises in `joules`.
+        sources: Descriptions of the counters.
+        period_s: Maximum seconds between two readings, or a reading is lost. Infinite for no limit.
     """
 
     @property
@@ -44,16 +46,16 @@ class Meter(Protocol):
     def period_s(self) -> float: ...
 
     def joules(self) -> float:
-        """Return the joules counted since some moment, which never fall.
+        """Return the energy in joules since an arbitrary start; never decreases.
 
         Raises:
-            MeterLost: they are not known.
+            MeterLost: The energy is unknown.
         """
         ...
 
 
 class NoMeter:
-    """Counts nothing, and says why."""
+    """Absent meter with a reason."""
 
     provenance, sources, period_s = Provenance.ABSENT, (), math.inf
 
@@ -61,12 +63,12 @@ class NoMeter:
         self.reason = reason
 
     def joules(self) -> float:
-        """Raise: there are none."""
+        """Raise `MeterLost` with the reason."""
         raise MeterLost(self.reason)
 
 
 class GivenWatts:
-    """Estimates: watts that a user gives, times seconds. Says nothing that the seconds do not say already."""
+    """Estimate from constant power given by the user, multiplied by time. Adds no information to the time."""
 
     provenance, period_s = Provenance.ESTIMATED, math.inf
 
@@ -76,12 +78,12 @@ class GivenWatts:
         self._clock, self._begun = clock, clock()
 
     def joules(self) -> float:
-        """Return watts times the seconds since it was made."""
+        """Return power times the seconds since creation."""
         return self.watts * (self._clock() - self._begun)
 
 
 class SeveralMeters:
-    """Meters of several devices as one: measured where all of them are."""
+    """Sum of the meters of several devices; measured only if all of them are."""
 
     def __init__(self, meters: Sequence[Meter]) -> None:
         self._meters = tuple(meters)
@@ -92,7 +94,7 @@ class SeveralMeters:
         self.period_s = min(meter.period_s for meter in self._meters)
 
     def joules(self) -> float:
-        """Return the sum of all; each is read, also where one is lost, so that no other one is for that."""
+        """Return the sum. Every meter is read even after a failure, so that no further reading is lost."""
         found, lost = [], []
         for meter in self._meters:
             try:
@@ -106,7 +108,13 @@ class SeveralMeters:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a meter showed; joules: None where it could not be read. lost: why what lies before is not known, or ""."""
+    """A reading of a meter.
+
+    Attributes:
+        at_s: Time of the reading.
+        joules: Energy, or None after a failure.
+        lost: Reason for unknown energy before the reading, or "".
+    """
 
     at_s: float
     joules: float | None
@@ -114,18 +122,20 @@ class _Reading:
 
     @property
     def anew(self) -> _Reading:
-        """The same, as a beginning: what was lost before it is no matter."""
+        """The reading as the start of an interval, for which earlier losses do not matter."""
         return self if self.joules is None else replace(self, lost="")
 
 
 class EnergyClock:
-    """Joules of the time in which it runs, as of a stopwatch: `start`, `tick` while it runs, `pause`, `read`.
+    """Stopwatch for energy: `start`, `tick` while running, `pause`, `read`.
 
-    A meter tells once what it lost, and tells it whoever asks: let no two clocks read the same one at a time. Whatever
-    a meter raises makes joules unknown, and never ends what is measured.
+    A meter reports each loss once, to its next reader, so two clocks must not share a meter. An error in the meter
+    makes the energy unknown but never interrupts the measured code.
 
     Args:
-        window_s: a measured stretch that is shorter has no joules.
+        meter: Meter to read.
+        window_s: Minimum length of a measured interval in seconds; a shorter interval has no energy value.
+        clock: Time source in seconds.
     """
 
     def __init__(
@@ -133,7 +143,7 @@ class EnergyClock:
     ) -> None:
         self._meter, self._window_s, self._clock = meter, window_s, clock
         self._due_s = min(_DUE_S, meter.period_s / 2)
-        self._begun: _Reading | None = None  # of the stretch so far; None: it does not run
+        self._begun: _Reading | None = None  # start of the current interval; None while paused
         self._last = _Reading(clock(), None, "it was not started")
         self._whole: Energy | None = None
         self._short_s = 0.0
@@ -141,17 +151,17 @@ class EnergyClock:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the stretch so far; 0 while it does not run."""
+        """Seconds of the current interval; 0 while paused."""
         return 0.0 if self._begun is None else self._clock() - self._begun.at_s
 
     def start(self) -> None:
-        """Go on from here; what was since `pause` is in no joule. Nothing, where it runs."""
+        """Start or resume. Energy since `pause` is not counted. No effect while running."""
         if self._begun is None:
             self._begun = self._last = self._reading().anew
             self._ticked_at = self._last.at_s
 
     def tick(self) -> None:
-        """Read the meter where that is due; to be called as often as may be, between steps."""
+        """Read the meter if a reading is due. Call as often as possible, between steps."""
         if self._begun is None:
             return
         self._ticked_at = self._clock()
@@ -159,9 +169,9 @@ class EnergyClock:
             self._last = self._reading(self._last.lost)
 
     def pause(self) -> None:
-        """Stop at the last reading, a fourth of a second before the last tick at the most: what was since is left out.
+        """Stop at the last reading, at most a quarter of `WINDOW_S` before the last tick.
 
-        What it ran for from that reading to its last tick is among the stretches that were too short.
+        The time from that reading to the last tick is added to the intervals that were too short.
         """
         if self._begun is not None:
             if self._meter.provenance is Provenance.MEASURED:
@@ -170,7 +180,7 @@ class EnergyClock:
             self._begun = None
 
     def lap(self) -> Energy:
-        """Return the stretch from its start, or the last lap, to the last reading; the next one begins there."""
+        """Return the energy from the start or last lap to the last reading, and start a new interval there."""
         if self._begun is None:
             return absent(self._last.lost or "its clock does not run")
         found, self._begun = self._close(self._begun), self._last.anew
@@ -178,10 +188,11 @@ class EnergyClock:
         return found
 
     def read(self) -> Energy:
-        """Return what all stretches took, the one until now among them; its seconds are those that it is of.
+        """Return the total energy of all intervals including the current one, with the seconds it covers.
 
-        Absent where a part is not known, or too much of it lay in stretches that are too short for a meter. It goes on
-        as it did: who reads it often makes no stretch shorter.
+        The result is absent if a part is unknown, or if too much time lies in intervals too short for the meter. The
+        clock
+        continues unchanged: frequent calls do not shorten intervals.
         """
         whole, short_s = self._whole, self._short_s
         if self._begun is not None:
@@ -194,13 +205,13 @@ class EnergyClock:
         return whole or absent("nothing was read")
 
     def _close(self, begun: _Reading) -> Energy:
-        """Add the stretch up to the last reading to the whole, and return it."""
+        """Add the interval up to the last reading to the total, and return its energy."""
         found = self._stretch(begun)
         self._whole, self._short_s = self._with(found)
         return found[0]
 
     def _stretch(self, begun: _Reading) -> tuple[Energy, bool]:
-        """Return what it took from there to the last reading, and whether that is too short for a meter."""
+        """Return the energy of an interval up to the last reading, and True if it is too short for the meter."""
         last, meter = self._last, self._meter
         seconds = last.at_s - begun.at_s
         if not seconds > 0:
@@ -212,7 +223,7 @@ class EnergyClock:
         return _counted(last.joules - begun.joules, seconds, meter), False
 
     def _with(self, stretch: tuple[Energy, bool]) -> tuple[Energy | None, float]:
-        """Return the whole with a stretch, and the seconds of those that are too short."""
+        """Return the total including an interval, and the seconds of all too short intervals."""
         found, is_short = stretch
         if is_short:
             return self._whole, self._short_s + found.seconds
@@ -223,7 +234,7 @@ class EnergyClock:
 
     def _reading(self, lost: str = "") -> _Reading:
         joules, why = self._asked()
-        if joules is None:  # lost is what was before, perhaps: from here on it may be known
+        if joules is None:  # the loss may concern only the past, so a second reading can succeed
             joules, _ = self._asked()
         return _Reading(self._clock(), joules, lost or why)
 
@@ -232,7 +243,7 @@ class EnergyClock:
             return float(self._meter.joules()), ""
         except MeterLost as reason:
             return None, str(reason) or "its meter could not be read"
-        except Exception as error:  # a user's own may raise anything, and a run must not end by it
+        except Exception as error:  # a user's meter may raise any exception, which must not end the run
             return None, f"its meter could not be read ({type(error).__name__}: {error})"
 
 

@@ -1,9 +1,9 @@
-"""Peak bytes of a step: the allocator's statistics on CUDA, a count of allocated bytes on CPU.
+"""Peak memory of a step: allocator statistics on CUDA, profiler events on CPU.
 
-CPU torch keeps no statistics. The profiler's allocation events, summed in time order on top of what was alive before,
-count every byte torch's allocator hands out, scratch inside operators too; counted again, the peak repeats to about 1%.
-It costs time, so memory is measured in a pass of its own. Nothing is written to standard error: torch's older profiler
-is used, as the newer one (Kineto) logs every start and stop there, and the allocator's warnings are held back.
+torch has no memory statistics for CPUs. The profiler's allocation events, summed in order on top of the memory alive
+before, cover all memory from torch's allocator, including operator workspace. Repeated measurements agree to about 1%.
+Profiling takes time, so memory is measured in a separate step. torch's legacy profiler is used, because the newer one
+(Kineto) logs each start and stop to standard error; allocator warnings are suppressed too.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_ERROR = 2  # of the log levels of torch's C++ code: above warnings
+_ERROR = 2  # log level of torch's C++ code, above warnings
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device, live: Callable[[], Iterable[Tensor]]) -> int:
-    """Return peak bytes while `step` runs once.
+    """Return the peak memory in bytes while `step` runs once.
 
     Args:
-        step: one optimizer step, its state already materialised, no gradients left from the one before: on CPU, what
-            was allocated before the count and is freed in it is not seen.
-        live: returns the tensors alive before the step (parameters, buffers, optimizer state, batch); CPU only.
+        step: One optimizer step, with existing optimizer state and without gradients from an earlier step. On a CPU,
+            freeing memory that was allocated before the measurement is not seen.
+        device: Device of the step.
+        live: Returns the tensors alive before the step (parameters, buffers, optimizer state, batch); CPU only.
 
     Returns:
-        On CUDA the peak of *reserved* memory, which is what runs out; on CPU bytes of `live` plus the peak on top.
+        On CUDA the peak of *reserved* memory, the quantity that runs out; on a CPU the bytes of `live` plus the growth.
     """
     if device.type == "cuda":
-        gc.collect()  # loops that were let go and lie in cycles hold their model and its optimizer's state until then
+        gc.collect()  # deleted loops in reference cycles would still hold a model and its optimizer state
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -47,7 +48,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device, live: Callable[
 
 
 def forget_peak(device: torch.device) -> None:
-    """Begin the peak on CUDA anew: what held it is over, and what is reserved beyond what is in use is given back."""
+    """Reset the peak statistics on CUDA and release unused reserved memory."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -55,9 +56,9 @@ def forget_peak(device: torch.device) -> None:
 
 
 def unused_bytes(device: torch.device) -> int | None:
-    """Return how much of the last peak on CUDA no tensor was ever in: pieces too small for what was asked for.
+    """Return the reserved but never allocated part of the last CUDA peak in bytes (fragmentation).
 
-    To be asked after `peak_bytes`; None on a device whose allocator has no pieces.
+    Call after `peak_bytes`. None on other devices.
     """
     if device.type != "cuda":
         return None
@@ -65,34 +66,34 @@ def unused_bytes(device: torch.device) -> int | None:
 
 
 def most_bytes(device: torch.device) -> float:
-    """Return the bytes that this process may hold on a GPU: what is free or its own, as far as it was let have it."""
+    """Return the bytes available to this process on a GPU: free or reserved by it, within its memory fraction."""
     free, whole = torch.cuda.mem_get_info(device)
     share = torch.cuda.get_per_process_memory_fraction(device)
     return min(free + torch.cuda.memory_reserved(device), share * whole)
 
 
 def alive_between_steps(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what a model and its optimizer hold between two steps: parameters, buffers and the optimizer's state."""
+    """Yield the tensors held between two steps: parameters, buffers and optimizer state."""
     yield from model.parameters()
     yield from model.buffers()
     yield from state_tensors(optimizer)
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state."""
+    """Yield the tensors of the optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return bytes of the distinct storages behind some tensors; tensors on the meta device have none."""
+    """Return the total bytes of the distinct storages of tensors; meta tensors count 0."""
     parts = (part for tensor in tensors for part in _strided_parts(tensor))
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts if not t.is_meta}
     return sum(storages.values())
 
 
 def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that hold the memory of one, of any layout."""
+    """Return the strided tensors that hold the data of a tensor with any layout."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -103,7 +104,7 @@ def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def peak_growth(step: Callable[[], object]) -> int:
-    """Return the most bytes of CPU memory that a call held at once, beyond what was held before it.
+    """Return the peak CPU memory of a call in bytes, minus the memory held before.
 
     No profiler session may be active on the calling thread (`is_profiled`).
     """
@@ -111,24 +112,24 @@ def peak_growth(step: Callable[[], object]) -> int:
         events = _allocations(step)
     running = peak = 0
     for _, size in sorted(events, key=lambda event: event[0]):
-        # The allocator may know a block's size from an earlier count, and report that it is freed in this one.
+        # The allocator may report the free of a block that was allocated before the measurement.
         running = max(0, running + size)
         peak = max(peak, running)
     return peak
 
 
 def is_profiled() -> bool:
-    """Return whether a profiler session is active on this thread: it would be ended, and its overhead timed."""
+    """Return True if a profiler session is active on this thread. Measuring memory would end the session."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def _older_garbage_kept() -> Iterator[None]:
-    """Have no garbage of before collected: what is freed so would be taken for memory that the call gave back.
+    """Exclude existing objects from garbage collection: freeing them would look like memory released by the call.
 
-    To collect all of it first takes a fifth of a second with torch's modules imported, of every count.
+    A complete collection first would take 0.2 s per measurement with torch's modules imported.
     """
-    if gc.get_freeze_count():  # by somebody else, to whom it is left
+    if gc.get_freeze_count():  # frozen by other code, which must stay in control
         gc.collect()
         yield
         return
@@ -142,9 +143,9 @@ def _older_garbage_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Hold back warnings of torch's C++ code, above all one about blocks that are older than a count.
+    """Suppress warnings of torch's C++ code, mainly about blocks allocated before the measurement.
 
-    Errors are still written. Python warnings are not affected.
+    C++ errors and Python warnings are unaffected.
     """
     level = _log_level()
     before = level.value
@@ -156,7 +157,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _log_level() -> ctypes.c_int:
-    """Return torch's variable; one that nothing reads if this build of torch has none, as those with glog."""
+    """Return torch's log level variable, or an unused variable if this build (with glog) has none."""
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
@@ -164,9 +165,10 @@ def _log_level() -> ctypes.c_int:
 
 
 def _allocations(step: Callable[[], object]) -> list[tuple[float, int]]:
-    """Return (time, signed bytes) of every CPU allocation event of a call."""
+    """Return (time in us, signed bytes) of every CPU allocation event of a call."""
     with _without_warnings():
-        if not hasattr(torch.autograd, "_enable_profiler_legacy"):  # torch announces that it will be removed
+        # Torch has announced the removal of the legacy profiler.
+        if not hasattr(torch.autograd, "_enable_profiler_legacy"):
             return _allocations_by_kineto(step)
         autograd: Any = torch.autograd
         options: Any = torch._C._profiler
@@ -194,7 +196,7 @@ def _allocations(step: Callable[[], object]) -> list[tuple[float, int]]:
 
 
 def _allocations_by_kineto(step: Callable[[], object]) -> list[tuple[float, int]]:
-    """Return the same by torch's newer profiler, which logs to standard error that it starts and stops."""
+    """Return the allocation events from torch's newer profiler, which logs start and stop to standard error."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -203,5 +205,5 @@ def _allocations_by_kineto(step: Callable[[], object]) -> list[tuple[float, int]
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    recorded.profiler = None  # all its events, which would stay: a profile refers to itself
+    recorded.profiler = None  # frees the events: a profile refers to itself
     return [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]

@@ -1,4 +1,4 @@
-"""One meter, several readers: a meter tells once what it lost, and each of them has to hear of it."""
+"""Several readers of one meter. A meter reports a loss once, so the readers forward it to each other."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from trimtab.measure.energy import Meter, MeterLost
 
 
 class Reader:
-    """One of several that read a meter in turn, on one thread; itself a meter. `readers_of` makes them."""
+    """A reader of a shared meter, itself a meter; created by `readers_of`. Readers must run in the same thread."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._others: tuple[Reader, ...] = ()
-        self._missed = ""  # what another was told that this one was not
+        self._missed = ""  # a loss reported to another reader but not yet to this one
         self.provenance: Provenance = meter.provenance
         self.sources: tuple[str, ...] = tuple(meter.sources)
         self.period_s: float = meter.period_s
         self.uncounted: tuple[str, ...] = tuple(getattr(meter, "uncounted", ()))
 
     def beside(self, others: tuple[Reader, ...]) -> None:
-        """Say who reads the same meter."""
+        """Set the other readers of the meter."""
         self._others = others
 
     def limits(self) -> tuple[PowerLimit, ...]:
-        """Return the power limits that the meter knows of."""
+        """Return the meter's power limits."""
         return tuple(self._meter.limits()) if hasattr(self._meter, "limits") else ()
 
     def joules(self) -> float:
-        """Return the joules counted so far.
+        """Return the energy in joules.
 
         Raises:
-            MeterLost: they are not known, or were not known to another that read them since. Whatever the meter raises.
+            MeterLost: The energy is unknown, or was unknown when another reader read the meter.
+
+            Any error of the meter is raised unchanged.
         """
         try:
             found = self._meter.joules()
@@ -45,7 +47,7 @@ class Reader:
 
 
 def readers_of(meter: Meter, number: int) -> tuple[Reader, ...]:
-    """Return so many readers of a meter, each of which is told of all that is lost."""
+    """Return `number` readers of a meter, each of which receives every loss."""
     readers = tuple(Reader(meter) for _ in range(number))
     for reader in readers:
         reader.beside(tuple(other for other in readers if other is not reader))

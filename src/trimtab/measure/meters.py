@@ -1,4 +1,4 @@
-"""Which meter this process reads: of its device, of the processor beside it, a user's own, watts as given, or none."""
+"""Selection of the energy meter: GPU, CPU, a user's meter, constant power, or none."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from trimtab.measure.rapl import ROOT, rapl
 
 @dataclass(frozen=True)
 class Reads:
-    """What a process reads: its machine's processor, its own device. Of what is of a whole machine, the processor's."""
+    """Counters read by this process: its machine's CPU, and its own device.
+
+    With several ranks on a machine, whole-machine meters are read by the rank that reads the CPU.
+    """
 
     processor: bool = True
     device: bool = True
 
     @property
     def nothing(self) -> bool:
-        """Whether others read all that this process could."""
+        """True if other ranks read all counters."""
         return not (self.processor or self.device)
 
 
@@ -37,18 +40,18 @@ WITHOUT_METER = ("refuse", "renormalise")
 
 @dataclass(frozen=True)
 class Metering:
-    """How joules are to be known.
+    """Settings for energy measurement.
 
     Args:
-        watts: to estimate with, of the whole machine, whatever meter there is; all that is made of it says so.
-        meter: one of the user's own, in place of those that are looked for; of several ranks it is read by one of each
-            machine.
-        without: where energy is weighed and nothing counts it, "refuse" raises; "renormalise" leaves energy out, lets
-            the other weights count alone, and says so in the plan. A limit on energy is refused either way.
-        root: where the kernel shows the processor's counters.
+        watts: Power of the whole machine in watts, for an estimate instead of a meter. Results are labelled as
+            estimates.
+        meter: User's meter, used instead of the built-in ones. With several ranks, one rank per machine reads it.
+        without: Behaviour if energy has a weight in the objective and no meter exists. "refuse" raises. "renormalise"
+            drops the weight and records this in the plan. A limit on energy is always refused.
+        root: Directory with the kernel's CPU energy counters.
 
     Raises:
-        ValueGivenError: watts that are none, both of them, or another word.
+        ValueGivenError: Invalid watts, both watts and a meter, or an unknown value of `without`.
     """
 
     watts: float | None = None
@@ -65,35 +68,38 @@ class Metering:
 
     @property
     def is_of_machine(self) -> bool:
-        """Whether it is of a whole machine: no device of it is read beside."""
+        """True if the meter covers the whole machine, so that no device counter is added."""
         return self.watts is not None or self.meter is not None
 
 
 @dataclass(frozen=True)
 class Found:
-    """A meter, and what is said of it."""
+    """A meter with its facts for reports."""
 
     meter: Meter
     facts: MeterFacts
 
 
 def reads_alone(device: torch.device) -> Reads:
-    """Return what a process reads that trains on a device, with no other rank beside it."""
+    """Return the counters read by a process that trains alone on a device."""
     return Reads(device=device.type == "cuda")
 
 
 def find_meter(
     device: torch.device, metering: Metering | None = None, *, reads: Reads | None = None, library: Any = None
 ) -> Found:
-    """Return the meter of what trains on a device.
+    """Return the meter for training on a device.
 
-    On a GPU its own counter has to be there, the processor's is added where it is; on a CPU the processor's has to be.
+    A GPU needs its own counter, to which the CPU's is added if available. A CPU needs its counter.
 
     Args:
-        reads: of several ranks; None: there is one. library: in place of NVIDIA's module.
+        device: Device of the training.
+        metering: Settings; None for the defaults.
+        reads: Counters read by this rank; None for a single process.
+        library: Replacement for NVIDIA's module.
 
     Raises:
-        ValueGivenError: a meter that is none.
+        ValueGivenError: The user's meter lacks a required attribute.
     """
     metering, reads = metering or Metering(), reads or reads_alone(device)
     own = None if metering.meter is None else _checked(metering.meter)
@@ -107,17 +113,18 @@ def find_meter(
 
 
 def elsewhere_meter(device: str) -> Found:
-    """Return the meter of a device that is not here: none."""
+    """Return the absent meter of a target device that is not in this machine."""
     return _as_found(NoMeter(f"{device} is not here, and no data sheet tells what a step takes"))
 
 
 def measurable(
     objective: Objective, budget: Budget, found: Found, without: str = "refuse"
 ) -> tuple[Objective, MeterFacts]:
-    """Return the weights that can be scored with a meter, and what is to be said of it.
+    """Return the objective that the meter can score, and the meter's facts.
 
     Raises:
-        ValueGivenError: energy is weighed or limited, nothing counts it, and no way out was accepted.
+        ValueGivenError: Energy has a weight or limit, there is no meter, and `without` does not allow dropping the
+            weight.
     """
     if not found.facts.is_absent or (objective.energy == 0 and budget.energy is None):
         return objective, found.facts
@@ -149,7 +156,7 @@ def _of_device(device: torch.device, reads: Reads, processor: Any, library: Any)
 
 
 def uuid_of(index: int) -> str:
-    """Return a GPU's UUID as torch tells it, or "" where it does not."""
+    """Return a GPU's UUID from torch, or "" if torch has none."""
     found = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return "" if found is None else str(found)
 
@@ -174,7 +181,10 @@ def _checked(meter: Meter) -> Meter:
 
 
 def with_idle(found: Found, sleep: Callable[[float], None] = time.sleep) -> Found:
-    """Return it with the watts of a second in which this process does nothing; as it is, where nothing is measured."""
+    """Return the meter with the idle power in watts, measured while this process sleeps for `WINDOW_S`.
+
+    Returned unchanged unless the meter is a measured one.
+    """
     if found.meter.provenance is not Provenance.MEASURED:
         return found
     clock = EnergyClock(found.meter)

@@ -1,4 +1,4 @@
-"""A GPU's own energy counter, through NVIDIA's management library: the one module that adapts nvidia-ml-py."""
+"""Energy counter of a GPU through NVML. Only this module uses nvidia-ml-py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from trimtab.core.energy import PowerLimit, Provenance
 from trimtab.measure.energy import MeterLost, NoMeter
 
-# Where a GPU has no counter its power is read whenever somebody asks, and taken to be even in between: no longer.
+# For a GPU without an energy counter, power is sampled and interpolated linearly, over at most this many seconds.
 SAMPLED_S = 2.0
-# What a GPU says that has no such thing, and a driver that is older than the question.
+# NVML errors for a missing feature, or a driver too old for the query.
 _NONE = ("NVML_ERROR_NOT_SUPPORTED", "NVML_ERROR_FUNCTION_NOT_FOUND")
 
 
 def load() -> Any:
-    """Return NVIDIA's module.
+    """Return the module `pynvml`.
 
     Raises:
-        MeterLost: it is not installed.
+        MeterLost: nvidia-ml-py is not installed.
     """
     try:
         return importlib.import_module("pynvml")
@@ -31,13 +31,18 @@ def load() -> Any:
 
 
 def position(ordinal: int, uuids: Sequence[str], names: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Return which of NVML's GPUs is CUDA's of a number: CUDA counts those of CUDA_VISIBLE_DEVICES, NVML all.
+    """Return the NVML index of a CUDA device.
+
+    CUDA numbers the devices in CUDA_VISIBLE_DEVICES, NVML numbers all devices.
 
     Args:
-        uuids, names: of all GPUs, in NVML's order, which is that of the bus.
+        ordinal: CUDA device index.
+        uuids: UUIDs of all GPUs in NVML's order, by PCI bus.
+        names: Names of all GPUs in NVML's order.
+        environment: Environment variables.
 
     Raises:
-        MeterLost: it cannot be told, or it is a part of one.
+        MeterLost: The device is ambiguous, or a MIG slice.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     is_by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(set(names)) < 2
@@ -59,7 +64,7 @@ _MIG = "and a counter is the whole GPU's, others' work included"
 
 
 def _of_uuid(uuid: str, uuids: Sequence[str], said: str) -> int:
-    """Return the GPU whose UUID begins so, as CUDA lets one be named."""
+    """Return the index of the GPU whose UUID starts with `uuid`. CUDA accepts such prefixes."""
     wanted = uuid.lower() if uuid.lower().startswith("gpu-") else f"gpu-{uuid.lower()}"
     found = [index for index, each in enumerate(uuids) if uuid and each.lower().startswith(wanted)]
     if len(found) != 1:
@@ -68,14 +73,17 @@ def _of_uuid(uuid: str, uuids: Sequence[str], said: str) -> int:
 
 
 class Nvml:
-    """Joules of one GPU; of everything that runs there, by whomever.
+    """Energy meter of a GPU; includes the work of other processes.
 
     Args:
-        ordinal: CUDA's number of it. uuid: as torch tells it, or "": then by CUDA_VISIBLE_DEVICES.
-        library: NVIDIA's module; None: it is imported. environment: of the process.
+        ordinal: CUDA device index.
+        uuid: UUID from torch; "" to use CUDA_VISIBLE_DEVICES instead.
+        library: NVIDIA's module; None to import it.
+        environment: Environment variables; None for those of this process.
+        clock: Time source in seconds.
 
     Raises:
-        MeterLost: the library, its driver or the GPU is not there, or the GPU is shared out (MIG).
+        MeterLost: The library, driver or GPU is missing, or the GPU is in MIG mode.
     """
 
     provenance = Provenance.MEASURED
@@ -104,20 +112,20 @@ class Nvml:
         self.sources: tuple[str, ...] = (f"nvml {self._device}{how}",)
 
     def _opened(self, index: int, *, is_needed: bool) -> tuple[Any, str, str]:
-        """Return a GPU's handle, UUID and name; nothing of one that cannot be asked where it is not needed."""
+        """Return a GPU's handle, UUID and name; empty values for an inaccessible GPU that is not needed."""
         try:
             handle = self._call("nvmlDeviceGetHandleByIndex", index)
             return handle, *(_text(self._call(f"nvmlDeviceGet{what}", handle)) for what in ("UUID", "Name"))
         except MeterLost:
-            if is_needed:  # whose number CUDA counts, too
+            if is_needed:  # CUDA numbers this GPU too
                 raise
             return None, "", ""
 
     def joules(self) -> float:
-        """Return the joules since the driver was loaded; or since it was made, of one whose power is sampled.
+        """Return the energy in joules since the driver was loaded, or since creation if power is sampled.
 
         Raises:
-            MeterLost: the GPU is gone, or its power was not sampled often enough.
+            MeterLost: The GPU is unreachable, or its power was not sampled often enough.
         """
         if self._has_counter:
             return float(self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle)) / 1e3
@@ -130,7 +138,7 @@ class Nvml:
         return self._total
 
     def limits(self) -> tuple[PowerLimit, ...]:
-        """Return the power limit, where the driver tells it."""
+        """Return the power limit if the driver reports it."""
         try:
             now = self._call("nvmlDeviceGetPowerManagementLimit", self._handle)
         except MeterLost:
@@ -142,7 +150,7 @@ class Nvml:
         return (PowerLimit(self._device, now / 1e3, low / 1e3, high / 1e3),)
 
     def _counts(self) -> bool:
-        """Return whether there is a counter; else sample its power once."""
+        """Return True if the GPU has an energy counter; otherwise take a first power sample."""
         try:
             self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle)
         except self._library.NVMLError as error:
@@ -157,7 +165,7 @@ class Nvml:
         try:
             current, _ = self._library.nvmlDeviceGetMigMode(self._handle)
         except self._library.NVMLError as error:
-            if self._is_none(error):  # a GPU that cannot be shared out
+            if self._is_none(error):  # the GPU has no MIG mode
                 return
             raise MeterLost(self._why(error)) from None
         if current == self._library.NVML_DEVICE_MIG_ENABLE:
@@ -182,7 +190,7 @@ def _text(value: str | bytes) -> str:
 
 
 def nvml(ordinal: int = 0, *, uuid: str = "", library: Any = None) -> Nvml | NoMeter:
-    """Return a GPU's meter, or one that says why there is none."""
+    """Return a GPU's meter, or an absent meter with the reason."""
     try:
         return Nvml(ordinal, uuid=uuid, library=library)
     except MeterLost as reason:

@@ -1,4 +1,4 @@
-"""Peak bytes of a rank's step, traced on fake tensors as torch shares the model between ranks."""
+"""Peak memory of a rank's step, traced on fake tensors with the model replicated or sharded by torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trimtab.measure.traced_step import Autocast, LossFn, Phase, TracedStep, can
 
 
 class Share(Protocol):
-    """What a rank has of a model, and how its windows go."""
+    """A sharding method: distributes a model over ranks and announces micro-batches."""
 
     def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Share a model without memory, and have the optimizer hold what it steps."""
+        """Shard a fake model, and let the optimizer hold only the parameters that this rank steps."""
 
     def begin(self, *, last: bool) -> None:
-        """Say before a micro-batch whether it is its window's last one."""
+        """Announce a micro-batch; `last` is True for the window's last one."""
 
 
 def trace_replica(
@@ -41,17 +41,24 @@ def trace_replica(
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
 ) -> PeakModel:
-    """Return the peak of a rank that holds the whole model.
+    """Return the peak of a rank that holds the complete model (DDP, ZeRO-1).
 
-    Buckets for its gradients are held all the time. Of one micro-batch each gradient is copied there as it is whole;
-    of several all are held beside them, until the last one's are added.
+    The gradient buckets are held all the time. With a single micro-batch, each gradient is copied into a bucket when
+    complete. With several, all gradients are held in addition to the buckets until the last micro-batch has been added.
 
     Args:
-        batches: of `rows`, the smaller one first and of two at the least. share: of the optimizer's state.
-        num_micro_batches: of a window; more than two hold what two hold.
+        model: Model, real or fake.
+        optimizer: Optimizer, real or fake.
+        loss_fn: Loss that returns a mean, or (sum, count).
+        batches: Micro-batches with the sizes in `rows`.
+        rows: The two micro-batch sizes in samples, smaller first and at least 2.
+        share: Sharding of the optimizer state.
+        num_micro_batches: Micro-batches per window. More than two need the same memory as two.
+        autocast: Context of the forward.
+        counts_scratch: True to add operator workspace.
 
     Raises:
-        ModelError: the step cannot be traced.
+        ModelError: The step cannot be traced.
     """
     steps = _traced(model, optimizer, loss_fn, batches, autocast, share, Storages())
     phases = [step.by_phase(counts_scratch=counts_scratch) for step in steps]
@@ -72,10 +79,12 @@ def trace_shard(
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
 ) -> PeakModel:
-    """Return the peak of a rank that holds shards of the parameters, by FSDP2; arguments as of `trace_replica`.
+    """Return the peak of a rank that holds shards of the parameters (FSDP2).
+
+    Other arguments are those of `trace_replica`.
 
     Args:
-        num_micro_batches: of a window; more than three hold what three hold.
+        num_micro_batches: Micro-batches per window. More than three need the same memory as three.
     """
     device = next(model.parameters()).device.type
     with ShardStorages(has_copies=device == "cpu" and counts_scratch).watching() as storages:
@@ -104,10 +113,10 @@ def _traced(
     *,
     warms: bool = False,
 ) -> list[TracedStep]:
-    """Trace a step of each batch.
+    """Trace a step for each batch.
 
     Args:
-        warms: whether a step before them makes what is kept from the first step on.
+        warms: True to run a step first, which creates the memory that is kept from then on.
     """
     fakes, steps = Fakes(), list[TracedStep]()
     how = {"autocast": autocast, "num_micro_batches": num_micro_batches, "begin": share.begin}
@@ -122,17 +131,17 @@ def _traced(
             while left:
                 steps.append(TracedStep(model, optimizer, storages, left[0], first=steps[0] if steps else None))
                 steps[-1].run(loss_fn, left[0], **how)
-                del left[0]  # the next one's step begins without it
-    except Exception as error:  # whatever a model does, torch may have no fake of it
+                del left[0]  # freed here, because the next step does not hold it
+    except Exception as error:  # an arbitrary model may use operators without a fake implementation
         raise cannot_trace(error) from error
     return steps
 
 
 class ShardStorages(Storages):
-    """Storages of shards, and of parameters that FSDP2 gathers: it lets go of their memory, and not of the tensors.
+    """Storages of FSDP2 models, including unsharded parameters: FSDP2 frees their storage but keeps the tensors.
 
     Args:
-        has_copies: whether collectives copy what they send, as gloo's do.
+        has_copies: True if collectives copy the data they send, as Gloo does.
     """
 
     def __init__(self, *, has_copies: bool) -> None:
@@ -145,7 +154,7 @@ class ShardStorages(Storages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, self._dtensor) for each in types):
-            return NotImplemented  # it calls operators of its shards, which are seen then
+            return NotImplemented  # DTensor calls operators on its local shards, which are recorded
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._has_copies and func in _copying():
             self._come_and_go(max(each.numel() * each.element_size() for each in args[:2]))
@@ -157,12 +166,12 @@ class ShardStorages(Storages):
         self._now.events += [(number, 1), (number, -1)]
 
     def number_of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage: of a shard's own."""
+        """Return the number of a tensor's storage; for a DTensor, that of its local shard."""
         return super().number_of(tensor._local_tensor if isinstance(tensor, self._dtensor) else tensor)
 
     @property
     def alive(self) -> set[int]:
-        """Numbers of the storages that are held, and have their memory."""
+        """Numbers of the storages that are alive and not freed by FSDP2."""
         return super().alive - self._freed
 
     def _died(self, key: int, number: int) -> None:
@@ -186,10 +195,10 @@ class ShardStorages(Storages):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[ShardStorages]:
-        """See FSDP2 let go of memory and take it again; what torch has for it is private.
+        """Record the storages that FSDP2 frees and reallocates, by patching two private functions of torch.
 
         Raises:
-            DependencyError: this torch has it elsewhere.
+            DependencyError: This torch version has no such functions.
         """
         try:
             from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group

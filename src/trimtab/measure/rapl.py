@@ -1,8 +1,8 @@
-"""The processor's own energy counters (RAPL), as Linux shows them under /sys/class/powercap.
+"""CPU energy counters (RAPL) from Linux's /sys/class/powercap.
 
-Zones `intel-rapl:N` (of AMD's processors too) are packages; `intel-rapl:N:M` are parts. Cores and uncore are in their
-package; memory (`dram`) is not, and is added; `psys`, the platform, holds the packages, and is read only where there
-are none. `intel-rapl-mmio` shows the same packages a second time. Counters wrap around at a range of their own.
+The zones `intel-rapl:N` are CPU packages (also for AMD), and `intel-rapl:N:M` are their parts. Core and uncore are
+included in the package. Memory (`dram`) is not and is added. `psys` (platform) includes the packages and is used only
+if there are none. `intel-rapl-mmio` mirrors the packages. Each counter wraps around at its own range.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from trimtab.core.energy import PowerLimit, Provenance
 from trimtab.measure.energy import MeterLost, NoMeter
 
 ROOT = Path("/sys/class/powercap")
-# More than any package takes: by it a counter may wrap around so soon, and what is above it was a counter begun anew.
+# Upper bound for a package's power. It gives the minimum time to a wrap-around, and detects a counter that was reset.
 MOST_W = 1000.0
 _READABLE = "since 2020 Linux lets root alone read it: `chmod a+r`, by root, on the energy_uj files lets you"
 
 
 @dataclass(frozen=True)
 class Zone:
-    """A counter: its name, such as "package-0" or "package-0 dram", its folder, and the joules at which it wraps."""
+    """A counter: name such as "package-0" or "package-0 dram", sysfs folder, and wrap-around range in joules."""
 
     name: str
     folder: Path
     range_j: float
 
     def read(self) -> float:
-        """Return what it shows, in joules.
+        """Return the counter in joules.
 
         Raises:
-            MeterLost: it cannot be read.
+            MeterLost: The counter is unreadable.
         """
         return _microjoules(self.name, self.folder / "energy_uj") / 1e6
 
 
 def zones(root: Path = ROOT) -> tuple[Zone, ...]:
-    """Return the counters that add up to the machine's processors and memory, each once.
+    """Return the counters that add up to the machine's CPUs and memory without double counting.
 
     Raises:
-        MeterLost: there are none, or one of them cannot be read.
+        MeterLost: There are no counters, or a counter is unreadable.
     """
     if not root.is_dir():
         raise MeterLost(f"there is no {root}: a virtual machine or a container is not shown the processor's counters")
@@ -51,7 +51,7 @@ def zones(root: Path = ROOT) -> tuple[Zone, ...]:
     packages: dict[str, Path] = {}
     for path, name in (own | folders).items():
         if name.startswith("package"):
-            packages.setdefault(name, path)  # a mirror has the name of what it mirrors
+            packages.setdefault(name, path)  # a mirror has the same name as the original
     platform = {name: path for path, name in own.items() if name == "psys"}
     found = [zone for name, path in (packages or platform).items() for zone in _with_memory(name, path)]
     if not found:
@@ -71,7 +71,7 @@ def _with_memory(name: str, folder: Path) -> Iterator[Zone]:
 def _name(folder: Path) -> str:
     try:
         return (folder / "name").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:  # it may be one that belongs to the sum
+    except (OSError, ValueError) as error:  # an unknown zone might belong to the sum
         raise MeterLost(f"what {folder.name} counts cannot be told ({type(error).__name__} of its name)") from None
 
 
@@ -92,13 +92,13 @@ def _microjoules(name: str, path: Path) -> int:
 
 
 class Rapl:
-    """Joules of all packages and their memory; of everything that runs there, by whomever.
+    """Energy meter of all CPU packages and their memory; includes the work of other processes.
 
     Attributes:
-        period_s: half of the shortest time in which a counter can wrap around: read more seldom, it is lost.
+        period_s: Maximum seconds between readings: half the minimum time in which a counter can wrap around.
 
     Raises:
-        MeterLost: there is no counter, or one that may not be read.
+        MeterLost: There is no counter, or it is unreadable.
     """
 
     provenance = Provenance.MEASURED
@@ -111,10 +111,10 @@ class Rapl:
         self._last = [zone.read() for zone in self._zones]
 
     def joules(self) -> float:
-        """Return the joules since it was made, over any number of times that a counter wrapped around.
+        """Return the energy in joules since creation. Wrap-arounds are handled.
 
         Raises:
-            MeterLost: a counter is gone, was begun anew, or was not read for longer than `period_s`.
+            MeterLost: A counter is unreadable, was reset, or was not read for longer than `period_s`.
         """
         passed_s, now = self._clock() - self._read_at, [zone.read() for zone in self._zones]
         pairs = zip(self._zones, now, self._last, strict=True)
@@ -125,13 +125,13 @@ class Rapl:
                 f"rapl was not read for {passed_s:.3g} s, and may wrap around twice in {self.period_s:.3g} s"
             )
         for zone, step in steps:
-            if step > MOST_W * (passed_s + 1.0):  # one more, as a counter is renewed when it comes to it
+            if step > MOST_W * (passed_s + 1.0):  # plus 1 s, because counters are updated with a delay
                 raise MeterLost(f"the counter of {zone.name} was begun anew")
         self._total += sum(step for _, step in steps)
         return self._total
 
     def limits(self) -> tuple[PowerLimit, ...]:
-        """Return the long-term power limit of each package that tells it."""
+        """Return the long-term power limit of each package that reports it."""
         return tuple(_limits(self._zones))
 
 
@@ -145,7 +145,7 @@ def _limits(found: tuple[Zone, ...]) -> Iterator[PowerLimit]:
 
 
 def _watts_or_none(zone: Zone, name: str) -> float | None:
-    """Return the watts that a file of a zone tells; None where it cannot be read, or tells none."""
+    """Return the watts in a zone's file; None if the file is unreadable or contains 0."""
     try:
         watts = _microjoules(zone.name, zone.folder / name) / 1e6
     except MeterLost:
@@ -154,7 +154,7 @@ def _watts_or_none(zone: Zone, name: str) -> float | None:
 
 
 def rapl(root: Path = ROOT) -> Rapl | NoMeter:
-    """Return the processor's meter, or one that says why there is none."""
+    """Return the CPU's meter, or an absent meter with the reason."""
     try:
         return Rapl(root)
     except MeterLost as reason:

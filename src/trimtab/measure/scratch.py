@@ -1,8 +1,8 @@
-"""Memory that an operator takes for itself while it runs, which no tensor shows: measured by running it once.
+"""Operator workspace: temporary memory that no tensor shows, measured by running the operator once.
 
-On a CPU convolutions and recurrent layers reorder what they are given, and so do matrix products in half precision;
-softmax copies what does not lie as it reads it. A trace on fake tensors notes each such call,
-and what it takes is counted on real tensors of the same shapes, one call at a time.
+On a CPU, convolutions and recurrent layers reorder their inputs, matrix products in half precision do too, and softmax
+copies inputs with an unsuitable layout. A trace on fake tensors records such calls. Their workspace is then measured on
+real tensors of the same shapes, a call at a time.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _OPERATORS = (
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
 )
 _OPERATORS_OF_HALF = ("mm", "addmm", "bmm", "baddbmm")
-# Their backwards are given what the forward prepared, which no fake has: run by itself one ends the process.
+# These backwards need data prepared by the forward, which fake tensors lack. Running one alone would crash the process.
 PREPARED = {"mkldnn_rnn_layer_backward": "mkldnn_rnn_layer"}
-_TRAINED = 5  # of a recurrent layer's tensors: what goes in and four weights
-# Of one call's tensors, so that a trace stays small beside the step that it is of.
+_TRAINED = 5  # of a recurrent layer's tensors: the input and four weights
+# Limit for the tensors of a call in bytes, so that tracing uses little memory compared with the step.
 MOST_BYTES = 2**31
 
 
 class TooLarge(ModelError):
-    """A call's tensors are more than may be allocated to see what it takes: fewer rows may tell as much."""
+    """The tensors of a call exceed the limit for measuring its workspace. A smaller micro-batch may suffice."""
 
 
 @dataclass(frozen=True)
 class _Like:
-    """A tensor's place in memory, without it."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,10 +51,13 @@ class _Like:
 
 @dataclass(frozen=True)
 class Call:
-    """An operator with what it was given, tensors by their place in memory; calls that are alike are equal.
+    """An operator with its arguments, in which tensors are replaced by their layout. Comparable and hashable.
 
     Args:
-        is_backward: whether the backward of this call is meant.
+        operator: torch operator.
+        leaves: Flattened arguments.
+        structure: Structure of the arguments.
+        is_backward: True if the backward of this call is meant.
     """
 
     operator: Any
@@ -68,14 +71,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a call took: bytes that were gone when it was over, and those of its results, where those do not show."""
+    """Memory of a call: workspace in bytes, and sizes of its results if fake tensors do not show them."""
 
     scratch_bytes: int
     result_bytes: tuple[int, ...] = ()
 
 
 def call_of(operator: Any, args: Any, kwargs: Any) -> Call | None:
-    """Return a call to be measured; None where the operator is not known to take anything."""
+    """Return the call to measure, or None for an operator without known workspace."""
     name = name_of(operator)
     if name not in _OPERATORS and name not in _OPERATORS_OF_HALF:
         return None
@@ -98,10 +101,10 @@ def _like(value: Any) -> Any:
 
 
 def measured(calls: Iterable[Call]) -> dict[Call, Taken]:
-    """Return what each of some calls takes. One call's tensors at a time are allocated.
+    """Return the memory of each call. The tensors of one call at a time are allocated.
 
     Raises:
-        TooLarge: those of one are more than `MOST_BYTES`; none was run.
+        TooLarge: The tensors of a call exceed `MOST_BYTES`. No call was run.
     """
     each = dict.fromkeys(calls)
     for call in each:
@@ -113,7 +116,7 @@ def measured(calls: Iterable[Call]) -> dict[Call, Taken]:
 
 
 def _modes() -> tuple[object, ...]:
-    """Return what of the process decides which kernel a call runs."""
+    """Return the process settings that affect the choice of kernel."""
     mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     precisions = (place.fp32_precision for place in fp32_places())
     return torch.get_num_threads(), mkldnn, torch.are_deterministic_algorithms_enabled(), *precisions
@@ -121,26 +124,26 @@ def _modes() -> tuple[object, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _taken(call: Call, modes: tuple[object, ...]) -> Taken:
-    """Return what a call takes: once, as the traces of a search have most of their calls in common."""
+    """Return the memory of a call. Cached, because the traces of a search share most calls."""
     return _measured_backward(call) if call.is_backward else _measured(call)
 
 
 def _size(call: Call) -> int:
-    """Return the bytes of what a call is given and returns; of the former alone where nothing tells the latter."""
+    """Return the bytes of a call's arguments and results; without the results if the operator has no meta kernel."""
     given = [leaf.make("meta") if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(given, call.structure)
     try:
         found = call.operator(*args, **kwargs)
-    except (NotImplementedError, RuntimeError):  # an operator of one device
+    except (NotImplementedError, RuntimeError):  # an operator without a meta implementation
         found = ()
     return sum(each.untyped_storage().nbytes() for each in (*given, *tree_iter(found)) if isinstance(each, Tensor))
 
 
-@torch.enable_grad()  # a recurrent layer prepares its backward by this, whatever requires a gradient
+@torch.enable_grad()  # a recurrent layer prepares its backward if gradients are enabled, even if no input requires one
 def _measured(call: Call) -> Taken:
     leaves = [leaf.make() if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.structure)
-    result = call.operator(*args, **kwargs)  # what is prepared once is there from now on
+    result = call.operator(*args, **kwargs)  # one-time preparations happen here
     sizes = tuple(storage_bytes([each]) for each in tree_iter(result) if isinstance(each, Tensor))
     del result
     return Taken(_beyond_results(lambda: call.operator(*args, **kwargs)), sizes)
@@ -158,7 +161,7 @@ def _measured_backward(call: Call) -> Taken:
 
 
 def _beyond_results(function: Callable[[], Any]) -> int:
-    """Return the most bytes a call held beyond those that its results keep."""
+    """Return the peak bytes of a call, minus the bytes of its results."""
     held: list[Any] = []
     growth = peak_growth(lambda: held.append(function()))
     return max(0, growth - storage_bytes(t for t in tree_iter(held) if isinstance(t, Tensor)))

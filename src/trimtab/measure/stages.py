@@ -1,7 +1,7 @@
-"""Bytes of a chain's stages, traced in one forward and backward on fake tensors: what schedules are found by.
+"""Memory of a model's blocks, traced in a forward and backward on fake tensors; input of the recomputation solver.
 
-Stages are a model's blocks and what comes behind the last one, the loss among it; what comes before the first is held
-throughout.
+The stages of a chain are the blocks, plus a last stage with everything after the last block, including the loss. Memory
+allocated before the first block counts as held throughout.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from trimtab.measure.traced_step import Autocast, LossFn, cannot_trace
 
 
 class Stages(NamedTuple):
-    """A chain's bytes, without the optimizer's state; its stages take no seconds.
+    """Memory of a chain's stages in bytes, without optimizer state. All times are 0.
 
     Attributes:
-        first: of a first micro-batch. later: of one whose gradients are added to those of another before it.
-        forwards: operators of each stage's forward, in the first. work: of all of its forward and backward.
+        first: Chain of a window's first micro-batch.
+        later: Chain of a later micro-batch, whose gradients are added to existing ones.
+        forwards: Operators of each stage's forward, for the first micro-batch.
+        work: Operators of the complete forward and backward of the first micro-batch.
     """
 
     first: Chain
@@ -43,7 +45,13 @@ class Stages(NamedTuple):
 
 
 def chains_through(few: Stages, many: Stages, rows: tuple[int, int]) -> list[ChainModel]:
-    """Return the chains of a first micro-batch and of a later one through two of these rows, the smaller one first."""
+    """Return the chain models of a first and of a later micro-batch, fitted through two micro-batch sizes.
+
+    Args:
+        few: Trace with the smaller micro-batch.
+        many: Trace with the larger micro-batch.
+        rows: The two micro-batch sizes in samples, smaller first.
+    """
     return [ChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
 
 
@@ -59,17 +67,22 @@ def trace_stages(
     drops: bool = True,
     twice: bool = True,
 ) -> Stages:
-    """Return the bytes and operators of each block, and of what comes behind the last one.
+    """Return the memory and operators of each block, and of the part after the last block.
 
     Args:
-        model, batch: with memory, or fakes. loss_fn: a mean, or (sum, count). autocast: the forward's context.
-        blocks: a stage each. counts_scratch: run each operator that takes memory for itself
-            once, on real tensors on the CPU, and count it. prepare: called with the model's copy before all. drops:
-            whether to trace what a forward takes that keeps nothing; else it is told as of one that does. twice:
-            whether to trace a later micro-batch; else there is none, and it is told as the first.
+        model: Model, real or fake.
+        loss_fn: Loss that returns a mean, or (sum, count).
+        batch: Batch, real or fake.
+        blocks: Blocks, each a stage.
+        autocast: Context of the forward.
+        counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
+            tensors.
+        prepare: Called with the copy of the model before tracing.
+        drops: True to also trace a forward without saved activations. False uses the figures of the normal forward.
+        twice: True to also trace a later micro-batch. False uses the figures of the first one.
 
     Raises:
-        ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason.
+        ModelError: The step cannot be traced, for example because it reads a tensor's value. Includes torch's reason.
     """
     fakes, storages = Fakes(), Storages()
     try:
@@ -83,7 +96,7 @@ def trace_stages(
                     dropping = _Pass(storages)
                     dropping.forward(model, loss_fn, batch, blocks.names)
             for _ in range(2 if twice else 1):
-                storages.counts_work = not passes  # of the first alone
+                storages.counts_work = not passes  # only the first micro-batch
                 passes.append(_Pass(storages))
                 with autocast():
                     loss = passes[-1].forward(model, loss_fn, batch, blocks.names)
@@ -95,7 +108,7 @@ def trace_stages(
                 each.count_scratch()
     except TooLarge:
         raise
-    except Exception as error:  # whatever a model does, torch may have no fake of it
+    except Exception as error:  # an arbitrary model may use operators without a fake implementation
         raise cannot_trace(error) from error
     held = sum(storages.sizes[number] for number in known)
     first = _chain(dropping, passes[0], blocks, held)
@@ -106,7 +119,7 @@ def trace_stages(
 def require_runs(
     model: nn.Module, loss_fn: LossFn, batch: Any, *, autocast: Autocast = contextlib.nullcontext, prepare: Prepare
 ) -> None:
-    """Raise `ModelError` where a forward and backward do not run on fakes, as `prepare` has them run."""
+    """Raise `ModelError` if a forward and backward, prepared by `prepare`, do not run on fake tensors."""
     fakes = Fakes()
     try:
         model, batch = fakes.copy((model, batch))
@@ -115,13 +128,13 @@ def require_runs(
             with autocast():
                 result = loss_fn(model, batch)
             mean_of(result).backward()
-    except Exception as error:  # whatever a model does, torch may have no fake of it
+    except Exception as error:  # an arbitrary model may use operators without a fake implementation
         raise cannot_trace(error) from error
 
 
 def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: int) -> Chain:
     dropped = list(dropping.forwards())
-    links = [*blocks.links, False, False]  # the last block's result goes to what is no block
+    links = [*blocks.links, False, False]  # neither the last block nor the part after it is linked to a following block
     stages = (
         Stage(
             forward_s=0.0,
@@ -144,9 +157,15 @@ def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: in
 
 @dataclass
 class _Mark:
-    """How many events came before a stage's forward, before its end, and before its backward.
+    """Event counts at the boundaries of a stage: number of storage events before its forward, its end and its backward.
 
-    And how many operators came before its forward, and its end; storages it was given, and those it returned.
+    Attributes:
+        begin: Events before the forward.
+        end: Events before the end of the forward.
+        backward: Events before the backward.
+        inputs: Storages of the stage's arguments.
+        outputs: Storages of the stage's results.
+        work: Number of operators before the forward and before its end.
     """
 
     begin: int
@@ -159,10 +178,14 @@ class _Mark:
 
 @dataclass(frozen=True)
 class _Span:
-    """The most held beyond what was at its begin, and what of it is left: at its end, or of a backward in the end.
+    """Memory of a stage's forward or backward, in bytes relative to its beginning.
 
-    `output_bytes`: what a forward returns; of that, what is gone before a backward. `beside`: what is held, from behind
-    a forward, when the next one begins. `passing`: of what a forward leaves, gone when the whole forward is over.
+    Attributes:
+        most: Peak.
+        left: Memory left at the end; for a backward, memory that stays beyond the following backward.
+        output_bytes: Size of a forward's results; for a backward, the part of them freed before it begins.
+        beside: Memory added between the end of a forward and the begin of the next one.
+        passing: Part of a forward's memory that is freed when the complete forward ends.
     """
 
     most: int
@@ -173,14 +196,14 @@ class _Span:
 
 
 class _Pass:
-    """One forward, and its backward."""
+    """A forward with its backward."""
 
     def __init__(self, storages: Storages) -> None:
         self._storages, self._seen, self._marks = storages, storages.begin(), list[_Mark]()
         self._taken: dict[Call, Taken] = {}
 
     def forward(self, model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Tensor:
-        """Run it; returns the mean loss."""
+        """Run the forward and return the mean loss."""
         with self._hooked(model, blocks):
             loss = mean_of(loss_fn(model, batch))
         end, begin_work = (self._marks[-1].end, self._marks[-1].work[1]) if self._marks else (0, 0)
@@ -188,8 +211,9 @@ class _Pass:
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        """Run it."""
-        seed = torch.ones_like(loss)  # else held by it until the end, as a gradient is; and its birth ends the forward
+        """Run the backward."""
+        # An implicit seed would be held by the backward to its end; allocating it here ends the forward.
+        seed = torch.ones_like(loss)
         self._marks[-1].backward = self._now
         loss.backward(seed)
 
@@ -238,10 +262,10 @@ class _Pass:
                 handle.remove()
 
     def _held(self) -> list[int]:
-        """Return what is held at each event.
+        """Return the bytes held after each event.
 
-        What a stage was given is held to the forward's end where it is let go of behind the stage's own: one that is
-        run again holds it in any case.
+        A stage's input freed between the stage's end and the end of the forward counts as held until the latter:
+        recomputing the stage would keep it in any case.
         """
         sizes, died = self._storages.sizes, self._indices(-1)
         changes = [sign * sizes[number] for number, sign in self._seen.events]
@@ -253,11 +277,11 @@ class _Pass:
         return [0, *itertools.accumulate(changes)]
 
     def count_scratch(self) -> None:
-        """Run each operator that takes memory for itself once, and count that."""
+        """Measure the operators with workspace by running each once."""
         self._taken = measured(call for call, *_ in self._seen.calls)
 
     def _most(self) -> list[int]:
-        """Return what is held at each event, what operators take for themselves in it."""
+        """Return the bytes held after each event, including operator workspace."""
         most = self._held()
         for call, begin, end, _ in self._seen.calls:
             if call in self._taken:
@@ -266,7 +290,7 @@ class _Pass:
         return most
 
     def forwards(self) -> list[_Span]:
-        """Return each stage's forward; what the model does before it, behind the one before, is in the most of it."""
+        """Return each stage's forward. Work of the model between two stages counts in the peak of the later one."""
         held, most, passing, spans = self._held(), self._most(), self._passing(), []
         for index, mark in enumerate(self._marks):
             since = self._marks[index - 1].end if index else mark.begin
@@ -283,12 +307,12 @@ class _Pass:
         return spans
 
     def _passing(self) -> dict[int, int]:
-        """Return where each storage was born that is gone between the forward's end and the backward's begin."""
+        """Return the birth event of each storage that is freed between the end of the forward and the backward."""
         end, backward, died = self._marks[-1].end, self._marks[-1].backward or 0, self._indices(-1)
         return {n: born for n, born in self._indices(1).items() if end <= died.get(n, -1) < backward}
 
     def backwards(self) -> list[_Span]:
-        """Return each stage's backward, which is over where that of the one before it begins."""
+        """Return each stage's backward, which ends at the begin of the preceding stage's backward."""
         held, most, died, count = self._held(), self._most(), self._indices(-1), len(self._seen.events)
         spans, end = [], count
         for mark, left in zip(self._marks, self._left(), strict=True):
@@ -299,7 +323,11 @@ class _Pass:
         return spans
 
     def _left(self) -> list[int]:
-        """Return what each backward leaves: what is still there when the next is over, less what it ends of that."""
+        """Return the memory left by each backward.
+
+        Counted are storages still alive after the following backward, minus such storages of earlier backwards freed in
+        it.
+        """
         born, died, count = self._indices(1), self._indices(-1), len(self._seen.events)
         ends = [count]
         for mark in self._marks:
@@ -321,7 +349,7 @@ class _Pass:
         return left
 
     def _indices(self, wanted: int) -> dict[int, int]:
-        """Return where each storage was born (1), or died (-1)."""
+        """Return the event index of each storage's birth (`wanted` = 1) or death (-1)."""
         return {number: index for index, (number, sign) in enumerate(self._seen.events) if sign == wanted}
 
     def _size(self, numbers: Iterable[int]) -> int:

@@ -1,8 +1,8 @@
-"""Memory of one optimizer step, traced on fake tensors: nothing is allocated.
+"""Memory of an optimizer step, traced on fake tensors without allocating memory.
 
-The step runs as it would, operator by operator, on tensors without memory, and storages are seen to come and go. That
-is exact but for scratch inside operators, which convolutions take on a CPU. Model, optimizer and batch are copied; what
-else a loss or a hook of the user's writes to it writes to.
+The step runs operator by operator on fake tensors, while births and deaths of storages are recorded. The result is
+exact except for workspace inside operators, which convolutions use on CPUs. Model, optimizer and batch are copied; side
+effects of the user's loss or hooks on other objects are not prevented.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trimtab.measure.storages import Storages
 from trimtab.measure.traced_step import Autocast, LossFn, Marks, TracedStep, cannot_trace, make_state
 
 Prepare = Callable[[nn.Module], object]
-_CUDA_GRANULE = 512  # of torch's caching allocator
+_CUDA_GRANULE = 512  # granularity of torch's caching allocator, in bytes
 
 
 def as_it_is(model: nn.Module) -> None:
-    """Leave a model as it is."""
+    """Leave the model unchanged."""
 
 
 def trace_step(
@@ -44,17 +44,24 @@ def trace_step(
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
 ) -> StepMemory:
-    """Return the memory of a step of so many micro-batches, each of which is `batch`.
+    """Return the memory of a step with a given number of identical micro-batches.
 
     Args:
-        model, optimizer: with memory, or made on fakes. loss_fn: a mean, or (sum, count). autocast: the forward's
-            context. blocks: names of modules to tell apart. granule: bytes that allocations are multiples of; by
-            default those of the model's device. counts_scratch: run each operator that takes memory for itself once,
-            on real tensors on the CPU, and count it. prepare: called with the model's copy before the step.
+        model: Model, real or fake.
+        optimizer: Optimizer, real or fake.
+        loss_fn: Loss that returns a mean, or (sum, count).
+        batch: Micro-batch, real or fake.
+        autocast: Context of the forward.
+        num_micro_batches: Number of micro-batches of the step.
+        blocks: Names of modules with separate figures.
+        granule: Allocation granularity in bytes; None for the default of the model's device.
+        counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
+            tensors.
+        prepare: Called with the copy of the model before the step.
 
     Raises:
-        ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason. ValueGivenError:
-            scratch is to be counted of a model that is not on the CPU.
+        ModelError: The step cannot be traced, for example because it reads a tensor's value. Includes torch's reason.
+        ValueGivenError: `counts_scratch` is True for a model that is not on the CPU.
     """
     device = next(model.parameters()).device.type
     if counts_scratch and device != "cpu":
@@ -76,18 +83,19 @@ def trace_peaks(
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
 ) -> list[SizeTrace]:
-    """Return the peak of a step for any number of rows, and its work, from two of them; arguments as of `trace_step`.
+    """Return peak and work of a step as functions of the micro-batch size, fitted through two sizes, for each autocast.
 
-    Each autocast's in turn.
-
-    What an allocator rounds up is not in it, and scratch is there as it is found at the two: neither is a line in the
-    rows. Of one row it is an estimate: operators treat a size of one in their own way.
+    Allocator rounding is ignored, and workspace is interpolated between the two sizes, although neither is linear in
+    the number of samples. The result for a single sample is an estimate, because operators treat a size of 1
+    differently. Arguments not listed here are those of `trace_step`.
 
     Args:
-        batches: of `rows`, the smaller one first and of two at the least.
+        batches: Micro-batches with the sizes in `rows`.
+        rows: The two micro-batch sizes in samples, smaller first and at least 2.
+        autocasts: Contexts of the forward.
 
     Raises:
-        ModelError: the step cannot be traced.
+        ModelError: The step cannot be traced.
     """
     runs = [(batch, autocast) for autocast in autocasts for batch in batches]
     steps, _ = _traced(model, optimizer, loss_fn, runs, (), granule=1, counts_work=True, prepare=prepare)
@@ -106,12 +114,12 @@ def trace_work(
     autocast: Autocast = contextlib.nullcontext,
     prepare: Prepare = as_it_is,
 ) -> dict[str, list[Seen]]:
-    """Return the operators of a step of one micro-batch by phase: "forward", "backward" and "optimizer".
+    """Return the operators of a step with one micro-batch, by phase: "forward", "backward" and "optimizer".
 
-    What blocks compute again is in the backward; arguments as of `trace_step`.
+    Recomputation counts as backward. The arguments are those of `trace_step`.
 
     Raises:
-        ModelError: the step cannot be traced.
+        ModelError: The step cannot be traced.
     """
     (step,), _ = _traced(model, optimizer, loss_fn, [(batch, autocast)], (), None, counts_work=True, prepare=prepare)
     return step.phase_work
@@ -133,12 +141,14 @@ def _sizes(few: TracedStep, many: TracedStep, rows: tuple[int, int], *, counts_s
 
 
 class SizeTrace(NamedTuple):
-    """A step for any number of rows of a micro-batch.
+    """Figures of a step as functions of the micro-batch size.
 
     Attributes:
-        whole: its peak where it is of one micro-batch. sliced: of several, whose gradients are held in between; the
-            second is told from the first, and may be a little less than this where a gradient is copied as it arrives.
-        step: of the optimizer's step alone.
+        whole: Peak of a step with a single micro-batch.
+        sliced: Peak of a step with several micro-batches, which holds gradients between them. Derived from the first
+            micro-batch; it may be slightly too large if gradients are copied on arrival.
+        work: FLOP and bytes moved.
+        step: Peak of the optimizer step alone.
     """
 
     whole: PeakModel
@@ -159,7 +169,7 @@ def _traced(
     counts_work: bool = False,
     prepare: Prepare,
 ) -> tuple[list[TracedStep], Marks]:
-    """Trace a step of each batch and autocast; all by the same copies, whose state is made once."""
+    """Trace a step for each batch and autocast. All use the same copies, whose optimizer state is created once."""
     fakes, steps = Fakes(), []
     device = next(model.parameters()).device.type
     storages = Storages(granule or (_CUDA_GRANULE if device == "cuda" else 1))
@@ -173,17 +183,17 @@ def _traced(
             for _, autocast in runs:
                 steps.append(TracedStep(model, optimizer, storages, batches[0], first=steps[0] if steps else None))
                 steps[-1].run(loss_fn, batches[0], autocast, num_micro_batches)
-                del batches[0]  # the next one's step begins without it
-    except Exception as error:  # whatever a model does, torch may have no fake of it
+                del batches[0]  # freed here, because the next step does not hold it
+    except Exception as error:  # an arbitrary model may use operators without a fake implementation
         raise cannot_trace(error) from error
     return steps, marks
 
 
 def trace_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Return the bytes of the state that an optimizer makes.
+    """Return the size of the optimizer's state in bytes.
 
     Raises:
-        ModelError: its step cannot be traced.
+        ModelError: The optimizer step cannot be traced.
     """
     fakes, storages = Fakes(), Storages()
     try:
@@ -198,7 +208,7 @@ def trace_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 @contextlib.contextmanager
 def _block_marks(model: nn.Module, blocks: Iterable[str], storages: Storages) -> Iterator[Marks]:
-    """Note which storages are born in which block's forward."""
+    """Record the storages born in each block's forward."""
     marks: Marks = {}
     entered: list[int] = []
     handles = []

@@ -1,4 +1,4 @@
-"""Storages as they come and go under torch's operators: every result is seen, views once."""
+"""Dispatch mode that records birth and death of storages and the work of operators. Views are recognised."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass
 class Happened:
-    """What happened in some span of time.
+    """Events recorded in a span of time.
 
     Attributes:
-        events: (number, +1 for birth or -1 for death), in order.
-        calls: operators that take memory for themselves: the call, how many events came before it and its end, and the
-            numbers of its results' storages.
-        work: (precision, FLOP, bytes moved) of each operator that computes or moves, while that is counted.
+        events: (storage number, +1 for birth or -1 for death), in order.
+        calls: Operators that may need workspace: the call, number of events before it and before its end, and storage
+            numbers of its results.
+        work: (precision, FLOP, bytes moved) of each operator, if `counts_work` is True.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -39,15 +39,16 @@ class Happened:
 
 
 class Storages(Watching):
-    """While it is entered, a storage that an operator returns is born, and it dies when nobody holds it any more.
+    """Dispatch mode that numbers the storages returned by operators, and records when each is freed.
 
     Args:
-        granule: what an allocator hands out is a multiple of so many bytes.
+        granule: Allocation granularity in bytes; sizes are rounded up.
 
     Attributes:
-        sizes: bytes of each storage, by number. counts_work: whether operators are noted that compute or move.
-        answers_ones: whether a value that is looked at is 1, as good as any for an optimizer's counters; without
-            memory there is none.
+        sizes: Size of each storage in bytes, by number.
+        counts_work: True to record the work of operators.
+        answers_ones: True to return 1 for a tensor value that is read. Fake tensors have no values, and 1 suits an
+            optimizer's step counter.
     """
 
     def __init__(self, granule: int = 1) -> None:
@@ -61,7 +62,8 @@ class Storages(Watching):
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # three quarters of all calls: each look at a fake's device
+        # A fast path for three quarters of all calls: reading a fake tensor's device.
+        if func is torch.ops.prim.device.default:
             return func(*args)
         if func is torch.ops.aten._local_scalar_dense.default and self.answers_ones:
             return 1.0 if args[0].is_floating_point() else 1
@@ -92,7 +94,7 @@ class Storages(Watching):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
         name = name_of(func)
-        if name in PREPARED:  # backwards run in the reverse order of their forwards
+        if name in PREPARED:  # backwards run in reverse order of their forwards
             return replace(self._forwards.pop(), is_backward=True) if self._forwards else None
         call = call_of(func, args, kwargs)
         if call is not None and name in PREPARED.values() and torch.is_grad_enabled():
@@ -100,12 +102,12 @@ class Storages(Watching):
         return call
 
     def begin(self) -> Happened:
-        """Return what is to hold all that happens from now on."""
+        """Start a new span and return the object that collects its events."""
         self._now = Happened()
         return self._now
 
     def number_of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, which is born where it was not known."""
+        """Return the number of a tensor's storage. An unknown storage is recorded as born."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
@@ -116,12 +118,12 @@ class Storages(Watching):
         return self._alive[key][0]
 
     def numbers_of(self, values: Iterable[Any]) -> set[int]:
-        """Return the numbers of all tensors among some values."""
+        """Return the storage numbers of all tensors in nested values."""
         return {self.number_of(each) for each in tree_iter(tuple(values)) if isinstance(each, Tensor)}
 
     @property
     def alive(self) -> set[int]:
-        """Numbers of the storages that are held."""
+        """Numbers of the storages that are alive."""
         return {number for number, _ in self._alive.values()}
 
     def _died(self, key: int, number: int) -> None:
@@ -131,6 +133,6 @@ class Storages(Watching):
 
 @functools.cache
 def _is_view(operator: Any) -> bool:
-    """Return whether an operator only looks at memory in another way."""
+    """Return True for an operator that returns a view."""
     returned = [value.alias_info for value in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)

@@ -1,4 +1,4 @@
-"""One optimizer step as it runs on fakes: which storages hold what, and when they come and go."""
+"""Trace of an optimizer step on fake tensors: type, birth and death of every storage."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trimtab.measure.storages import Storages
 
 LossFn = Callable[[nn.Module, Any], Any]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
-Marks = dict[str, list[tuple[int, int]]]  # of each block, storages that were born in it: from one number to another
-Phase = tuple[list[int], list[int]]  # bytes held at each of its moments, and whether some came or went
+Marks = dict[str, list[tuple[int, int]]]  # storage numbers born in each block, as half-open ranges
+Phase = tuple[list[int], list[int]]  # bytes held at each moment, and births (1) or deaths (-1)
 _MOMENTS = 200
 
 
 def make_state(optimizer: Optimizer, storages: Storages) -> None:
-    """Step once, by gradients that nobody computed."""
+    """Create the optimizer's state by a step with uninitialized gradients."""
     for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
         p.grad = torch.empty_like(p) if p.requires_grad else None
     _step(optimizer, storages)
@@ -41,11 +41,11 @@ def _step(optimizer: Optimizer, storages: Storages) -> None:
 
 
 def _as_usual(*, last: bool) -> None:
-    """Have nothing to say of a micro-batch."""
+    """Do nothing at the begin of a micro-batch."""
 
 
 def cannot_trace(error: Exception) -> ModelError:
-    """Return the error of a step that does not run on fakes, with torch's own reason."""
+    """Return the error for a step that does not run on fake tensors, including torch's reason."""
     return ModelError(
         "model",
         given=f"a step that cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})",
@@ -55,10 +55,14 @@ def cannot_trace(error: Exception) -> ModelError:
 
 
 class TracedStep:
-    """One step on fakes, by an optimizer that has its state.
+    """Trace of a step on fake tensors, by an optimizer whose state exists.
 
     Args:
-        first: an earlier one by the same optimizer, whose own work is the same: it is not done again.
+        model: Fake model.
+        optimizer: Fake optimizer.
+        storages: Active recorder of storages.
+        batch: Fake batch.
+        first: Earlier trace with the same optimizer. The optimizer's work is identical and not traced again.
     """
 
     def __init__(
@@ -70,12 +74,12 @@ class TracedStep:
         first: TracedStep | None = None,
     ) -> None:
         self._model, self._optimizer, self._storages, self._first = model, optimizer, storages, first
-        self._saved: set[int] = set()  # by the first micro-batch
+        self._saved: set[int] = set()  # storages saved for backward by the first micro-batch
         self._activations: set[int] = set()
         self._gradients: set[int] = set()
-        self._arrived: dict[int, int] = {}  # storages whose last gradient is whole, and after how many events
+        self._arrived: dict[int, int] = {}  # number of events before the final gradient arrives, by storage
         self._phases: list[tuple[int, str]] = []
-        self._work_before: list[int] = []  # each phase
+        self._work_before: list[int] = []  # number of operators before each phase
         self._static = self._known(batch)
         self._before = storages.alive
         self._seen = storages.begin()
@@ -98,10 +102,14 @@ class TracedStep:
         num_micro_batches: int,
         begin: Callable[..., object] = _as_usual,
     ) -> None:
-        """Run it whole.
+        """Run the step.
 
         Args:
-            begin: called before each micro-batch, with whether it is the last one.
+            loss_fn: Loss that returns a mean, or (sum, count).
+            batch: Fake batch, used for every micro-batch.
+            autocast: Context of the forward.
+            num_micro_batches: Number of micro-batches.
+            begin: Called before each micro-batch with `last`, True for the last one.
         """
         for left in reversed(range(num_micro_batches)):
             begin(last=left == 0)
@@ -109,7 +117,7 @@ class TracedStep:
         self._enter("step")
         if self._first is None:
             _step(self._optimizer, self._storages)
-        self._storages.begin()  # what comes from here on is no part of it
+        self._storages.begin()  # later events do not belong to the step
         self._model.zero_grad(set_to_none=True)
 
     def _micro_batch(self, loss_fn: LossFn, batch: Any, autocast: Autocast) -> None:
@@ -137,35 +145,36 @@ class TracedStep:
         self._work_before.append(len(self._seen.work))
 
     def scratch(self) -> dict[Call, Taken]:
-        """Return what operators take for themselves, by running each that does."""
+        """Return the workspace of each operator with workspace, by running it."""
         try:
             return measured(call for call, *_ in self._seen.calls)
         except TooLarge:
             raise
-        except Exception as error:  # they run on real tensors, for which there may be no memory
+        except Exception as error:  # real tensors are used, so memory may run out
             raise cannot_trace(error) from error
 
     def blocks(self, marks: Marks) -> Iterator[BlockMemory]:
-        """Yield what each block keeps, by the storages that were born in it."""
+        """Yield the bytes saved for backward by each block, from the storages born in it."""
         for name, spans in marks.items():
             born = {number for begin, end in spans for number in range(begin, end)}
             yield BlockMemory(name, sum(self._storages.sizes[number] for number in born & self._saved))
 
     def by_phase(self, *, counts_scratch: bool) -> list[Phase]:
-        """Return the bytes held at each moment of what was before and of each phase; and whether some came or went."""
+        """Return bytes held, and births (1) or deaths (-1), at each moment before the first phase and in each phase."""
         held = [sum(parts.values()) for _, parts in self._moments(self.scratch() if counts_scratch else {})]
         kinds = [0, *(sign for _, sign in self._seen.events)]
         edges = [0, *(begin + 1 for begin, _ in self._phases), len(held)]
         found = [(held[begin:end], kinds[begin:end]) for begin, end in itertools.pairwise(edges)]
         if self._first is not None:
-            *_, (backward, _), (step, kinds) = self._first.by_phase(counts_scratch=False)  # of a step there is none
+            # This trace has no optimizer step.
+            *_, (backward, _), (step, kinds) = self._first.by_phase(counts_scratch=False)
             found[-1] = [size - backward[-1] + held[-1] for size in step], kinds
         return found
 
     def again(self, phases: list[Phase]) -> list[Phase]:
-        """Return the forward and backward of a second micro-batch, as `by_phase` has the first's.
+        """Return forward and backward of a second micro-batch, derived from `by_phase` of the first.
 
-        The first's gradients are held beside it, and each of its own goes as soon as it is whole.
+        The first micro-batch's gradients are held in addition, and each new gradient is freed when complete.
         """
         (_, _), (forward, kinds), (backward, _), *_ = phases
         sizes, begin = self._storages.sizes, self._phases[1][0]
@@ -185,28 +194,28 @@ class TracedStep:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients."""
+        """Total bytes of the gradients."""
         return sum(self._storages.sizes[number] for number in self._gradients)
 
     @property
     def first_work(self) -> list[Seen]:
         """Operators of the first micro-batch."""
-        return self._seen.work[: self._work_before[2]]  # after one forward and backward
+        return self._seen.work[: self._work_before[2]]  # after a forward and backward
 
     @property
     def step_work(self) -> list[Seen]:
-        """Operators of the optimizer's step."""
+        """Operators of the optimizer step."""
         return self._seen.work[self._work_before[-1] :] if self._first is None else self._first.step_work
 
     @property
     def phase_work(self) -> dict[str, list[Seen]]:
-        """Operators of the first micro-batch's forward and backward, and of the optimizer's step, in order."""
+        """Operators by phase: forward and backward of the first micro-batch, then the optimizer step."""
         _, backward, end, *_ = self._work_before
         work = self._seen.work
         return {"forward": work[:backward], "backward": work[backward:end], "optimizer": self.step_work}
 
     def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[Call, Taken]) -> StepMemory:
-        """Return what was seen."""
+        """Return peak and timeline of the step, by kind of memory."""
         moments = list(self._moments(scratch))
         width = max(1, -(-len(moments) // _MOMENTS))
         largest = [

@@ -1,7 +1,7 @@
-"""Devices that trimtab does not read itself, through Zeus: AMD's GPUs, Apple's chips. The one module that adapts zeus.
+"""Energy meters through Zeus, for AMD GPUs and Apple chips. Only this module uses zeus (written for version 0.16).
 
-Zeus's monitor is not used: that waits for the device at every reading, starts processes for the processor's counters,
-and shows an empty result where it can read none. A device's own counter does not. Written against zeus 0.16.
+Zeus's monitor is not used: it synchronizes the device at every reading, starts processes for CPU counters, and returns
+an empty result on failure. The device classes used here have none of these effects.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from trimtab.core.energy import Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.measure.energy import MeterLost
 
-# Of an Apple chip, the parts that no other one is in: cores and clusters are in the processor's total.
+# Disjoint parts of an Apple chip; the CPU total includes cores and clusters.
 _APPLE = ("cpu_total_mj", "dram_mj", "gpu_mj", "gpu_sram_mj", "ane_mj")
 _WAY_OUT = "Give watts instead, which are labelled as an estimate: trimtab.Metering(watts=...)."
 
 
 class ZeusGpu:
-    """Joules of one GPU, and of everything that runs there, since its driver was loaded.
+    """Energy meter of a GPU since its driver was loaded; includes the work of other processes.
 
     Args:
-        index: Zeus's number of it, which counts those that CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES leave.
-        library: `zeus.device`; None: it is imported.
+        index: Zeus's GPU index, relative to CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES.
+        library: Module `zeus.device`; None to import it.
 
     Raises:
-        ValueGivenError: Zeus is not installed, or reads no counter of such a GPU.
+        ValueGivenError: Zeus is not installed, or cannot read a counter of this GPU.
     """
 
     provenance, period_s = Provenance.MEASURED, math.inf
@@ -40,22 +40,22 @@ class ZeusGpu:
         self._device = _opened(self, "get_gpus", library)
 
     def joules(self) -> float:
-        """Return the joules it has counted.
+        """Return the energy in joules.
 
         Raises:
-            MeterLost: the GPU cannot be read.
+            MeterLost: The GPU is unreadable.
         """
         return _asked(self._device, self._index) / 1e3
 
 
 class ZeusApple:
-    """Joules of an Apple chip: processor, memory, GPU and neural engine.
+    """Energy meter of an Apple chip: CPU, memory, GPU and neural engine.
 
     Args:
-        library: `zeus.device`; None: it is imported.
+        library: Module `zeus.device`; None to import it.
 
     Raises:
-        ValueGivenError: Zeus is not installed, or this is no such chip.
+        ValueGivenError: Zeus is not installed, or this is not an Apple chip.
     """
 
     provenance, period_s = Provenance.MEASURED, math.inf
@@ -65,10 +65,10 @@ class ZeusApple:
         self._device = _opened(self, "get_soc", library)
 
     def joules(self) -> float:
-        """Return the joules it has counted.
+        """Return the energy in joules.
 
         Raises:
-            MeterLost: it cannot be read, or tells none of its parts.
+            MeterLost: The chip is unreadable, or reports none of the known parts.
         """
         said = _asked(self._device)
         parts = [part for name in _APPLE if (part := getattr(said, name, None)) is not None]
@@ -78,10 +78,10 @@ class ZeusApple:
 
 
 def _opened(meter: ZeusGpu | ZeusApple, name: str, library: Any) -> Any:
-    """Return Zeus's device, which has been read once.
+    """Return Zeus's device after a successful test reading.
 
     Raises:
-        ValueGivenError: it is missing, or cannot be read.
+        ValueGivenError: Zeus or the device is missing, or unreadable.
     """
     try:
         library = library or importlib.import_module("zeus.device")
@@ -91,7 +91,7 @@ def _opened(meter: ZeusGpu | ZeusApple, name: str, library: Any) -> Any:
     expected = f"a device whose counter {meter.sources[0]!r} names"
     try:
         meter._device = getattr(library, name)()
-    except Exception as error:  # of its own tree, which differs between versions
+    except Exception as error:  # the exception classes differ between versions of Zeus
         given = f"none that Zeus finds ({type(error).__name__}: {error})"
         raise ValueGivenError("meter", given=given, expected=expected, way_out=_WAY_OUT) from None
     try:
@@ -106,5 +106,5 @@ def _opened(meter: ZeusGpu | ZeusApple, name: str, library: Any) -> Any:
 def _asked(device: Any, *given: Any) -> Any:
     try:
         return device.get_total_energy_consumption(*given)
-    except Exception as error:  # of its own tree, which differs between versions
+    except Exception as error:  # the exception classes differ between versions of Zeus
         raise MeterLost(f"Zeus says: {type(error).__name__}: {error}") from None
