@@ -1,1 +1,1 @@
-"""CHOOSE: pure arithmetic on core values. No torch, no clock, no randomness; milliseconds."""
+"""Decisions as pure arithmetic on core values: no torch, no clock, no randomness; milliseconds."""

@@ -1,4 +1,4 @@
-"""Which plans tell what each change of a plan is worth: the loop with it alone, and the plan without it (table III)."""
+"""Design of an ablation: the loop with a single change of a plan, and the plan without a single change (table III)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from trimtab.core.errors import TrimtabError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan, Scalar
 
-# Arms by what they are: the user's loop; the engine that changes nothing of it; all changes; and the controls.
+# Names of the arms: the user's loop, trimtab's loop without changes, the whole plan, and repetitions as A/A controls.
 REFERENCE, UNCHANGED, PLAN = "reference", "unchanged", "plan"
 UNCHANGED_AGAIN, PLAN_AGAIN = "unchanged_again", "plan_again"
 
 Changes = frozenset[str]
-_BELONGS = {"warmup_fraction": "schedule"}  # choices that say how another is, by that one
+_BELONGS = {"warmup_fraction": "schedule"}  # settings that only refine another setting -> that setting
 
 
 def changes_of(plan: Plan, reference: Reference) -> tuple[str, ...]:
-    """Return the choices whose value is not the loop's, in the plan's order; whatever the plan itself calls changed.
+    """Return the names of the choices with a value different from the user's loop, in the plan's order.
 
-    What belongs to another of them is none by itself.
+    `Choice.changed` is ignored. Refinements of a choice, such as `warmup_fraction` of the schedule, are left out.
     """
     loop = _loop_values(plan, reference)
     return tuple(name for name, choice in plan.choices() if choice.value != loop[name] and name not in _BELONGS)
 
 
 def reduced(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
-    """Return a plan with these of its changes alone, the rest as the loop has it.
+    """Return a plan with only the given changes; all other choices keep the loop's value.
 
     Raises:
-        ValueGivenError, FormatError: one of them needs one that is left out.
+        ValueGivenError, FormatError: a kept change requires a change that is left out.
     """
     loop = _loop_values(plan, reference)
     values: dict[str, Any] = {
@@ -46,12 +46,12 @@ def reduced(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
         values["batch_rule"] = None
     if "recompute" in values:
         values["recompute_blocks"] = ()
-    # What was told and measured is of the whole plan.
+    # These fields describe the whole plan, so they do not apply to a reduced one.
     return replace(plan, **values, predicted=None, measured=None, verified=None, front=(), stages=(), advice=())
 
 
 def _loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
-    """Return what each choice is where nothing is changed. A step that is fused, and not by the plan, is the loop's."""
+    """Return the unchanged value of every choice. A fused step that the plan did not change belongs to the loop."""
     kept: dict[str, Scalar] = {f.name: f.default.value for f in fields(Plan) if isinstance(f.default, Choice)}
     kept |= {"micro_batch": plan.batch_rows, "precision": reference.precision, "clip_norm": reference.clip_norm}
     kept |= {} if plan.fused_optimizer.changed else {"fused_optimizer": plan.fused_optimizer.value}
@@ -60,10 +60,11 @@ def _loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
 
 @dataclass(frozen=True)
 class Design:
-    """The arms of an ablation, each a plan with some of the changes: as many as differ.
+    """Arms of an ablation: each arm is a plan with a distinct subset of the changes.
 
     Args:
-        changes: all of the plan's. pairwise: whether each two of them are run together too.
+        changes: names of all changes of the plan.
+        pairwise: add an arm for every pair of changes.
     """
 
     changes: tuple[str, ...]
@@ -71,7 +72,7 @@ class Design:
 
     @property
     def arms(self) -> Mapping[str, Changes]:
-        """Each arm's changes by its name, the controls not among them."""
+        """Set of changes by arm name, without the controls."""
         every = frozenset(self.changes)
         sets = [frozenset[str](), *(frozenset({name}) for name in self.changes)]
         if self.pairwise:
@@ -81,13 +82,13 @@ class Design:
 
     @property
     def controls(self) -> Mapping[str, str]:
-        """The arms that are run twice, by the name of their second run; the plan where it has changes to leave out."""
+        """Repeated arms, by the name of the repetition: the unchanged loop, and the plan if it has several changes."""
         if not self.changes:
             return {}
         return {UNCHANGED_AGAIN: UNCHANGED} | ({PLAN_AGAIN: PLAN} if len(self.changes) > 1 else {})
 
     def name_of(self, changes: Changes) -> str:
-        """Return the arm that has these changes."""
+        """Return the name of the arm with these changes."""
         every = frozenset(self.changes)
         if not changes or changes == every:
             return PLAN if changes else UNCHANGED
@@ -97,26 +98,29 @@ class Design:
         return "with_" + "_and_".join(ordered)
 
     def alone(self, change: str) -> tuple[str, str]:
-        """Return the two arms that tell what a change is worth alone: with it, and without."""
+        """Return two arms, with and without the change, to measure the effect of the change alone."""
         return self.name_of(frozenset({change})), UNCHANGED
 
     def within(self, change: str) -> tuple[str, str]:
-        """Return the two arms that tell what it is worth in the plan: with it, and without."""
+        """Return two arms, with and without the change, to measure the effect of the change in the plan."""
         return PLAN, self.name_of(frozenset(self.changes) - {change})
 
     def beside(self, change: str, other: str) -> tuple[str, str]:
-        """Return the two arms that tell what it is worth beside one other: with it, and without."""
+        """Return two arms, with and without the change, to measure its effect in the presence of a second change."""
         return self.name_of(frozenset({change, other})), self.name_of(frozenset({other}))
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """The changes that are told two by two; of two the plan is the pair, of three each pair is one left out."""
+        """Pairs of changes for measured interactions.
+
+        Empty for two changes, because the plan is the pair. With three changes, a pair is a leave-one-out arm.
+        """
         told = self.pairwise or len(self.changes) == 3
         return tuple(itertools.combinations(self.changes, 2)) if told and len(self.changes) > 2 else ()
 
 
 def plans_of(plan: Plan, design: Design, reference: Reference) -> tuple[dict[str, Plan], dict[str, str]]:
-    """Return the plan of each arm that can be, and why the others cannot."""
+    """Return the plan of each valid arm, and the refusal of each invalid arm."""
     plans, refusals = {}, {}
     for name, kept in design.arms.items():
         try:
@@ -127,9 +131,12 @@ def plans_of(plan: Plan, design: Design, reference: Reference) -> tuple[dict[str
 
 
 def power_of_all(changes: int) -> float:
-    """Return how many times the noise of an interaction, as a logarithm, is in all changes' worth over each one's.
+    """Return the noise of the total interaction of all changes, relative to the noise of a pairwise interaction.
 
-    An interaction is of four loops, each once. Here the plan is once, each change's loop too, and the unchanged one,
-    which each of them is divided by, once for the plan and as often for them: changes less one.
+    Both are logarithms of ratios. A pairwise interaction has four loops with exponent 1. In the total interaction, the
+    plan and the single-change loops have exponent 1, and the unchanged loop has exponent `changes - 1`.
+
+    Args:
+        changes: number of changes.
     """
     return math.sqrt((1 + changes + (changes - 1) ** 2) / 4)

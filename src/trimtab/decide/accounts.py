@@ -1,7 +1,7 @@
-"""What a technique costs and what it brings while a run goes on: what does not pay is paused, with both figures.
+"""Overhead budget: measures a run-time technique's cost and benefit, and pauses a technique that does not pay.
 
-Price and yield are shares of a window's time. A technique that only measures, as the noise monitor does, is thinned out
-until it costs what it may; one whose yield stays below its price is paused, each time for twice as long.
+Price and gain are fractions of the step time. A technique that only measures, such as the noise monitor, runs rarely
+enough to stay within the limit. A technique with a gain below the price is paused, twice as long every time.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from trimtab.core import checks
 from trimtab.core.state_parts import Load, Part, require_keys
 
-# What measuring may cost of the windows' time; and on top of it, while nothing is known, this share of the first ones,
-# up to the time of so many windows.
+# LIMIT is the fraction of step time that measuring may take. At the start of a run, where nothing is known yet, EARLY
+# of the step time is allowed in addition, up to the time of ALLOWANCE steps.
 LIMIT = 0.0025
 EARLY, ALLOWANCE = 0.04, 8.0
-# A run's very first windows are not used: they are like none that follow. Uses are spread, so that no moment decides.
+# The first steps of a run are not representative. Uses are spread out, so that no single period decides.
 FRESH, SPREAD = 10, 0.05
-# Windows between two looks at an account, and of the first pause.
+# Steps between two reviews, and of the first pause.
 REVIEW, PAUSE = 100, 200
 MOST_PAUSE = 10 * PAUSE  # noise grows by an order of magnitude while a model is trained
-# Uses after which a yield that could not be told is taken for none.
+# Number of uses after which an unknown gain counts as zero.
 PATIENCE = 50
 
 
 @dataclass(frozen=True)
 class Review:
-    """What a look at an account found: shares of a window's time."""
+    """Result of a review; price and gain are fractions of the step time."""
 
     technique: str
     price: float
@@ -39,7 +39,10 @@ class Review:
 
 
 class Account(Part):
-    """The account of one technique, from figures that all ranks share: they have to agree on when it is used."""
+    """Overhead account of a technique.
+
+    All ranks pass the same figures, because they must agree on the steps that use the technique.
+    """
 
     _COUNTS = ("windows", "uses", "opened", "last", "pause", "pause_left", "reviewed", "began", "untold")
     _FIELDS = (*_COUNTS, "spent_s", "used_s")
@@ -53,24 +56,24 @@ class Account(Part):
 
     @property
     def is_paused(self) -> bool:
-        """Whether it is not to be used for now."""
+        """True while the technique is paused."""
         return self.pause_left > 0
 
     @property
     def price(self) -> float:
-        """Share of a window's time that one use takes; 0 while unknown."""
+        """Cost of a single use, as a fraction of the step time; 0 while unknown."""
         return self.spent_s / self.used_s if self.used_s > 0 else 0.0
 
     @property
     def every(self) -> int:
-        """In how many windows it may be used once, by its price so far."""
+        """Least number of steps per use that keeps the cost within the limit."""
         return max(1, math.ceil(self.price / self._limit - 1e-9))
 
     def is_due(self, sparse: int = 0) -> bool:
-        """Return whether the next window is one to use it in: what went before pays for it.
+        """Return True if the next step should use the technique: the overhead budget so far pays for another use.
 
         Args:
-            sparse: one window in so many may be; 0: where it is not too soon after the last.
+            sparse: use only every `sparse`-th step; 0: keep the minimum distance to the last use.
         """
         if self.is_paused or self.windows < FRESH:
             return False
@@ -83,12 +86,12 @@ class Account(Part):
         return self.windows - self.last >= min(self.every, spread)
 
     def use(self) -> None:
-        """The window that is passed next is one that it was used in; what that took is charged later."""
+        """Record that the technique is used in the next step; its cost is charged later."""
         self.last = self.windows
         self.opened += 1
 
     def pass_window(self) -> None:
-        """A window is over. After a pause it begins anew."""
+        """Count a step. The review interval restarts after a pause."""
         self.windows += 1
         if self.is_paused:
             self.pause_left -= 1
@@ -97,22 +100,28 @@ class Account(Part):
 
     @property
     def share(self) -> float:
-        """Share of all windows' time that it took so far, those of a like time that it was not used in counted."""
+        """Overhead so far, as a fraction of the time of all steps."""
         return self.price * self.uses / self.windows if self.windows else 0.0
 
     def charge(self, window_s: float, spent_s: float) -> None:
-        """Note what one use took, of a window of so many seconds."""
+        """Record the cost of a use.
+
+        Args:
+            window_s: seconds of the whole step.
+            spent_s: seconds spent on the technique.
+        """
         self.uses += 1
         self.untold += 1
         self.used_s += window_s
         self.spent_s += spent_s
 
     def review(self, gain: float | None, prospect: Callable[[], float] = lambda: 0.0) -> Review | None:
-        """Return what a look at the account finds; None before it is time for one, or while the gain is unknown.
+        """Return the result of a review; None if the next review is not due or the gain is unknown.
 
         Args:
-            gain: share of time that the technique saves, by the best that is known of it; None while that is nothing.
-            prospect: returns what it may come to save by the end of a pause: one that would miss that is put off.
+            gain: fraction of time saved by the technique, by the best estimate; None while unknown.
+            prospect: returns the fraction possibly saved by the end of a pause; if it covers the price, the pause is
+                postponed.
         """
         if gain is not None:
             self.untold = 0
@@ -132,11 +141,15 @@ class Account(Part):
         return Review(self.technique, price, gain, False, pause)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the counters and times for a resumed run."""
         return {name: getattr(self, name) for name in self._FIELDS}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Validate `state_dict()` and return a function that loads the state.
+
+        Raises:
+            FormatError, ValueGivenError: the state is invalid.
+        """
         where = f"state.{self.technique}"
         require_keys(where, state, self._FIELDS)
         for name, value in state.items():

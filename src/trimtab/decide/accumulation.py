@@ -1,7 +1,8 @@
-"""How many micro-batches to accumulate, where the batch is free (paper eqs. 6, 9; math: sections 3 and 4).
+"""Policies for the number of accumulated micro-batches k, if the batch size may be tuned (paper eqs. 6 and 9).
 
-k is micro-batches per window and rank, b rows per micro-batch, R ranks, N the noise scale in rows. Pure arithmetic on
-figures that were measured while training; every answer comes with its reason.
+k is the number of micro-batches per step and rank, b the samples per micro-batch, R the world size and N the gradient
+noise scale in samples. Pure arithmetic on figures measured during training; each decision has a reason (math:
+sections 3 and 4).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, replace
 from trimtab.core.batch_rule import BatchRule
 from trimtab.decide.goodput import Times, goodput_k, relative_time
 
-# k moves while the best one is faster to a loss by more than this, by goodput's model; by this factor at the most.
+# k changes if the best k reaches a loss faster by HYSTERESIS in the goodput model, and by a factor of MOST at a time.
 HYSTERESIS = 0.01
 MOST = 2
-# With a larger relative standard error of the squared gradient norm, k moves only as far as every noise scale asks that
-# lies within so many standard errors.
+# If the relative standard error of the squared gradient norm is larger, k moves only in the direction on which every
+# noise scale within SURE standard errors agrees.
 MOST_ERROR = 0.25
 SURE = 2.0
 EPSILON = 1e-12  # paper eq. 6
@@ -25,11 +26,13 @@ EPSILON = 1e-12  # paper eq. 6
 
 @dataclass(frozen=True)
 class Noise:
-    """What the windows so far say of the gradient.
+    """Estimate of gradient noise from the steps so far.
 
     Args:
-        trace: S, the trace of the per-row gradient covariance. norm2: G2, the squared norm of the true gradient.
-        norm2_error: standard error of `norm2`. num_windows: how many were averaged.
+        trace: S, trace of the per-sample gradient covariance.
+        norm2: G2, squared norm of the true gradient.
+        norm2_error: standard error of `norm2`.
+        num_windows: number of averaged steps.
     """
 
     trace: float
@@ -39,9 +42,9 @@ class Noise:
 
     @property
     def scale(self) -> float:
-        """N = S / G2 in rows (McCandlish et al. 2018, "simple"); infinite where G2 is not above zero.
+        """Gradient noise scale N = S / G2 in samples (McCandlish et al. 2018, "simple"); infinite if G2 <= 0.
 
-        0 where S, which is unbiased, is not above zero: among batches that are all alike it is rounding.
+        0 if the unbiased estimate S is not positive, which is rounding in batches of equal samples.
         """
         if not self.trace > 0:
             return 0.0
@@ -49,32 +52,36 @@ class Noise:
 
     @property
     def relative_error(self) -> float:
-        """Standard error of `norm2` over itself; infinite where that is not above zero."""
+        """Standard error of `norm2` divided by `norm2`; infinite if `norm2` <= 0."""
         return self.norm2_error / self.norm2 if self.norm2 > 0 else math.inf
 
     def grown(self, factor: float) -> Noise:
-        """Return so many times as much noise, as well known."""
+        """Return the estimate with its noise scale multiplied by a factor and the same relative error."""
         return replace(self, norm2=self.norm2 / factor, norm2_error=self.norm2_error / factor)
 
     def at_least(self) -> Noise:
-        """Return the least noise that agrees with the windows, whose scale is 0 where they say nothing."""
+        """Return the smallest noise that agrees with the steps; the scale is 0 if the norm is unknown."""
         norm2 = max(0.0, self.norm2) + SURE * self.norm2_error
         return replace(self, norm2=norm2 if 0 < norm2 < math.inf else math.inf, norm2_error=0.0)
 
     def at_most(self) -> Noise:
-        """Return the most noise that agrees with the windows, whose scale is infinite where they say nothing."""
+        """Return the largest noise that agrees with the steps; the scale is infinite if the norm is unknown."""
         norm2 = self.norm2 - SURE * self.norm2_error
         return replace(self, norm2=norm2 if norm2 > 0 else 0.0, norm2_error=0.0)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What is decided upon.
+    """Input of a decision: the current k, the layout of batches, and the estimates.
 
     Args:
-        k: micro-batches per window and rank, at present. unit: micro-batches of one loader batch: k is a multiple.
-        micro_rows: b. num_ranks: R. noise, times: None while not known. normalises: whether the optimizer divides
-            gradients by their size, as Adam does.
+        k: current number of micro-batches per step and rank.
+        unit: micro-batches per loader batch; k is a multiple.
+        micro_rows: b, samples per micro-batch.
+        num_ranks: R, world size.
+        noise: noise estimate; None while unknown.
+        times: time estimate; None while unknown.
+        normalises: the optimizer divides gradients by their size, as Adam does.
     """
 
     k: int
@@ -86,7 +93,7 @@ class Standing:
     normalises: bool = False
 
     def relative_time(self, k: int, noise_scale: float) -> float:
-        """Return time to a loss with so many micro-batches a window, up to a constant, at such a noise scale."""
+        """Return the time to reach a loss with k micro-batches per step at a noise scale, up to a constant factor."""
         assert self.times is not None
         rows = self.micro_rows * self.num_ranks
         return relative_time(k, noise_scale, rows, self.times, normalises=self.normalises)
@@ -94,7 +101,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Decision:
-    """The next window's k, and why."""
+    """Number of micro-batches k of the next step, the reason, and the unrounded value."""
 
     k: int
     reason: str
@@ -102,9 +109,9 @@ class Decision:
 
 
 def decide(rule: BatchRule, standing: Standing) -> Decision:
-    """Return the next k by a rule: a multiple of the unit, bounded by `k_max`, at most twice or half the present one.
+    """Return the next k by the rule's policy: a multiple of `unit` and at most `k_max`.
 
-    The paper's own rules jump.
+    The policies "goodput", "norm_test" and "variance" at most double or halve k. The paper's policies may jump.
     """
     if rule.policy == "fixed":
         return Decision(standing.k, "fixed")
@@ -121,9 +128,9 @@ def decide(rule: BatchRule, standing: Standing) -> Decision:
 
 
 def _decide_in_doubt(rule: BatchRule, standing: Standing, doubt: str) -> Decision:
-    """Move as far as all noise asks that there can be.
+    """Move k only in the direction on which all plausible noise scales agree.
 
-    A gradient lost in its noise is what many micro-batches are for: that nobody knows how lost it is must not hold k.
+    A gradient lost in noise is the main case for a large k, so an imprecise norm must not hold k.
     """
     assert standing.noise is not None
     policy = _POLICIES[rule.policy]
@@ -137,15 +144,17 @@ def _decide_in_doubt(rule: BatchRule, standing: Standing, doubt: str) -> Decisio
 
 
 def most(rule: BatchRule, unit: int) -> int:
-    """Return the largest k that may be chosen: `k_max` in whole loader batches, and one of them at the least."""
+    """Return the largest allowed k: `k_max` in whole loader batches, at least one."""
     return max(1, rule.k_max // unit) * unit
 
 
 def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
-    """Return argmax_k throughput(k) / memory(k) at one effective batch (paper eq. 9, to the letter); ties: least k.
+    """Return argmax_k throughput(k) / memory(k) at one effective batch size (paper eq. 9, exactly).
+
+    Ties go to the least k.
 
     Args:
-        trials: k -> (rows or tokens per second, peak bytes).
+        trials: k -> (samples or tokens per second, peak bytes).
     """
     return max(sorted(trials), key=lambda k: trials[k][0] / trials[k][1])
 
@@ -156,14 +165,15 @@ def _best_trial(rule: BatchRule) -> Decision:
 
 
 def is_known_well(rule: BatchRule, noise: Noise | None) -> bool:
-    """Return whether the noise is known well enough to decide upon."""
+    """Return True if the noise estimate is precise enough for a decision."""
     return noise is not None and noise.num_windows >= rule.min_windows and noise.relative_error <= MOST_ERROR
 
 
 def gain(rule: BatchRule, standing: Standing, base_k: int) -> float | None:
-    """Return the share of time to a loss that the best k saves of another's, by goodput's model; None while unknown.
+    """Return the fraction of time to a loss that the best k saves compared with `base_k`, by the goodput model.
 
-    Where the noise is not known well it is what is saved at the least, if that is worth a change.
+    None while unknown. If the noise estimate is imprecise, the lower bound of the saving, provided the bound justifies
+    a change.
     """
     if rule.policy != "goodput":
         return None
@@ -183,7 +193,7 @@ def gain(rule: BatchRule, standing: Standing, base_k: int) -> float | None:
 
 
 def could_save(rule: BatchRule, standing: Standing) -> float:
-    """Return the share of time to a loss that the best k saves if noise is the most there can be; 0 while unknown."""
+    """Return the fraction of time to a loss that the best k saves at the largest plausible noise; 0 while unknown."""
     if rule.policy != "goodput" or standing.times is None:
         return 0.0
     scale = math.inf if standing.noise is None else standing.noise.at_most().scale
@@ -191,7 +201,7 @@ def could_save(rule: BatchRule, standing: Standing) -> float:
 
 
 def _saved(rule: BatchRule, standing: Standing, scale: float, base_k: int) -> tuple[int, float]:
-    """Return the best k at a noise scale, and the share of time to a loss that it saves of another's."""
+    """Return the best k at a noise scale, and the fraction of time to a loss that it saves compared with `base_k`."""
     unit = standing.unit
 
     def cost(k: int) -> float:
@@ -202,7 +212,7 @@ def _saved(rule: BatchRule, standing: Standing, scale: float, base_k: int) -> tu
 
 
 def _missing(rule: BatchRule, standing: Standing) -> str | None:
-    """Return what nothing can be decided without, or None."""
+    """Return the missing input of a decision in words, or None."""
     seen = 0 if standing.noise is None else standing.noise.num_windows
     if seen < rule.min_windows:
         return f"{seen} of {rule.min_windows} windows seen"
@@ -212,10 +222,10 @@ def _missing(rule: BatchRule, standing: Standing) -> str | None:
 
 
 def _doubt(rule: BatchRule, standing: Standing) -> str | None:
-    """Return why the noise is not known well, or None."""
+    """Return the reason why the noise estimate is too imprecise, or None."""
     noise = standing.noise
     assert noise is not None
-    if rule.policy in ("paper", "variance"):  # they need no gradient norm
+    if rule.policy in ("paper", "variance"):  # these need no gradient norm
         return None
     if not noise.norm2 > 0:
         return "the gradient's norm is not to be told from its noise"
@@ -240,7 +250,8 @@ def _goodput(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
     unit = standing.unit
     below = max(unit, math.floor(min(wanted, most(rule, standing.unit)) / unit) * unit)
     best = min((below, min(below + unit, most(rule, standing.unit))), key=cost)
-    gain = cost(standing.k) / cost(best) - 1  # of where it goes to: steps on the way may each bring less than is asked
+    # The gain is measured at the final k, because each step on the way may gain less than the hysteresis.
+    gain = cost(standing.k) / cost(best) - 1
     k = _stepped(best, standing) if gain > HYSTERESIS else standing.k
     why = f", k = {best} is {100 * gain:.2g}% faster to a loss" if k != standing.k else ""
     says = f"noise scale {scale:.3g} rows, micro-batch {times.micro_s:.3g} s, fixed {times.fixed_s:.3g} s a window"
@@ -248,7 +259,7 @@ def _goodput(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
 
 
 def _norm_test(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
-    """k = ceil(S / (b R theta^2 G2)) (Byrd et al. 2012)."""
+    """Return k = ceil(S / (b R theta^2 G2)) (Byrd et al. 2012)."""
     noise = standing.noise
     assert noise is not None
     wanted = noise.scale / (standing.micro_rows * standing.num_ranks * rule.theta**2)
@@ -256,14 +267,17 @@ def _norm_test(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
 
 
 def _variance(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
-    """k = ceil(sigma2 / (R sigma2_target)), sigma2 = S / b that of one micro-batch's gradient (paper eq. 7)."""
+    """Return k = ceil(sigma2 / (R sigma2_target)) (paper eq. 7).
+
+    sigma2 = S / b is the variance of a micro-batch's gradient.
+    """
     sigma2 = _sigma2(standing)
     wanted = sigma2 / (standing.num_ranks * (rule.sigma2_target or 0.0))
     return _rounded(rule, standing, wanted), wanted, f"variance {sigma2:.3g} of a micro-batch: k = {wanted:.3g}"
 
 
 def _paper(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
-    """k = min(k_max, ceil(sigma2 / (sigma2_target + eps))), rounded up into `allowed` (paper eq. 6, to the letter)."""
+    """Return k = min(k_max, ceil(sigma2 / (sigma2_target + eps))), rounded up into `allowed` (paper eq. 6, exactly)."""
     sigma2 = _sigma2(standing)
     wanted = sigma2 / ((rule.sigma2_target or 0.0) + EPSILON)
     k = min(rule.k_max, max(1, math.ceil(min(wanted, rule.k_max))))
@@ -279,7 +293,7 @@ def _sigma2(standing: Standing) -> float:
 
 
 def _rounded(rule: BatchRule, standing: Standing, wanted: float) -> int:
-    """Return a k of at least what is wanted, within the bounds; the present one while a hundredth decides."""
+    """Return `wanted` rounded up within bounds; the current k if a 1 % smaller or larger value rounds to it."""
     highest, unit = most(rule, standing.unit), standing.unit
 
     def whole(value: float) -> int:
@@ -291,7 +305,7 @@ def _rounded(rule: BatchRule, standing: Standing, wanted: float) -> int:
 
 
 def _stepped(k: int, standing: Standing) -> int:
-    """Return k, moved by a factor of two at the most, in whole loader batches."""
+    """Return k in whole loader batches, limited to a factor of two from the current k."""
     unit = standing.unit
     least = -(-standing.k // (MOST * unit)) * unit
     return max(unit, least, min(k, MOST * standing.k))

@@ -1,4 +1,4 @@
-"""What would help a loop, but is its user's to change."""
+"""Recommendations for changes that trimtab cannot apply itself."""
 
 from __future__ import annotations
 
@@ -11,33 +11,36 @@ from trimtab.core.units import format_bytes
 from trimtab.decide.readings import control_interval, speed_ratio
 from trimtab.decide.statistics import resolution
 
-# Shares before a word is said: of a step's time (waiting for data), its peak (scores), a batch's elements; of its time
-# (a padded vocabulary); of what it reserves (pieces).
+# Least fractions worth a recommendation. WORTH_ADVICE: of step time (waiting for data), peak memory (attention scores)
+# or batch elements. WORTH_PADDING: of step time. WORTH_PIECES: of reserved memory.
 WORTH_ADVICE, WORTH_PADDING, WORTH_PIECES = 0.05, 0.01, 0.1
-# What a loop may be from itself, in a final, before the machine is called busy; a rival's speed that is worth a word.
+# Resolution of the A/A control above which the machine counts as busy; least speed of a rival worth another look.
 BUSY, WORTH_ANOTHER_LOOK = 0.1, 1.05
-MULTIPLE = 64  # what matrix units, and their kernels, like a size to be a multiple of
+MULTIPLE = 64  # Matrix units and their kernels are fastest at sizes that are multiples of this.
 
 
 def padded(words: int) -> int:
-    """Return a number of words, rounded up."""
+    """Return the vocabulary size rounded up to a multiple of `MULTIPLE`."""
     return -(-words // MULTIPLE) * MULTIPLE
 
 
 def advice_of(
     profile: Profile, reference: Measured | None, chosen: Measured | None, winner: Candidate
 ) -> tuple[str, ...]:
-    """Return advice, each with its gain as far as it was measured.
+    """Return the recommendations, with measured gains if available.
 
     Args:
-        reference, chosen: cost of a step as the loop has it, and as planned. winner: what is planned.
+        profile: measurements of the loop.
+        reference: cost of a step of the unchanged loop.
+        chosen: cost of a planned step.
+        winner: planned candidate.
     """
     found = (*_noise(profile, winner), *_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen))
     return (*found, *_pieces(profile, winner), *_power_limit(profile))
 
 
 def _noise(profile: Profile, winner: Candidate) -> Iterator[str]:
-    """Where nothing won a final in which the loop differed much from itself, though somebody was faster on average."""
+    """Recommend planning again if timing was noisy and a rival was faster on average, but not significantly."""
     if not profile.finals or winner != profile.reference_candidate:
         return
     stage = profile.finals[-1]
@@ -73,7 +76,7 @@ def _attention(profile: Profile, reference: Measured | None) -> Iterator[str]:
 
 
 def _pieces(profile: Profile, winner: Candidate) -> Iterator[str]:
-    """Of the planned settings, where their pieces were counted last."""
+    """Recommend expandable segments if much reserved memory of the winner lies in unused pieces."""
     known = [t for t in profile.trials if t.candidate == winner and t.peak_bytes and t.unused_bytes is not None]
     unused, whole = (known[-1].unused_bytes or 0, known[-1].peak_bytes or 1) if known else (0, 1)
     if unused > WORTH_PIECES * whole:
@@ -82,7 +85,7 @@ def _pieces(profile: Profile, winner: Candidate) -> Iterator[str]:
 
 
 def _power_limit(profile: Profile) -> Iterator[str]:
-    """Of what the driver tells, where energy counts: it is the machine's owner's to set, and is never set here."""
+    """Recommend a lower power limit if energy is weighed. Only the machine's owner may set it, never trimtab."""
     if profile.objective.energy == 0 and profile.budget.energy is None:
         return
     for limit in profile.meter.limits:

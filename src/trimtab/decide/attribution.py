@@ -1,6 +1,7 @@
-"""Whose seconds shrank: what a plan saves, split over the phases of a step, and what bounds those that are left.
+"""Attribution of a plan's gain to the phases of a step, and to compute, memory and communication bounds.
 
-Means of paired laps, because means add up: what the phases save, with what is unattributed, is what a step saves.
+Means of paired rounds, because means are additive: the phases' savings and the unattributed rest sum to the saving
+of the whole step.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from trimtab.core.phases import PHASES, ArmPhases, Gain, Lap, Roof
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, share_interval
 
 WHOLE, UNATTRIBUTED = "step", "unattributed"
-# Times as long as without it that a step under the clock may take, for its phases to be those of a step: one that waits
-# for its host waits for the clock as well.
+# Timing phases may lengthen a step by this factor at most, or the phases do not represent a plain step: a step that
+# waits for its host also waits for the timers.
 DISTORTED = 1.25
-# Phases that a roof is known of, and which phases' seconds are under it.
+# Phases that have a roofline, and the phases whose seconds it covers.
 _UNDER = {"forward": ("forward",), "backward": ("backward", "recompute"), "optimizer": ("optimizer",)}
-# What a step function of the task's own has in its rest, and a loop of ours apart.
+# Phases that a task's own step function hides in its rest, and our loop times separately.
 _HIDDEN = ("forward", "recompute", "backward")
 COMPUTE, MEMORY, UNBOUND = "compute-bound", "memory-bound", "not known"
 _OTHERS = {"communication": "communication-bound", "data": "waiting for data", "rest": "the loop itself"}
@@ -27,11 +28,14 @@ BOUNDS = (COMPUTE, MEMORY, *_OTHERS.values(), UNBOUND)
 
 @dataclass(frozen=True)
 class Saved:
-    """What one phase saves.
+    """Time saved in one phase.
 
     Args:
-        reference_s, plan_s: mean seconds of a step. saved: the one less the other, paired by lap, with its 95% t
-            interval. share: of what the whole step saves; None where it is not clear that it saves anything.
+        phase: name of the phase.
+        reference_s: mean seconds per step of the reference.
+        plan_s: mean seconds per step of the plan.
+        saved: reference minus plan in seconds, paired by round, with a 95 % t interval.
+        share: fraction of the whole step's saving; None if the saving is not significant.
     """
 
     phase: str
@@ -43,15 +47,18 @@ class Saved:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Where a plan's gain comes from.
+    """Split of a plan's gain by phase and module class.
 
     Args:
-        phases: those that either arm has, in order, clocked; where of one arm the forward and the backward are in the
-            rest, those of the other are too. unattributed: the difference of what the clock itself
-            costs the two. whole: steps without the clock; phases and unattributed add up to it.
-        reference_clock, plan_clock: what a step takes with the clock over one without, paired by lap.
-        parts: by class of module, of the forward and the backward; they add up to those two. None where of one arm
-            alone they are told apart. is_distorted: as the function says.
+        phases: timed phases of either arm, in order. A forward and backward hidden in the rest of one arm are merged
+            into
+            the rest of both.
+        unattributed: difference between the two arms' timing overhead.
+        whole: steps without timers; phases and `unattributed` sum to it.
+        reference_clock: reference step with timers divided by a step without, paired by round.
+        plan_clock: plan step with timers divided by a step without, paired by round.
+        parts: savings by module class in forward and backward; empty if only one arm distinguishes classes.
+        is_distorted: result of `is_distorted`.
     """
 
     phases: tuple[Saved, ...]
@@ -64,11 +71,11 @@ class Attribution:
 
 
 def attribute(gain: Gain) -> Attribution:
-    """Return what each phase saves; phases and what is unattributed add up to the whole."""
+    """Return the saving of each phase; phases and the unattributed rest sum to the whole."""
     theirs, ours = gain.reference.laps, gain.plan.laps
     whole_s = math.fsum(t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)) / len(ours)
     interval = mean_interval([t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)])
-    # Of a loss nothing has a share: the paper's shares are of what is gained.
+    # A slowdown has no shares: the paper's shares are fractions of a gain.
     is_gain, distorted = _is_gain(interval), is_distorted(gain)
 
     def saved(name: str, of: Callable[[Lap], float]) -> Saved:
@@ -100,7 +107,7 @@ def _is_gain(saved: Interval) -> bool:
 
 
 def _told(gain: Gain) -> dict[str, tuple[str, ...]]:
-    """Return the phases that either arm has, each with those that are in it: what is in one's rest is in both's."""
+    """Return reported phases and their constituents; phases hidden in one arm's rest are merged in both arms."""
     seen = [phase for phase in PHASES if phase in (*gain.reference.has, *gain.plan.has)]
     if ("forward" in gain.reference.has) == ("forward" in gain.plan.has):
         return {phase: (phase,) for phase in seen}
@@ -108,14 +115,17 @@ def _told(gain: Gain) -> dict[str, tuple[str, ...]]:
 
 
 def _are_told_apart(gain: Gain) -> bool:
-    """Return whether both arms tell as much apart: one that is compiled no classes, one of a hidden forward nothing."""
+    """Return True if both arms time the same parts.
+
+    Compiled models have no times by module class, and hidden forwards have no parts at all.
+    """
     arms = (gain.reference, gain.plan)
     theirs, ours = (("forward" in a.has, any(" " in name for lap in a.laps for name in lap.parts)) for a in arms)
     return theirs == ours
 
 
 def is_distorted(gain: Gain) -> bool:
-    """Return whether a step under the clock is so much longer that its phases are not those of one without."""
+    """Return True if timers lengthen a step so much that its phases do not represent a plain step."""
     return any(_clock_cost(arm).mean > DISTORTED for arm in (gain.reference, gain.plan))
 
 
@@ -125,10 +135,12 @@ def _clock_cost(arm: ArmPhases) -> Interval:
 
 @dataclass(frozen=True)
 class Share:
-    """What a phase or a bound has of the seconds that a whole step saves.
+    """Fraction of a step's saved seconds that belongs to a phase or bound.
 
     Args:
-        each: lap by lap, over what is saved on average, so that their mean is the share.
+        of: name of the phase or bound.
+        share: mean fraction with an interval.
+        each: saving per round divided by the mean saving of a whole step; their mean is the share.
     """
 
     of: str
@@ -137,9 +149,9 @@ class Share:
 
 
 def shares(gain: Gain) -> tuple[Share, ...]:
-    """Return the share of each phase, and of each bound (`BOUNDS`) where of no phase it is unknown.
+    """Return the shares of phases, and of bounds (`BOUNDS`) unless a phase has an unknown bound.
 
-    None where it is not clear that anything is saved, or the clock makes another step of it.
+    Empty if the saving is not significant or timers distort the step.
     """
     theirs, ours = gain.reference.laps, gain.plan.laps
     wholes = [t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)]
@@ -168,11 +180,10 @@ def shares(gain: Gain) -> tuple[Share, ...]:
 
 
 def bound_seconds(arm: ArmPhases) -> dict[str, float]:
-    """Return the mean seconds of a clocked step by what bounds them (`BOUNDS`); together they are that step.
+    """Return the mean seconds of a timed step by bound (`BOUNDS`); the values sum to the step.
 
-    A phase's seconds are split as its roof is, between operators that compute at length and those that move: what they
-    take beyond their roof is shared alike. Seconds of a phase without a roof are not known, nor are those of a rest
-    that has the forward in it.
+    A phase's seconds are split in proportion to the compute and memory seconds of its roofline. Phases without a
+    roofline are unknown, as is a rest that contains the forward.
     """
     found = dict.fromkeys(BOUNDS, 0.0)
     for phase in arm.has:
@@ -192,11 +203,11 @@ def _roof_over(phase: str, arm: ArmPhases) -> Roof | None:
 
 
 def of_the_roof(arm: ArmPhases) -> Mapping[str, float]:
-    """Return by phase how much of its seconds its operators need at the least; above 1 where caches hold tensors."""
+    """Return roofline seconds divided by measured seconds per phase; above 1 if caches hold tensors."""
     taken_s = {key: math.fsum(map(arm.mean_s, _UNDER.get(key, ()))) for key in arm.roofs}
     return {key: arm.roofs[key].seconds / seconds for key, seconds in taken_s.items() if seconds > 0}
 
 
 def speedup(gain: Gain) -> Interval:
-    """Return the reference's seconds over the plan's, without the clock, paired by lap."""
+    """Return the ratio of reference to plan seconds per step without timers, paired by round."""
     return ratio_interval([t.plain_s / o.plain_s for t, o in zip(gain.reference.laps, gain.plan.laps, strict=True)])

@@ -1,4 +1,4 @@
-"""k of a run by its rule: takes in what measured windows say, decides, and reviews whether measuring pays."""
+"""Adaptive accumulation during a run: updates estimates from measured steps, chooses k, and reviews the overhead."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ Note = Callable[[str, Mapping[str, Any]], None]
 
 
 class BatchDecider(Part):
-    """k while training, from figures that are the same on every rank.
+    """Chooses the number of micro-batches k while training, from figures that are equal on all ranks.
 
     Args:
-        unit: micro-batches of a loader batch. micro_rows: rows of one. normalises: as of `Standing`.
+        rule: policy and bounds.
+        unit: micro-batches per loader batch.
+        micro_rows: samples per micro-batch.
+        num_ranks: world size.
         note: called with an event's name and figures.
+        normalises: the optimizer divides gradients by their size, see `Standing`.
 
     Attributes:
-        k: micro-batches per window and rank, a multiple of the unit; by "throughput_per_memory" those that a loader
-            batch is cut into.
+        k: micro-batches per step and rank, a multiple of `unit`. With "throughput_per_memory": number of micro-batches
+            that a loader batch is split into.
     """
 
     def __init__(
@@ -42,30 +46,32 @@ class BatchDecider(Part):
         self._absorbed_at = 0
         self._pays: bool | None = None
         self._last_gain: float | None = None
-        if self._cuts:  # it is given all it needs
+        if self._cuts:  # The rule already contains the trials, so the choice is made at once.
             self.decide()
 
     @property
     def noise(self) -> Noise | None:
-        """What the windows so far say."""
+        """Noise estimate from the steps so far; None before the first."""
         return self._average.noise
 
     @property
     def num_batches(self) -> int:
-        """Loader batches of a window, as decided."""
+        """Loader batches per step."""
         return 1 if self._cuts else -(-self.k // self._unit)
 
     @property
     def standing(self) -> Standing:
-        """What is decided upon."""
+        """Current input of the decision."""
         return replace(self._first, k=self.k, noise=self.noise, times=self.times.times(self._first.micro_rows))
 
     def absorb(self, window: WindowNoise | None, seconds: Sequence[Sequence[float]]) -> None:
-        """Take in what a measured window said.
+        """Update the estimates from a measured step.
 
         Args:
-            seconds: of each rank those of a row, of the window's fixed part, of the whole of it, and of measuring; nan
-                where the window did not show them.
+            window: noise estimates of the step; None if unknown.
+            seconds: per rank, the seconds of a sample, of the step's fixed part, of the whole step and of measuring;
+                NaN if
+                unknown.
         """
         row_s, fixed_s, window_s, spent_s = zip(*seconds, strict=True)
         if window is not None:
@@ -73,13 +79,13 @@ class BatchDecider(Part):
             self._absorbed_at = self.account.windows
         elif self.account.uses == PATIENCE and self.noise is None:
             self._note("noise", {"known": False, "reason": f"{PATIENCE} windows that were measured said nothing"})
-        if not math.isnan(sum(row_s)):  # a rank that waits for another takes it for a fixed part of its window
+        if not math.isnan(sum(row_s)):  # A rank that waits for another includes the wait in its fixed part.
             self.times.add(max(row_s), min(fixed_s))
         if told := [both for both in zip(window_s, spent_s, strict=True) if not math.isnan(both[0])]:
             self.account.charge(max(window for window, _ in told), max(spent for _, spent in told))
 
     def decide(self) -> None:
-        """Let the rule choose k; a change is noted with the figures behind it."""
+        """Choose k by the rule, and log a change with its figures."""
         standing = self.standing
         decision = decide(self._rule, standing)
         if decision.k == self.k:
@@ -91,17 +97,17 @@ class BatchDecider(Part):
         self.k = decision.k
 
     def repeat(self, k: int) -> None:
-        """Take what was decided before the run was cut off."""
+        """Set the k that was decided before the run was interrupted."""
         if k != self.k:
             self._note("k", {"from": self.k, "to": k, "wanted": None, "reason": "as decided before it was cut off"})
             self.k = k
 
     def hold(self, reason: str) -> None:
-        """Note why k stays though nothing was decided."""
+        """Log the reason why k stays without a decision."""
         self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": f"held for now: {reason}"})
 
     def review(self) -> None:
-        """Pause measuring where it takes more than the best k would bring."""
+        """Pause measuring if it costs more than the best k would save."""
         if self._rule.policy != "goodput":
             return
         review = self.account.review(self._gain(), self._prospect)
@@ -109,11 +115,14 @@ class BatchDecider(Part):
             self._pays = review.pays
             self._note("account", asdict(review))
         if review is not None and not review.pays:
-            self._average, self._pays = NoiseAverage(), None  # by the end of the pause it says nothing any more
+            self._average, self._pays = NoiseAverage(), None  # out of date by the end of the pause
             self.times.forget()
 
     def _prospect(self) -> float:
-        """Return what the best k may come to save by the end of a pause: noise grows, at the most as a run does."""
+        """Return the saving that the best k may reach by the end of a pause.
+
+        Noise grows at most in proportion to the length of the run.
+        """
         standing, account = self.standing, self.account
         if standing.noise is None or not account.windows:
             return 0.0
@@ -126,7 +135,7 @@ class BatchDecider(Part):
         return found
 
     def summary(self) -> dict[str, Any] | None:
-        """Return what measuring took, as a share of the windows' time, and what it could bring; None if nothing was."""
+        """Return the overhead as a fraction of the step time and the possible saving; None if nothing was measured."""
         account = self.account
         if not account.uses:
             return None
@@ -135,12 +144,16 @@ class BatchDecider(Part):
         return figures | {"windows": account.windows, "measured": account.uses}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a window's loader batches, averages, times and the account."""
+        """Return the number of loader batches per step, the averages, the times and the overhead account."""
         batches = {"batches": self.num_batches, "base_batches": self._base_k // self._unit}
         return batches | {name: part.state_dict() for name, part in self._parts().items()}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Validate `state_dict()` and return a function that loads the state.
+
+        Raises:
+            FormatError, ValueGivenError: the state is invalid.
+        """
         names = "batches", "base_batches"
         require_keys("state.batch.decided", state, (*names, *self._parts()))
         batches, base = (checks.integer(f"state.batch.decided.{name}", state[name]) for name in names)
@@ -155,7 +168,7 @@ class BatchDecider(Part):
         return load
 
     def _continue_with(self, batches: int, base: int) -> None:
-        """Take as many loader batches as there were, or as `k_max` allows, whose micro-batches may be smaller now."""
+        """Restore the number of loader batches per step, up to `k_max`; micro-batches may be smaller than before."""
         self.k, self._base_k = (min(n * self._unit, most(self._rule, self._unit)) for n in (batches, base))
         if self.num_batches != batches:
             why = f"k_max = {self._rule.k_max} allows {self.num_batches} of the {batches} loader batches there were"

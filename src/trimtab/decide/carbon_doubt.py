@@ -1,4 +1,4 @@
-"""What a schedule comes to if its forecast is wrong, beside starting now under the same hours."""
+"""Downsides of a carbon schedule: emissions compared with starting now, if the forecast is wrong."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Downside:
-    """Grams of a schedule and of starting now, under hours that are not those of the forecast.
+    """Emissions of a schedule and of starting now under an alternative course of carbon intensity.
 
     Args:
-        hours: what the hours are then, in words. grams: of the schedule. start_now_g: of starting now.
+        hours: description of the alternative intensity.
+        grams: emissions of the schedule.
+        start_now_g: emissions of starting now.
     """
 
     hours: str
@@ -28,7 +30,7 @@ class Downside:
 
     @property
     def extra_g(self) -> float:
-        """Grams more than starting now; below zero where it still saves."""
+        """Grams more than starting now; negative if the schedule still saves."""
         return self.grams - self.start_now_g
 
     def describe(self) -> str:
@@ -40,10 +42,14 @@ class Downside:
 def downsides(
     taken: Sequence[Draw], at_once: Sequence[Draw], forecast: Intensity, now_s: float, end_s: float
 ) -> tuple[Downside, ...]:
-    """Return what a schedule comes to if yesterday repeats, where the trace holds it, and then the worst there is.
+    """Return the downside if yesterday repeats (omitted if the trace lacks that day), then the worst case.
 
     Args:
-        taken, at_once: of the schedule, and of starting now. end_s: up to which the forecast was looked at.
+        taken: draws of the schedule.
+        at_once: draws of starting now.
+        forecast: carbon intensity.
+        now_s: time of the decision, in seconds since 1970.
+        end_s: end of the time considered in the forecast.
     """
     found = []
     yesterday = repeated_day(forecast, now_s, max(draw.end_s for draw in (*taken, *at_once)))
@@ -53,7 +59,7 @@ def downsides(
 
 
 def repeated_day(forecast: Intensity, now_s: float, until_s: float) -> Intensity | None:
-    """Return the naive forecast, by which the day before now repeats; None where the trace does not hold that day."""
+    """Return the naive forecast that repeats the last 24 hours; None if the trace does not contain them."""
     begin_s = now_s - DAY_S
     if forecast.steps[0][0] > begin_s or forecast.until_s < now_s:
         return None
@@ -67,10 +73,10 @@ def repeated_day(forecast: Intensity, now_s: float, until_s: float) -> Intensity
 
 
 def _worst(taken: Sequence[Draw], at_once: Sequence[Draw], levels: Sequence[float]) -> Downside:
-    """Return the most that a schedule can lose while every hour has an intensity that the forecast has somewhere.
+    """Return the worst case for the schedule if every hour has some intensity of the forecast's range.
 
-    Where it takes more than starting now would, that is the highest; elsewhere the lowest. An hour that both use has
-    one intensity for both.
+    Hours with a higher draw than starting now have the highest intensity, and the remaining hours the lowest. An hour
+    used by both has the same intensity for both.
     """
     cuts = sorted({moment for draw in (*taken, *at_once) for moment in draw[:2]})
     grams, start_now_g = [], []

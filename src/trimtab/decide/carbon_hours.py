@@ -1,4 +1,4 @@
-"""The hours that a job may have, in whole microseconds from now on: sums of them are exact, and so is what is equal."""
+"""Time axis of a carbon schedule, in whole microseconds from now: sums and comparisons are exact."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ MOST_LABELS = 200_000
 
 
 def microseconds(seconds: float) -> int:
-    """Return whole microseconds, the nearest."""
+    """Return the nearest whole number of microseconds."""
     return round(seconds * MICRO)
 
 
 @dataclass(frozen=True)
 class Hours:
-    """What is known between two moments.
+    """Carbon intensity between two moments, as a step function.
 
     Args:
-        end_s: the later one. points: microseconds from the earlier one on: 0, where the intensity steps, and the end.
-        moments: the same in seconds since 1970. levels: grams per kWh from each point on. totals: their integral up to
-            each point, in g s / kWh.
+        end_s: end, in seconds since 1970.
+        points: microseconds since the begin: 0, the steps of the intensity, and the end.
+        moments: the points in seconds since 1970.
+        levels: grams per kWh from a point to the next.
+        totals: integral of the intensity from the begin to a point, in g s / kWh.
     """
 
     end_s: float
@@ -38,20 +40,21 @@ class Hours:
     totals: tuple[float, ...]
 
     def total(self, point: int) -> float:
-        """Return the integral of the intensity from the first moment to another one, in g s / kWh."""
+        """Return the integral of the intensity from the begin to a point, in g s / kWh."""
         index = min(max(bisect.bisect_right(self.points, point) - 1, 0), len(self.points) - 1)
         return self.totals[index] + self.levels[index] * (point - self.points[index]) / MICRO
 
     def moment(self, point: int) -> float:
-        """Return seconds since 1970: of a step as it was given, and never after the end."""
+        """Return a point in seconds since 1970: exact at a step of the forecast, never after the end."""
         index = bisect.bisect_right(self.points, point) - 1
         return min(self.moments[index] + (point - self.points[index]) / MICRO, self.end_s)
 
 
 def hours_of(forecast: Intensity, begin_s: float, end_s: float) -> Hours:
-    """Return the hours between two moments, over all of which the forecast is known."""
+    """Return the intensity between two moments; the forecast must cover them."""
     times = [begin_s, *(time_s for time_s, _ in forecast.steps if begin_s < time_s < end_s), end_s]
-    of_point = {microseconds(time_s - begin_s): time_s for time_s in reversed(times)}  # of two in one, the earlier
+    # if two fall into one microsecond, the earlier
+    of_point = {microseconds(time_s - begin_s): time_s for time_s in reversed(times)}
     points = sorted(of_point)
     starts = [time_s for time_s, _ in forecast.steps]
     moments = [of_point[point] for point in points]
@@ -65,10 +68,10 @@ def hours_of(forecast: Intensity, begin_s: float, end_s: float) -> Hours:
 
 
 def moments_to_pause(points: Sequence[int]) -> tuple[int, ...]:
-    """Return the points at which a pause may begin or end: those given, which are steps, where they are few.
+    """Return the points at which a pause may begin or end: the given steps, if they are few.
 
-    Where they are too many, or so uneven that hardly two sums of their distances are alike: about `MOST_MOMENTS`,
-    spread evenly over the same time, on steps as far as these are even.
+    For too many steps, or steps so uneven that almost all sums of their distances differ: about `MOST_MOMENTS` points
+    spread evenly over the same time, placed on steps if the steps are even.
     """
     inner, end = points[1:-1], points[-1]
     if len(inner) < 2:

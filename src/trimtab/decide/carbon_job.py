@@ -1,6 +1,6 @@
-"""A run as a grid sees it: how long it trains, at which power, and what standing still in between takes.
+"""A training job for carbon scheduling: duration, power, and the cost of pauses.
 
-Its carbon is `sum over draws of watts x seconds / 3.6e6 x g_per_kwh`, with the mean intensity over each draw's seconds.
+Emissions are `sum over draws of watts x seconds / 3.6e6 x g_per_kwh`, with the mean intensity over each draw.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trimtab.core.errors import ValueGivenError
 
 
 class Stretch(NamedTuple):
-    """A time in which the job trains, in seconds since 1970."""
+    """Period of uninterrupted training, in seconds since 1970."""
 
     begin_s: float
     end_s: float
 
 
 class Draw(NamedTuple):
-    """A time with one power, in seconds since 1970."""
+    """Period of constant power, in seconds since 1970."""
 
     begin_s: float
     end_s: float
@@ -33,15 +33,16 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class PauseCost:
-    """What it takes to stop training, and to go on.
+    """Cost of stopping and resuming training.
 
     Args:
-        seconds: of writing a checkpoint, starting again and warming up, together; no pause is shorter. They are counted
-            at the pause's end. joules: all that these seconds take. idle_watts: of what is held for the rest of it.
-        least_stretch_s: seconds of training that are worth a start; no stretch of a job in stretches is shorter.
+        seconds: time to write a checkpoint, restart and warm up; also the least length of a pause. Counted at its end.
+        joules: energy of these seconds.
+        idle_watts: power of the machine during the rest of the pause.
+        least_stretch_s: least seconds of training between two pauses.
 
     Raises:
-        ValueGivenError: one is below zero, or joules that no seconds take.
+        ValueGivenError: a value is negative, or `joules` is positive with zero `seconds`.
     """
 
     seconds: float
@@ -58,20 +59,22 @@ class PauseCost:
 
     @property
     def watts(self) -> float:
-        """Mean power of the seconds that are lost."""
+        """Mean power of the lost seconds."""
         return self.joules / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is to be trained.
+    """Amount of training work, its power, and its pause cost.
 
     Args:
-        seconds: of training. watts: while it trains. waiting_watts: of what is held until it starts.
-        pause: what a pause takes; None: it runs in one piece.
+        seconds: training time.
+        watts: power while training.
+        waiting_watts: power of the machine until the job starts.
+        pause: cost of a pause; None: the job runs in one piece.
 
     Raises:
-        ValueGivenError: no seconds or watts, or waiting watts below zero.
+        ValueGivenError: `seconds` or `watts` is not positive, or `waiting_watts` is negative.
     """
 
     seconds: float
@@ -86,7 +89,7 @@ class TrainingJob:
 
 
 def draws(job: TrainingJob, now_s: float, stretches: Sequence[Stretch]) -> tuple[Draw, ...]:
-    """Return what a job takes from now to its end: waiting, training, and standing still in between."""
+    """Return the draws of a job from now to its end: waiting, training and pauses."""
     found = [Draw(now_s, stretches[0].begin_s, job.waiting_watts)]
     found += [Draw(each.begin_s, each.end_s, job.watts) for each in stretches]
     if job.pause is not None:
@@ -98,10 +101,10 @@ def draws(job: TrainingJob, now_s: float, stretches: Sequence[Stretch]) -> tuple
 
 
 def grams_of(taken: Iterable[Draw], intensity: Intensity) -> float:
-    """Return grams of CO2 equivalent.
+    """Return the emissions of draws in grams of CO2 equivalent.
 
     Raises:
-        ValueGivenError: the intensity of some of the time is not known.
+        ValueGivenError: the intensity is unknown for part of the time.
     """
     return math.fsum(
         draw.watts * (draw.end_s - draw.begin_s) / JOULES_PER_KWH * intensity.mean(draw.begin_s, draw.end_s)

@@ -1,10 +1,10 @@
-"""Training in stretches, over an intensity that steps: which of the hours to use, where every pause costs something.
+"""Optimal training periods under a stepwise carbon intensity, if every pause has a cost.
 
-Between two steps of the forecast every second is like the next one, so pauses begin and end at steps, and the last
-stretch ends where the work is done; or the first one begins so that the last ends at a step. Among all of these the
-search is exact. It is a walk over the steps: of all ways to have done the same work by the same step, and to be in the
-same state (training, or paused), only the cheapest can be part of the cheapest whole, as what follows depends on
-nothing else. One walk forwards has the last end free, and one backwards the first beginning.
+Intensity is constant between two steps of the forecast. Pauses therefore begin and end at steps, and either the last
+period ends when the work is done, or the first begins so that the last ends at a step. Within this set the search is
+exact. It is dynamic programming over the steps: among all partial schedules with the same work done by the same step
+and the same state (training or paused), only the cheapest can be part of the optimum. A forward pass leaves the last
+end free, and a backward pass leaves the first begin free.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import NamedTuple
 from trimtab.decide.carbon_hours import Hours, microseconds, moments_to_pause
 from trimtab.decide.carbon_job import Stretch, TrainingJob
 
-# Of ways that cost the same, that with fewer pauses: a pause costs so much of everything at the least.
+# Minimum relative cost of a pause: among schedules of equal cost, the one with fewer pauses wins.
 TIE = 1e-9
 Moments = Callable[[int], float]
 
 
 class Past(NamedTuple):
-    """Stretches so far, the last one first: as points, and the ones before."""
+    """Linked list of training periods so far, the last first; begin and end are points."""
 
     begin: int
     end: int
@@ -32,7 +32,7 @@ class Past(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way to have got so far: what it cost, where the present stretch began, and the stretches before."""
+    """Partial schedule: its cost, the begin of the current period, and the periods before."""
 
     cost: float
     begin: int
@@ -41,12 +41,17 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """The hours in one direction; costs are in W g s / kWh.
+    """The time axis in one direction; costs are in W g s / kWh.
 
     Args:
-        points: where a pause may begin or end. total: the integral of the intensity up to a point.
-        starts, ends: what starting and ending at a point costs. pauses, resumes: the same of a pause, above idling.
-        train_w, idle_w: while training and while paused.
+        points: moments at which a pause may begin or end.
+        total: integral of the intensity up to a point.
+        starts: cost of starting the job at a point.
+        ends: cost of ending the job at a point.
+        pauses: cost of beginning a pause at a point, in addition to idling.
+        resumes: cost of ending a pause at a point, in addition to idling.
+        train_w: power while training.
+        idle_w: power while paused.
     """
 
     points: Sequence[int]
@@ -60,10 +65,11 @@ class Walk:
 
 
 def best_stretches(hours: Hours, job: TrainingJob) -> tuple[Stretch, ...] | None:
-    """Return the stretches of the least carbon; None where the job does not fit, or may not be paused.
+    """Return the training periods of least emissions; None if the job does not fit or may not be paused.
 
     Args:
-        hours: from now to the deadline, or as far as is known.
+        hours: intensity from now to the deadline, or to the end of the forecast.
+        job: training job.
     """
     if job.pause is None:
         return None
@@ -71,7 +77,8 @@ def best_stretches(hours: Hours, job: TrainingJob) -> tuple[Stretch, ...] | None
     least = max(1, microseconds(job.pause.least_stretch_s))
     forwards = _walked(_forwards(hours, job), work, least, gap)
     backwards = _walked(_backwards(_forwards(hours, job)), work, least, gap)
-    if forwards is None or backwards is None:  # both know the job in one piece
+    # Both searches include the job in one piece, so both fail only if it does not fit.
+    if forwards is None or backwards is None:
         return None
     spans = _spans(forwards[1])
     if backwards[0] < forwards[0]:
@@ -97,7 +104,7 @@ def _forwards(hours: Hours, job: TrainingJob) -> Walk:
 
 
 def _backwards(walk: Walk) -> Walk:
-    """Return the same hours from their end to now: what begins there is what ends here."""
+    """Return the time axis reversed: begins become ends and ends become begins."""
 
     def turned(cost: Moments, sign: int = 1) -> Moments:
         return lambda point: sign * cost(-point)
@@ -119,18 +126,22 @@ def _nothing(_: int) -> float:
 
 
 def _walked(walk: Walk, work: int, least: int, gap: int) -> tuple[float, Past] | None:
-    """Return the cheapest way to do the work, and its cost; None where it does not fit.
+    """Return the least cost and the periods of the cheapest schedule; None if the work does not fit.
 
-    What trains is kept by its work less the moment, and what is paused by its work alone: neither changes with time. So
-    is the cost, less what training or idling up to the moment would cost, and each way is put down once.
+    Training states are stored under work done minus the current point, and paused states under work done; neither key
+    changes with time. Costs are stored minus the cost of training or idling up to the point, so a state is stored once.
 
     Args:
-        work, least, gap: microseconds of all stretches, of one at the least and of a pause at the least.
+        walk: time axis.
+        work: microseconds of training.
+        least: least microseconds of a period.
+        gap: least microseconds of a pause.
     """
     best: tuple[float, Past] | None = None
     training: dict[int, Way] = {}
     paused: dict[int, Way] = {}
-    long_enough: defaultdict[int, list[tuple[int, Way]]] = defaultdict(list)  # by the index from which on they are
+    # by the index from which they are long enough
+    long_enough: defaultdict[int, list[tuple[int, Way]]] = defaultdict(list)
     rested: defaultdict[int, list[tuple[int, Way]]] = defaultdict(list)
     for index, point in enumerate(walk.points):
         total = walk.total(point)
@@ -158,7 +169,7 @@ def _walked(walk: Walk, work: int, least: int, gap: int) -> tuple[float, Past] |
 
 
 def _keep(ways: dict[int, Way], found: list[tuple[int, Way]]) -> None:
-    """Put down each way that is cheaper than the one there."""
+    """Store every partial schedule that is cheaper than the stored one."""
     for key, way in found:
         if key not in ways or way.cost < ways[key].cost:
             ways[key] = way

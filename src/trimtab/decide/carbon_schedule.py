@@ -1,6 +1,6 @@
-"""When to train, by how much carbon a kilowatt-hour is made with: now, later, or in stretches.
+"""Carbon-aware training schedule: start now, later, or train in several periods.
 
-Starting now is what everything is held against, and what happens wherever the forecast does not say enough.
+Starting now is the baseline, and the result if the forecast is insufficient.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from trimtab.decide.carbon_hours import Hours, hours_of, microseconds
 from trimtab.decide.carbon_job import Stretch, TrainingJob, draws, grams_of
 from trimtab.decide.carbon_pausing import TIE, best_stretches
 
-# A saving below this share of starting now is not worth the wait: forecasts are wrong by more.
+# Least relative saving that justifies waiting: forecasts have larger errors.
 LEAST_SAVING = 0.01
 
 
 @dataclass(frozen=True)
 class CarbonSchedule:
-    """When to train, and what that is expected to come to.
+    """Training schedule with its expected emissions.
 
     Args:
-        stretches: in which it trains, in order; what a pause loses lies in the pause, at its end. now_s: when it was
-            decided. work_s: seconds of training in all.
-        kind: of the intensity, "average" or "marginal"; None where there is none. grams, start_now_g: by the forecast,
-            of this schedule and of starting now, from now on; None where they are not known.
-        downsides: what both come to where the forecast is wrong; none of starting now. reason: why this one.
+        stretches: training periods, in order; time lost to a pause lies at the end of the pause.
+        now_s: time of the decision, in seconds since 1970.
+        work_s: total training time in seconds.
+        kind: type of intensity, "average" or "marginal"; None without a forecast.
+        grams: forecast emissions of this schedule from now on; None if unknown.
+        start_now_g: forecast emissions of starting now; None if unknown.
+        downsides: emissions if the forecast is wrong; empty for starting now.
+        reason: reason for this schedule.
     """
 
     stretches: tuple[Stretch, ...]
@@ -44,30 +47,30 @@ class CarbonSchedule:
 
     @property
     def is_start_now(self) -> bool:
-        """Whether it trains at once and in one piece."""
+        """True if training starts at once and runs in one piece."""
         return len(self.stretches) == 1 and self.stretches[0].begin_s == self.now_s
 
     @property
     def saved_g(self) -> float | None:
-        """Grams less than starting now, on the forecast."""
+        """Grams less than starting now, by the forecast."""
         return None if self.grams is None or self.start_now_g is None else self.start_now_g - self.grams
 
     @property
     def saved_share(self) -> float | None:
-        """The same as a share of starting now."""
+        """Saving as a fraction of the emissions of starting now."""
         if self.saved_g is None or self.start_now_g is None:
             return None
         return self.saved_g / self.start_now_g if self.start_now_g > 0 else 0.0
 
     @property
     def downside_g(self) -> float:
-        """Grams more than starting now in the worst of the downsides; 0 of starting now."""
-        if self.is_start_now:  # two ways of adding it up may differ in the last bits
+        """Grams more than starting now in the worst of the downsides; 0 for starting now."""
+        if self.is_start_now:  # Two summation orders may differ in the last bits.
             return 0.0
         return max((each.extra_g for each in self.downsides), default=0.0)
 
     def describe(self) -> str:
-        """Return what to do, what it is expected to save, and what it may lose."""
+        """Return the schedule, its expected saving and its downsides in words."""
         if self.grams is None or self.start_now_g is None:
             return f"start now: {self.reason}"
         found = f"{format_grams(self.grams)} CO2e by {self.kind} intensity, on the forecast"
@@ -87,16 +90,21 @@ def when_to_train(
     least_saving: float = LEAST_SAVING,
     unknown: str = "there is no forecast",
 ) -> CarbonSchedule:
-    """Return the schedule of the least carbon that ends by the deadline.
+    """Return the schedule of least emissions that ends by the deadline.
 
-    Later in one piece has to save `least_saving` of what starting now comes to; stretches as much again over that.
+    A later start must save at least `least_saving` of the emissions of starting now. Pausing must save the same amount
+    again in addition.
 
     Args:
-        forecast: None where there is none, and `unknown` says why. Nothing is planned into hours that it does not know.
-        now_s, deadline_s: seconds since 1970. least_saving: a share; 0: any saving counts that is no rounding.
+        forecast: carbon intensity; None if unavailable. Hours beyond the forecast are never used.
+        job: training job.
+        now_s: current time, in seconds since 1970.
+        deadline_s: deadline, in seconds since 1970.
+        least_saving: fraction; 0: any saving above rounding counts.
+        unknown: reason to report if there is no forecast.
 
     Raises:
-        ValueGivenError: a moment or a share that is none.
+        ValueGivenError: an invalid time or fraction.
     """
     number("now_s", now_s)
     number("deadline_s", deadline_s)
@@ -120,7 +128,7 @@ def when_to_train(
 def _least(
     plain: CarbonSchedule, forecast: Intensity, job: TrainingJob, end_s: float, deadline_s: float, least: float
 ) -> CarbonSchedule:
-    """Return the least of starting now, later in one piece, and in stretches, where each has to be worth it."""
+    """Return the best of starting now, later, and in several periods, with each worth its extra delay."""
     hours = hours_of(forecast, plain.now_s, end_s)
     start_now_g = best_g = most_g = plain.grams or 0.0
     best = plain.stretches
@@ -146,9 +154,9 @@ def _least(
 
 
 def _delayed(hours: Hours, job: TrainingJob) -> tuple[Stretch, ...]:
-    """Return the one stretch of the least carbon, the earliest of equal ones.
+    """Return the single training period of least emissions; the earliest of equal ones.
 
-    Its carbon is a line in its beginning while neither end meets a step, so it is least where one does.
+    Emissions are linear in the begin while neither end crosses a step, so the minimum is at a step.
     """
     work, end = microseconds(job.seconds), hours.points[-1]
     begins = {point - shift for point in hours.points for shift in (0, work)} | {0}

@@ -1,7 +1,7 @@
-"""What is left of a run as a grid sees it: how long it takes by a plan's seconds, and at which power.
+"""Remaining work of a run for carbon scheduling: duration from a plan's step time, and power.
 
-Where watts are not known, grams are of a kilowatt while it trains: all of them are as many times too large or too
-small, so the shares hold, and what is chosen stays the same.
+If the power is unknown, emissions assume 1 kW while training. All emissions are then wrong by the same factor, so
+relative savings and the chosen schedule are unaffected.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ ASSUMED_W = 1000.0
 
 @dataclass(frozen=True)
 class Power:
-    """Watts of a machine.
+    """Power of a machine.
 
     Args:
-        watts: while it trains. idle_watts: of what is held while it waits. known: how, in words.
+        watts: while training.
+        idle_watts: while waiting.
+        known: source of the figures, in words.
     """
 
     watts: float
@@ -32,11 +34,14 @@ class Power:
 
 @dataclass(frozen=True)
 class Work:
-    """What a run takes.
+    """Duration and power of a run.
 
     Args:
-        steps: of the whole run. step_s: seconds of one. seconds_by: how they are known, in words.
-        pause_s: what a pause loses; None: it is not paused.
+        steps: steps of the whole run.
+        step_s: seconds per step.
+        seconds_by: source of the step time, in words.
+        power: power of the machine.
+        pause_s: seconds lost per pause; None: the run is not paused.
     """
 
     steps: int
@@ -46,9 +51,9 @@ class Work:
     pause_s: float | None = None
 
     def job(self, done: int) -> TrainingJob:
-        """Return what is left after so many steps; a run that is gone on with begins with what a start loses.
+        """Return the remaining job after `done` steps; a resumed run begins with the seconds lost to a restart.
 
-        A pause takes as much power as training, while it loses time.
+        The seconds lost to a pause draw as much power as training.
         """
         power, pause = self.power, None
         if self.pause_s is not None:
@@ -57,7 +62,7 @@ class Work:
         return TrainingJob((self.steps - done) * self.step_s + start_s, power.watts, power.idle_watts, pause)
 
     def describe(self, done: int) -> dict[str, str]:
-        """Return what is said of it after so many steps."""
+        """Return the remaining work, power and pause cost in words."""
         left = self.steps - done
         each = f"{left} steps of {format_seconds(self.step_s)}, {self.seconds_by}"
         pause = {} if self.pause_s is None else {"pause": f"loses {format_seconds(self.pause_s)}, as given"}
@@ -65,10 +70,15 @@ class Work:
 
 
 def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[float, str]:
-    """Return seconds a step, and how they are known: of a whole run as given, else the plan's.
+    """Return the seconds per step and their source: the given run time, else the plan's figures.
+
+    Args:
+        plan: plan with measured or predicted step time.
+        steps: steps of the whole run.
+        takes_s: given seconds of the whole run.
 
     Raises:
-        ValueGivenError: there are none.
+        ValueGivenError: neither source has a time.
     """
     if takes_s is not None:
         return takes_s / steps, "as given for the whole run"
@@ -81,13 +91,15 @@ def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[
 
 
 def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -> Power:
-    """Return the power that grams are told by: as given, else as a plan's meter read it, else that of a kilowatt.
+    """Return the power for emissions: as given, else from the plan's meter, else 1 kW.
 
     Args:
-        watts, idle_watts: as given; None where they were not.
+        plan: plan with an energy measurement.
+        watts: given power while training; None if not given.
+        idle_watts: given power while waiting; None if not given.
 
     Raises:
-        ValueGivenError: watts while it waits, and none while it trains.
+        ValueGivenError: `idle_watts` is given, but the power while training is unknown.
     """
     if watts is not None:
         waits = "what it holds while it waits is not known, and not counted"
