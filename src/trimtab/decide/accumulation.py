@@ -225,7 +225,7 @@ def _doubt(rule: BatchRule, standing: Standing) -> str | None:
     """Return the reason why the noise estimate is too imprecise, or None."""
     noise = standing.noise
     assert noise is not None
-    if rule.policy in ("paper", "variance"):  # these need no gradient norm
+    if rule.policy in ("paper", "variance"):  # These policies need no gradient norm.
         return None
     if not noise.norm2 > 0:
         return "the gradient's norm is not to be told from its noise"
@@ -259,7 +259,7 @@ def _goodput(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
 
 
 def _norm_test(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
-    """Return k = ceil(S / (b R theta^2 G2)) (Byrd et al. 2012)."""
+    """k = ceil(S / (b R theta^2 G2)) (Byrd et al. 2012)."""
     noise = standing.noise
     assert noise is not None
     wanted = noise.scale / (standing.micro_rows * standing.num_ranks * rule.theta**2)
@@ -267,17 +267,14 @@ def _norm_test(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
 
 
 def _variance(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
-    """Return k = ceil(sigma2 / (R sigma2_target)) (paper eq. 7).
-
-    sigma2 = S / b is the variance of a micro-batch's gradient.
-    """
+    """Return k = ceil(sigma2 / (R sigma2_target)) with sigma2 = S / b, the variance per micro-batch (paper eq. 7)."""
     sigma2 = _sigma2(standing)
     wanted = sigma2 / (standing.num_ranks * (rule.sigma2_target or 0.0))
     return _rounded(rule, standing, wanted), wanted, f"variance {sigma2:.3g} of a micro-batch: k = {wanted:.3g}"
 
 
 def _paper(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
-    """Return k = min(k_max, ceil(sigma2 / (sigma2_target + eps))), rounded up into `allowed` (paper eq. 6, exactly)."""
+    """k = min(k_max, ceil(sigma2 / (sigma2_target + eps))), rounded up into `allowed` (paper eq. 6, exactly)."""
     sigma2 = _sigma2(standing)
     wanted = sigma2 / ((rule.sigma2_target or 0.0) + EPSILON)
     k = min(rule.k_max, max(1, math.ceil(min(wanted, rule.k_max))))

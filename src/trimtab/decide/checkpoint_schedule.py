@@ -1,9 +1,9 @@
-"""Which stages of a chain compute their activations again, so that a step fits its bytes at the least time.
+"""Peak memory and recomputation time of an activation checkpointing schedule over a chain of stages.
 
-A step runs the stages 1 to L forward and L to 1 backward (paper eqs. 18 to 20; math: section 7). A stage is kept, with
-all that its backward needs or, where there is such a choice, with the dear part of it; or it is in a segment, of which
-only what goes in is held until its backward, which first runs the segment forward again by a schedule of its own.
-Segments in segments are what nested calls of torch's checkpointing do.
+A step runs stages 1 to L forward and L to 1 backward (paper eqs. 18 to 20; math: section 7). A kept stage holds all
+tensors that its backward needs or, if kept in part, only the expensive tensors. A segment holds only its input. Its
+backward first repeats the segment's forward by a nested schedule. Nested segments correspond to nested calls of
+`torch.utils.checkpoint`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from trimtab.core.recompute import (
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a schedule makes of a step.
+    """Predicted memory and recomputation of a schedule.
 
     Args:
-        peak_bytes: the most held at once, beyond what was before. recompute_s: seconds beyond a step without
-            recomputation. runs: how often each stage runs forward, in part not counted.
+        peak_bytes: peak memory of the step, beyond the memory held before.
+        recompute_s: seconds beyond a step without recomputation.
+        runs: number of forwards per stage; partial recomputation is not counted.
     """
 
     peak_bytes: int
@@ -43,20 +44,21 @@ class Predicted:
 
 
 def keep_all(num_stages: int) -> Schedule:
-    """Return the schedule that recomputes nothing."""
+    """Return the schedule without recomputation."""
     return tuple(map(Kept, range(num_stages)))
 
 
 def every_block(num_stages: int) -> Schedule:
-    """Return the schedule in which each stage but the last, whose backward comes at once, is recomputed alone."""
+    """Return the schedule that recomputes every stage separately, except the last: its backward follows at once."""
     return (*schedule_of(EVERY_BLOCK, num_stages - 1), Kept(num_stages - 1))
 
 
 def sqrt_segments(num_stages: int, links: Sequence[bool] = ()) -> Schedule:
-    """Return segments of ceil(sqrt(L)) stages, the last of them kept (paper eqs. 18 and 19; Chen et al. 2016).
+    """Return segments of ceil(sqrt(L)) stages; the last segment is kept (paper eqs. 18 and 19; Chen et al. 2016).
 
     Args:
-        links: of each stage but the last, whether a segment may go on past it; where not, it is cut there.
+        num_stages: L, length of the chain.
+        links: for all stages but the last, True if a segment may continue to the next stage; segments end at False.
     """
     width = math.isqrt(num_stages - 1) + 1 if num_stages > 1 else 1
     cuts = {index for index, linked in enumerate(links, 1) if not linked}
@@ -66,10 +68,10 @@ def sqrt_segments(num_stages: int, links: Sequence[bool] = ()) -> Schedule:
 
 
 def predict(chain: Sequence[Stage], schedule: Schedule) -> Predicted:
-    """Return what a schedule of all stages of a chain makes of a step.
+    """Return the memory and recomputation of a schedule of a whole chain.
 
     Raises:
-        ValueGivenError: the schedule is not one of these stages, each once and in order.
+        ValueGivenError: the schedule does not contain every stage once and in order.
     """
     check_schedule(schedule, len(chain))
     if any(kept.in_part and chain[kept.index].part is None for kept in kept_in(schedule)):
@@ -80,7 +82,7 @@ def predict(chain: Sequence[Stage], schedule: Schedule) -> Predicted:
 
 
 class _Step:
-    """A step, stage by stage: what is held, and the most there was."""
+    """Simulation of a step, stage by stage: memory held and its peak."""
 
     def __init__(self, chain: Sequence[Stage]) -> None:
         self._chain = chain
@@ -89,7 +91,7 @@ class _Step:
         self.runs = [0] * len(chain)
 
     def run(self, schedule: Schedule) -> None:
-        """Run the step. What lies between stages is held from each forward to its backward, and never run again."""
+        """Run the step. Memory between stages is held from forward to backward and never recomputed."""
         for part in schedule:
             self.forward((part,), 0)
             self._held += self._beside(part)
@@ -100,7 +102,7 @@ class _Step:
             self.backward((part,))
 
     def _passing(self, part: Part) -> int:
-        """Return what a part leaves that is held until the whole forward is over."""
+        """Return the bytes of a part that are held until the end of the whole forward."""
         if isinstance(part, Segment):
             return sum(self._chain[index].cached_bytes for index in part.stages)
         stage = self._chain[part.index]
@@ -110,7 +112,12 @@ class _Step:
         return sum(self._chain[index].beside_bytes for index in stages_of(part))
 
     def forward(self, schedule: Schedule, slope: int) -> None:
-        """Run forward while the gradient of what comes out is held, of so many bytes."""
+        """Run forward while holding the output's gradient.
+
+        Args:
+            schedule: parts to run.
+            slope: bytes of the output's gradient.
+        """
         for part in schedule:
             if isinstance(part, Kept):
                 self._note(slope + self._chain[part.index].forward_bytes)
@@ -128,7 +135,7 @@ class _Step:
         self._held += before
 
     def backward(self, schedule: Schedule) -> None:
-        """Run backward; what was held is not any more."""
+        """Run backward and release the memory held for it."""
         for part in reversed(schedule):
             if isinstance(part, Kept):
                 self._backward_of(part)
@@ -151,12 +158,12 @@ class _Step:
 
 
 def kept_bytes(stage: Stage, kept: Kept) -> int:
-    """Return what is held of a stage from its forward to its backward."""
+    """Return the bytes held by a stage between forward and backward."""
     return stage.part.saved_bytes if kept.in_part and stage.part else stage.saved_bytes
 
 
 def backward_need(stage: Stage, kept: Kept) -> int:
-    """Return the most that a stage's backward takes, what is held of it and its output's gradient among it."""
+    """Return the peak bytes of a stage's backward, including saved tensors and the output's gradient."""
     if kept.in_part and stage.part:
         return stage.part.saved_bytes + stage.output_bytes + stage.part.backward_bytes
     return stage.saved_bytes - stage.spare_bytes + stage.output_bytes + stage.backward_bytes

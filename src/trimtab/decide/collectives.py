@@ -1,8 +1,9 @@
-"""Seconds of collectives on a ring of ranks, and the link that timed ones tell.
+"""Time of ring collectives, and a fit of the link from timed all-reduces.
 
-A hop takes the link's latency and its bytes over the bandwidth (the alpha-beta model: Hockney 1994). Of R ranks each
-passes pieces of 1/R of the bytes to the next one: R - 1 hops reduce and scatter them or gather them, and an all-reduce
-is one and then the other (Patarasuk and Yuan 2009). NCCL's bus bandwidth divides by the same hops.
+A hop takes the link's latency plus bytes over bandwidth (the alpha-beta model: Hockney 1994). In a ring of R ranks,
+every rank passes pieces of 1/R of the bytes to its neighbour: a reduce-scatter or all-gather takes R - 1 hops, and an
+all-reduce is a reduce-scatter followed by an all-gather (Patarasuk and Yuan 2009). NCCL's bus bandwidth divides by the
+same number of hops.
 """
 
 from __future__ import annotations
@@ -15,38 +16,42 @@ from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Link
 
-# Of a published bandwidth, the share that a ring reaches. NCCL reckons with 20 of an NVLink's 25 GB/s on an A100, with
-# 20.6 of 25 on an H100 and with 40.1 of 50 on a B200 (2.30, src/graph/topo.h); of networks it is assumed.
+# Fraction of a published bandwidth that a ring reaches. NCCL assumes 20 of an NVLink's 25 GB/s on an A100, 20.6 of 25
+# on an H100 and 40.1 of 50 on a B200 (2.30, src/graph/topo.h); for networks the value is an assumption.
 REACHED = 0.8
-# Sizes that tell a link: two give a line, and one more says how straight it is.
+# Least number of sizes for a fit: two determine a line, and a third shows its error.
 MIN_SIZES = 3
 
 
 def all_reduce_s(link: Link, ranks: int, num_bytes: float) -> float:
-    """Return seconds in which every rank gets the sum of all ranks' bytes; no rank but one: none."""
+    """Return the seconds of an all-reduce; 0 for a single rank."""
     return 2 * _around_s(link, ranks, num_bytes)
 
 
 def reduce_scatter_s(link: Link, ranks: int, num_bytes: float) -> float:
-    """Return seconds in which every rank gets its 1/R of the sum.
+    """Return the seconds of a reduce-scatter.
 
     Args:
-        num_bytes: of the whole, which each rank has before.
+        link: latency and bandwidth.
+        ranks: world size.
+        num_bytes: bytes of the whole tensor, which every rank holds before.
     """
     return _around_s(link, ranks, num_bytes) if link.scatters else all_reduce_s(link, ranks, num_bytes)
 
 
 def all_gather_s(link: Link, ranks: int, num_bytes: float) -> float:
-    """Return seconds in which every rank gets the others' shards.
+    """Return the seconds of an all-gather.
 
     Args:
-        num_bytes: of the whole, which each rank has afterwards.
+        link: latency and bandwidth.
+        ranks: world size.
+        num_bytes: bytes of the whole tensor, which every rank holds afterwards.
     """
     return _around_s(link, ranks, num_bytes)
 
 
 def broadcast_s(link: Link, ranks: int, num_bytes: float) -> float:
-    """Return seconds in which one rank's bytes pass along the ring, each rank sending on what it has received."""
+    """Return the seconds of a pipelined broadcast along the ring."""
     if ranks == 1 or not num_bytes:
         return 0.0
     return (ranks - 1) * link.latency_s + num_bytes / _bandwidth(link)
@@ -63,25 +68,28 @@ def _bandwidth(link: Link) -> float:
 
 
 class Fit(NamedTuple):
-    """A link from timed all-reduces, and by how much the worst of them is missed, as a share of its seconds."""
+    """Fitted link, and the largest relative error of a timed all-reduce."""
 
     link: Link
     miss: float
 
 
 def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured", *, scatters: bool = True) -> Fit:
-    """Return the link by which all-reduces of a process group take what they were timed to take.
+    """Return the link that best explains timed all-reduces of a process group.
 
-    The least squares of relative errors, so that small ones, which tell the latency, and large ones, which tell the
-    bandwidth, count alike; neither is below zero.
+    Least squares of relative errors, so that small sizes (latency) and large sizes (bandwidth) count equally. Latency
+    and bandwidth are not negative.
 
     Args:
-        points: (bytes, seconds) of each.
-        scatters: of the link.
+        points: (bytes, seconds) of the timed all-reduces.
+        ranks: world size.
+        name: name of the link.
+        scatters: the backend has a reduce-scatter, see `Link`.
 
     Raises:
-        ValueGivenError: one rank; fewer than three sizes, or no two of which one is twice the other; seconds that do
-            not grow with bytes.
+        ValueGivenError: a single rank; fewer than three sizes, or a largest size below twice the smallest; times that
+            do
+            not grow with size.
     """
     checks.integer("link.ranks", ranks, low=2)
     _check(points)
@@ -105,7 +113,7 @@ def _check(points: Sequence[tuple[float, float]]) -> None:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return (seconds at no bytes, seconds a byte), neither below zero."""
+    """Return (seconds at 0 bytes, seconds per byte), both not negative."""
     weighed = [(1 / seconds**2, size, seconds) for size, seconds in points]
     total = math.fsum(weight for weight, _, _ in weighed)
     size_mean = math.fsum(weight * size for weight, size, _ in weighed) / total

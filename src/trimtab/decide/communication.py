@@ -1,4 +1,4 @@
-"""Seconds of a window of ranks that share a model (math: section 4)."""
+"""Time of an optimizer step on several ranks (math: section 4)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trimtab.decide.overlap import NOTHING, SENT, BlockTimes, Spent, spent_on_bl
 
 @dataclass(frozen=True)
 class WindowCost:
-    """Seconds of a window on each rank.
+    """Seconds of a step on each rank.
 
     Args:
         compute_s: forwards and backwards.
-        exposed_s: of communication that is waited for.
-        communication_s: of all of it, beside the computation or not.
-        optimizer_s: of the optimizer's step: of this rank's share, where its state is sharded.
+        exposed_s: communication that the computation waits for.
+        communication_s: all communication, overlapped or exposed.
+        optimizer_s: optimizer step; of this rank's shard if the optimizer state is sharded.
     """
 
     compute_s: float
@@ -29,19 +29,23 @@ class WindowCost:
 
     @property
     def total_s(self) -> float:
-        """From a window's begin to the next one's."""
+        """Seconds of the whole step."""
         return self.compute_s + self.exposed_s + self.optimizer_s
 
 
 def window_s(how: Parallelism, link: Link, shape: StepShape, k: int, *, overlap_share: float = 1.0) -> WindowCost:
-    """Return what a window of k micro-batches on each rank takes.
+    """Return the cost of a step with k micro-batches on each rank.
 
     Args:
-        overlap_share: of the communication that could run beside the computation, how much does: 1 on devices that
-            have engines for it, less where both take the same processors, as gloo's threads do.
+        how: parallelism.
+        link: latency and bandwidth.
+        shape: times and sizes of a micro-batch.
+        k: micro-batches per step and rank.
+        overlap_share: fraction of overlappable communication that overlaps with computation: 1 on devices with separate
+            copy engines, less if both use the same processors, as with gloo.
 
     Raises:
-        ValueGivenError: k is below 1, or the share not from 0 to 1.
+        ValueGivenError: k is below 1, or the fraction is outside 0 to 1.
     """
     checks.integer("k", k)
     share = checks.number("overlap_share", overlap_share, low=0, high=1) if how.overlaps else 0.0
@@ -60,9 +64,9 @@ def _replicated(how: Parallelism, link: Link, shape: StepShape, k: int, share: f
 
 
 def _stepped_parameters(how: Parallelism, link: Link, shape: StepShape) -> Spent:
-    """Return what giving all ranks each rank's parameters takes, behind the step.
+    """Return the cost of broadcasting updated parameters after the step at ZeRO stage 1.
 
-    torch's ZeroRedundancyOptimizer broadcasts one tensor after the other.
+    torch's ZeroRedundancyOptimizer broadcasts tensors in sequence.
     """
     count = shape.num_tensors or len(shape.block_bytes)
     seconds = count * broadcast_s(link, how.ranks, sum(shape.block_bytes) / count)
@@ -70,10 +74,10 @@ def _stepped_parameters(how: Parallelism, link: Link, shape: StepShape) -> Spent
 
 
 def _sharded(how: Parallelism, link: Link, shape: StepShape, k: int, share: float) -> Spent:
-    """Return what gathering parameters and reducing gradients takes, in the k forwards and backwards of a window."""
-    gathers = k if how.zero_stage == 3 else 1  # at stage 2 they stay gathered until they change
+    """Return the cost of parameter all-gathers and gradient reduce-scatters in the k micro-batches of a step."""
+    gathers = k if how.zero_stage == 3 else 1  # At stage 2, parameters stay gathered until the optimizer step.
     reductions = 1 if how.reduces_once else k
-    again = how.zero_stage == 3  # gathered in the backward too
+    again = how.zero_stage == 3  # gathered again in the backward
     parts = (
         (_forward(how, link, shape), gathers),
         (_backward(how, link, shape, gathers=again, reduces=True), reductions),
@@ -86,7 +90,7 @@ def _sharded(how: Parallelism, link: Link, shape: StepShape, k: int, share: floa
 
 
 def _forward(how: Parallelism, link: Link, shape: StepShape) -> Spent:
-    """Return what a forward that gathers the blocks' parameters waits for."""
+    """Return the exposed and total seconds of a forward that gathers the blocks' parameters."""
     blocks = zip(_gathered(shape), shape.block_shares, strict=True)
     sent = SENT[how.gather_dtype]
     return spent_on_blocks(
@@ -95,7 +99,7 @@ def _forward(how: Parallelism, link: Link, shape: StepShape) -> Spent:
 
 
 def _backward(how: Parallelism, link: Link, shape: StepShape, *, gathers: bool, reduces: bool) -> Spent:
-    """Return what a backward waits for; blocks run from the last to the first."""
+    """Return the exposed and total seconds of a backward; blocks run from last to first."""
     blocks = zip(*map(reversed, (_gathered(shape), shape.block_bytes, shape.block_shares)), strict=True)
     gathered, sent = SENT[how.gather_dtype], SENT[how.reduce_dtype]
     return spent_on_blocks(

@@ -1,10 +1,10 @@
-"""Compiling the model: whether it is tried, in which precision and layout, and whether it pays.
+"""Decisions on torch.compile and CUDA graphs: candidates to try, with precision and layout, and their payback.
 
-On a processor it is tried where the run spares its seconds, as any other trial. On a GPU a step that is not compiled
-may spend most of its time moving what its kernels could keep, or launching them: there it is tried wherever what it is
-likely to save pays for it, and also in a mode that looks no faster yet, as the host is what bounds them all.
-Where a step takes many times what its products do, recording its kernels and launching them whole is tried too, of the
-model as it is and of the compiled one: what is recorded once costs next to nothing.
+On a CPU, compilation is tried if the run has the time, like any trial. On a GPU, an uncompiled step may spend most of
+its time on kernel launches, or on memory traffic that fusion avoids. Compilation is then tried if the likely saving
+exceeds the cost, possibly in a mode (precision and memory layout) that is not the fastest yet, because launches bound
+all modes alike. If a step takes many times as long as its matrix products, CUDA graph capture is also tried, both for
+the plain and for the compiled model: capture costs almost nothing.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import figures, speed_ratio
 from trimtab.decide.sizes import halvings, is_in_chunks
 
-# Of a run, the share that measuring may take; and seconds that compiling takes, at the least, for what is not tiny.
+# Fraction of a run that measuring may take; least seconds of compilation for a model that is not tiny.
 MEASURING, COMPILING_S = 0.01, 20.0
-# Compiling has to save this many times the seconds it takes.
+# Compilation must save this multiple of its own time.
 WORTH_COMPILING = 2.0
-# Of what a step takes beyond its products, the share that compiling is likely to save, and the seconds that takes: of
-# GPT-2's steps on an H200 it saved 0.73, and 0.52 of recorded ones, in 23 s; of ResNet-50's, recorded, 0.3 in 43 s
-# (docs/LOG.md, 2026-11-26 and 27).
+# Likely saving of compilation, as a fraction of the step time beyond matrix products, and its seconds. Measured: GPT-2
+# on an H200, 0.73 of plain steps and 0.52 of captured ones in 23 s; ResNet-50, captured, 0.3 in 43 s (docs/LOG.md,
+# 2026-11-26 and 27).
 _LIKELY, _LIKELY_CONVOLVED = (0.5, 20.0), (0.3, 40.0)
-_UNKNOWN = 0.5  # of a step whose least time is not known, what could be saved
-# Modes this many times as slow as the fastest may be held up by the host: of 128 small images ResNet-50's steps took an
-# H200 25 to 33 ms in each, while kernels of one in bf16 take it 10 (docs/kernels.md).
+_UNKNOWN = 0.5  # fraction of the step that compilation could save, if the least time is unknown
+# Modes up to this factor slower than the fastest may be bound by launches. ResNet-50's steps on 128 small images took
+# 25 to 33 ms on an H200 in all modes, and the kernels alone 10 ms in bf16 (docs/kernels.md).
 _HELD_UP = 1.3
-# A step that takes so many times its products at the device's peak may wait for its host: GPT-2's of 32 rows, compiled,
-# took an H200 twice as long, ResNet-50's of 128 small images 20 times.
+# A step this many times as long as its products at peak may be bound by launches. Measured on an H200: compiled GPT-2
+# with 32 samples took 2 times as long, ResNet-50 on 128 small images 20 times.
 _LAUNCHED = 4.0
 
 
 def graph_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate, ...]:
-    """Return the fastest mode, and what is recorded on trial beside it, if anything is."""
+    """Return the fastest mode, and a captured candidate if capture is worth a trial."""
     if profile.loop.is_compiled or profile.loop.bitwise_only or not _may_wait(profile, fastest):
         return (fastest,)
     return fastest, replace(to_compile(profile, fastest), compiled=CUDA_GRAPHS)
 
 
 def compile_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate, ...]:
-    """Return the fastest mode, and what is compiled on trial beside it, if anything is: recorded, where that pays."""
+    """Return the fastest mode, and compiled candidates if compilation is worth a trial.
+
+    The compiled candidates are captured as CUDA graphs too if capture paid.
+    """
     if compiling_refusal(profile, fastest):
         return (fastest,)
     mode, recorded = to_compile(profile, fastest), unpaid(profile, CUDA_GRAPHS) is None
@@ -53,16 +56,16 @@ def compile_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate,
 
 
 def _may_wait(profile: Profile, fastest: Candidate) -> bool:
-    """Return whether, on a GPU, one launch may do for a step that seems to wait for its launches."""
+    """Return True if a step on a GPU may be bound by kernel launches."""
     step_s, least_s = _seconds(profile, fastest)
     return profile.device.kind == "cuda" and step_s >= _LAUNCHED * (least_s or 0.0)
 
 
 def takes_many_times_its_products(profile: Profile) -> bool:
-    """Return whether, before anything is tried, the loop's own step on a GPU is so long that it may wait for its host.
+    """Return True if the loop's own step on a GPU may be bound by kernel launches, judged before any trial.
 
-    By its phases, and by what its products take at the peak of its precision; torch convolves in TF32 by default. One
-    that moves much is as long: which of its modes is faster shows in three laps.
+    Compares the phase times with the matrix products at the peak of the loop's precision; torch runs convolutions in
+    TF32 by default. A step bound by memory traffic looks the same, and three rounds are enough to rank its modes.
     """
     own = profile.reference.precision
     found = [profile.device.peak(each) for each in ((own, "tf32") if profile.loop.has_convolutions else (own,))]
@@ -73,16 +76,16 @@ def takes_many_times_its_products(profile: Profile) -> bool:
 
 
 def to_record(profile: Profile, fastest: Candidate) -> Candidate:
-    """Return the mode that is recorded on trial, where that is; else the fastest."""
+    """Return the mode to capture, if a step may be bound by launches; otherwise the fastest mode."""
     waits = not profile.loop.is_compiled and _may_wait(profile, fastest)
     return to_compile(profile, fastest) if waits else fastest
 
 
 def to_compile(profile: Profile, fastest: Candidate) -> Candidate:
-    """Return the fastest mode; on a GPU the one with the fastest products of those that are about as fast.
+    """Return the mode to compile: the fastest; on a GPU the fastest products decide among modes of similar speed.
 
-    Where they wait for their launches, which of these is faster does not show: then in channels_last, in which its
-    units convolve, and in bf16, whose gradients need no loss scale, unless the loop has one.
+    Launch-bound modes hide their difference in speed. Then channels_last is preferred (the layout of convolution
+    kernels), and bf16 (no loss scaling) unless the loop uses fp16.
     """
     found = _with_fastest_products(profile, fastest)
     if not _may_wait(profile, fastest):
@@ -97,7 +100,7 @@ def to_compile(profile: Profile, fastest: Candidate) -> Candidate:
 
 
 def _with_fastest_products(profile: Profile, fastest: Candidate) -> list[Candidate]:
-    """Return the modes of those that are about as fast whose products are the fastest; the fastest mode first."""
+    """Return the modes of similar speed with the fastest matrix products; the fastest mode first."""
     model, device = CostModel(profile), profile.device
     if device.kind != "cuda":
         return [fastest]
@@ -112,7 +115,7 @@ def _with_fastest_products(profile: Profile, fastest: Candidate) -> list[Candida
 
 
 def compiling_refusal(profile: Profile, fastest: Candidate) -> str | None:
-    """Return why the model is not compiled on trial, or None."""
+    """Return the reason not to try compilation, or None."""
     if profile.loop.is_compiled:
         return "already compiled"
     if profile.loop.bitwise_only:
@@ -128,10 +131,10 @@ def compiling_refusal(profile: Profile, fastest: Candidate) -> str | None:
 
 
 def is_promising(profile: Profile, fastest: Candidate) -> bool:
-    """Return whether, on a GPU, what compiling is likely to save of the run is what it has to, for what it takes.
+    """Return True if, on a GPU, the likely saving of compilation over the run justifies its time.
 
-    It could save what a step takes beyond its products at the device's peak: kernels that are fused move less, and are
-    fewer to launch; of a step that is recorded already, of what that takes.
+    Compilation can save step time beyond the matrix products at peak: fused kernels move less memory and need fewer
+    launches. If a captured step was measured, the saving is relative to the captured step.
     """
     if profile.device.kind != "cuda":
         return False
@@ -144,7 +147,10 @@ def is_promising(profile: Profile, fastest: Candidate) -> bool:
 
 
 def _recorded_s(profile: Profile) -> float | None:
-    """Return the seconds of a recorded step that is not compiled, in the best size within the limit; None: none is."""
+    """Return the seconds of a captured, uncompiled step at the best size within the limit.
+
+    None if capture did not pay.
+    """
     if unpaid(profile, CUDA_GRAPHS) is not None:
         return None
     model, limit = CostModel(profile), profile.limits(profile.budget).memory_bytes
@@ -156,22 +162,21 @@ def _recorded_s(profile: Profile) -> float | None:
 
 
 def _seconds(profile: Profile, fastest: Candidate) -> tuple[float, float | None]:
-    """Return what a step of the fastest mode takes, and its products at the device's peak; None: not known."""
+    """Return the seconds of the fastest mode's step, and of its products at peak; None if unknown."""
     precision = _with_fastest_products(profile, fastest)[0].precision
     flops, peak = profile.loop.flops_per_step, profile.device.peak(precision)
     return CostModel(profile).predict(fastest).step_s or 0.0, flops / peak if flops and peak else None
 
 
 def stage_of(value: Compiled) -> str:
-    """Return the stage in which a way to run the model is tried first."""
+    """Return the search phase that first tries a way to run the model."""
     return "graphs" if value == CUDA_GRAPHS else "compile"
 
 
 def unpaid(profile: Profile, value: Compiled) -> str | None:
-    """Return why a model does not run in a way that was tried, by its trial, or None.
+    """Return the reason why a way to run the model did not pay in its trial, or None.
 
-    It has to pay beside the model as it is, and beside what is recorded without being compiled, where that is in its
-    stage.
+    Compared with the plain model, and with the captured uncompiled model if tried in the same phase.
     """
     trials = [trial for trial in profile.stage(stage_of(value)) if not trial.control]
     ours = next((trial for trial in trials if trial.candidate.compiled == value), None)
@@ -189,7 +194,7 @@ def _unpaid(profile: Profile, ours: Trial, rival: Trial) -> str | None:
     if is_recorded(way) and speed.low <= 1:
         return f"not clearly faster: {said}"
     if profile.total_steps is None and not is_by_compiler(way):
-        return None  # a few steps' time, however long the run is
+        return None  # Capture takes a few steps' time, so the length of the run does not matter.
     saves_s = (rival.step_s or 0.0) * (1 - 1 / speed.mean) * (profile.total_steps or 0)
     took_s = ours.compile_s or 0.0
     if saves_s <= WORTH_COMPILING * took_s:
@@ -199,16 +204,17 @@ def _unpaid(profile: Profile, ours: Trial, rival: Trial) -> str | None:
 
 
 def tried(profile: Profile) -> tuple[Trial, ...]:
-    """Return the trials of what is compiled or recorded."""
+    """Return the trials of compiled or captured models."""
     found = (trial for stage in ("graphs", "compile") for trial in profile.stage(stage))
     return tuple(trial for trial in found if trial.candidate.compiled and not trial.control)
 
 
 def paying(profile: Profile, mode: Candidate | None = None) -> tuple[Compiled, ...]:
-    """Return in which ways but its own the model runs that were tried and pay.
+    """Return the ways to run the model that were tried and pay, except the plain model.
 
     Args:
-        mode: the precision and layout that they are asked of; None: of any.
+        profile: measurements.
+        mode: precision and layout to consider; None: all.
     """
     found = (trial.candidate for trial in tried(profile))
     ways = dict.fromkeys(each.compiled for each in found if mode is None or each.alike(mode, *BUT_MODE))

@@ -1,12 +1,14 @@
-"""Seconds and bytes of a step for any candidate: as they were measured, else predicted from a profile's parts.
+"""Cost model: seconds and bytes of a candidate's step, measured or predicted from a profile.
 
-A step of k micro-batches takes `k * alpha + work + optimizer + head`. Work of each precision and layout is what trials
-of whole steps took; `alpha`, what one more micro-batch costs, is read off trials of several sizes; what a loss head in
-chunks and compiling save are a trial's; the optimizer's step is timed alone. All is in units of one trial's step: a
-machine whose speed drifts between stages moves no whole step against another, though the optimizer's share of one.
-Bytes are those counted of a trial, else traced ones with a margin; of what is compiled or recorded, which is not
-traced, those of its trial and what the model as it is takes more or less. What recomputing blocks takes and saves is
-told from their chain. Where nothing was tried, on a device that is not here, seconds are those of its roofline.
+A step of k micro-batches takes `k * alpha + work + optimizer + head`. Trials of whole steps measure the work per
+precision and layout; trials of several sizes measure `alpha`, the cost of an additional micro-batch; dedicated trials
+measure the savings of a chunked loss head and of compilation; the optimizer step is timed separately. All times are
+relative to the step of a single trial, so drift of the machine's speed between search phases does not bias comparisons
+of whole steps, only the optimizer's fraction of a step.
+
+Bytes are counted in a trial, or traced plus a margin. Compiled and captured models are not traced: their bytes are
+those of a trial, adjusted by the traced difference of the plain model. Recomputation is predicted from the chain of
+blocks. For a target device without trials, seconds come from the roofline.
 """
 
 from __future__ import annotations
@@ -24,35 +26,36 @@ from trimtab.decide import recomputing
 from trimtab.decide.readings import ratio_by_longest
 from trimtab.decide.roofline import step_seconds
 
-# A traced peak is held against a limit with this much on top, or with what the worst trial took beyond its trace.
+# A traced peak is raised by this fraction, or by the worst excess of a trial over its trace, before limits apply.
 MARGIN = 0.02
-# And where nothing was tried: of a loop with convolutions, whose workspaces no tensor shows; on a GPU, whose allocator
-# holds more than tensors take; and on top of seconds by a data sheet that are held against a limit, as where
-# they are a fourth too little.
+# Margins without any trial: for convolutions, whose workspaces are invisible to a trace; for the caching allocator on a
+# GPU, which reserves more than tensors take; and for data-sheet seconds, which may be a fourth too small.
 CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 1 / 3
-# Of a candidate, all but its precision and layout.
+# All fields of a candidate except precision and memory layout.
 BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
-# And but the way in which its model runs.
+# The same without the way to run the model.
 BUT_WAY = tuple(name for name in BUT_MODE if name != "compiled")
-# Stages of whole steps, each of which begins with a mode.
+# Search phases with whole steps; the first candidate of each is a mode (precision and layout).
 _STAGES = ("modes", SLICED, "head", "sizes", "graphs", "compile")
-# Share of blocks that an interval leaves out, half of them below; and by how much nine of ten predictions were too long
-# or too short, at the most (docs/memory.md has of how many it holds).
+# Fraction of blocks outside the interval, half of them below; and the relative error that nine of ten predictions stay
+# within (counts in docs/memory.md).
 _OUTSIDE, _MISSED = 0.05, 0.15
-# Of what fewer rows take less of the model as it is, the share that a compiled one takes less: 0.29 of GPT-2 on an
-# H200, from two rows to one (docs/LOG.md, 2026-11-27).
+# Memory that a compiled model saves with smaller micro-batches, relative to the plain model: 0.29 for GPT-2 on an H200,
+# from two samples to one (docs/LOG.md, 2026-11-27).
 _LEFT_OUT = 1 / 3
-_UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
+_UNKNOWN_FAULTS = 0.04  # fraction of a step; enough to try keeping freed host memory
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a candidate's step is expected to take.
+    """Predicted cost of a candidate's step.
 
     Args:
-        step_s: seconds; None: nothing like it was tried. peak_bytes: None: neither counted nor told. counted:
-            whether the bytes are a trial's. margin: by what seconds are raised before they are held against a limit.
-        energy_j: joules; None: no meter, or no trial that it was read in.
+        step_s: seconds; None: no comparable trial.
+        peak_bytes: peak memory; None: neither counted nor predicted.
+        counted: True if the bytes were counted in a trial.
+        margin: relative margin added to seconds before comparison with a limit.
+        energy_j: joules; None: no meter reading in any trial.
     """
 
     step_s: float | None
@@ -63,12 +66,12 @@ class Predicted:
 
     @property
     def limit_s(self) -> float | None:
-        """Return the seconds that are held against a limit."""
+        """Seconds with margin, for comparison with a limit."""
         return None if self.step_s is None else (1 + self.margin) * self.step_s
 
 
 class CostModel:
-    """What a profile says of candidates."""
+    """Predictions of a candidate's cost from a profile."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -84,7 +87,7 @@ class CostModel:
 
     @property
     def modes(self) -> tuple[Candidate, ...]:
-        """Precisions and layouts that ran, each at the size it was tried at; the fastest first."""
+        """Tried modes (precision and memory layout), each at its tried size; the fastest first."""
         if not self._profile.trials:
             return tuple(dict.fromkeys(replace(traced.candidate, loss_chunk=None) for traced in self._profile.traces))
         return tuple(sorted(self._modes, key=lambda candidate: self._modes[candidate]))
@@ -102,7 +105,10 @@ class CostModel:
         return Predicted(step_s, peak, counted is not None, self.seconds_margin, energy_j)
 
     def _power_w(self, candidate: Candidate) -> float | None:
-        """Return the watts drawn while what is nearest to it ran: of its precision and layout, which units compute."""
+        """Return the power of the most similar trial.
+
+        Precision and layout must match first, because they select the compute units.
+        """
         metered = [t for t in reversed(self._profile.trials) if t.is_whole and t.watts and not t.control]
 
         def apart(trial: Trial) -> tuple[bool, int]:
@@ -112,10 +118,10 @@ class CostModel:
         return None if near is None else near.power_w
 
     def between(self, step_s: float) -> tuple[float, float] | None:
-        """Return between which seconds a step lies that is predicted to take so many. None: nothing was run.
+        """Return the interval of seconds that contains 95 % of blocks, given a prediction; None without trials.
 
-        Where blocks of trials lay beside what is predicted of them, but for one of twenty; by these it is made, too, so
-        that it is no narrower than what nine of ten predictions missed by.
+        The interval comes from measured blocks divided by their predictions. The model was made from the same blocks,
+        so the interval is at least as wide as the error of nine of ten predictions.
         """
         shares = self._shares
         if not shares:
@@ -126,7 +132,7 @@ class CostModel:
 
     @functools.cached_property
     def _shares(self) -> list[float]:
-        """Return what blocks of trials took, as shares of what is predicted of them."""
+        """Measured block times divided by predicted times, sorted."""
         shares = list[float]()
         for trial in self._profile.trials:
             step_s = self.predict(trial.candidate).step_s if trial.is_whole else None
@@ -134,17 +140,17 @@ class CostModel:
         return sorted(shares)
 
     def may_fit(self, candidate: Candidate, limit_bytes: int) -> bool:
-        """Return whether nothing is known that speaks against it: counted bytes, or traced ones without a margin."""
+        """Return True unless counted bytes, or traced bytes without a margin, exceed the limit."""
         found = self._counted(candidate) or self.traced_bytes(candidate)
         return found is None or found <= limit_bytes
 
     def is_within(self, candidate: Candidate, limit_bytes: int) -> bool:
-        """Return whether its peak is known, and within a limit."""
+        """Return True if the candidate's peak is known and within the limit."""
         found = self.predict(candidate).peak_bytes
         return found is not None and found <= limit_bytes
 
     def traced_bytes(self, candidate: Candidate) -> int | None:
-        """Return the peak as it was traced, without a margin; None where it was not."""
+        """Return the traced peak without a margin; None if not traced."""
         if candidate.recompute is not None:
             return self._chained_bytes(candidate)
         traced = self._trace_of(candidate)
@@ -153,7 +159,7 @@ class CostModel:
         return None if model is None else model.peak_bytes(candidate.micro_batch)
 
     def _chained_bytes(self, candidate: Candidate) -> int | None:
-        """Return the peak of a step by its chain: its optimizer's step is as it is whatever is recomputed."""
+        """Return the peak of a step with recomputation; the optimizer step needs as much memory as without."""
         bare = recomputing.peak_bytes(self._profile, candidate)
         traced = self._trace_of(replace(candidate, recompute=None))
         if bare is None or traced is None or traced.step is None:
@@ -162,7 +168,7 @@ class CostModel:
 
     @functools.cached_property
     def _unit_s(self) -> float | None:
-        """Return the seconds of the unit: a median, as a stage that was disturbed as a whole is one of several."""
+        """Seconds of the unit step: a median over search phases, because a phase may be disturbed as a whole."""
         if self._unit is None or not self._unit.step_s:
             return None
         firsts = [
@@ -172,7 +178,7 @@ class CostModel:
         return statistics.median(found) if found else self._unit.step_s
 
     def _relative(self, candidate: Candidate) -> float | None:
-        """Return a candidate's seconds in units of the first trial's."""
+        """Return a candidate's seconds relative to the unit step; None if unknown."""
         if candidate.recompute is not None:
             return self._recomputing(candidate)
         for tried, relative in self._recorded.items():
@@ -187,7 +193,12 @@ class CostModel:
         return None
 
     def _parts_of(self, candidate: Candidate, *but: str) -> float:
-        """Return what its parts save, in units of the first trial's."""
+        """Return the saving of a candidate's fused step, chunked head and compilation, relative to the unit step.
+
+        Args:
+            candidate: settings.
+            but: names of settings to leave out.
+        """
         names = (name for name in ("fused_optimizer", "loss_chunk", "compiled") if name not in but)
         return sum(self._saved.get((name, getattr(candidate, name)), 0.0) for name in names)
 
@@ -198,7 +209,7 @@ class CostModel:
         return None if plain is None or measured is None or longer is None else plain + longer * measured
 
     def _of_faults(self, candidate: Candidate, tried: Candidate) -> float:
-        """Return the factor by which the page faults of a step that hands its memory back make it longer."""
+        """Return the factor on the step time from page faults, if the allocator modes of the two candidates differ."""
         share = self._profile.fault_share
         if candidate.allocator == tried.allocator:
             return 1.0
@@ -206,14 +217,19 @@ class CostModel:
         return 1 / (1 - share) if tried.allocator == "retain" else 1 - share
 
     def saves(self, name: str, value: object) -> float:
-        """Return what a value that was tried against another saves, in units of the first trial's step."""
+        """Return the saving of a tried value, relative to the unit step.
+
+        Args:
+            name: name of the setting.
+            value: value of the setting.
+        """
         return self._saved.get((name, value), 0.0)
 
     def fastest(self, also: Iterable[Candidate] = ()) -> float | None:
-        """Return the seconds of the fastest mode that was tried, in units of the first trial's.
+        """Return the seconds of the fastest tried mode, relative to the unit step.
 
         Args:
-            also: what counts beside the modes: those that were compiled or recorded.
+            also: compiled or captured candidates to consider as well.
         """
         found = (*self._modes.values(), *map(self._relative, also))
         return min((each for each in found if each), default=None)
@@ -226,7 +242,10 @@ class CostModel:
         own = self._own(first, unit_s)
 
         def without(trial: Trial) -> float:
-            """Return what is to be saved of: a model may be compiled in another mode than the first's."""
+            """Return the time without the change.
+
+            A model may be compiled in a mode different from the first trial's.
+            """
             bare = replace(trial.candidate, **{name: getattr(first.candidate, name)})
             return self._modes.get(bare, own) if first.is_whole else own
 
@@ -235,12 +254,12 @@ class CostModel:
         }
 
     def _own(self, first: Trial, unit_s: float) -> float:
-        """Return what the first of a stage takes, in units of the first trial's."""
+        """Return the time of a phase's first trial, relative to the unit step."""
         in_units = (first.step_s or 0.0) / unit_s
         return self._modes.get(first.candidate, in_units) if first.is_whole else in_units
 
     def _of_recorded(self) -> dict[Candidate, float]:
-        """Return what recorded steps took, in units of the first trial's, each in the size it was tried at."""
+        """Return the times of captured steps at their tried size, relative to the unit step."""
         found: dict[Candidate, float] = {}
         if not (unit_s := self._unit_s):
             return found
@@ -252,7 +271,7 @@ class CostModel:
         return found
 
     def _of_sizes(self) -> dict[int, float]:
-        """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""
+        """Return the added time per number of micro-batches, relative to the unit step; 0 for the first size tried."""
         trials = self._profile.ran("sizes")
         if not trials:
             return {}
@@ -262,7 +281,7 @@ class CostModel:
         return {self._count(t.candidate): relative * (1 / ratio_by_longest(t, first, trials) - 1) for t in trials}
 
     def _extra_of(self, candidate: Candidate) -> float:
-        """Return what a number of micro-batches adds, on straight lines through those that were tried."""
+        """Return the added time of a number of micro-batches by linear interpolation between tried sizes."""
         count, points = self._count(candidate), sorted(self._extra.items())
         if not points:
             return 0.0
@@ -271,14 +290,15 @@ class CostModel:
         pairs = list(itertools.pairwise(points))
         (k, low), (m, high) = next((pair for pair in pairs if count <= pair[1][0]), pairs[-1])
         slope = (high - low) / (m - k)
-        if count > m:  # what more of them save by fitting a cache they do not save without end
+        if count > m:  # a saving by cache fit does not grow without bound
             return high + max(0.0, slope) * (count - m)
         return low + (slope if count >= k else max(0.0, slope)) * (count - k)
 
     def _longer(self, candidate: Candidate, tried: Candidate) -> float:
-        """Return how many times as long a recorded step takes in another size: as the model as it is, if that is more.
+        """Return the factor on a captured step's time at a different size: the plain model's ratio, at least 1.
 
-        Of larger ones nothing is told: what the model as it is waits for its host less there, it does not wait at all.
+        Larger micro-batches get no credit: the plain model gains by waiting less for launches, but a captured step
+        never waits for launches.
         """
         mode = next((mode for mode in self._modes if mode.alike(tried, *BUT_MODE)), None)
         bare = 0.0 if mode is None else self._modes[mode] - self._extra_of(mode)
@@ -289,7 +309,7 @@ class CostModel:
         return math.ceil(self._profile.loop.batch_rows / candidate.micro_batch)
 
     def _counted(self, candidate: Candidate) -> int | None:
-        """Return the bytes counted of a trial, which neither the allocator's mode nor a fused step moves much."""
+        """Return the bytes counted in a trial; the allocator mode and a fused step hardly change memory."""
         alike = [t for t in self._weighed() if t.candidate.alike(candidate, "allocator", "fused_optimizer")]
         same = [t for t in alike if t.candidate.fused_optimizer == candidate.fused_optimizer]
         return next((trial.peak_bytes for trial in reversed(same or alike)), None)
@@ -298,10 +318,10 @@ class CostModel:
         return [trial for trial in self._profile.trials if not trial.control and trial.peak_bytes is not None]
 
     def _beside_counted(self, candidate: Candidate) -> int | None:
-        """Return a peak told by one counted of a step that ran in the same way, compiled or recorded: none is traced.
+        """Return a peak predicted from a counted trial of the same compiled or captured model, because no trace exists.
 
-        Raised by what the model as it is takes more of the other size, with a margin, or lowered by what it takes less:
-        of what is compiled, which keeps less of each row, by a third of that.
+        The trial's peak is adjusted by the plain model's traced difference between the two sizes: an increase gets a
+        margin, and a decrease of a compiled model counts a third, because compiled models keep less per sample.
         """
         if not candidate.compiled or candidate.recompute is not None:
             return None
@@ -322,7 +342,7 @@ class CostModel:
         return None if bare is None else math.ceil(bare * (1 + margin))
 
     def _by_roofline(self, candidate: Candidate) -> float | None:
-        """Return seconds on a device where nothing was tried."""
+        """Return the roofline seconds of a step, for a device without trials."""
         if candidate.recompute is not None:
             found, longer = self._profile.recomputable_of(candidate), recomputing.longer(self._profile, candidate)
             plain = self._by_roofline(replace(candidate, recompute=None))
@@ -342,9 +362,9 @@ class CostModel:
 
     @functools.cached_property
     def margin(self) -> float:
-        """What a traced peak is raised by: the worst that a trial took beyond its trace, and no less than `MARGIN`.
+        """Relative margin on traced peaks: the worst excess of a trial over its trace, at least `MARGIN`.
 
-        Where nothing was tried, no less than what is not known of convolutions and a GPU's allocator.
+        Without trials, at least the uncertainty of convolution workspaces and of a GPU's allocator.
         """
         if self._profile.trials:
             return max([MARGIN, *self._misses()])
@@ -353,12 +373,12 @@ class CostModel:
 
     @property
     def seconds_margin(self) -> float:
-        """What predicted seconds are raised by before they are held against a limit."""
+        """Relative margin on predicted seconds before comparison with a limit."""
         return 0.0 if self._profile.trials else ROOFLINE
 
     @functools.cached_property
     def chain_margin(self) -> float:
-        """As `margin`, of a step that recomputes, by all that was weighed and has a chain; and no less than it."""
+        """Margin on the peak of a step with recomputation: the worst excess over a chain's peak, at least `margin`."""
         found = ((t.peak_bytes, self._chained_bytes(t.candidate)) for t in self._weighed())
         return max([self.margin, *((counted or 0) / bare - 1 for counted, bare in found if bare)])
 

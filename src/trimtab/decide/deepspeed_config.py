@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration of a plan, as JSON holds it."""
+"""DeepSpeed configuration of a plan."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 
-# Of a buffer that gradients are reduced in, where the plan does not say: DeepSpeed's own takes 2 GB on every rank.
+# Reduction bucket if the plan has no size: DeepSpeed's default takes 2 GB on every rank.
 BUCKET_BYTES = 2**26
 _SENT = {"fp32": "fp32", "bf16": "bf16"}
 
 
 def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
-    """Return what `deepspeed.initialize` takes for a plan whose engine it is.
+    """Return the configuration for `deepspeed.initialize` of a plan with the DeepSpeed engine.
 
-    The loop says which micro-batch is a window's last, scales and clips by itself, and has autocast of its own: what
-    the configuration would say of those is left at nothing.
+    Micro-batch boundaries, loss scaling, clipping and autocast stay with trimtab's loop; their entries are neutral.
 
     Args:
-        num_elements: of all parameters: no buffer is larger.
+        plan: plan with `engine` "deepspeed".
+        num_elements: number of parameter elements; an upper bound for buckets.
 
     Raises:
-        ValueGivenError: the plan has another engine, or what DeepSpeed's stages do not go with here.
+        ValueGivenError: the plan has a different engine, or settings that DeepSpeed does not support here.
     """
     if plan.engine.value != "deepspeed":
         raise ValueGivenError("plan.engine", given=repr(plan.engine.value), expected="deepspeed")
@@ -34,7 +34,7 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
         given = "a batch rule, with DeepSpeed, whose gradients cannot be seen"
         raise ValueGivenError("plan.batch_rule", given=given, expected="none, or the torch engine")
     wanted = int(plan.bucket_bytes.value or BUCKET_BYTES) // 4
-    bucket = max(2, min(wanted, num_elements // 2 * 2 + 2))  # an even number, as its stages ask
+    bucket = max(2, min(wanted, num_elements // 2 * 2 + 2))  # DeepSpeed's stages require an even number.
     zero = {
         "stage": plan.zero_stage.value,
         "overlap_comm": False,
@@ -42,7 +42,7 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
         "allgather_bucket_size": bucket,
         "stage3_prefetch_bucket_size": bucket,
         "stage3_param_persistence_threshold": 0,
-        "memory_efficient_linear": False,  # or torch.nn.functional.linear is another for the whole process
+        "memory_efficient_linear": False,  # True would replace torch.nn.functional.linear in the whole process.
     }
     return {
         "train_micro_batch_size_per_gpu": 1,

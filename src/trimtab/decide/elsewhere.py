@@ -1,6 +1,6 @@
-"""Which candidates are traced for a device that is not here, be it now or by a profile that was recorded.
+"""Candidates to trace for a target device, now or later from a recorded profile.
 
-And their blocks, where memory asks for less of it: what computing them again takes there is told from their operators.
+If memory is limited, blocks are traced as well, and their recomputation time is predicted from their operators.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from trimtab.decide.search import chunk_candidates, mode_candidates, next_recomp
 Trace = Callable[[Sequence[Candidate]], Sequence[Traced]]
 TraceBlocks = Callable[[Candidate], TracedBlocks | str]
 
-# Precisions whose operators are another's, in other kernels, and hold as many bytes.
+# precision -> precision with the same operators and bytes, in other kernels
 _TWINS = {"tf32": "fp32", "fp16": "bf16"}
 RECORDED = ("fp32", "bf16")
 
 
 def traced_for(profile: Profile, trace: Trace) -> Profile:
-    """Return the profile with traces of each precision of its device, and of the fastest with its loss head in chunks.
+    """Return the profile with traces of the device's precisions, and of the fastest precision with a chunked loss head.
 
     Args:
-        trace: returns traces of candidates that are alike but in precision, or of as many of them as there are.
+        profile: profile for the target device.
+        trace: returns traces of candidates that differ only in precision; unavailable ones are omitted.
     """
 
     def traced(profile: Profile, candidates: Sequence[Candidate]) -> Profile:
-        """Trace each of those whose operators are no other's."""
+        """Trace candidates; precisions with the same operators share a trace."""
         apart = [c for c in candidates if _twin(c) == c or _twin(c) not in candidates]
         found = {each.candidate: each for each in trace(apart)}
         twins = ((c, found.get(c) or found.get(_twin(c))) for c in candidates)
@@ -45,10 +46,11 @@ def traced_for(profile: Profile, trace: Trace) -> Profile:
 
 
 def with_blocks(profile: Profile, trace: TraceBlocks) -> Profile:
-    """Return the profile with the blocks of those whose memory is too much, or weighed.
+    """Return the profile with the blocks of candidates that need less memory.
 
     Args:
-        trace: returns the blocks of a candidate's model, or why nothing can be told of them.
+        profile: profile for the target device.
+        trace: returns the blocks of a candidate's model, or the reason for a refusal.
     """
     wanted = next_recomputables(profile, None, profile.objective, profile.budget)
     found = tuple(_recomputable(profile, candidate, trace(candidate)) for candidate in wanted)
@@ -56,7 +58,8 @@ def with_blocks(profile: Profile, trace: TraceBlocks) -> Profile:
 
 
 def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks | str) -> Recomputable:
-    from trimtab.decide.optimal_schedule import by_shares  # and numpy, which no plan without a limit needs
+    # The import loads numpy, which plans without a memory limit do not need.
+    from trimtab.decide.optimal_schedule import by_shares
 
     step_s = CostModel(profile).predict(candidate).step_s
     if isinstance(traced, str) or not step_s:
@@ -77,10 +80,10 @@ def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks |
 
 
 def _chord(profile: Profile, candidate: Candidate, operations: tuple[Operation, ...]) -> Callable[[int], float]:
-    """Return a line for seconds of operators by rows of a micro-batch: right for one row and for all, never too little.
+    """Return a linear function of the micro-batch size for the seconds of operators.
 
-    No operator takes less than some microseconds, so that seconds do not fall with rows as far as a line through two
-    large sizes would have it.
+    Exact for a single sample and for the whole batch, and never too small between: every operator takes at least a few
+    microseconds, so extrapolation from two large sizes would be too small for small ones.
     """
     more = profile.loop.batch_rows
     one_s, all_s = (seconds_of(operations, profile.device, candidate.precision, rows) or 0.0 for rows in (1, more))
@@ -88,19 +91,20 @@ def _chord(profile: Profile, candidate: Candidate, operations: tuple[Operation, 
 
 
 def modes(profile: Profile) -> list[Candidate]:
-    """Return precisions worth a trace, their step fused: layouts differ in nothing that a data sheet knows."""
+    """Return the precisions worth tracing, with a fused step; memory layouts do not differ in a data sheet."""
     device = profile.device
     found = [mode for mode in mode_candidates(profile) if mode.memory_layout == "keep"]
-    if (device.peak("bf16") or 0.0) >= (device.peak("fp16") or 0.0) > 0:  # as fast, and of fp32's range
+    # bf16 is as fast as fp16 and has the range of fp32
+    if (device.peak("bf16") or 0.0) >= (device.peak("fp16") or 0.0) > 0:
         found = [mode for mode in found if mode.precision != "fp16" or profile.reference.precision == "fp16"]
     return [_fused(profile, mode) for mode in found]
 
 
 def chunks(profile: Profile) -> tuple[Candidate, ...]:
-    """Return the chunked heads to trace where nothing is run, of the fastest precision.
+    """Return the chunked loss heads to trace for the fastest precision on a target device.
 
-    In the largest chunks alone, which read the head's weights least, where memory is not weighed and its whole batch is
-    within the limit.
+    Only the largest chunks, which read the head's weights least often, if memory is not weighed and the whole batch
+    fits.
     """
     model, limit = CostModel(profile), profile.budget.memory_bytes
     whole = [replace(mode, micro_batch=profile.loop.batch_rows) for mode in model.modes]
@@ -113,7 +117,7 @@ def chunks(profile: Profile) -> tuple[Candidate, ...]:
 
 
 def recorded_candidates(profile: Profile) -> Iterator[tuple[Candidate, ...]]:
-    """Yield what to trace for any device that a profile may be decided for later, each time alike but in precision."""
+    """Yield groups of candidates to trace for any later target device; a group differs only in precision."""
     bare = replace(profile, trials=())
     base = _fused(bare, replace(bare.reference_candidate, allocator="keep"))
     whole = tuple(replace(base, precision=precision) for precision in RECORDED)
@@ -123,7 +127,7 @@ def recorded_candidates(profile: Profile) -> Iterator[tuple[Candidate, ...]]:
 
 
 def recorded(profile: Profile) -> Trace:
-    """Return what looks traces up that a profile has of CUDA's operators."""
+    """Return a function that looks up recorded CUDA traces in the profile."""
 
     def trace(candidates: Sequence[Candidate]) -> list[Traced]:
         has = {each.candidate: each for each in profile.elsewhere_traces}
@@ -134,7 +138,7 @@ def recorded(profile: Profile) -> Trace:
 
 
 def recorded_blocks(profile: Profile) -> TraceBlocks:
-    """Return what looks blocks up that a profile has traced as on CUDA."""
+    """Return a function that looks up recorded CUDA blocks in the profile."""
 
     def trace(candidate: Candidate) -> TracedBlocks | str:
         ignored = ("micro_batch", "allocator", "fused_optimizer")
@@ -150,5 +154,5 @@ def _fused(profile: Profile, candidate: Candidate) -> Candidate:
 
 
 def _twin(candidate: Candidate) -> Candidate:
-    """Return who has the same operators in another precision; itself where nobody does."""
+    """Return the candidate in the precision that has the same operators, possibly unchanged."""
     return replace(candidate, precision=_TWINS.get(candidate.precision, candidate.precision))

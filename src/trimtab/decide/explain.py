@@ -1,4 +1,4 @@
-"""Why each setting of a plan is what it is, and why the others are not: sentences from a profile's trials."""
+"""Explanations of a plan: the reason for every setting and for rejected alternatives, from a profile's trials."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ _BY_PARTS = "put first by what the trials of its parts predict"
 
 @dataclass(frozen=True)
 class Told:
-    """What can be said of a plan's choices.
+    """Explanation of a plan's choices.
 
     Args:
-        found: everything it was chosen from. winner: what was chosen. outcome: of the final that chose it; None where
-            the cost model did.
+        profile: measurements.
+        found: all considered points.
+        winner: chosen candidate.
+        outcome: result of the deciding final; None if the cost model decided.
+        budget: limits.
     """
 
     profile: Profile
@@ -39,7 +42,7 @@ class Told:
     budget: Budget
 
     def reason(self, name: str) -> str:
-        """Return why a setting is what it is."""
+        """Return the reason for a setting's value."""
         if not self.profile.trials:
             return self._predicted(name)
         if getattr(self.winner, name) != getattr(self.profile.reference_candidate, name):
@@ -48,7 +51,7 @@ class Told:
         return self._kept(name) if refuted is None else f"unchanged: {refuted}"
 
     def losers(self, name: str) -> tuple[Rejected, ...]:
-        """Return the values that were considered and lost, each with the reason of the trial nearest to the winner."""
+        """Return the rejected values of a setting with the reason from the trial most similar to the winner."""
         chosen: Scalar = getattr(self.winner, name)
         found: dict[Scalar, str] = {}
         for trial in self._others(name):
@@ -69,7 +72,7 @@ class Told:
         return tuple(Rejected(value, reason) for value, reason in found.items() if value != chosen)
 
     def _predicted(self, name: str) -> str:
-        """Return why, of a device where nothing was tried."""
+        """Return the reason for a value on a target device without trials."""
         if name == "recompute":
             return self._recomputed() if self.winner.recompute else f"as the loop has it: {self._not_recomputed()}"
         if getattr(self.winner, name) != getattr(self.profile.reference_candidate, name):
@@ -106,7 +109,7 @@ class Told:
         return needed + _BY_PARTS
 
     def _compiled_at_once(self, name: str) -> str:
-        """Return what compiling brought, of each setting in which that was tried beside the fastest mode; or ""."""
+        """Return the measured effect of compilation for settings that changed with it; "" if not applicable."""
         trials = self.profile.stage(stage_of(self.winner.compiled))
         rival = next((trial for trial in trials if not trial.candidate.compiled), None)
         ours = None if rival is None else self._own(rival.stage)
@@ -117,7 +120,7 @@ class Told:
         return said if name in changed and len(changed) > 1 else ""
 
     def _recomputed(self) -> str:
-        """Return which blocks compute their activations again, and what would fit without."""
+        """Return the recomputed blocks and the alternative without recomputation."""
         found, own = self.profile.recomputable_of(self.winner), self._cost_of_winner()
         said = "" if found is None else in_words(found, self.winner)
         plain = [p for p in self.found if p.candidate.recompute is None and p.refusal is None and p.cost.step_s]
@@ -155,7 +158,7 @@ class Told:
         return f"{_BY_PARTS}, though in a trial of its own at {text}" if speed.mean < 1 else text
 
     def _figures(self, speed: Interval, trial: Trial) -> str:
-        """Return a trial's speed in words, and its energy where that counts."""
+        """Return a trial's speed in words, with its energy if energy is weighed."""
         ours = self._own(trial.stage)
         times = None if ours is None else self._times_energy(trial, ours)
         return figures(speed) + (f", at {times} the energy" if times else "")
@@ -166,7 +169,7 @@ class Told:
         return f"{ours.energy_j / theirs.energy_j:.3g}x"
 
     def _fused(self) -> str:
-        """Return what the optimizer's step, timed alone, says of the chosen one."""
+        """Return the measured effect of a fused optimizer step, timed separately."""
         trials = [trial for trial in self.profile.stage(ALONE) if not trial.control and trial.block_s]
         ours = next((t for t in trials if t.candidate.fused_optimizer == self.winner.fused_optimizer), None)
         if ours is None or ours is trials[0]:
@@ -198,7 +201,7 @@ class Told:
         return "as the loop has it: nothing tried is clear of the noise"
 
     def _why_not(self, trial: Trial, name: str) -> str:
-        """Return why a trial's value of a setting was not taken."""
+        """Return the reason why a trial's value was rejected."""
         value = getattr(trial.candidate, name)
         for each in self.profile.refuted:
             if each.setting == name and (each.value == value or name == "micro_batch"):
@@ -225,7 +228,7 @@ class Told:
         return f"no gain: {said}; {resolves(control)}"
 
     def _others(self, name: str) -> Iterator[Trial]:
-        """Yield trials of other values of a setting, those first that differ from the winner in least else."""
+        """Yield trials of alternative values of a setting, the most similar to the winner first."""
         stages = [SLICED, *search.STAGES[:-1], *self.profile.finals]
         chosen = getattr(self.winner, name)
         trials = [t for t in self.profile.trials if not t.control and getattr(t.candidate, name) != chosen]
@@ -235,12 +238,12 @@ class Told:
         yield from sorted(apart, key=lambda t: (len(t.candidate.differences(self.winner)), -stages.index(t.stage)))
 
     def _is_only(self, trial: Trial, name: str) -> bool:
-        """Return whether, where a trial was run, somebody was who differs from it by the winner's value alone."""
+        """Return True if the trial's phase also ran the same candidate with the winner's value of the setting."""
         ours = self._own(trial.stage)
         return ours is not None and ours.candidate.differences(trial.candidate) == (name,)
 
     def _own(self, stage: str) -> Trial | None:
-        """Return who stands for the winner in a stage: who differs from it in least."""
+        """Return the phase's trial most similar to the winner."""
         trials = [trial for trial in self.profile.stage(stage) if not trial.control and trial.block_s]
         return min(trials, key=lambda trial: len(trial.candidate.differences(self.winner)), default=None)
 
@@ -257,7 +260,7 @@ class Told:
         return next((point.refusal for point in self.found if point.candidate == reference), None)
 
     def _predicted_others(self, name: str) -> Iterator[tuple[Scalar, str]]:
-        """Yield other values of a setting with what they are predicted to take, all else as it was chosen."""
+        """Yield alternative values of a setting with predicted costs, all other settings equal to the winner's."""
         own = self._cost_of_winner()
         for point in self.found:
             if own is None or not own.step_s or point.candidate.differences(self.winner) != (name,):
@@ -270,7 +273,7 @@ class Told:
             yield getattr(point.candidate, name), point.refusal or took
 
     def _refused_sizes(self) -> Iterator[tuple[Scalar, str]]:
-        """Yield sizes of the winner that break the budget."""
+        """Yield the winner's micro-batch sizes that exceed the budget."""
         for point in self.found:
             if point.refusal is not None and point.candidate.alike(self.winner, "micro_batch"):
                 yield point.candidate.micro_batch, point.refusal
@@ -311,7 +314,7 @@ class Told:
 
 
 def _is_another_way(name: str, trial: Trial) -> bool:
-    """Return whether a trial tells of another way to run the model, though it is what is most like the winner."""
+    """Return True if the trial runs a compiled or captured model, a valid comparison even if close to the winner."""
     return name == "compiled" and bool(trial.candidate.compiled)
 
 

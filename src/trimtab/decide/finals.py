@@ -1,4 +1,4 @@
-"""Who wins the final: the reference, until somebody is clearly better."""
+"""Decision of a final: the reference wins unless a rival is significantly better."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ _UNREAD = "its meter was lost, and nobody's joules can be held against the loop'
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a final decided.
+    """Result of a final.
 
     Args:
-        winner: its trial. reference: that of the user's loop. control: how far that is from itself.
-        must_leave: why the reference cannot stay, or None. unread: why nobody's joules, which are weighed, can be held
-            against the reference's, which stays then; or "".
+        winner: trial of the winner.
+        reference: trial of the user's loop.
+        control: A/A control, the reference compared with itself.
+        must_leave: reason why the reference cannot stay, or None.
+        unread: reason why weighed energy cannot be compared, in which case the reference stays; otherwise "".
     """
 
     winner: Trial
@@ -31,26 +33,26 @@ class Outcome:
 
     @property
     def speed(self) -> Interval | None:
-        """How many times the reference's speed the winner has; None where that did not run, or won."""
+        """Speed of the winner relative to the reference; None if the reference won or did not run."""
         if self.winner is self.reference or not (self.reference.block_s and self.winner.block_s):
             return None
         return speed_ratio(self.winner, self.reference)
 
 
 def standing(profile: Profile) -> tuple[str, ...]:
-    """Return the finals that decide: those without a candidate that its proof refused, if there are any."""
+    """Return the deciding finals: those without a refuted candidate, or all if every final has one."""
     names = profile.finals
     unrefuted = [n for n in names if not any(profile.refutation_of(t.candidate) for t in profile.stage(n))]
     return tuple(unrefuted or names)
 
 
 def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -> Outcome | None:
-    """Return a final's outcome; None where nobody in it fits.
+    """Return the result of a final; None if no candidate fits the budget.
 
-    Rivals come in the order in which they were predicted. The first that is clearly better than the reference leads,
-    until another is clearly better than it; one that changes less takes its place unless it is clearly worse; and so
-    does one as fast that needs less memory. Where the reference cannot stay, whoever fits may lead. It stays where its
-    joules are weighed and were not read: by none nobody is better.
+    Rivals are in predicted order. The first that is significantly better than the reference leads, until a rival is
+    significantly better than the leader. A candidate with fewer changes replaces the leader unless significantly worse,
+    and so does a candidate of equal speed with less memory. If the reference cannot stay, any fitting candidate may
+    lead. The reference stays if energy is weighed and the reference's energy is unknown.
     """
     reference, *rivals = [trial for trial in profile.stage(stage) if not trial.control]
     control = control_interval(profile, stage, objective)
@@ -65,7 +67,8 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
 
     def is_better(ours: Trial, theirs: Trial) -> bool:
         found = score_ratio(ours, theirs, objective, unit)
-        if control is None and must_leave is not None:  # nothing is claimed against the reference: who is faster?
+        # With no baseline to beat, only the faster of two rivals matters.
+        if control is None and must_leave is not None:
             return found.n >= MIN_PAIRS_FOR_VERDICT and found.low > 1
         return is_gain(found, control)
 
@@ -73,8 +76,8 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
         if must_leave is not None:
             return True
         if trial.candidate.differences(reference.candidate) == ("fused_optimizer",):
-            # Its gain is clear on the optimizer's step alone, a small share of a whole one, where it may drown. That is
-            # one in seconds: where joules are weighed, what they are is asked too.
+            # Its gain was proved on the optimizer step alone, a small fraction of a whole step, in which it may drown.
+            # The proof covers seconds; if energy is weighed, the score has to agree.
             weighs = objective.energy > 0
             found = score_ratio(trial, reference, objective, unit) if weighs else speed_ratio(trial, reference)
             is_read = control is not None or not weighs
@@ -89,15 +92,19 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
         fewer = _changes(trial, reference.candidate) < _changes(winner, reference.candidate)
         winner = trial if fewer and not is_better(winner, trial) else winner
     kept = [] if must_leave is not None or accepted else [reference]
-    if objective.energy == 0:  # as fast, and lighter, might take more of it
+    if objective.energy == 0:  # A candidate as fast, with less memory, might need more energy.
         winner = _lightest([*fitting, *kept], winner)
     return Outcome(winner, reference, control, must_leave)
 
 
 def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objective | None = None) -> str | None:
-    """Return why a trial cannot stay or win: also where its settings failed before.
+    """Return the reason why a trial cannot stay or win, including earlier failures of its settings; or None.
 
-    Of rivals, whose joules have to be known where an objective weighs them, that is given.
+    Args:
+        profile: measurements.
+        trial: trial of the final.
+        budget: limits.
+        objective: set for rivals, whose energy must be known if weighed; None for the reference.
     """
     known = unfit(profile, trial, budget)
     if known is None and objective is not None:
@@ -110,6 +117,6 @@ def _changes(trial: Trial, reference: Candidate) -> frozenset[str]:
 
 
 def _lightest(fitting: Sequence[Trial], winner: Trial) -> Trial:
-    """Return who saves most memory at the winner's speed, or the winner."""
+    """Return the trial that saves most memory at the winner's speed, or the winner."""
     free = [trial for trial in fitting if trial is not winner and is_free(trial, winner)]
     return min(free, key=lambda trial: trial.peak_bytes or 0, default=winner)

@@ -1,9 +1,9 @@
-"""Which arms of a stage are run for another lap: who has lost is not.
+"""Successive elimination: selection of a search phase's candidates for the next round.
 
-Where a stage accepts, losing is to the incumbent alone, and it runs to the end: its blocks are half of every verdict.
-Where a stage only puts candidates in order, losing is to whoever leads, and the incumbent may lose as any other. An arm
-that is dropped is behind, however far. A fast one's chance of losing three blocks in a row is small, an equal one's
-loss costs nothing, and what is put first is proved by blocks of its own.
+If a phase accepts a choice, candidates are compared only with the incumbent. The incumbent runs to the end, because
+every verdict needs its blocks. If a phase only ranks candidates, the comparison is with the current leader, and the
+incumbent may drop out too. A fast candidate rarely loses three blocks in a row; dropping a candidate of equal speed
+costs nothing; and the top of the ranking is proved later by separate blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trimtab.decide.readings import WORTH_SAVING, is_behind
 
 
 class Ran(Protocol):
-    """What of an arm counts: its candidate, the seconds of its blocks, its peak, and whether it is the control."""
+    """Properties of a running candidate: settings, block times, peak memory, and True for the A/A control."""
 
     @property
     def candidate(self) -> Candidate: ...
@@ -33,17 +33,22 @@ Arm = TypeVar("Arm", bound=Ran)
 
 
 def still_open(running: Sequence[Arm], incumbent: Arm, *, orders: bool) -> list[Arm]:
-    """Return who of those that ran every lap until now is run for another.
+    """Return the candidates to run in the next round.
 
     Args:
-        incumbent: the stage's first, which may have failed. orders: whether the stage only puts in order.
+        running: candidates present in every round so far.
+        incumbent: first of the phase; may have failed.
+        orders: the phase only ranks its candidates.
     """
     rival = _leader(running, incumbent) if orders else incumbent
     return [arm for arm in running if arm.control or not has_lost(arm, rival)]
 
 
 def has_lost(arm: Ran, rival: Ran) -> bool:
-    """Return whether an arm is behind another: not one with a fused step alone, whose gain drowns in a whole one."""
+    """Return True if a candidate is behind a rival.
+
+    Never True for a fused step alone, because its gain is too small to show in a whole step.
+    """
     if arm is rival or not rival.block_s or arm.candidate.alike(rival.candidate, "fused_optimizer"):
         return False
     is_lighter = (arm.peak_bytes or 2**63) <= (1 - WORTH_SAVING) * (rival.peak_bytes or 0)

@@ -1,4 +1,4 @@
-"""Peak learning rate from a range test: the rate rises geometrically while training; the loss says where it helps.
+"""Peak learning rate from a range test, in which the rate rises geometrically during training.
 
 Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2017), section 3.3.
 """
@@ -13,25 +13,30 @@ from dataclasses import dataclass
 
 from trimtab.core.plan import Rejected
 
-# The rate at the lowest smoothed loss is already at the edge of divergence; a run holds its peak for long, so it takes
-# this fraction of it at the most.
+# At the lowest smoothed loss the rate is at the edge of divergence. A run holds its peak for long, so it takes at most
+# this fraction.
 SAFETY = 1 / 3
-# Past most of its way down a loss falls slower and turns ragged: where on that floor it is lowest is chance.
+# After most of the decrease, the loss falls slower and is noisy, so the position of its minimum is random.
 FALLEN = 0.85
-_WINDOW = 7  # losses of a centred mean, which does not lag behind the rate as an exponential one does
+_WINDOW = 7  # Losses per centred mean; unlike an exponential mean it does not lag behind the rate.
 SMOOTHING = 0.8
 DIVERGED = 1.5
-# A loss fell when it did by this many standard deviations of what the comparison makes of noise alone.
+# Least decrease of the loss, in standard deviations of the same comparison on noise alone.
 NOISE = 3.0
 _FIRST = 5
 
 
 @dataclass(frozen=True)
 class RatePoint:
-    """One step of the test: factor on the user's rates, the training loss of that step, and its gradient's norm.
+    """A step of the range test.
 
-    The loss is from before the step, so that it shows what the rates until then did. `FALLEN` and `SAFETY` were set on
-    curves that pair them so. The norm is from before the step, too, and before it is clipped; None: not known.
+    The loss is from before the step and reflects the rates until then; `FALLEN` and `SAFETY` were set on curves with
+    this pairing.
+
+    Args:
+        scale: factor on the user's learning rates.
+        loss: training loss.
+        norm: gradient norm before the step and before clipping; None if unknown.
     """
 
     scale: float
@@ -41,9 +46,14 @@ class RatePoint:
 
 @dataclass(frozen=True)
 class RateChoice:
-    """The factor chosen, why, and what lost; and of the test, where they are known:
+    """Result of a range test.
 
-    the norm of gradients that is typical at that factor, and how many steps the rate rose until the loss was lowest.
+    Args:
+        scale: chosen factor on the user's learning rates.
+        reason: reason for the factor.
+        losers: rejected alternatives.
+        norm: typical gradient norm at the factor; None if unknown.
+        rising_steps: steps of rising rate until the lowest loss; None if unknown.
     """
 
     scale: float
@@ -54,7 +64,10 @@ class RateChoice:
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
-    """Return whether the test can stop: the smoothed loss is not finite, or half its lowest above it (of any sign)."""
+    """Return True if the test can stop.
+
+    The smoothed loss is non-finite, or exceeds its minimum by half the minimum's absolute value.
+    """
     smooth = smoothed(losses)
     if not smooth or not math.isfinite(smooth[-1]):
         return bool(smooth)
@@ -63,10 +76,11 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 
 def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
-    """Return a third of the rate at which the smoothed loss was lowest, or where it had come most of its way down.
+    """Return the factor on the user's rates that a range test supports.
 
-    The lower of the two, never below the user's own. A test whose loss is lowest at the user's own rate, or did not
-    fall by more than its noise, keeps it.
+    The smaller of a third of the rate at the lowest smoothed loss, and the rate at which most of the decrease was done.
+    The user's rate is the lower bound, and is kept if the loss is lowest at that rate or did not fall by more than its
+    noise.
     """
     finite = [point for point in points if math.isfinite(point.loss)]
     if len(finite) < _FIRST:
@@ -94,10 +108,10 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
 
 
 def typical_norm(points: Sequence[RatePoint], scale: float) -> float | None:
-    """Return the median norm of the gradients of the steps whose rates were nearest to a factor; None: none is known.
+    """Return the median gradient norm of the steps with rates nearest to a factor; None if unknown.
 
-    In a run at that rate most gradients are about as large, and one that is far larger is an accident. At the user's
-    own rate, where the test begins, they are larger: a limit by those would let accidents pass.
+    Most gradients of a run at that rate have about this norm, and a far larger norm is an outlier. Norms at the user's
+    own rate, at the begin of the test, are larger: a clipping limit from these norms would let outliers pass.
     """
     known = [(abs(math.log(p.scale / scale)), p.norm) for p in points if p.norm is not None and math.isfinite(p.norm)]
     near = [norm for _, norm in sorted(known)[:_WINDOW]]
@@ -105,7 +119,7 @@ def typical_norm(points: Sequence[RatePoint], scale: float) -> float | None:
 
 
 def falls_clearly(losses: Sequence[float]) -> bool:
-    """Return whether losses of a training fall to their end by more than their noise; never, where one is no number."""
+    """Return True if the losses fall by more than their noise; False if any is non-finite."""
     if len(losses) < _FIRST or not all(map(math.isfinite, losses)):
         return False
     fall, least = _fall(losses, len(losses) - 1)
@@ -113,11 +127,12 @@ def falls_clearly(losses: Sequence[float]) -> bool:
 
 
 def _fall(losses: Sequence[float], lowest: int) -> tuple[float, float]:
-    """Return (how far the smoothed loss fell to its lowest, how far noise alone could have taken it).
+    """Return (decrease of the smoothed loss to its minimum, upper bound of the decrease by noise alone).
 
-    The fall is from the mean of the first losses. A smoothed loss has the share (1 - s) / (1 + s) of the variance of
-    one step, a mean of n steps 1 / n of it; NOISE deviations of their difference is the bound. The deviation of one
-    step is that of its change to the next, by sqrt(2): a loss that falls evenly has none.
+    The decrease starts at the mean of the first losses. A smoothed loss has a fraction (1 - s) / (1 + s) of the
+    variance of a single step, and a mean of n steps 1 / n; the bound is NOISE standard deviations of the difference.
+    The standard deviation of a step is estimated from changes between steps, divided by sqrt(2), so that a steady
+    decrease has none.
     """
     until = losses[: max(lowest + 1, _FIRST)]
     changes = [after - before for before, after in itertools.pairwise(until)]
@@ -129,7 +144,7 @@ def _fall(losses: Sequence[float], lowest: int) -> tuple[float, float]:
 
 
 def _fallen_at(points: Sequence[RatePoint]) -> float:
-    """Return the scale at which the loss had come `FALLEN` of its way from its first value to its lowest."""
+    """Return the factor at which the loss completed the fraction `FALLEN` of its decrease."""
     reach = _WINDOW // 2
     losses = [point.loss for point in points]
     near = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(losses))]
@@ -143,7 +158,7 @@ def _fallen_at(points: Sequence[RatePoint]) -> float:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the exponential mean, corrected for its start (as Adam's)."""
+    """Return the exponential moving average with bias correction, as in Adam."""
     out: list[float] = []
     mean = 0.0
     for count, loss in enumerate(losses, 1):

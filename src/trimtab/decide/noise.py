@@ -1,6 +1,6 @@
-"""Gradient noise from what windows say of it: unbiased per window, smoothed over many (paper eq. 7; math: section 3).
+"""Gradient noise scale estimation: unbiased per step, averaged over many steps (paper eq. 7; math: section 3).
 
-Micro-batch j of a window has `n_j` terms of the loss in `m_j` independent rows, and weight `w_j = n_j / n`.
+Micro-batch j of a step has `n_j` loss terms from `m_j` independent samples, and weight `w_j = n_j / n`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from trimtab.core import checks
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.decide.accumulation import Noise
 
-# Windows that an average looks back on: noise changes over hundreds of windows, and one says little. Where few of them
-# are measured, a third as many measurements.
+# Steps in the average: noise changes over hundreds of steps, and a single step is imprecise. If only few steps are
+# measured, a third as many measurements.
 MEMORY, MOST_AGE = 100, 3
 
 
 @dataclass(frozen=True)
 class WindowNoise:
-    """One window's unbiased estimates. Either may be negative; so may any one window's.
+    """Unbiased estimates from a single step; any of them may be negative.
 
     Args:
-        trace: S, of tr(Sigma) per row. norm2: G2, of the true gradient's squared norm.
-        num: K, micro-batches. rows: M, of all of them.
+        trace: S, estimate of tr(Sigma) per sample.
+        norm2: G2, estimate of the true gradient's squared norm.
+        num: K, number of micro-batches.
+        rows: M, samples of all micro-batches.
     """
 
     trace: float
@@ -35,34 +37,37 @@ class WindowNoise:
 
     @property
     def degrees(self) -> float:
-        """K - 1, which S weighs by."""
+        """K - 1, the weight of S in averages."""
         return self.num - 1
 
     @property
     def norm2_weight(self) -> float:
-        """M^2 (K - 1) / K, which G2 weighs by.
+        """M^2 (K - 1) / K, the weight of G2 in averages.
 
-        The inverse of its variance where it is lost in noise, which is where its error decides.
+        The inverse of the variance of G2 if noise dominates; only then does its error matter.
         """
         return self.rows**2 * (1 - 1 / self.num)
 
     @property
     def energy(self) -> float:
-        """Squared norm of a micro-batch's gradient times its rows, S + G2 M / K; of estimates by partial sums, S / 2.
+        """Squared norm of a micro-batch's gradient times its samples, S + G2 M / K; at least |S| / 2.
 
-        Where single norms are seen it is never less.
+        The lower bound matters only for estimates from partial sums.
         """
         return max(self.trace + self.norm2 * self.rows / self.num, abs(self.trace) / 2)
 
 
 def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float, num: float) -> WindowNoise | None:
-    """Return a window's estimates from its weighted sums, or None where it says nothing: one micro-batch, or no number.
+    """Return a step's estimates from its weighted sums; None for a single micro-batch or non-finite values.
 
     `S = (sum w_j ||g_j||^2 - ||gbar||^2) / sum(w_j (1 - w_j) / m_j)` and `G2 = ||gbar||^2 - S sum(w_j^2 / m_j)`.
 
     Args:
-        mean_norm2: sum w_j ||g_j||^2. norm2: ||gbar||^2. spread: sum w_j (1 - w_j) / m_j.
-        squares: sum w_j^2 / m_j. num: micro-batches with terms, on all ranks.
+        mean_norm2: sum w_j ||g_j||^2.
+        norm2: ||gbar||^2.
+        spread: sum w_j (1 - w_j) / m_j.
+        squares: sum w_j^2 / m_j.
+        num: micro-batches with loss terms, on all ranks.
     """
     if num < 2 or not spread > 0:
         return None
@@ -71,12 +76,14 @@ def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float,
 
 
 def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowNoise | None:
-    """Return a window's estimates from `||S_j||^2`, `S_j = m_1 g_1 + ... + m_j g_j`, where no `||g_j||^2` can be seen.
+    """Return a step's estimates from norms of partial sums, for gradients that only accumulate.
 
-    Two to thirteen times the standard deviation of the exact ones.
+    Uses `||S_j||^2` with `S_j = m_1 g_1 + ... + m_j g_j` instead of `||g_j||^2`. The standard deviation is 2 to 13
+    times that of the exact estimates.
 
     Args:
-        norms2: after each micro-batch. rows: of each.
+        norms2: `||S_j||^2` after each micro-batch.
+        rows: samples of each micro-batch.
     """
     weights = partial_sum_weights(rows)
     if weights is None or not all(map(math.isfinite, norms2)):
@@ -86,10 +93,10 @@ def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowN
 
 
 def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]] | None:
-    """Return what each `||S_j||^2` weighs in S, and in G2; None where a window says nothing.
+    """Return the weights of `||S_j||^2` in S and in G2; None for fewer than two micro-batches.
 
-    `E ||S_j||^2 / M_j = M_j ||G||^2 + tr(Sigma)` with `M_j = m_1 + ... + m_j`: a line through them has slope G2 and
-    intercept S, both linear in the norms, so that those of shards add up.
+    `E ||S_j||^2 / M_j = M_j ||G||^2 + tr(Sigma)` with `M_j = m_1 + ... + m_j`: the fitted line has slope G2 and
+    intercept S. Both are linear in the norms, so estimates of shards add up.
     """
     sums = list(itertools.accumulate(rows))
     if len(sums) < 2 or not sums[0] > 0:
@@ -104,22 +111,29 @@ def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]
 
 
 def found_by(trace: float, norm2: float, num: float, rows: float) -> WindowNoise | None:
-    """Return the estimates of so many micro-batches of so many rows in all, or None where they are no numbers."""
+    """Return the estimates, or None if they are non-finite.
+
+    Args:
+        trace: S.
+        norm2: G2.
+        num: number of micro-batches.
+        rows: samples of all micro-batches.
+    """
     if not (math.isfinite(trace) and math.isfinite(norm2)):
         return None
     return WindowNoise(trace, norm2, num, rows)
 
 
 class NoiseAverage(Part):
-    """Smooths S and G2 apart, each by weights of its own, over the last hundred windows or so.
+    """Moving averages of S and G2, with separate weights, over about the last hundred steps.
 
-    Their quotient is taken of the averages: a single window's G2 may be negative, and a mean of quotients is none. G2
-    of a window of k micro-batches varies like 1/k^2 where noise is all there is: by the weights of S, what was seen at
-    k = 1 would keep it uncertain long after k has risen. Both are shares of the window's own energy: gradients fall by
-    orders of magnitude in a run's first windows, and one that leaps would outweigh all around it. That is not unbiased:
-    N comes out too large by about one over the directions that noise has, if few micro-batches are in a window (2% for
-    four of four rows, where a gradient has six components). And while a run is short, what it began with fades sooner:
-    a window at twice the time weighs four times as much.
+    The noise scale is the quotient of the averages, because a single step's G2 may be negative. With dominating noise,
+    the variance of G2 in a step of k micro-batches is proportional to 1/k^2: the weights of S would keep estimates from
+    k = 1 dominant long after k has risen. Both are averaged relative to the step's own energy, because gradients fall
+    by orders of magnitude in a run's first steps and an outlier would outweigh its neighbours. The result has a small
+    bias: N is too large by about one over the number of directions of the noise if a step has few micro-batches (2 %
+    for four micro-batches of four samples and a gradient of six components). Early in a run, old estimates fade faster:
+    a step at twice the time weighs four times as much.
     """
 
     _COUNTS = ("num_windows", "span")
@@ -128,13 +142,19 @@ class NoiseAverage(Part):
 
     def __init__(self, memory: int = MEMORY) -> None:
         self._keep = 1 - 1 / memory
-        self.num_windows = self.span = 0  # measured ones, and all since the first of them
-        self.count = self.weight = self.norm2_weight = self.norm2_weight2 = 0.0  # each fades
-        self.trace = self.energy = self.trace_share = 0.0  # averages by degrees of freedom
-        self.norm2_share = self.spread = 0.0  # average of G2 by its own weights, and the sum of squares around it
+        self.num_windows = self.span = 0  # measured steps, and all steps since the first of them
+        self.count = self.weight = self.norm2_weight = self.norm2_weight2 = 0.0  # decaying sums
+        self.trace = self.energy = self.trace_share = 0.0  # averages weighted by degrees of freedom
+        # average of G2 with its own weights, and weighted sum of squared deviations
+        self.norm2_share = self.spread = 0.0
 
     def add(self, window: WindowNoise, age: int = 1) -> None:
-        """Take one window in, so many after the last one that was measured."""
+        """Add the estimates of a step.
+
+        Args:
+            window: estimates.
+            age: steps since the last measured step.
+        """
         age = max(age, 1) if self.num_windows else 1
         self.span += age
         keep = min(self._keep ** min(age, MOST_AGE), (1 - age / self.span) ** 2)
@@ -156,7 +176,7 @@ class NoiseAverage(Part):
 
     @property
     def noise(self) -> Noise | None:
-        """The averages, and how sure the squared norm is; None before the first window."""
+        """Averages, with the standard error of the squared norm; None before the first step."""
         if self.num_windows == 0:
             return None
         are_known = self.trace > 0 and self.trace_share > 0
@@ -164,17 +184,21 @@ class NoiseAverage(Part):
         return Noise(self.trace, unit * self.norm2_share, unit * self._norm2_error(), self.num_windows)
 
     def _norm2_error(self) -> float:
-        """Return the standard error of G2, whose windows vary like one over their weights."""
+        """Return the standard error of G2; a step's variance is inversely proportional to its weight."""
         left = self.count - self.norm2_weight2 / self.norm2_weight
-        unit = self.spread / left if left > 1e-9 else math.inf  # the variance of a window of weight 1
+        unit = self.spread / left if left > 1e-9 else math.inf  # variance of a step of weight 1
         return math.sqrt(unit * self.norm2_weight2) / self.norm2_weight
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs."""
+        """Return the averages for a resumed run."""
         return {name: getattr(self, name) for name in self._FIELDS}
 
     def loading(self, state: Mapping[str, float]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Validate `state_dict()` and return a function that loads the state.
+
+        Raises:
+            FormatError, ValueGivenError: the state is invalid.
+        """
         require_keys("state.noise", state, self._FIELDS)
         counts = {name: checks.integer(f"state.noise.{name}", state[name], low=0) for name in self._COUNTS}
         values = {

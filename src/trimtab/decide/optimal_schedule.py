@@ -1,6 +1,6 @@
-"""The schedule of least recomputation within so many bytes, by dynamic programming over a chain's stages.
+"""Optimal activation checkpointing schedule within a memory limit, by dynamic programming over a chain's stages.
 
-Apart from what schedules are and take, for the tables' numpy takes longer to import than most plans to make.
+Separate from `checkpoint_schedule` because the tables need numpy, which takes longer to import than most plans to make.
 """
 
 from __future__ import annotations
@@ -16,34 +16,37 @@ from trimtab.core.chain import Chain, Stage
 from trimtab.core.recompute import Kept, Part, Schedule, Segment, stages_of, written
 from trimtab.decide.checkpoint_schedule import backward_need, keep_all, kept_bytes, predict
 
-# A limit is cut into so many slots of bytes, in which sizes are rounded up; the table is of so many times the limit,
-# for rounded up sizes ask for more than there is, and a schedule is judged by its bytes; or of less than one, for what
-# autocast has cached is in no table.
+# The limit is divided into SLOTS slots of bytes, and sizes are rounded up to slots. The table is solved for SLACKS
+# times the limit: above 1 because rounded sizes overestimate memory (the schedule is judged by its exact bytes), below
+# 1 because autocast's weight cache is not in the table.
 SLOTS = 250
 SLACKS = (1.15, 1.1, 1.06, 1.03, 1.0, 0.97, 0.94, 0.9)
-# Of what keeping all takes, where memory counts and no limit says how much it may be.
+# Fractions of the memory without recomputation, to solve for if memory is weighed but not limited.
 SHARES = (0.85, 0.7, 0.55, 0.4)
-# Of longer chains the table would be of hundreds of megabytes.
+# The table of a longer chain would take hundreds of megabytes.
 MOST_STAGES = 250
 
 
 def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Schedule | None:
-    """Return the schedule of least recomputation whose peak is within a limit.
+    """Return the schedule of least recomputation with a peak within the limit; None if none is found.
 
-    None where none is found, or the chain is of more than `MOST_STAGES`.
+    Chains longer than `MOST_STAGES` return None, unless nothing needs recomputation.
 
-    By dynamic programming over the stages s to t that are left to run forward and backward, and the bytes m that are
-    there for it (Beaumont, Herrmann et al., arXiv:1911.13214, theorem 1, with nested segments in place of calls to the
-    forward alone; gradients, which grow while activations fall, are added):
+    Dynamic programming over the stages s to t that remain to run forward and backward, and the bytes m available for
+    them (Beaumont, Herrmann et al., arXiv:1911.13214, theorem 1, with nested segments in place of forward-only calls,
+    and with gradients, which grow while activations shrink):
 
         R(s, t, m) = min over  keeping s:                c_s + R(s+1, t, m - kept_s)
                                a segment s to e < t:     f_s + ... + f_e + R(e+1, t, m - out_e) + R(s, e, m)
 
-    R is what is recomputed, and infinite where a forward or backward in it does not fit m.
+    R is the recomputed time, infinite if a forward or backward does not fit m.
 
     Args:
-        slots: that the limit is cut into; sizes are rounded up to whole ones, so that what is found is not the least,
-            or is not found, where that is a matter of less than a slot a stage.
+        chain: stages.
+        limit_bytes: limit on the peak.
+        slots: number of slots of the limit. Sizes are rounded up to slots, so the schedule may be suboptimal, or
+            missed, by
+            less than a slot per stage.
     """
     plain = keep_all(len(chain))
     if predict(chain, plain).peak_bytes <= limit_bytes:
@@ -60,19 +63,19 @@ def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Sch
 
 
 def by_shares(chain: Chain) -> tuple[str, ...]:
-    """Return the schedules of a chain's blocks for some shares of what keeping all takes, as they are written."""
+    """Return the optimal schedules, as text, for the fractions `SHARES` of the memory without recomputation."""
     whole = chain.held_bytes + predict(chain.stages, keep_all(len(chain.stages))).peak_bytes
     found = (optimal(chain.stages, math.floor(share * whole) - chain.held_bytes) for share in SHARES)
     return tuple(dict.fromkeys(written(schedule[:-1]) for schedule in found if schedule is not None))
 
 
 class _Table:
-    """R for all stages and slots, as numbers of bytes that are there.
-
-    Filled by rising numbers of stages, all runs of as many at once.
+    """Table of R for all stages and available slots, filled by increasing length of the run of stages.
 
     Args:
-        most_bytes: of all slots together.
+        chain: stages.
+        most_bytes: bytes of all slots together.
+        slots: number of slots.
     """
 
     def __init__(self, chain: Sequence[Stage], most_bytes: float, slots: int) -> None:
@@ -81,7 +84,7 @@ class _Table:
         self._most = int(most_bytes / self._slot)
         self._until = np.concatenate([[0.0], np.cumsum([stage.forward_s for stage in chain])])
         growth = [0, *itertools.accumulate(stage.gradient_bytes for stage in reversed(chain))]
-        self._gradients = growth[::-1][1:]  # held when the stages behind one had their backward
+        self._gradients = growth[::-1][1:]  # gradients held after the backward of all later stages
         self._outputs = [self._slots(stage.output_bytes) for stage in chain]
         self._beside = [self._slots(stage.beside_bytes) for stage in chain]
         self._kept = [self._slots(kept_bytes(stage, Kept(index))) for index, stage in enumerate(chain)]
@@ -90,12 +93,12 @@ class _Table:
         needs = (held + backward_need(stage, Kept(0)) for stage, held in zip(chain, self._gradients, strict=True))
         self._backward = np.array([*needs], float)
         self._dropping = self._dropping_from()
-        self._reach = np.array(self._furthest())  # of each stage the last one that a segment from it may hold
+        self._reach = np.array(self._furthest())  # last stage of a segment starting here
         shape = self._num, self._num, self._most + 1
         self._least = np.full(shape, np.inf, np.float32)
         self._behind = np.full(
             shape, np.inf, np.float32
-        )  # R(s, t, m - out) behind what hands on out, and the forward to s
+        )  # R(s, t, m - out) after a segment with output `out`, plus forward time up to s
         for more in range(self._num):
             self._fill(more)
 
@@ -103,7 +106,7 @@ class _Table:
         return math.ceil(size / self._slot - 1e-9)
 
     def _dropping_from(self) -> np.ndarray:
-        """Return the most bytes that the stages from one to another take forward, where nothing is kept."""
+        """Return the peak bytes of a forward from stage `first` to stage `last` that keeps nothing, for all pairs."""
         found = np.zeros((self._num, self._num))
         for first in range(self._num):
             before = [0, *(stage.output_bytes for stage in self._chain[first:])]
@@ -118,15 +121,15 @@ class _Table:
         return found
 
     def _always(self, last: int) -> int:
-        """Return the bytes held while the stages up to one run: gradients, and that of its output but in the end."""
+        """Return the bytes held while stages up to `last` run: gradients, and before the end the output's gradient."""
         return self._gradients[last] + (self._chain[last].output_bytes if last < self._num - 1 else 0)
 
     def _options(self, index: int, last: int) -> list[tuple[Kept, int, int, float]]:
-        """Return how a stage may be kept: slots it holds, slots there must be, and what is recomputed."""
+        """Return the ways to keep a stage: slots held, slots required, and recomputed seconds."""
         stage, found = self._chain[index], []
         forward, before = self._always(last) + stage.forward_bytes, self._gradients[index]
         ways = [Kept(index)]
-        if stage.part is not None and last == self._num - 1:  # up to another stage than the last it is in a segment
+        if stage.part is not None and last == self._num - 1:  # With an earlier last stage, this stage is in a segment.
             ways.append(Kept(index, in_part=True))
         for kept in ways:
             need = self._slots(max(forward, before + backward_need(stage, kept)))
@@ -136,7 +139,7 @@ class _Table:
         return found
 
     def _held_beside(self, index: int, last: int) -> int:
-        """Return the slots of what is held between a stage and the next: in a segment nothing, and at its end."""
+        """Return the slots held between a stage and the next; 0 in a segment and at the end."""
         return self._beside[index] if index < last == self._num - 1 else 0
 
     def _fill(self, more: int) -> None:
@@ -152,7 +155,7 @@ class _Table:
             self._behind[first, last, output:] = plus[first, : max(0, size - output)]
 
     def _of_kept(self, more: int) -> np.ndarray:
-        """Return R of the runs of so many stages beyond one whose first is kept."""
+        """Return R of all runs of `more + 1` stages with a kept first stage."""
         number, size = self._num - more, self._most + 1
         found = np.full((number, size), np.inf, np.float32)
         needs = self._in_slots(np.maximum(self._always_held[more:] + self._forward[:number], self._backward[:number]))
@@ -161,7 +164,7 @@ class _Table:
             if begin < size:
                 rest = self._least[first + 1, first + more, begin - held : size - held] if more else 0.0
                 found[first, begin:] = rest
-        first, last = number - 1, self._num - 1  # which may be kept in part, and beside which something may be held
+        first, last = number - 1, self._num - 1  # This run may be kept in part and may hold memory between stages.
         for _, held, need, recompute_s in self._options(first, last):
             begin = max(held, need)
             if begin < size:
@@ -170,7 +173,7 @@ class _Table:
         return found
 
     def _of_segments(self, more: int) -> np.ndarray:
-        """Return R of the runs of so many stages beyond one that begin with a segment, by where it ends."""
+        """Return R of all runs of `more + 1` stages that begin with a segment, minimised over its end."""
         firsts = np.arange(self._num - more)
         ends = firsts[:, None] + np.arange(more)
         each = _further(self._least[:-1, :-1], 1, more) + _further(self._behind[1:, more:], 0, more)
@@ -187,14 +190,14 @@ class _Table:
         return np.ceil(sizes / self._slot - 1e-9).astype(int)
 
     def schedule(self, within_bytes: float) -> Schedule | None:
-        """Return the best schedule within so many bytes; None where there is none."""
+        """Return the best schedule within the bytes; None if there is none."""
         slots = min(self._most, int(within_bytes / self._slot + 1e-9))
         if not math.isfinite(self._least[0, self._num - 1, slots]):
             return None
         return self._best(0, self._num - 1, slots)
 
     def _best(self, first: int, last: int, slots: int) -> Schedule:
-        """Return the parts of a schedule that has R of the table."""
+        """Return the parts of a schedule that attains the table's R."""
         parts: list[Part] = []
         while first <= last:
             part, slots = self._next(first, last, slots)
@@ -203,7 +206,7 @@ class _Table:
         return tuple(parts)
 
     def _next(self, first: int, last: int, slots: int) -> tuple[Part, int]:
-        """Return the first part of the best schedule, and the slots that are there behind it."""
+        """Return the first part of the best schedule, and the slots that remain after it."""
         found: list[tuple[float, Part, int]] = []
         for kept, held, need, recomputed in self._options(first, last):
             if max(held, need) <= slots:
@@ -228,13 +231,13 @@ class _Table:
 
 
 def _diagonal(table: np.ndarray) -> np.ndarray:
-    """Return a view of what a table of runs has for each, one stage further on each time."""
+    """Return a view of a table's diagonal: the entries (i, i) of the first two axes."""
     rows, columns, size = table.shape
     return as_strided(table, (min(rows, columns), size), (sum(table.strides[:2]), table.strides[2]))
 
 
 def _further(table: np.ndarray, axis: int, number: int) -> np.ndarray:
-    """Return a view of the same, and of so many places from each on along an axis, as far as the table goes."""
+    """Return a view of diagonal entries together with the next `number` entries along an axis."""
     rows, columns, size = table.shape
     places = min(columns, rows + 1 - number) if axis == 0 else min(rows, columns + 1 - number)
     return as_strided(table, (places, number, size), (sum(table.strides[:2]), table.strides[axis], table.strides[2]))

@@ -1,6 +1,6 @@
-"""Communication beside the computation of a micro-batch: what of it is waited for.
+"""Overlap of communication with a micro-batch's computation: exposed and total seconds.
 
-One collective runs at a time, in the order they are asked for: those of one process group do.
+Collectives run in sequence, in the order of the calls, as in a single process group.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from trimtab.core.link import Link
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.decide.collectives import all_reduce_s
 
-# DDP's own: the first bucket is smaller, so that communication begins early (torch/nn/parallel/distributed.py and
-# kDefaultFirstBucketBytes in reducer.hpp). Of a size that is given all of them are.
+# DDP's defaults: a smaller first bucket starts communication early (torch/nn/parallel/distributed.py and
+# kDefaultFirstBucketBytes in reducer.hpp). A given size applies to all buckets.
 FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-# A bucket holds a tensor at least, however small it is asked to be.
+# A bucket holds at least one tensor, however small the requested size.
 MOST_BUCKETS = 4096
-# What a gradient or a parameter is sent as, in bytes of what it is.
+# Bytes sent, relative to the bytes of the gradient or parameter.
 SENT = {"fp32": 1.0, "bf16": 0.5}
 
 
 class Spent(NamedTuple):
-    """Seconds of communication: those that are waited for, and all."""
+    """Seconds of communication: exposed, and in total."""
 
     exposed_s: float
     total_s: float
 
     def times(self, count: int) -> Spent:
-        """Return so many in a row."""
+        """Return the cost of `count` repetitions."""
         return Spent(count * self.exposed_s, count * self.total_s)
 
     def plus(self, other: Spent) -> Spent:
-        """Return one after the other."""
+        """Return the sum of two costs."""
         return Spent(self.exposed_s + other.exposed_s, self.total_s + other.total_s)
 
     def hidden_by(self, share: float) -> Spent:
-        """Return it where only a share of what could run beside the computation does."""
+        """Return the cost if only a fraction of the overlappable communication overlaps."""
         return Spent(self.total_s - share * (self.total_s - self.exposed_s), self.total_s)
 
 
@@ -47,7 +47,7 @@ NOTHING = Spent(0.0, 0.0)
 
 
 class BlockTimes(NamedTuple):
-    """Seconds of a block as it runs once: computing, gathering its parameters before, reducing its gradients after."""
+    """Seconds of a block per run: computation, parameter all-gather before, gradient reduce-scatter after."""
 
     compute_s: float
     gather_s: float = 0.0
@@ -55,11 +55,11 @@ class BlockTimes(NamedTuple):
 
 
 def spent_on_blocks(blocks: Sequence[BlockTimes]) -> Spent:
-    """Return what a sharded model's forward, or backward, waits for, of blocks in the order they run in.
+    """Return the communication cost of a sharded model's forward or backward, given its blocks in order of execution.
 
-    As torch's FSDP2 has it (`_fsdp_param_group.py`): a block's parameters are gathered while the one before it runs;
-    gradients are reduced behind the block, and a block's wait until those of the one before are, whose buffer they
-    take. The backward ends with the last of them.
+    Models torch's FSDP2 (`_fsdp_param_group.py`): a block's parameters are gathered during the previous block.
+    Gradients are reduced after the block; the reduction waits for the previous block's reduction and reuses its buffer.
+    The backward ends with the last reduction.
     """
     begin = BlockTimes(0.0)
     clock = channel = gathered = reduced = 0.0
@@ -76,10 +76,10 @@ def spent_on_blocks(blocks: Sequence[BlockTimes]) -> Spent:
 
 
 def spent_on_buckets(how: Parallelism, link: Link, shape: StepShape) -> Spent:
-    """Return what a replicated model's backward that reduces waits for at its end, as torch's DDP has it.
+    """Return the communication cost of a replicated model's backward with reduction, as in torch's DDP.
 
-    Blocks run from the last to the first, and a block's gradients come evenly while it runs. A bucket is reduced when
-    it is full and the one before it is done.
+    Blocks run from last to first, with gradients arriving at a constant rate within a block. A bucket is reduced when
+    it is full and the previous reduction is done.
     """
     sizes = bucket_sizes(sum(shape.block_bytes), how.bucket_bytes)
     seconds = [all_reduce_s(link, how.ranks, SENT[how.reduce_dtype] * size) for size in sizes]
@@ -91,7 +91,7 @@ def spent_on_buckets(how: Parallelism, link: Link, shape: StepShape) -> Spent:
 
 
 def bucket_sizes(num_bytes: int, bucket_bytes: int | None) -> list[int]:
-    """Return the bytes of DDP's buckets, in the order they are reduced in; None: its own sizes."""
+    """Return the bytes of DDP's buckets, in order of reduction; `bucket_bytes` None: DDP's defaults."""
     first, others = (FIRST_BYTES, BUCKET_BYTES) if bucket_bytes is None else (bucket_bytes, bucket_bytes)
     others = max(others, math.ceil(num_bytes / MOST_BUCKETS))
     first = min(first, num_bytes)
@@ -100,7 +100,7 @@ def bucket_sizes(num_bytes: int, bucket_bytes: int | None) -> list[int]:
 
 
 def _ready(shape: StepShape, ends: Iterable[int]) -> list[float]:
-    """Return seconds from a backward's begin to when so many bytes of gradients have come."""
+    """Return the seconds from the begin of a backward until given numbers of gradient bytes are available."""
     come = [0, *accumulate(reversed(shape.block_bytes))]
     at = [0.0, *accumulate(shape.backward_s * share for share in reversed(shape.block_shares))]
 
@@ -113,5 +113,5 @@ def _ready(shape: StepShape, ends: Iterable[int]) -> list[float]:
 
 
 def _spent(exposed_s: float, total_s: float) -> Spent:
-    """Return it without what rounding leaves below nothing or above all."""
+    """Return the cost with exposed seconds clipped to 0 and the total, against rounding."""
     return Spent(min(max(0.0, exposed_s), total_s), total_s)

@@ -1,4 +1,4 @@
-"""From a profile to a plan: one joint decision, each choice with its reason, its losers, and what it is to cost."""
+"""Selection of a plan from a profile: a joint decision over all settings, with reasons and rejected alternatives."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from trimtab.decide.space import Point
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 
 _MARKS = Plan.marks()
-_RISES = 1.02  # times the loop's own peak: counted again, a peak repeats to about 1%
+_RISES = 1.02  # relative to the loop's own peak; repeated counts of a peak agree to about 1 %
 
 
 @dataclass(frozen=True)
 class _Decision:
-    """Who was chosen, and by which final; None where none decided."""
+    """Chosen candidate and the result of the deciding final; None if no final decided."""
 
     winner: Candidate
     outcome: finals.Outcome | None
 
 
 def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
-    """Return the tier-S plan a profile supports: what is chosen, or "change nothing".
+    """Return the equivalent plan that a profile supports, possibly "change nothing".
 
-    A profile that was recorded for this objective and budget is decided by its final, and so it is under tighter limits
-    that who won meets. Under others its final's winner stays where the cost model sees nothing better; else the plan
-    was never run against the loop, and says so.
+    For the profile's own objective and budget, the final decides; likewise for tighter limits that the final's winner
+    meets. For a different objective or budget, the final's winner stays if the cost model finds nothing better.
+    Otherwise the plan was never compared with the loop, and states so.
 
     Raises:
-        InfeasibleError: no candidate meets the budget; says which limit, and the nearest candidate.
-        ValueGivenError: energy is weighed, and nothing counted it.
+        InfeasibleError: no candidate meets the budget; reports the limit and the nearest candidate.
+        ValueGivenError: energy is weighed but was not measured.
     """
     _refuse_unknown(profile, objective)
     limits = profile.limits(budget)
@@ -47,7 +47,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
 
 
 def chosen_candidate(profile: Profile, objective: Objective, budget: Budget) -> Candidate | None:
-    """Return the settings that `choose` would choose; None if no candidate meets the budget."""
+    """Return the settings that `choose` selects; None if no candidate meets the budget."""
     try:
         _refuse_unknown(profile, objective)
         limits = profile.limits(budget)
@@ -57,7 +57,7 @@ def chosen_candidate(profile: Profile, objective: Objective, budget: Budget) -> 
 
 
 def _refuse_unknown(profile: Profile, objective: Objective) -> None:
-    """Raise where energy is weighed of which nothing is known."""
+    """Raise `ValueGivenError` if energy is weighed but was not measured."""
     if objective.energy > 0 and not any(trial.watts for trial in profile.trials):
         raise ValueGivenError(
             "energy",
@@ -68,10 +68,12 @@ def _refuse_unknown(profile: Profile, objective: Objective) -> None:
 
 
 def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple[Plan, ...]:
-    """Return the plan of each size of a micro-batch at which some settings meet the budget, the largest first.
+    """Return the plan for every micro-batch size at which some settings meet the budget, the largest first.
 
     Args:
-        profile: that no final decides.
+        profile: measurements, not decided by a final.
+        objective: weights.
+        budget: limits.
 
     Raises:
         InfeasibleError: as `choose`.
@@ -88,7 +90,15 @@ def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple
 def _plan(
     profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget, rows: int | None = None
 ) -> Plan:
-    """Return the plan of what is found best; rows: of the micro-batches it is chosen from, None: of all."""
+    """Return the plan of the best point.
+
+    Args:
+        profile: measurements.
+        found: points to choose from.
+        objective: weights.
+        budget: limits.
+        rows: micro-batch size to consider; None: all.
+    """
     decision = _decide(profile, found, objective, budget, rows)
     winner, reference = decision.winner, profile.reference_candidate
     told = explain.Told(profile, found, winner, decision.outcome, budget)
@@ -131,7 +141,7 @@ def _plan(
 
 
 def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Iterator[Note]:
-    """Yield which limit on memory nobody gave, and by how much a plan's peak is above the loop's own."""
+    """Yield notes on the default memory limit, and on a peak above the loop's own."""
     own, reference = profile.own_peak_bytes, profile.reference
     if own is None:
         return
@@ -153,9 +163,10 @@ def _default_limit(profile: Profile) -> int | None:
 
 
 def choose_there(profile: Profile) -> Plan:
-    """Return the plan of a profile of a device that is not here, under the limits and weights it was made for."""
+    """Return the plan for a target device, with the profile's own limits and weights."""
     chosen = choose(profile, profile.objective, profile.budget)
-    unproved = chosen.check is not None and chosen.check.splittable  # by the modules alone: nothing was run
+    # judged from the modules alone, because nothing was run
+    unproved = chosen.check is not None and chosen.check.splittable
     return replace(chosen, check=None) if unproved else chosen
 
 
@@ -184,9 +195,9 @@ def _decide(
 
 
 def _untold(profile: Profile, rounds: Sequence[str], objective: Objective) -> set[Candidate]:
-    """Return of whose joules, which are weighed, finals have too few windows for a verdict, unless they were slower.
+    """Return candidates with too few energy readings for a verdict in any final, except slower candidates.
 
-    A profile that was made without that weight has one window of each.
+    A profile made without weighing energy has a single reading per candidate.
     """
     if objective.energy == 0:
         return set()
@@ -202,9 +213,9 @@ def _untold(profile: Profile, rounds: Sequence[str], objective: Objective) -> se
 def _still_wins(
     profile: Profile, rounds: Sequence[str], outcome: finals.Outcome, objective: Objective, budget: Budget
 ) -> bool:
-    """Return whether limits are only tighter than those recorded for, and leave the final to who won it under those.
+    """Return True if the limits are tighter than the profile's own, and the final's winner is the same under both.
 
-    Whoever meets them could be chosen before, and was not put first.
+    Any candidate that meets the tighter limits was available before, and was not ranked first.
     """
     if objective != profile.objective or not budget.is_within(profile.limits(profile.budget)):
         return False
@@ -215,9 +226,10 @@ def _still_wins(
 def _outcome(
     profile: Profile, rounds: Sequence[str], objective: Objective, budget: Budget
 ) -> tuple[finals.Outcome | None, set[Candidate]]:
-    """Return what the first final decides in which somebody fits, and who was in it; of none, who was in any.
+    """Return the result of the first final with a fitting candidate, and the candidates of that final.
 
-    Later ones were run as nobody fitted that was in it: under another limit somebody may.
+    A later final ran only because no candidate of the earlier finals fitted, which may differ under new limits. If no
+    final decides, returns None and the candidates of all finals.
     """
     for name in finals.standing(profile):
         outcome = finals.decide(profile, name, objective, budget)
@@ -265,7 +277,7 @@ def _verified(outcome: finals.Outcome | None) -> tuple[float, float] | None:
 
 
 def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
-    """Return a candidate's cost as measured in a final, else where it was tried first."""
+    """Return a candidate's cost as measured in the last final, or in its first trial."""
     whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
     trials = [trial for trial in whole if trial.candidate == candidate and trial.step_s]
     if not trials:
@@ -276,9 +288,9 @@ def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
 
 
 def _predicted(profile: Profile, candidate: Candidate) -> Measured | None:
-    """Return what was expected of a candidate before it was run against the loop: bytes as traced, where they were.
+    """Return the predicted cost of a candidate before the finals, with traced bytes if available.
 
-    Of a device that is not here with their margin, which the plan states.
+    For a target device, bytes include the margin that the plan states.
     """
     before = tuple(trial for trial in profile.trials if trial.stage not in profile.finals)
     model = CostModel(replace(profile, trials=before))

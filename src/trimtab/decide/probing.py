@@ -1,4 +1,4 @@
-"""Windows that are made to show what those of the present k do not: the noise, or the time of a loader batch."""
+"""Probe steps: steps with more or split loader batches, to measure gradient noise or the time of a loader batch."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from trimtab.decide.accounts import Account
 from trimtab.decide.accumulation import Noise, Standing, could_save, is_known_well, most
 from trimtab.decide.window_times import WindowTimes
 
-# Windows, of a run or after a pause, in which they are as dense as the account allows while nothing is known, if they
-# are split; larger ones, whose price in samples is on no account, are one in so many after the first few. And from then
-# on, or where all is known, one window in so many.
+# Frequency of probe steps while estimates are missing: for the first _EXPLORED steps of a run or after a pause, split
+# batches are as frequent as the overhead account allows. Larger steps, whose cost in samples is on no account, are so
+# for _FIRST steps, then every _LARGER-th step. Later, or with complete estimates, every _SPARSE-th step.
 _EXPLORED, _FIRST, _LARGER, _SPARSE = 200, 30, 4, 50
-_RENEWED = 200  # windows after which the time of a loader batch is looked at again
-# Where micro-batches are not seen apart, what a window says of the noise grows as the square of its batches. While
-# it is not known, and k could save so much, windows of four batches, eight, and so on are made, whose further batches
-# take this share of that: at the rate of what is decided they bring next to nothing.
+_RENEWED = 200  # steps between two measurements of a loader batch's time
+# Without per-micro-batch gradients, the information of a step grows with the square of its batches. While the noise is
+# unknown and a better k could save _WORTH_EXPLORING, steps of 4, 8, ... batches are made. Their additional batches take
+# the fraction _EXPLORING of that saving: at the learning rate of the chosen k they contribute almost nothing.
 _WORTH_EXPLORING, _EXPLORING = 0.02, 1 / 8
 _FIRST_EXPLORED = 4
-_UNFIT = 1_000  # windows for which none is made after memory ran out in one
-# Loader batches of a window that shows the time of one: its first adds gradients to none, its last has the reduction.
+_UNFIT = 1_000  # steps without probe steps after an out-of-memory error in one
+# Loader batches of a step that measures a batch's time: the first creates gradients, the last includes the reduction.
 _TIMED = 3
 
 
 class Probing(Part):
-    """Decides which windows are of more loader batches than decided, or of one that is split in two.
+    """Selects probe steps: steps with more loader batches than chosen, or with a single batch split in two.
 
     Args:
-        unit: micro-batches of a loader batch. account, times: of the run, as they are each time. may_split: whether a
-            batch may be split. shows_one: whether a window of one micro-batch shows the noise, as
-            on several ranks, or nobody asks for it.
+        rule: policy and bounds.
+        unit: micro-batches per loader batch.
+        account: overhead account of the run.
+        times: time estimates of the run.
+        may_split: a loader batch may be split.
+        shows_one: a step of a single micro-batch shows the noise (several ranks), or the noise is not needed.
 
     Attributes:
-        timed: loader batches of a window that shows the time of one, which is that of those between first and last; of
-            two where no more are allowed, the first's.
+        timed: loader batches of a step that measures a batch's time. The time is that of the batches between first and
+            last, or of the first if only two are allowed.
     """
 
     def __init__(
@@ -49,18 +52,19 @@ class Probing(Part):
         self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
         self.timed = max(2, min(_TIMED, most(rule, unit) // unit))
         self._fits_from, self._unfit = 0, _UNFIT
-        self._explored = self._explores_at = 0  # loader batches of the last window of many; when there may be another
-        self._could_save = 0.0  # by the best k, if the noise is the most there can be
+        # loader batches of the last exploring step; step from which another is allowed
+        self._explored = self._explores_at = 0
+        self._could_save = 0.0  # fraction of time saved by the best k at the largest plausible noise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the exploration state for a resumed run."""
         return {"explored": self._explored, "explores_at": self._explores_at}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`, on a machine that may have more memory than the one it was.
+        """Validate `state_dict()` and return a function that loads it, possibly on a machine with more memory.
 
         Raises:
-            FormatError, ValueGivenError: not such a state.
+            FormatError, ValueGivenError: the state is invalid.
         """
         require_keys("state.probing", state, self.state_dict())
         explored, at = (checks.integer(f"state.probing.{name}", state[name], low=0) for name in self.state_dict())
@@ -72,21 +76,21 @@ class Probing(Part):
         return load
 
     def told(self, standing: Standing) -> None:
-        """What is known, or k, has changed."""
+        """Update the possible saving after a change of the estimates or of k."""
         self._could_save = could_save(self._rule, standing)
 
     @property
     def fits(self) -> bool:
-        """Whether memory is enough for such windows, as far as is known."""
+        """True unless probe steps are suspended after an out-of-memory error."""
         return self._account.windows >= self._fits_from
 
     def ran_out(self) -> None:
-        """It was not; such windows are tried again after a while, which is longer each time."""
+        """Suspend probe steps after an out-of-memory error, for twice as long every time."""
         self._fits_from = self._account.windows + self._unfit
         self._unfit *= 2
 
     def batches(self, decided: int, k: int, noise: Noise | None) -> int:
-        """Return the loader batches of the next window: as decided, or as many as show what those do not."""
+        """Return the loader batches of the next step: the chosen number, or that of a probe step."""
         if not self.is_due(k, noise):
             return decided
         if self.explores(k, noise):
@@ -96,11 +100,11 @@ class Probing(Part):
         return 2 if self._may_double and not self._may_split else decided
 
     def splits(self, k: int, noise: Noise | None) -> bool:
-        """Return whether the next window, of one micro-batch, is split in two."""
+        """Return True if the single micro-batch of the next step is to be split in two."""
         return self._may_split and self.is_due(k, noise)
 
     def is_due(self, k: int, noise: Noise | None) -> bool:
-        """Return whether the next window is to show what one as decided does not."""
+        """Return True if the next step is a probe step."""
         lacks_times, lacks_noise = self._lacks_times(k), k == 1 and not self._shows_one
         if not self.fits:
             return False
@@ -117,13 +121,18 @@ class Probing(Part):
         return self._account.is_due(sparse=_LARGER if are_larger and not is_early else 0)
 
     def explored(self, asked: int, decided: int) -> None:
-        """A window that was to be of so many batches is over, where so many are decided."""
+        """Record an exploring step, and compute the time of the next.
+
+        Args:
+            asked: loader batches of the exploring step.
+            decided: chosen number of loader batches.
+        """
         self._explored = asked
         wait = (asked / decided - 1) / (_EXPLORING * max(self._could_save, _WORTH_EXPLORING))
         self._explores_at = self._account.windows + math.ceil(wait)
 
     def explores(self, k: int, noise: Noise | None) -> bool:
-        """Return whether the next window is of many batches, to find noise that those decided do not show."""
+        """Return True if the next step takes many batches, to measure noise that the chosen number does not show."""
         if self._shows_one or not self._may_double or self._account.is_paused or not self._times.is_known:
             return False
         if self._many(k) < max(2 * (k // self._unit), self.timed + 1):
@@ -132,19 +141,19 @@ class Probing(Part):
         return is_worth_it and self._account.windows >= self._explores_at
 
     def _many(self, k: int) -> int:
-        """Return the loader batches of the next window of many: twice the last one's, if `k_max` allows."""
+        """Return the loader batches of the next exploring step: twice those of the last, up to `k_max`."""
         wanted = max(2 * self._explored, 2 * (k // self._unit), _FIRST_EXPLORED)
         return min(most(self._rule, self._unit) // self._unit, wanted)
 
     def _lacks_times(self, k: int) -> bool:
-        """Return whether only a window of more loader batches shows the time of one.
+        """Return True if only a step of more loader batches can show the time of a batch.
 
-        Half of one may take more than half of it.
+        Half a loader batch may take more than half its time, so splitting is no substitute.
         """
         return self._hides_times(k) and not self._times.is_own
 
     def _renews_times(self, k: int) -> bool:
-        """Return whether what is known is looked at again: it may be of a moment in which the machine was busy."""
+        """Return True if known times are to be measured again, because the machine may have been busy."""
         return self._hides_times(k) and self._times.is_known and self._account.is_due(sparse=_RENEWED)
 
     def _hides_times(self, k: int) -> bool:

@@ -1,7 +1,7 @@
-"""What a speed-up would come to (math: section 8; eqs. 21 to 23 of the paper, corrected).
+"""Projection of a speed-up over time (math: section 8; eqs. 21 to 23 of the paper, corrected).
 
-The paper reads "26% less time" as x1.26, and 26.2% less is x1.355; and of x1.26 a cycle of five months doubles in 15.0
-months, not 14.8. That every cycle brings as much as the first is its assumption, and nothing measured.
+The paper converts "26% less time" to x1.26, but 26.2% less is x1.355; and x1.26 per cycle of five months doubles in
+15.0 months, not 14.8. Equal gains in every cycle are the paper's assumption, not a measurement.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trimtab.core.checks import number
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 
-CYCLE_MONTHS = 5.0  # the paper's
+CYCLE_MONTHS = 5.0  # as in the paper
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Net:
     """Eq. 21 from measured seconds: `net = gain / (1 + overhead)`.
 
     Args:
-        gain: throughput over the reference's if nothing were computed again. overhead: of computing it again, over a
-            step without. net: what is left, which is the measured speed-up.
+        gain: throughput without recomputation, relative to the reference.
+        overhead: recomputation time, relative to a step without.
+        net: measured speed-up.
     """
 
     gain: float
@@ -33,23 +34,26 @@ def net_speedup(throughput_gain: float, recompute_overhead: float) -> float:
     """Return `throughput_gain / (1 + recompute_overhead)` [21].
 
     Args:
-        throughput_gain: of a step that recomputes nothing, over the reference's. recompute_overhead: a share of it.
+        throughput_gain: throughput of a step without recomputation, relative to the reference.
+        recompute_overhead: recomputation time as a fraction of that step.
 
     Raises:
-        ValueGivenError: a gain that is not above 0, or an overhead below.
+        ValueGivenError: the gain is not positive, or the overhead is negative.
     """
     gain = number("throughput_gain", throughput_gain, low=0, open_low=True)
     return gain / (1 + number("recompute_overhead", recompute_overhead, low=0))
 
 
 def net_of(reference_s: float, plan_s: float, recompute_s: float) -> Net:
-    """Return eq. 21 for steps of these seconds.
+    """Return eq. 21 for measured steps.
 
     Args:
-        recompute_s: of the plan's.
+        reference_s: seconds of the reference's step.
+        plan_s: seconds of the plan's step.
+        recompute_s: seconds of recomputation in the plan's step.
 
     Raises:
-        ValueGivenError: seconds that are not above 0, or more of them recomputed than there are.
+        ValueGivenError: seconds are not positive, or recomputation takes the whole step.
     """
     reference_s = number("reference_s", reference_s, low=0, open_low=True)
     plan_s = number("plan_s", plan_s, low=0, open_low=True)
@@ -63,17 +67,17 @@ def speedup_of_time_saved(share: float) -> float:
     """Return `1 / (1 - share)`: 26.2% less time is x1.355.
 
     Raises:
-        ValueGivenError: not a share from 0 to below 1.
+        ValueGivenError: the fraction is outside [0, 1).
     """
     left = 1 - number("share", share, low=0)
     return 1 / number("1 - share", left, low=0, open_low=True)
 
 
 def efficiency_after(months: float, speedup: float, cycle_months: float = CYCLE_MONTHS) -> float:
-    """Return `speedup ** (months / cycle_months)`: efficiency over today's, if every cycle brings as much [22].
+    """Return `speedup ** (months / cycle_months)`: efficiency relative to today, assuming equal gains per cycle [22].
 
     Raises:
-        ValueGivenError: months below 0, or a speed-up or a cycle not above 0.
+        ValueGivenError: `months` is negative, or `speedup` or `cycle_months` is not positive.
     """
     speedup = number("speedup", speedup, low=0, open_low=True)
     cycles = number("months", months, low=0) / number("cycle_months", cycle_months, low=0, open_low=True)
@@ -81,10 +85,10 @@ def efficiency_after(months: float, speedup: float, cycle_months: float = CYCLE_
 
 
 def doubling_months(speedup: float, cycle_months: float = CYCLE_MONTHS) -> float:
-    """Return `cycle_months * ln 2 / ln speedup`; infinite where nothing is gained [23].
+    """Return `cycle_months * ln 2 / ln speedup`; infinite without a gain [23].
 
     Raises:
-        ValueGivenError: a speed-up or a cycle not above 0.
+        ValueGivenError: `speedup` or `cycle_months` is not positive.
     """
     speedup = number("speedup", speedup, low=0, open_low=True)
     cycle_months = number("cycle_months", cycle_months, low=0, open_low=True)
@@ -92,10 +96,11 @@ def doubling_months(speedup: float, cycle_months: float = CYCLE_MONTHS) -> float
 
 
 def unprojected(speedup: Interval, changes: bool) -> str:
-    """Return why nothing is projected by a measured speed-up, or "" where it is one.
+    """Return the reason why a measured speed-up supports no projection, or "".
 
     Args:
-        changes: whether the plan that it is of changes anything.
+        speedup: measured speed-up.
+        changes: the plan changes something.
     """
     if not changes:
         return "the plan changes nothing: there is no gain that could go on"

@@ -1,4 +1,4 @@
-"""A profile of one process as that of one rank of several, by what traces of both differ in."""
+"""Conversion of a single-process profile to the profile of a rank, by the difference between memory traces."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ _BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
 
 
 def steps_shards_fused(optimizer: str) -> bool:
-    """Return whether torch's FSDP2 has a fused step for shards: of SGD's none (torch 2.13: no sharding strategy)."""
+    """Return True if torch's FSDP2 has a fused optimizer step for shards.
+
+    SGD has none (torch 2.13: no sharding strategy).
+    """
     return optimizer != "SGD"
 
 
 def taken(profile: Profile, engine: str, stage: int) -> Profile:
-    """Return a profile of what goes with an engine's stage alone.
+    """Return the part of a profile that is compatible with an engine's ZeRO stage.
 
-    Graphs are of one process. Shards have no layout and, of torch's SGD, no fused step; DeepSpeed casts itself.
-    Where nothing was tried and a fused step alone was traced, its bytes are taken for the plain one's.
+    CUDA graphs are single-process. Shards have no memory layout and, with torch's SGD, no fused step; DeepSpeed casts
+    precision itself. If nothing was tried and only a fused step was traced, the traced bytes stand for the plain step.
     """
     fuses = steps_shards_fused(profile.loop.optimizer) or profile.loop.is_fused
     if stage >= 2 and not fuses and not profile.trials:
@@ -41,7 +44,7 @@ def taken(profile: Profile, engine: str, stage: int) -> Profile:
 
 
 def of_any_rank(profile: Profile) -> Profile:
-    """Return a profile without what is recorded as CUDA graphs, which are of one process."""
+    """Return a profile without CUDA graph trials, which are single-process."""
     return replace(profile, trials=tuple(t for t in profile.trials if not is_recorded(t.candidate.compiled)))
 
 
@@ -50,12 +53,13 @@ def _unfused(traced: Traced) -> Traced:
 
 
 def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:
-    """Return a profile of one process as that of a rank: each peak moved by what traces of both differ in.
+    """Return the profile of a rank: peaks are shifted by the difference between the rank's and the process's trace.
 
-    What was decided by running it against the loop was decided of one process, and is not in it.
+    Finals are left out, because they compared single-process loops.
 
     Args:
-        traces: of one way to share. What none tells of has no peak.
+        profile: single-process profile.
+        traces: traces of a rank with the same way to shard; candidates without a trace get no peak.
     """
 
     def of(candidate: Candidate) -> tuple[Traced, RankTrace] | None:

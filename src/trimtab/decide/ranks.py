@@ -1,4 +1,4 @@
-"""From a plan of one process to one of several ranks: how gradients are sent, by what the link was timed to do."""
+"""Conversion of a single-process plan to several ranks: gradient communication, chosen by the measured link."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trimtab.core.without_graphs import without_graphs
 from trimtab.decide.communication import WindowCost, window_s
 from trimtab.decide.overlap import bucket_sizes
 
-# Bytes of gradients sent at once that are considered, beside what torch does by itself.
+# Bucket sizes to consider, in bytes; None is torch's default.
 BUCKETS = (None, 2**20, 2**22, 2**27)
-# A window is predicted, and not run: what is worth less than this share of it is not changed.
+# Steps are predicted and not run, so a smaller relative saving changes nothing.
 WORTH = 0.05
 _MARKS = Plan.marks()
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A way to send gradients, and what a window is predicted to take with it."""
+    """A way to send gradients and its predicted cost."""
 
     reduce_dtype: str
     bucket_bytes: int | None
@@ -34,17 +34,19 @@ class Sent:
 
     @property
     def total_s(self) -> float:
-        """Seconds of a window."""
+        """Seconds of a step."""
         return self.cost.total_s + self.cast_s
 
 
 def replicated(plan: Plan, num_ranks: int, why: str = "") -> Plan:
-    """Return a plan, made for one rank's share of a batch, for ranks that each hold the whole model.
+    """Return a plan, made for one rank's part of a batch, for ranks with a full replica of the model.
 
-    One that says how it is shared stays so.
+    A plan with a ZeRO stage is returned unchanged.
 
     Args:
-        why: no other way was weighed; "" where none was asked for.
+        plan: plan for one rank.
+        num_ranks: world size.
+        why: reason for not considering sharding; "" if sharding was not requested.
     """
     if plan.zero_stage.value is not None or num_ranks == 1:
         return plan
@@ -56,18 +58,19 @@ def replicated(plan: Plan, num_ranks: int, why: str = "") -> Plan:
 
 
 def alone(plan: Plan) -> Plan:
-    """Return a plan of ranks as one of them would run it by itself: as `replicated` was given it."""
+    """Return a multi-rank plan as a single-process plan, the inverse of `replicated`."""
     kept: dict[str, Any] = {"zero_stage": None, **KEPT}
     kept = {name: Choice(value, "one process", _MARKS[name]) for name, value in kept.items()}
     return replace(plan, num_ranks=1, **kept)
 
 
 def sending(plan: Plan, calibration: Calibration, shape: StepShape) -> Plan:
-    """Return a plan whose gradients are sent as is predicted to be fastest, where that is worth a change.
+    """Return the plan with the fastest predicted way to send gradients, if the saving justifies a change.
 
     Args:
-        plan: of ranks that share a model by torch.
-        shape: of a micro-batch of it, on one rank.
+        plan: plan for ranks, with the torch engine.
+        calibration: measured link.
+        shape: times and sizes of a rank's micro-batch.
     """
     ways = ways_to_send(plan, calibration, shape)
     usual = ways["fp32", None]
@@ -81,7 +84,7 @@ def sending(plan: Plan, calibration: Calibration, shape: StepShape) -> Plan:
 
 
 def ways_to_send(plan: Plan, calibration: Calibration, shape: StepShape) -> Mapping[tuple[str, int | None], Sent]:
-    """Return every way with its cost, by (reduce_dtype, bucket_bytes)."""
+    """Return the cost of all ways to send gradients, by (reduce_dtype, bucket_bytes)."""
     stage, k, is_torch = int(plan.zero_stage.value or 0), plan.num_micro_batches, plan.engine.value == "torch"
     reduces_once = bool(plan.reduces_once.value)
     dtypes = ("fp32", "bf16") if is_torch else ("fp32",)
@@ -95,7 +98,7 @@ def ways_to_send(plan: Plan, calibration: Calibration, shape: StepShape) -> Mapp
 
 
 def _cast_s(how: Parallelism, calibration: Calibration, shape: StepShape) -> float:
-    """Return what it takes to make bf16 of all gradients and fp32 again, of replicas by a hook for each bucket."""
+    """Return the seconds of casting all gradients to bf16 and back; replicas use a hook per bucket."""
     size = sum(shape.block_bytes)
     hooks = len(bucket_sizes(size, how.bucket_bytes)) if how.zero_stage < 2 else 0
     return calibration.cast_s_per_byte * size + calibration.hook_s * hooks

@@ -1,4 +1,4 @@
-"""What trials say: speed of one against another, which limit one breaks, what the machine resolves."""
+"""Interpretation of trials: relative speed, violated limits, resolution of the A/A control."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from trimtab.core.profile import Profile, Trial
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
 
-# After this many blocks a stage may drop who lost each of them; what is accepted takes as many as any verdict.
+# Blocks after which a phase may drop candidates that lost all of them; acceptance needs the blocks of a full verdict.
 MIN_BLOCKS = 3
-# Memory alone is worth a change only if it costs at most this much speed (interval's lower end) and saves at least this
-# share of the peak.
+# A memory saving alone justifies a change if the interval of the speed ratio stays above FREE_SPEED, and the saving is
+# at least the fraction WORTH_SAVING of the peak.
 FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
 CLEARLY_SLOWER = 0.95
-# Without a limit on memory a plan's peak is at most this multiple of the loop's own.
+# Without a memory limit, a plan's peak is at most this multiple of the loop's own.
 CLEARLY_MORE = 1.1
 
 
 def speed_ratio(ours: Trial, theirs: Trial) -> Interval:
-    """Return how many times faster `ours` is, paired by block."""
+    """Return the speed of `ours` relative to `theirs`, paired by block."""
     return ratio_interval([b / a for a, b in zip(ours.block_s, theirs.block_s, strict=False)])
 
 
 def typical_ratio(ours: Trial, theirs: Trial) -> float:
-    """Return how many times faster `ours` is, by the median of its blocks: of three or more one may be disturbed."""
+    """Return the speed of `ours` relative to `theirs` by the median over blocks, robust to a disturbed block."""
     return math.exp(statistics.median(math.log(b / a) for a, b in zip(ours.block_s, theirs.block_s, strict=False)))
 
 
 def ratio_by_longest(ours: Trial, theirs: Trial, trials: Sequence[Trial]) -> float:
-    """Return `typical_ratio` of two of a stage's trials, by way of who ran longest: either may have been dropped.
+    """Return `typical_ratio` of two trials of a phase, computed by way of the trial with most blocks.
 
-    Two that went on after a third was dropped are held against it by the blocks that it ran, and against each other by
-    all of theirs.
+    Either trial may have been dropped early. Trials that ran longer than a dropped trial are compared with it on the
+    common blocks, and with each other on all blocks.
     """
     longest = max([theirs, *trials], key=lambda trial: len(trial.block_s))
     return typical_ratio(ours, longest) * typical_ratio(longest, theirs)
 
 
 def score_ratio(ours: Trial, theirs: Trial, objective: Objective, unit: Trial) -> Interval:
-    """Return C(theirs) / C(ours), paired by block, in units of a trial's cost; speed alone where only that counts.
+    """Return C(theirs) / C(ours), paired by block, with costs relative to `unit`; the speed ratio if only time counts.
 
-    Where energy counts there are as many pairs as windows of watts, each with its share of the blocks: watts that were
-    read five times say no more in fifteen pairs.
+    If energy counts, the number of pairs is the number of power readings, paired with their parts of the blocks: five
+    readings carry no more information when split into fifteen pairs.
     """
     if objective.time == 1.0:
         return speed_ratio(ours, theirs)
@@ -64,10 +64,10 @@ def score_ratio(ours: Trial, theirs: Trial, objective: Objective, unit: Trial) -
 
 
 def control_interval(profile: Profile, stage: str, objective: Objective | None = None) -> Interval | None:
-    """Return an A/A control's ratio: a stage's incumbent against itself. None without one, or where it failed.
+    """Return the A/A control's ratio, a phase's incumbent compared with itself; None if missing or failed.
 
-    Of speeds; of C where that weighs more than time: it is then what a rival is better by. Watts have noise of their
-    own: none where the meter was lost.
+    A ratio of speeds; of scores C if the objective weighs more than time, because rivals are then compared by C. None
+    if energy is weighed and the meter failed, because power readings have separate noise.
     """
     trials = profile.stage(stage)
     control = next((trial for trial in trials if trial.control), None)
@@ -76,29 +76,36 @@ def control_interval(profile: Profile, stage: str, objective: Objective | None =
     if objective is not None and objective.time != 1.0:
         if objective.energy > 0 and not (control.watts and trials[0].watts):
             return None
-        known = replace(control, peak_bytes=trials[0].peak_bytes)  # of one loop: the control's is not counted again
+        # The control is the same loop, so its memory is not counted again.
+        known = replace(control, peak_bytes=trials[0].peak_bytes)
         return score_ratio(known, trials[0], objective, trials[0])
     return speed_ratio(control, trials[0])
 
 
 def resolves(control: Interval | None) -> str:
-    """Return in words what an A/A control resolves."""
+    """Return the resolution of an A/A control in words."""
     if not math.isfinite(resolution(control)):
         return "without an A/A control nothing can be resolved"
     return f"the A/A control resolves {100 * resolution(control):.2g}%"
 
 
 def figures(speed: Interval) -> str:
-    """Return a speed in words."""
+    """Return a speed ratio in words."""
     if not math.isfinite(speed.high):
         return f"{speed.mean:.3g}x the speed (n={speed.n})"
     return f"{speed.mean:.3g}x the speed (95% {speed.low:.3g} to {speed.high:.3g}, n={speed.n})"
 
 
 def is_behind(ours: Sequence[float], theirs: Sequence[float], *, is_lighter: bool) -> bool:
-    """Return whether blocks are all slower than another's, as an equal one's three are in 1 of 8 stages, or clearly so.
+    """Return True if all blocks are slower than the rival's, or the mean is significantly slower.
 
-    One that needs less memory may still be as fast as makes no difference: it is behind where it is clearly slower.
+    Three blocks of an equal candidate are all slower in 1 of 8 phases. A candidate with less memory must be slower than
+    `CLEARLY_SLOWER`, because a small loss of speed may be acceptable.
+
+    Args:
+        ours: seconds of blocks.
+        theirs: seconds of the rival's blocks.
+        is_lighter: the candidate needs less memory.
     """
     speed = ratio_interval([b / a for a, b in zip(ours, theirs, strict=True)])
     if speed.high >= 1 and not all(a > b for a, b in zip(ours, theirs, strict=True)):
@@ -107,9 +114,9 @@ def is_behind(ours: Sequence[float], theirs: Sequence[float], *, is_lighter: boo
 
 
 def unfit(profile: Profile, trial: Trial, budget: Budget) -> str | None:
-    """Return why a trial of whole steps cannot be chosen, or None.
+    """Return the reason why a trial of whole steps cannot be chosen, or None.
 
-    Where its meter was lost, its joules are by the watts of the same settings in another trial.
+    If the meter failed in this trial, energy uses the power of the same settings in a different trial.
     """
     if trial.error is not None:
         return trial.error
@@ -122,7 +129,7 @@ def unfit(profile: Profile, trial: Trial, budget: Budget) -> str | None:
 
 
 def over_own_peak(profile: Profile, peak_bytes: int | None, budget: Budget) -> str | None:
-    """Return why a peak is refused where no limit allows it: it is clearly above the loop's own; else None."""
+    """Return the reason for refusing a peak well above the loop's own without a memory limit, or None."""
     own = profile.own_peak_bytes
     if budget.memory is not None or own is None or peak_bytes is None or peak_bytes <= CLEARLY_MORE * own:
         return None
@@ -131,7 +138,7 @@ def over_own_peak(profile: Profile, peak_bytes: int | None, budget: Budget) -> s
 
 
 def unknown_energy(energy_j: float | None, budget: Budget, objective: Objective | None = None) -> str | None:
-    """Return why joules that are not known speak against a cost, or None where they are known or do not count."""
+    """Return the reason for refusing a cost with unknown energy, or None if energy is known or does not count."""
     counts = budget.energy is not None or (objective is not None and objective.energy > 0)
     return "its energy is not known" if counts and energy_j is None else None
 
@@ -139,7 +146,7 @@ def unknown_energy(energy_j: float | None, budget: Budget, objective: Objective 
 def over_budget(
     step_s: float | None, peak_bytes: int | None, budget: Budget, energy_j: float | None = None
 ) -> str | None:
-    """Return which hard limit a cost breaks, or None; what is not known breaks none."""
+    """Return the violated hard limit in words, or None; unknown costs violate nothing."""
     limit = budget.memory_bytes
     if limit is not None and peak_bytes is not None and peak_bytes > limit:
         return f"peak memory {format_bytes(peak_bytes)} is over the budget of {format_bytes(limit)}"
@@ -151,7 +158,7 @@ def over_budget(
 
 
 def is_free(ours: Trial, theirs: Trial) -> bool:
-    """Return whether a trial saves memory against another at no cost in speed."""
+    """Return True if a trial saves memory at no loss of speed."""
     if ours.peak_bytes is None or theirs.peak_bytes is None:
         return False
     speed = speed_ratio(ours, theirs)
@@ -160,5 +167,5 @@ def is_free(ours: Trial, theirs: Trial) -> bool:
 
 
 def saved(ours: Trial, theirs: Trial) -> float:
-    """Return the share of another trial's peak that one saves."""
+    """Return the saved fraction of the other trial's peak memory."""
     return 1 - (ours.peak_bytes or 0) / (theirs.peak_bytes or 1)

@@ -1,4 +1,4 @@
-"""Recomputing as one choice among others: schedules worth a look for a candidate, and what each takes and saves."""
+"""Recomputation as a setting: schedules to consider for a candidate, and their time and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.decide.checkpoint_schedule import keep_all, predict, sqrt_segments
 
 
 def chain_of(profile: Profile, candidate: Candidate) -> Chain | None:
-    """Return the chain of a candidate's micro-batch; None where its blocks were not measured, or cannot be."""
+    """Return the chain of a candidate's micro-batch; None if its blocks were not or cannot be measured."""
     found = profile.recomputable_of(candidate)
     if found is None or candidate.compiled:
         return None
@@ -28,13 +28,13 @@ def _at(model: ChainModel, rows: int) -> Chain:
 
 
 def peak_bytes(profile: Profile, candidate: Candidate) -> int | None:
-    """Return the most that a candidate's forward and backward hold; None where it is not known."""
+    """Return the peak memory of a candidate's forward and backward; None if unknown."""
     chain = chain_of(profile, candidate)
     return None if chain is None else chain.held_bytes + predict(chain.stages, _whole(chain, candidate)).peak_bytes
 
 
 def longer(profile: Profile, candidate: Candidate) -> float | None:
-    """Return what a candidate recomputes, as a share of the step that its blocks were measured in."""
+    """Return the recomputed time of a candidate, as a fraction of the step in which its blocks were measured."""
     found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
     if found is None or chain is None:
         return None
@@ -43,13 +43,16 @@ def longer(profile: Profile, candidate: Candidate) -> float | None:
 
 
 def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:
-    """Return the schedules worth a look for a candidate that recomputes nothing, as they are written.
+    """Return the schedules to consider for a candidate without recomputation, as text.
 
-    Those everyone has, and those of least recomputation: for the budget, and of large micro-batches for some sizes, by
-    which memory weighs.
+    Standard schedules, and schedules of least recomputation: for the budget, and for large micro-batches also for a few
+    fractions of the peak, for objectives that weigh memory.
 
     Args:
-        margin: by which a peak that is told is raised before it is held against a limit.
+        profile: measurements.
+        candidate: settings.
+        budget: limits.
+        margin: relative margin on a predicted peak before comparison with a limit.
     """
     found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
     if found is None or chain is None:
@@ -74,20 +77,21 @@ def _schedules(chain: Chain, limit_bytes: int | None, known: tuple[str, ...]) ->
 
 
 def _optimal(chain: Chain, limit_bytes: int) -> Schedule | None:
-    from trimtab.decide.optimal_schedule import optimal  # and numpy, which no plan without a limit needs
+    # The import loads numpy, which plans without a memory limit do not need.
+    from trimtab.decide.optimal_schedule import optimal
 
     return optimal(chain.stages, limit_bytes - chain.held_bytes)
 
 
 def _whole(chain: Chain, candidate: Candidate) -> Schedule:
-    """Return a candidate's schedule with what comes behind its blocks, which is kept."""
+    """Return a candidate's schedule including the final stage after the blocks, which is kept."""
     number = len(chain.stages) - 1
     blocks = keep_all(number) if candidate.recompute is None else schedule_of(candidate.recompute, number)
     return (*blocks, Kept(number))
 
 
 def in_words(found: Recomputable, candidate: Candidate) -> str:
-    """Return what of a model's blocks a candidate computes again."""
+    """Return the recomputed blocks of a candidate in words."""
     number, said = len(found.blocks), []
     schedule = schedule_of(candidate.recompute or "", number)
     again = sum(len(part.stages) for part in schedule if isinstance(part, Segment))

@@ -1,4 +1,4 @@
-"""What was rehearsed on all ranks in place of what was predicted: of the plan that ran, and of those like it."""
+"""Dry-run results: measured steps on all ranks replace predictions of the plans that ran, and correct similar plans."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from trimtab.decide.statistics import (
     resolution,
 )
 
-# After so many rehearsals, those that were refused too, a plan is taken: of those that ran, if any meets the limits.
+# Dry runs, refused ones included, after which a plan is chosen among those that ran, if any meets the limits.
 MOST_REHEARSALS = 4
 _SENDING = ("reduce_dtype", "bucket_bytes")
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Rehearsals of a job, in their order.
+    """Dry runs of a job, in order.
 
     Args:
-        only: whether no plan is chosen that did not run. as_usual: whether what did not run is sent as by default.
+        ran: dry runs.
+        only: choose only among plans that ran.
+        as_usual: plans that did not run send gradients by default.
     """
 
     ran: tuple[Ran, ...] = ()
@@ -38,11 +40,14 @@ class Rehearsed:
     as_usual: bool = False
 
     def of(self, plan: Plan) -> Ran | None:
-        """Return the rehearsal of a plan, however its gradients are sent; None where there was none."""
+        """Return the dry run of a plan, with any way to send gradients; None if there is none."""
         return next((each for each in reversed(self.ran) if _alike(each.plan, plan)), None)
 
     def refusal_of(self, plan: Plan) -> str | None:
-        """Return why a plan is not run: one that shares so, and is told to hold no more, could not be; None: it may."""
+        """Return the reason for not running a plan, or None.
+
+        A plan with the same way to shard and no higher predicted peak was refused in a dry run.
+        """
         held = None if plan.predicted is None else plan.predicted.peak_bytes
         for each in self.ran:
             told = each.plan.predicted and each.plan.predicted.peak_bytes
@@ -51,10 +56,10 @@ class Rehearsed:
         return None
 
     def beyond_bytes(self, way: Way) -> tuple[int, ...]:
-        """Return by how much the peaks of plans that share so were beyond what was told, each difference once.
+        """Return the distinct excesses of measured over predicted peaks for a way to shard.
 
-        What a window takes beyond its trace is what was sent and is let go of late: of parameters and gradients, which
-        have their size whatever the rows of a micro-batch.
+        The excess is sent tensors released late: parameters and gradients, whose size does not depend on the
+        micro-batch.
         """
         found = dict.fromkeys(
             each.peak_bytes - each.plan.predicted.peak_bytes
@@ -64,11 +69,11 @@ class Rehearsed:
         return tuple(found)
 
     def slower(self, way: Way) -> float:
-        """Return how many times what is told the windows of plans that share so take.
+        """Return the ratio of measured to predicted step time for a way to shard.
 
-        By the last of the same way, or else of the same engine, which stages 0 and 1 have and stages 2 and 3: an
-        engine's own time on the host is in no prediction. Of an engine that did not run, by the least that another one
-        was slower: ranks that take memory and cores from each other do so whatever they run. 1 where nothing ran.
+        From the last dry run of the same way, or otherwise of the same engine (stages 0 and 1, or stages 2 and 3),
+        because predictions exclude an engine's own host time. For an engine without a dry run, the smallest known
+        ratio: ranks that compete for memory and cores slow every engine. 1 without dry runs.
         """
         of_engine = [each for each in self.ran if way_of(each.plan)[0] // 2 == way[0] // 2]
         for like in (self._that_ran(way), of_engine):
@@ -81,7 +86,7 @@ class Rehearsed:
 
 
 def way_of(plan: Plan) -> Way:
-    """Return the way that a plan shares the model."""
+    """Return a plan's way to shard the model: ZeRO stage, and reduction once per step."""
     return int(plan.zero_stage.value or 0), bool(plan.reduces_once.value)
 
 
@@ -92,7 +97,7 @@ def _alike(one: Plan, other: Plan) -> bool:
 
 
 def by_default(plan: Plan) -> Plan | None:
-    """Return the plan with gradients sent as torch sends them by default; None where they are."""
+    """Return the plan with torch's default way to send gradients; None if the plan already sends so."""
     changed = [name for name in _SENDING if getattr(plan, name).value != KEPT[name]]
     if not changed:
         return None
@@ -102,11 +107,13 @@ def by_default(plan: Plan) -> Plan | None:
 
 
 def settled(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> Plan:
-    """Return the one of two plans by which ranks are to send: the changed one where it is measurably worth it.
+    """Return the plan to use for sending gradients: the changed plan if measurably better.
 
     Args:
-        changed, usual: alike but in how gradients are sent. block_s: seconds of a window in blocks that ran in turns,
-            paired by their place: of the changed one, of the usual one, and of the usual one again, the control.
+        changed: plan with a different way to send gradients.
+        usual: plan with the default way.
+        block_s: seconds per step in interleaved blocks, paired by index: of `changed`, of `usual`, and of `usual` again
+            as the A/A control.
     """
     theirs, ours, again = block_s
     effect, control = ratio_interval(paired_ratios(theirs, ours)), ratio_interval(paired_ratios(again, ours))
@@ -127,7 +134,7 @@ def settled(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> P
 
 
 def _not_worth_it(effect: Interval, control: Interval) -> str:
-    """Return why a change is not measurably worth it, or ""."""
+    """Return the reason why a change is not measurably worth it, or ""."""
     if effect.n < MIN_PAIRS_FOR_VERDICT:
         return f"too few for a verdict, which takes {MIN_PAIRS_FOR_VERDICT}"
     if effect.mean < 1 / (1 - WORTH):
@@ -142,12 +149,12 @@ def _loser(changed: Plan, usual: Plan, name: str, theirs: Sequence[float], ours:
 
 
 def saying_unrehearsed(plan: Plan, why: str) -> Plan:
-    """Return a plan that says why what it changes in how gradients are sent was not rehearsed."""
+    """Return the plan with a note on why its changes to gradient communication were not tested in a dry run."""
     return _saying(plan, f"not rehearsed: {why}")
 
 
 def _saying(plan: Plan, text: str) -> Plan:
-    """Return a plan that says so of each choice of how gradients are sent, where its stage has that choice."""
+    """Return the plan with a text appended to the reasons of its gradient communication choices."""
     stage = int(plan.zero_stage.value or 0)
     choices: dict[str, Choice] = {name: getattr(plan, name) for name in _SENDING[: 2 if stage < 2 else 1]}
     said = {name: replace(choice, reason=f"{choice.reason}; {text}") for name, choice in choices.items()}
@@ -160,7 +167,7 @@ def _sent(plan: Plan) -> str:
 
 
 def saying_missed(plan: Plan, ran: Ran) -> str:
-    """Return by how much what was told of a plan missed what it took as it was rehearsed."""
+    """Return the prediction errors of a plan, compared with its dry run, in words."""
     told = plan.predicted
     if told is None:
         return "nothing was told of it"

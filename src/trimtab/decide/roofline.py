@@ -1,8 +1,8 @@
-"""Rooflines (Williams et al. 2009): an operator takes as long as the slower of what it computes and what it moves.
+"""Roofline model (Williams et al. 2009): an operator's time is the maximum of its compute time and its memory time.
 
-Of a step on a device that is not here its seconds, at a stated share of the device's peaks, and no less than it takes
-to start an operator: a guess from a data sheet, which says so wherever it is shown. Of one that was measured here, the
-least that its operators can take by the whole peaks, and which of the two bounds them.
+For a target device, predicts step seconds at a given fraction of the data-sheet peaks, and at least the time to launch
+an operator; reports mark the result as an estimate. For measured operators, returns the minimum time at full peaks, and
+the binding resource.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.phases import Roof
 from trimtab.core.work import Line, Operation, Seen, StepWork
 
-# Shares of the peaks that large operators reach, and seconds below which none is run.
+# Fractions of the peaks that large operators reach, and least seconds per operator.
 COMPUTE, BANDWIDTH = 0.7, 0.8
 STARTING_S = {"cuda": 4e-6, "cpu": 4e-6}
 
 
 def step_seconds(work: StepWork, device: DeviceSpec, precision: str, rows: int, num_micro_batches: int) -> float | None:
-    """Return seconds of an optimizer step, or None where a peak of the device is not known.
+    """Return the seconds of an optimizer step; None if a peak of the device is unknown.
 
     Args:
-        precision: of matrix products; operators say their own, but for tf32 by a plan, which is fp32 to them.
-        rows: of a micro-batch.
+        work: operators of a micro-batch and of the optimizer step.
+        device: device data sheet.
+        precision: precision of matrix products. Operators have their own precision, except that "tf32" from a plan is
+            recorded as fp32.
+        rows: samples per micro-batch.
+        num_micro_batches: micro-batches per step.
     """
     micro_batch = seconds_of(work.micro_batch, device, precision, rows)
     step = seconds_of(work.step, device, precision, rows)
@@ -31,7 +35,7 @@ def step_seconds(work: StepWork, device: DeviceSpec, precision: str, rows: int, 
 
 
 def seconds_of(operations: Iterable[Operation], device: DeviceSpec, precision: str, rows: int) -> float | None:
-    """Return seconds of some operators of a micro-batch; arguments as of `step_seconds`."""
+    """Return the seconds of some operators of a micro-batch; arguments as in `step_seconds`."""
     if not device.bandwidth_bytes_s:
         return None
     total = 0.0
@@ -46,10 +50,12 @@ def seconds_of(operations: Iterable[Operation], device: DeviceSpec, precision: s
 
 
 def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> Roof | None:
-    """Return what bounds some operators as they ran, or None where a peak of the device is not known.
+    """Return the roofline of measured operators; None if a peak of the device is unknown.
 
     Args:
-        precision: of the step's matrix products, as of `step_seconds`.
+        seen: (kind, FLOP, bytes) per operator.
+        device: device data sheet.
+        precision: precision of the step's matrix products, see `step_seconds`.
     """
     if not device.bandwidth_bytes_s:
         return None
@@ -67,10 +73,10 @@ def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> Roof | 
 
 
 def _computing_s(flops: float, kind: str, device: DeviceSpec, precision: str) -> float | None:
-    """Return seconds of an operator's FLOP at the whole peak of its kind, or None where there are some and no peak.
+    """Return the seconds of an operator's FLOP at full peak; None if the peak is unknown and FLOP is not 0.
 
-    A convolution of kind "tf32" is one that torch lets run so in a step of fp32; a device that has no TF32 computes it
-    in fp32.
+    A convolution of kind "tf32" is a convolution that torch runs in TF32 within an fp32 step; devices without TF32
+    compute it in fp32.
     """
     peak = device.peak("tf32" if (precision, kind) == ("tf32", "fp32") else kind)
     if not peak and kind == "tf32":

@@ -1,24 +1,22 @@
-"""Which candidates to measure next: a pure function of the profile.
+"""Search over candidates: the next phase to measure, as a pure function of the profile.
 
-    modes      -> precision and memory layout together, each at the largest micro-batch that is traced to fit; where
-                  none of these runs, sizes of the loop as it is come next, then all modes in the largest that ran
-    optimizer  -> the optimizer's step alone, as it is against fused
-    head       -> the fastest mode, its logits a chunk at a time
-    sizes      -> slices of the batch, where the check allows splitting
-    graphs     -> the fastest mode recorded and launched whole, where it may wait for its launches (`compiling`)
-    compile    -> the fastest mode compiled, where the run is long enough to pay for the trial
-    final      -> the reference against those that the cost model of all this puts first: they decide
+    modes      -> precision and memory layout together, at the largest micro-batch that fits by its trace; if no mode
+                  runs, sizes of the unchanged loop follow, then all modes at the largest size that ran
+    optimizer  -> the optimizer step alone, unchanged against fused
+    head       -> the fastest mode with chunked logits
+    sizes      -> smaller micro-batches, if the check allows splitting
+    graphs     -> the fastest mode captured as a CUDA graph, if possibly launch-bound (`compiling`)
+    compile    -> the fastest mode compiled, if the run is long enough to pay for the trial
+    final      -> the reference against the top candidates of the cost model; decides
 
-All but the last tell the cost model what it is made of; nothing is accepted for them but a fused step, whose gain
-drowns in that of a whole one. Where what was put first turns out to break the budget, the model has learned, and there
-is another final. Replaying a recorded profile gives the same stages.
+All phases but the last feed the cost model. They accept nothing, except a fused step: its gain is too small to show in
+a whole step. If the top candidates exceed the budget, a further final follows with the corrected model. Replaying a
+recorded profile gives the same phases. Before the final, blocks of the fastest candidate are measured if memory is
+weighed or the candidate exceeds a memory limit, so that recomputation becomes an option (`recomputing`).
 
-Before the final the blocks of the fastest are measured where it breaks a limit on memory, or memory counts: computing
-some of them again is one more choice (`recomputing`).
-
-Where the length of the run is known, measuring may take a hundredth of it, or twenty seconds, of runs of minutes a
-twentieth. As soon as the final would go beyond that the search is hurried: sizes that nothing needs are left out, and
-the compiler where it promises too little for the time, and no doubted change is tried without the others.
+If the length of the run is known, measuring may take 1 % of the run or 20 seconds, but at most 5 % of short runs. If
+the final would exceed that time, the search is over the time budget: unneeded sizes are skipped, compilation needs more
+promise, and single changes are not tested by leaving them out.
 """
 
 from __future__ import annotations
@@ -36,31 +34,34 @@ from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
 from trimtab.decide.sizes import halvings, head_tokens
 from trimtab.decide.space import WORTH_A_RUN, lightest, points, put_first
 
-# Where page faults promise less than this, they are left alone.
+# Page faults with a smaller promised saving are ignored.
 WORTH_RETAINING = 0.02
-# Below this multiple of fp32's matrix-product speed a precision is not tried: no faster there, it only adds casts.
+# A precision with slower matrix products than this multiple of fp32's is not tried: it would only add casts.
 SCREEN = 1.2
 STAGES = ("modes", "optimizer", "head", "sizes", "graphs", "compile", FINAL)
 MOST_FINALS = 3
-# Seconds that measuring may take of a run of which they are no more than this share.
+# Seconds that measuring may take, up to this fraction of a run.
 MEASURING_S, MOST_OF_A_RUN = 20.0, 0.05
-# Steps of the loop that a final takes, in time, and seconds where they are short; how many more blocks a patient one
-# may run, and what one takes at the least (benchmarks/probing.py).
+# Time reserved for a final: this many steps of the loop, or seconds if steps are short. A patient final may run
+# _PATIENT_BLOCKS more blocks of at least BLOCK_S seconds (benchmarks/probing.py).
 _FINAL_STEPS, _FINAL_S = 20, 10.0
 _PATIENT_BLOCKS, BLOCK_S = 30, 0.15
-# Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
+# Chunk sizes to try: these fractions of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK, _MOST_BYTES = (4, 8), 64, 2**63
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Candidates to run interleaved; the first is the incumbent.
+    """Search phase: candidates to run interleaved; the first is the incumbent.
 
     Args:
-        control: whether the first is run a second time (A/A). accepts: whether a choice is made by it, which takes as
-            many blocks as a verdict does. drops: whether who loses its first blocks is run no further. is_brief:
-            whether three laps are all it takes: more of what may wait for the host put no more of it in order.
-        fits_bytes: limit that sizes are tried for, the largest first; None: all are.
+        name: name of the phase.
+        candidates: candidates, the incumbent first.
+        control: run the incumbent twice, as the A/A control.
+        accepts: the phase decides a choice and runs the blocks of a full verdict.
+        drops: stop running candidates that lose their first blocks.
+        is_brief: three rounds are enough; more would not rank launch-bound candidates better.
+        fits_bytes: memory limit for which sizes are tried, the largest first; None: try all.
     """
 
     name: str
@@ -72,23 +73,26 @@ class Stage:
     fits_bytes: int | None = None
 
     def is_known(self, peaks: Sequence[int | None]) -> bool:
-        """Return whether sizes below those of such peaks need not be run: the one before the last fits.
+        """Return True if smaller sizes need not run, because a tried size before the last fits the limit.
 
-        They are slower by what a micro-batch costs, which the last one shows.
+        Smaller sizes are slower by the cost of additional micro-batches, which the last size shows.
+
+        Args:
+            peaks: peak bytes of the sizes tried so far.
         """
         return self.fits_bytes is not None and any(p is not None and p <= self.fits_bytes for p in peaks[1:-1])
 
     @property
     def orders(self) -> bool:
-        """Whether it only puts its candidates in order, and what comes first is proved elsewhere.
+        """True if the phase only ranks candidates, with the proof left to the final.
 
-        What is recorded or compiled is not even put into the final where it was not clearly faster (`compiling`).
+        False for graphs and compile: captured or compiled candidates must be significantly faster to enter the final.
         """
         return not self.accepts and self.name not in ("graphs", "compile")
 
 
 def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
-    """Return the next stage to measure, or None when the search is over."""
+    """Return the next phase to measure, or None at the end of the search."""
     budget = profile.limits(budget)
     for name in _order(profile):
         if not profile.stage(name) and not _is_left_out(name, profile, budget):
@@ -102,16 +106,19 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
 
 
 def _order(profile: Profile) -> tuple[str, ...]:
-    """Return the names of the stages before the final: modes that ran in no size are asked again in one that does."""
+    """Return the names of the phases before the final; modes without a fitting size are retried at a size that runs."""
     first = ("modes", "sizes", SLICED) if profile.stage("modes") and not profile.ran("modes") else ("modes",)
     return (*first, *(name for name in STAGES[:-1] if name not in first))
 
 
 def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: bool = False) -> bool:
-    """Return whether measuring that took so long has no time left beside its final, and `steps` of the loop.
+    """Return True if the remaining time budget is too short for anything but the final.
 
     Args:
-        patient: whether the final may run more blocks where it is in doubt.
+        profile: measurements.
+        spent_s: seconds spent so far.
+        steps: additional steps of the loop to reserve.
+        patient: reserve time for additional blocks of an undecided final.
     """
     if profile.run_s is None:
         return False
@@ -123,15 +130,19 @@ def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: boo
 
 
 def allowed_s(run_s: float) -> float:
-    """Return the seconds that measuring aims to stay within, of a run of so many."""
+    """Return the time budget for measuring, in seconds.
+
+    Args:
+        run_s: seconds of the whole run.
+    """
     return max(min(MEASURING_S, MOST_OF_A_RUN * run_s), compiling.MEASURING * run_s)
 
 
 def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
-    """Return whether a stage can be done without: sizes where they are told, and a smaller one would not be better.
+    """Return True if a phase can be skipped: sizes, if the fitting size is known and a smaller one would not be better.
 
-    Where a limit has split the batch what that costs is asked, if chunks of a larger micro-batch may cost less, or
-    launches of many.
+    If a limit split the batch, sizes still run if chunks of a larger micro-batch, or many launches, may change the
+    ranking.
     """
     if profile.stage("modes") and not profile.ran("modes"):
         return False
@@ -145,10 +156,10 @@ def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
 def next_traces(
     profile: Profile, objective: Objective, budget: Budget, *, always: bool = False
 ) -> tuple[Candidate, ...]:
-    """Return the candidates whose peak has to be told for sizes at which they are not run, and is not yet.
+    """Return the candidates that need a memory trace for sizes at which they do not run.
 
-    Where memory neither is limited nor counts, what is counted in trials is enough; but a profile that is to be decided
-    under other limits, or for another device, needs them `always`.
+    Without a memory limit or weight, counts from trials are enough. A profile to be decided under new limits, or for a
+    target device, needs traces `always`.
     """
     budget = profile.limits(budget)
     if budget.memory_bytes is None and objective.memory == 0 and not always:
@@ -165,12 +176,11 @@ def next_traces(
 def next_recomputables(
     profile: Profile, stage: Stage | None, objective: Objective, budget: Budget, *, always: bool = False
 ) -> tuple[Candidate, ...]:
-    """Return the candidates whose blocks have to be measured before the next stage, and are not yet.
+    """Return the candidates whose blocks must be measured before the next phase.
 
-    Before a final, or the end of the search, when all else is known.
-
-    The fastest of all, and the fastest that fits, or the lightest where none does: where memory counts or is to be
-    decided about under other limits (`always`), or where the limit is broken by the fastest.
+    Only before a final or the end of the search. The fastest candidate overall and the fastest that fits (or the
+    lightest if none fits), if memory is weighed, if the profile is to be decided under new limits (`always`), or if the
+    fastest exceeds the limit.
     """
     budget = profile.limits(budget)
     is_asked = budget.memory_bytes is not None or objective.memory > 0 or always
@@ -190,7 +200,7 @@ def next_recomputables(
 
 
 def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
-    """Return a candidate in the size in which its precision and layout were tried."""
+    """Return a candidate at the tried size of its precision and layout."""
     alike = (mode for mode in CostModel(profile).modes if mode.alike(candidate, *BUT_MODE))
     return next((replace(mode, loss_chunk=candidate.loss_chunk) for mode in alike), candidate)
 
@@ -205,9 +215,9 @@ def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Stage
     failed = {t.candidate for name in rounds for t in profile.stage(name) if unfit(profile, t, budget)}
     found = [c for c in put_first(profile, objective, budget) if c not in failed]
     if was_refuted and {trial.candidate for trial in last}.issuperset(found):
-        return None  # the last final decides without the refuted candidate
+        return None  # The last final decides without the refuted candidate.
     most = MOST_FINALS + len(profile.refuted)
-    if found and len(rounds) == most - 1:  # before it is said that nothing fits
+    if found and len(rounds) == most - 1:  # last chance before reporting an infeasible budget
         found = list(dict.fromkeys((*found, *lightest(profile, budget))))
     if len(rounds) == most or (rounds and not found):
         return None
@@ -216,18 +226,18 @@ def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Stage
     name = FINAL if not rounds else f"{FINAL} {len(rounds) + 1}"
     cost = CostModel(profile).predict(reference)
     must_leave = reference in failed or over_budget(cost.step_s, cost.peak_bytes, budget, cost.energy_j) is not None
-    drops = objective.time == 1.0 and not must_leave  # a slower one may win by what else counts
+    drops = objective.time == 1.0 and not must_leave  # A slower candidate may win by memory or energy.
     return Stage(name, (reference, *found), control=bool(found), accepts=True, drops=drops)
 
 
 def base_candidate(profile: Profile) -> Candidate:
-    """Return what the modes are tried beside: the reference, its memory retained where page faults are noise in all."""
+    """Return the base of all modes: the reference, with freed memory kept (mallopt) if page faults add noise."""
     retains = profile.loop.can_retain and retaining_refusal(profile) is None
     return replace(profile.reference_candidate, allocator="retain" if retains else "keep")
 
 
 def mode_candidates(profile: Profile) -> tuple[Candidate, ...]:
-    """Return the loop, then each other precision and layout worth a try, at the loop's own size."""
+    """Return the loop's own mode, then all other precisions and layouts worth trying, at the loop's own size."""
     base = base_candidate(profile)
     if profile.loop.bitwise_only:
         return (base,)
@@ -239,7 +249,7 @@ def mode_candidates(profile: Profile) -> tuple[Candidate, ...]:
 
 
 def _modes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return them each at its largest size that is not known to break the budget; at the whole batch where none is."""
+    """Return the modes at their largest size not known to exceed the budget; the whole batch if all are."""
     model, limit = CostModel(profile), budget.memory_bytes
 
     def fitting(candidate: Candidate) -> Candidate:
@@ -250,7 +260,7 @@ def _modes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _sliced(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return the modes in the largest size that ran; none where nothing did."""
+    """Return the modes at the largest size that ran; empty if none ran."""
     sizes = [trial.candidate.micro_batch for trial in profile.ran("sizes")]
     return tuple(replace(each, micro_batch=sizes[0]) for each in mode_candidates(profile)) if sizes else ()
 
@@ -263,10 +273,10 @@ def _optimizer(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return the fastest mode, then in chunks; of the largest micro-batch where that of its own has no more than one.
+    """Return the fastest mode and chunked versions; at a larger micro-batch if its own has too few tokens for chunks.
 
-    Of what would be recorded, where that is another mode. With chunks the whole batch may fit a limit that makes
-    micro-batches of it small without. What the device itself has no memory for is not run to find out.
+    On a launch-bound step, the mode to capture takes the place of the fastest. Chunks may allow the whole batch under a
+    limit that otherwise requires small micro-batches. Sizes beyond the device's memory are not run.
     """
     first, memory = compiling.to_record(profile, _fastest(profile)), profile.device.memory_bytes
     model, larger = CostModel(profile), (replace(first, micro_batch=rows) for rows in halvings(profile))
@@ -277,9 +287,9 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return a candidate in chunks of a fourth of the tokens that fit without, where those beside it are larger.
+    """Return a candidate with chunks of a fourth of the unchunked size's tokens, if all given chunks are larger.
 
-    What is recorded or compiled may need its memory at that size.
+    A captured or compiled model may need the memory saving at that size.
     """
     chunk = _chunk(head_tokens(profile, first), _CHUNK_SHARES[0])
     may_be_recorded = profile.device.kind == "cuda" and chunk >= _SMALLEST_CHUNK
@@ -288,7 +298,7 @@ def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]
 
 
 def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...]:
-    """Return a candidate with its loss head in chunks: powers of two, to a fourth and an eighth of a step's tokens."""
+    """Return a candidate with a chunked loss head: powers of two up to a fourth and an eighth of a step's tokens."""
     if chunking_refusal(profile):
         return ()
     chunks = {_chunk(profile.loop.head_tokens or 0, share) for share in _CHUNK_SHARES}
@@ -297,14 +307,14 @@ def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...
 
 
 def _chunk(tokens: int, share: int) -> int:
-    """Return the power of two that is no more than a share of some tokens."""
+    """Return the largest power of two that is at most a fraction 1/share of the tokens."""
     return (1 << (tokens // share).bit_length()) >> 1
 
 
 def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return the fastest mode in a quarter of its size; in all sizes where it has to shrink by what no trace tells.
+    """Return the fastest mode at a quarter of its size, or at all smaller sizes if the fitting size is unknown.
 
-    And in the larger one that its head was tried with, as its chunks are of that, or that a limit may allow.
+    Includes a larger size tried with the loss head or possibly allowed by a limit.
     """
     first = _fastest(profile)
     sizes = [rows for rows in halvings(profile) if rows < first.micro_batch]
@@ -316,7 +326,7 @@ def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _larger(profile: Profile, first: Candidate, budget: Budget) -> list[int]:
-    """Return the largest size above that of the fastest mode of a loop that accumulates; none where none may fit."""
+    """Return the largest size above the fastest mode's that may fit, if the loop accumulates; otherwise empty."""
     if profile.reference.accumulate == 1:
         return []
     model, limit = CostModel(profile), budget.memory_bytes or _MOST_BYTES
@@ -325,13 +335,13 @@ def _larger(profile: Profile, first: Candidate, budget: Budget) -> list[int]:
 
 
 def _is_told(profile: Profile, budget: Budget) -> bool:
-    """Return whether it is known at which size the fastest mode fits."""
+    """Return True if the fitting size of the fastest mode is known."""
     limit = budget.memory_bytes
     return limit is None or bool(profile.traces) or CostModel(profile).is_within(_fastest(profile), limit)
 
 
 def _fastest(profile: Profile) -> Candidate:
-    """Return the fastest mode, or the first that was tried where no other is faster by what is worth a run."""
+    """Return the fastest mode; the first tried mode if no other is faster by `WORTH_A_RUN`."""
     model = CostModel(profile)
     ran = (trial.candidate for name in ("modes", SLICED) for trial in profile.ran(name))
     tried = [candidate for candidate in ran if candidate in model.modes]
@@ -350,14 +360,14 @@ def _compiled(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def compiling_refusal(profile: Profile) -> str | None:
-    """Return why the model is not compiled on trial, or None."""
+    """Return the reason not to try compilation, or None."""
     return compiling.compiling_refusal(profile, _fastest(profile))
 
 
 def precision_refusal(device: DeviceSpec, precision: str) -> str | None:
-    """Return why a precision is not worth a trial on a device, or None.
+    """Return the reason not to try a precision on a device, or None.
 
-    A dtype without hardware support can make one step last minutes, so it is screened by its matrix products first.
+    A dtype without hardware support can make a step last minutes, so its matrix products are timed first.
     """
     if precision == "tf32" and device.kind != "cuda":
         return f"tf32 does not exist on {device.kind}"
@@ -368,9 +378,9 @@ def precision_refusal(device: DeviceSpec, precision: str) -> str | None:
 
 
 def retaining_refusal(profile: Profile) -> str | None:
-    """Return why retaining freed memory is not worth a trial, or None.
+    """Return the reason not to try keeping freed host memory, or None.
 
-    What it can bring is estimated beforehand, from the time that a step's page faults take.
+    The possible saving is estimated from the time of a step's page faults.
     """
     share = profile.fault_share
     if share is None or share / (1 - share) >= WORTH_RETAINING:
@@ -380,7 +390,7 @@ def retaining_refusal(profile: Profile) -> str | None:
 
 
 def chunking_refusal(profile: Profile) -> str | None:
-    """Return why the loss head is not tried in chunks, or None. What it can save are the logits, twice at the least."""
+    """Return the reason not to try a chunked loss head, or None; it saves at least twice the logits."""
     loop = profile.loop
     if loop.bitwise_only:
         return loop.bitwise_only

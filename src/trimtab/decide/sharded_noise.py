@@ -1,9 +1,9 @@
-"""A window's noise where gradients are reduced as they come (FSDP2): its micro-batches are those of all ranks.
+"""Gradient noise with sharded gradients (FSDP2): a micro-batch for the estimate spans all ranks.
 
-Rank r weighs micro-batch j by `n_rj / D` with one D for all, and gradients are reduced to a mean over R ranks. What
-shows of micro-batch j is `||h_j||^2`, `h_j = sum_r n_rj g_rj / (R D) = N_j g_j / (R D)`: of the gradient `g_j` of its
-`N_j = sum_r n_rj` terms on all ranks. No rank knows the terms of another, so that each says its own, and its rows,
-beside its share of the norm (math: section 3).
+Rank r weights micro-batch j by `n_rj / D` with a common D, and gradients are averaged over R ranks. The observable for
+micro-batch j is `||h_j||^2`, `h_j = sum_r n_rj g_rj / (R D) = N_j g_j / (R D)`: the gradient `g_j` of its `N_j = sum_r
+n_rj` loss terms on all ranks. Ranks do not know each other's terms, so every rank sends its number of terms and samples
+along with its part of the norm (math: section 3).
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from dataclasses import dataclass
 
 from trimtab.decide.noise import WindowNoise, from_partial_sums, window_noise
 
-_OF_EACH = 3  # figures of a micro-batch
+_OF_EACH = 3  # figures per micro-batch
 
 
 def num_figures(num_micro_batches: int) -> int:
-    """Return how many figures a rank has of a window."""
+    """Return the number of figures that a rank sends per step."""
     return 1 + _OF_EACH * num_micro_batches
 
 
 @dataclass(frozen=True)
 class JointMicroBatches:
-    """The micro-batches of a window, each one of all ranks.
+    """Micro-batches of a step, each over all ranks.
 
     Args:
-        norm2: `||gbar||^2` of the whole window.
-        seen: of each micro-batch `||N_j g_j||^2`, or of the sum of all until then.
-        terms, rows: `N_j` and `M_j`.
+        norm2: `||gbar||^2` of the whole step.
+        seen: `||N_j g_j||^2` per micro-batch, or of the sum of the micro-batches so far.
+        terms: `N_j`, loss terms per micro-batch.
+        rows: `M_j`, samples per micro-batch.
     """
 
     norm2: float
@@ -38,10 +39,12 @@ class JointMicroBatches:
 
     @classmethod
     def of_ranks(cls, each: Sequence[Sequence[float]]) -> JointMicroBatches:
-        """Return them by the figures of every rank: `num_figures` of as many micro-batches.
+        """Return the micro-batches from the figures of all ranks.
 
         Args:
-            each: of a rank `||gbar||^2` of its shards; of its shards `||h_j||^2 D^2` of every j; then `n_rj`; `m_rj`.
+            each: per rank, `num_figures` values: `||gbar||^2` of the local shards; `||h_j||^2 D^2` of the local shards
+                for
+                every j; then all `n_rj`; then all `m_rj`.
         """
         norm2, *of_each = (sum(figures) for figures in zip(*each, strict=True))
         num = len(of_each) // _OF_EACH
@@ -49,7 +52,7 @@ class JointMicroBatches:
         return cls(norm2, [len(each) ** 2 * norm for norm in seen], terms, rows)
 
     def noise(self) -> WindowNoise | None:
-        """Return what the window says, of norms of single micro-batches; None where that is nothing."""
+        """Return the step's estimates from norms of single micro-batches; None if there is no information."""
         n = sum(self.terms)
         if not n > 0:
             return None
@@ -60,5 +63,5 @@ class JointMicroBatches:
         return window_noise(mean_norm2, self.norm2, per_row - squares, squares, len(shown))
 
     def noise_of_sums(self) -> WindowNoise | None:
-        """Return what it says of norms of sums so far; nothing where terms are not rows."""
+        """Return the step's estimates from norms of partial sums; None if loss terms are not samples."""
         return from_partial_sums(self.seen, self.rows) if self.terms == self.rows else None

@@ -1,9 +1,9 @@
-"""What short paired trainings of two plans say: which reaches the other's loss in less time, and whether that is clear.
+"""Verdict on short paired trainings of two plans: which reaches the other's final loss in less time, and significance.
 
-In a pair both train from the same weights on the same batches. The target is the smoothed loss that the plan as it
-stands ends at; the rival's steps to it, and its seconds a step, are held against that plan's. As the smoothed loss lags
-behind, few steps to it are told as more than they were. The plan as it stands is trained once more, and the rival held
-against that too, by where that ends: the control is the one figure over the other, which differ by chance alone (math:
+In a pair, both train from the same weights on the same batches. The target is the final smoothed loss of the incumbent;
+the rival's steps to the target and seconds per step are compared with the incumbent's. The smoothed loss lags, so small
+numbers of steps are overestimated. The incumbent is trained a second time, and the comparison repeated with the second
+training's final loss as the target: the ratio of both figures is the control, as they differ by chance only (math:
 section 8).
 """
 
@@ -20,18 +20,18 @@ from trimtab.decide.statistics import Interval, is_gain, ratio_interval, resolut
 
 @dataclass(frozen=True)
 class ShortRun:
-    """One training: the loss of each step from before it, and the median seconds of a step."""
+    """A training: loss before each step, and median seconds per step."""
 
     losses: tuple[float, ...]
     step_s: float
 
     @property
     def ended_at(self) -> float:
-        """The smoothed loss at its end."""
+        """Final smoothed loss."""
         return smoothed(self.losses)[-1] if self.losses else math.nan
 
     def steps_to(self, target: float) -> float:
-        """Return after how many steps the smoothed loss is at a target and stays there for another; inf: never."""
+        """Return the steps until the smoothed loss is at the target for two steps in a row; inf if never."""
         smooth = smoothed(self.losses)
         for index, loss in enumerate(smooth):
             if loss <= target and smooth[min(index + 1, len(smooth) - 1)] <= target:
@@ -44,7 +44,7 @@ class ShortRun:
 
 @dataclass(frozen=True)
 class ShortPair:
-    """The plan as it stands, its rival, and the first again; None where the rival had lost already."""
+    """The incumbent plan, its rival, and the incumbent again; None if the rival had already lost."""
 
     stands: ShortRun
     rival: ShortRun
@@ -52,29 +52,29 @@ class ShortPair:
 
     @property
     def samples(self) -> float:
-        """How many times fewer samples the rival took to what the plan as it stands ends at; 0: it never did.
+        """Ratio of the incumbent's to the rival's samples until the incumbent's final loss; 0 if never reached.
 
-        Over those that the plan as it stands took itself: where its loss has flattened it is there before its end.
+        The incumbent's count may be less than its whole training, if its loss has flattened before the end.
         """
         target = self.stands.ended_at
         return self.stands.steps_to(target) / self.rival.steps_to(target)
 
     @property
     def time(self) -> float:
-        """How many times less time it took."""
+        """Ratio of the incumbent's to the rival's time until the target."""
         return self.samples * self.stands.step_s / self.rival.step_s
 
     @property
     def stays(self) -> bool:
-        """Whether the rival ends no higher than the plan as it stands; no where its loss is no number by then."""
+        """True if the rival's final loss is at most the incumbent's; False if non-finite."""
         return self.rival.ended_at <= self.stands.ended_at
 
     @property
     def control(self) -> float | None:
-        """What `time` is of the plan as it stands trained again, over what it is of it; None where either is no number.
+        """`time` against the second incumbent training, divided by `time`; None if either is not finite and positive.
 
-        It is the race's own figure, twice: each training has its end as target. To one target that both come to, two
-        trainings on a plateau are apart by all of it, though where either ends moves a rival's figure by little.
+        The target of both figures is the respective training's own final loss. With a common target, two trainings on a
+        plateau may differ by most of their length, although a rival's figure depends little on either end.
         """
         if self.again is None:
             return None
@@ -84,7 +84,7 @@ class ShortPair:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the rival is better, and why; how many times the seconds of a step it takes."""
+    """Verdict on the rival, its reason, and the ratio of the rival's to the incumbent's seconds per step."""
 
     is_gain: bool
     reason: str
@@ -92,15 +92,21 @@ class Verdict:
 
 
 def is_lost(pair: ShortPair) -> bool:
-    """Return whether a pair ends the race: the rival took as much time or did not stay, or there is nothing to race to.
+    """Return True if a pair ends the comparison.
 
-    One that was there before and ends above has come there by its noise, or is on its way up again.
+    The rival was not faster or ended higher, or the incumbent's loss did not clearly fall. A rival that reached the
+    target earlier but ends above the target did so by noise, or its loss is rising again.
     """
     return not falls_clearly(pair.stands.losses) or not pair.time > 1 or not pair.stays
 
 
 def judge(pairs: Sequence[ShortPair], rival: str) -> Verdict:
-    """Return what a race says of a rival, by name; it was run until a pair was lost, or for all pairs."""
+    """Return the verdict on a rival.
+
+    Args:
+        pairs: pairs so far, up to the first lost one or all.
+        rival: name of the rival, for the reason.
+    """
     last, count = pairs[-1], len(pairs)
     steps = len(last.stands.losses)
     where = f"raced over {steps} steps from the weights as they are"

@@ -1,4 +1,4 @@
-"""The sizes of a micro-batch that a search considers, and the tokens of one."""
+"""Micro-batch sizes to consider in a search."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from trimtab.core.profile import Candidate, Profile
 
 
 def halvings(profile: Profile) -> tuple[int, ...]:
-    """Return the sizes of a micro-batch that are considered, the largest first: the batch, halved again and again.
+    """Return the micro-batch sizes to consider, the largest first: the batch size and its repeated halves.
 
-    And that of a loop that accumulates, which alone is considered where splitting changes the gradient.
+    Includes the micro-batch size of a loop that accumulates; if splitting changes the gradient, no other.
     """
     rows, own = profile.loop.batch_rows, profile.reference_candidate.micro_batch
     if not profile.check.splittable:
@@ -18,10 +18,10 @@ def halvings(profile: Profile) -> tuple[int, ...]:
 
 
 def head_tokens(profile: Profile, candidate: Candidate) -> int:
-    """Return the tokens of a micro-batch that its loss head sees."""
+    """Return the tokens per micro-batch at the loss head."""
     return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_rows
 
 
 def is_in_chunks(profile: Profile, candidate: Candidate) -> bool:
-    """Return whether a candidate's chunks are smaller than its micro-batch, or it has none: else it is all at once."""
+    """Return True if chunks are smaller than the micro-batch or not used; otherwise chunking has no effect."""
     return candidate.loss_chunk is None or candidate.loss_chunk < head_tokens(profile, candidate)

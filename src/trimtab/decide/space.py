@@ -1,4 +1,4 @@
-"""The finite space a plan is chosen from, what each point of it is expected to cost, and which come first."""
+"""Search space of a plan: all candidates with predicted costs, and the ranking of candidates."""
 
 from __future__ import annotations
 
@@ -25,19 +25,26 @@ from trimtab.decide.readings import (
 from trimtab.decide.sizes import halvings, is_in_chunks
 from trimtab.decide.statistics import is_gain
 
-# The optimizer's step is timed alone, where a gain is clear that a whole step would not show: what it saves of one has
-# to be this share.
+# The optimizer step is timed alone, so that small gains are significant; the saving must be this fraction of a whole
+# step.
 WORTH_FUSING = 0.01
-# A candidate that is predicted to be no better than this is not run against the loop.
+# A candidate must be predicted to be better than this ratio to be compared with the loop.
 WORTH_A_RUN = 0.99
-# A change is doubted, and the candidate without it run too, where it is predicted to bring no more than this.
+# A change with a smaller predicted gain is doubted: the candidate without it also runs.
 DOUBTED = 1.1
 _MOST_DOUBTED = 3
 
 
 @dataclass(frozen=True)
 class Point:
-    """A candidate and its expected cost; `refusal` says why it cannot be chosen, `has_failed` that it did not run."""
+    """A candidate with its predicted cost.
+
+    Args:
+        candidate: settings.
+        cost: predicted cost.
+        refusal: reason against choosing the candidate, or None.
+        has_failed: the candidate failed to run.
+    """
 
     candidate: Candidate
     cost: Predicted
@@ -46,7 +53,7 @@ class Point:
 
 
 def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
-    """Return every candidate whose time can be told."""
+    """Return all candidates with known time."""
     model, reference = CostModel(profile), profile.reference_candidate
     tried = (trial.candidate for trial in profile.trials if trial.candidate.recompute is not None)
     own = (reference,) if _is_told(profile, reference) else ()
@@ -60,7 +67,7 @@ def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
 
 
 def _is_told(profile: Profile, reference: Candidate) -> bool:
-    """Return whether the loop's own optimizer's step is known: where nothing was tried, it is if it was traced."""
+    """Return True if the cost of the loop's own optimizer step is known; without trials, if it was traced."""
     traced = {each.candidate.fused_optimizer for each in profile.traces}
     return bool(profile.trials) or reference.fused_optimizer in traced
 
@@ -79,14 +86,14 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
                     part = replace(mode, micro_batch=rows, fused_optimizer=is_fused)
                     part = replace(part, allocator=allocator, loss_chunk=chunk, compiled=compiled)
                     if not is_in_chunks(profile, part):
-                        continue  # all at once, of which no trace of chunks tells
+                        continue  # not chunked in effect, and no trace of chunks applies
                     yield part
                     for schedule in recomputing.schedules(profile, part, budget, model.chain_margin):
                         yield replace(part, recompute=schedule)
 
 
 def fuses(profile: Profile) -> bool:
-    """Return whether the optimizer's step alone is clearly faster fused, by enough of a whole step."""
+    """Return True if a fused optimizer step is significantly faster, by a sufficient fraction of a whole step."""
     trials = [trial for trial in profile.stage("optimizer") if not trial.control]
     if profile.is_refuted("fused_optimizer", True) or len(trials) < 2 or not all(trial.block_s for trial in trials):
         return False
@@ -96,7 +103,7 @@ def fuses(profile: Profile) -> bool:
 
 
 def fusing_share(profile: Profile) -> float:
-    """Return what a fused step saves of a whole one, the fastest that was tried and pays."""
+    """Return the saving of a fused step as a fraction of the fastest whole step that was tried and pays."""
     model, ways = CostModel(profile), paying(profile)
     also = (trial.candidate for trial in tried(profile) if trial.block_s and trial.candidate.compiled in ways)
     return model.saves("fused_optimizer", True) / (model.fastest(also) or 1.0)
@@ -121,9 +128,9 @@ def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Bu
 
 
 def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[Candidate, ...]:
-    """Return who is run against the reference: the best of all, the lightest as fast, the best less a doubted change.
+    """Return the candidates to compare with the reference: the best, the lightest at equal speed, and simpler variants.
 
-    Nobody where nothing is predicted to be better; the nearest of all where nothing meets the budget.
+    Empty if no candidate is predicted to be better; the nearest candidate if none meets the budget.
     """
     found = points(profile, budget)
     reference = next((p for p in found if p.candidate == profile.reference_candidate), None)
@@ -145,7 +152,7 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
 
 
 def lightest(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return who is predicted to need least memory of all that may fit; nobody where none may."""
+    """Return the fitting candidate with the least predicted memory; empty if none fits."""
     fitting = [point for point in points(profile, budget) if point.refusal is None]
     light = min(fitting, key=lambda point: point.cost.peak_bytes or math.inf, default=None)
     return () if light is None else (light.candidate,)
@@ -154,7 +161,7 @@ def lightest(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 def _without_recomputing(
     fitting: Sequence[Point], scores: Mapping[Candidate, float], chosen: Sequence[Point]
 ) -> list[Point]:
-    """Return the best that recomputes nothing, where the best does: it is proved beside it, and may fail alone."""
+    """Return the best point without recomputation if the best overall recomputes, which may fail its proof."""
     plain = [point for point in fitting if point.candidate.recompute is None]
     if not plain or not chosen or chosen[0].candidate.recompute is None:
         return []
@@ -162,8 +169,9 @@ def _without_recomputing(
 
 
 def _with_head_whole(fitting: Sequence[Point], chosen: Sequence[Point]) -> list[Point]:
-    """Return the best with its loss head whole, where it is compiled and in chunks: these were tried of the model as it
-    is, what is compiled without them, and a compiler may make of the head by itself what they do.
+    """Return the best point with a whole loss head, if the best overall is compiled and chunked.
+
+    Chunks were tried uncompiled, and compilation without chunks; the compiler may achieve the same effect by itself.
     """
     if not chosen or not chosen[0].candidate.compiled or chosen[0].candidate.loss_chunk is None:
         return []
@@ -174,9 +182,9 @@ def _with_head_whole(fitting: Sequence[Point], chosen: Sequence[Point]) -> list[
 def _of_sizes_that_ran(
     fitting: Sequence[Point], scores: dict[Candidate, float], chosen: Sequence[Point], profile: Profile
 ) -> list[Point]:
-    """Return the best of a size that its modes ran in, where none ran whole: the best of all may be one that does not.
+    """Return the best point at a size that ran, if no mode ran at the whole batch.
 
-    It is proved beside a larger one.
+    The best point overall may not run.
     """
     ran = max((t.candidate.micro_batch for t in profile.ran(SLICED)), default=math.inf)
     safe = [point for point in fitting if point.candidate.micro_batch <= ran]
@@ -186,7 +194,7 @@ def _of_sizes_that_ran(
 
 
 def score(point: Point, objective: Objective, reference: Point) -> float:
-    """Return C in units of the reference's cost; infinite where a weighted term of it is not known."""
+    """Return the score C relative to the reference; infinite if a weighted term is unknown."""
     costs = (p.cost for p in (point, reference))
     ours, theirs = (Cost(cost.step_s or math.inf, cost.peak_bytes, cost.energy_j) for cost in costs)
     if objective.memory > 0 and None in (ours.memory_bytes, theirs.memory_bytes):
@@ -197,7 +205,7 @@ def score(point: Point, objective: Objective, reference: Point) -> float:
 
 
 def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
-    """Return who breaks its worst limit least, of those that break one and did not fail; then the fastest."""
+    """Return the refused point with the least excess over a limit, without failures; ties go to the fastest."""
     known = [p for p in found if budget.memory_bytes is None or p.cost.peak_bytes is not None]
     known = [p for p in known if unknown_energy(p.cost.energy_j, budget) is None]
     alive = [p for p in known if p.refusal is not None and not p.has_failed]
@@ -213,10 +221,10 @@ def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
 
 
 def front(found: Sequence[Point], *, with_energy: bool = False) -> tuple[Point, ...]:
-    """Return those that nobody beats in both time and memory, and energy where that counts; the fastest first.
+    """Return the Pareto front in time and memory, and energy if relevant; the fastest first.
 
-    What is not known of a point cannot be weighed against others: it is on no front that it counts for. Of
-    those that can be chosen; and, with why they cannot, of all that ran or may run.
+    Points with unknown values are excluded. Contains the front of all admissible points, and refused points on the
+    front of all points without a failure.
     """
     fitting = _unbeaten([point for point in found if point.refusal is None], with_energy)
     alive = [point for point in found if not point.has_failed]
@@ -232,7 +240,7 @@ def _unbeaten(found: Sequence[Point], with_energy: bool) -> tuple[Point, ...]:
     known = [point for point in found if point.cost.step_s is not None and point.cost.peak_bytes is not None]
     known = [point for point in known if not with_energy or point.cost.energy_j is not None]
     front: list[Point] = []
-    for point in sorted(known, key=_by_time):  # whoever is after is no faster
+    for point in sorted(known, key=_by_time):  # Later points are not faster.
         _, size, energy_j = _by_time(point)
         sparing = (each for each in front if not with_energy or (each.cost.energy_j or 0.0) <= energy_j)
         if all(size < (each.cost.peak_bytes or 0) for each in sparing):
@@ -241,9 +249,10 @@ def _unbeaten(found: Sequence[Point], with_energy: bool) -> tuple[Point, ...]:
 
 
 def stands_between(found: Sequence[Point], chosen: Candidate, reference: Candidate) -> tuple[float, float] | None:
-    """Return the memory weights, as shares of time's and memory's together, at which nobody that fits beats a choice.
+    """Return the range of memory weights at which no fitting point beats the choice.
 
-    None where costs are not known, or there is no such weight: by a final it may win though its mean does not.
+    Weights are fractions of the total weight of time and memory. None if costs are unknown or the range is empty: a
+    final may decide for a candidate against its mean.
     """
     known = [p for p in found if p.cost.step_s is not None and p.cost.peak_bytes is not None]
     costs = {p.candidate: (p.cost.step_s or 0.0, float(p.cost.peak_bytes or 0)) for p in known}
@@ -256,7 +265,7 @@ def stands_between(found: Sequence[Point], chosen: Candidate, reference: Candida
             continue
         seconds, size = costs[point.candidate]
         longer, larger = (seconds - own_s) / unit_s, (size - own) / unit
-        if longer == larger:  # at every weight alike
+        if longer == larger:  # The same comparison holds at every weight.
             low = low if longer >= 0 else math.inf
         elif longer > larger:
             high = min(high, longer / (longer - larger))
@@ -266,19 +275,19 @@ def stands_between(found: Sequence[Point], chosen: Candidate, reference: Candida
 
 
 def is_worth_a_change(best: Point, reference: Point, objective: Objective) -> bool:
-    """Return whether a point is predicted to be better than the reference by what is worth a run."""
+    """Return True if a point is predicted to be better than the reference by at least `WORTH_A_RUN`."""
     return score(best, objective, reference) < WORTH_A_RUN * score(reference, objective, reference)
 
 
 def simplest(fitting: Sequence[Point], scores: Mapping[Candidate, float], reference: Candidate) -> Point:
-    """Return the best, or who is as good to what is worth a run and changes less."""
+    """Return the point with the fewest changes among those nearly as good as the best."""
     limit = min(scores.values()) / WORTH_A_RUN
     near = [point for point in fitting if scores[point.candidate] <= limit]
     return min(near, key=lambda point: (len(point.candidate.differences(reference)), scores[point.candidate]))
 
 
 def _lightest(fitting: Sequence[Point], best: Point) -> Point | None:
-    """Return who needs least memory among those that are as fast as the best, if it saves enough."""
+    """Return the point with the least memory among points as fast as the best; None if the saving is too small."""
     if best.cost.peak_bytes is None or best.cost.step_s is None:
         return None
     limit_s, limit = best.cost.step_s / FREE_SPEED, (1 - WORTH_SAVING) * best.cost.peak_bytes
@@ -288,13 +297,13 @@ def _lightest(fitting: Sequence[Point], best: Point) -> Point | None:
 
 
 def _of_told_sizes(fitting: Sequence[Point], best: Point, profile: Profile) -> list[Point]:
-    """Return who is of the best's size at least, where no smaller one was tried: what it takes was not told."""
+    """Return the points of at least the best's size if no smaller size was tried, because its cost is unknown."""
     is_told = not profile.trials or bool(profile.stage("sizes"))
     return [point for point in fitting if is_told or point.candidate.micro_batch >= best.candidate.micro_batch]
 
 
 def _doubted(fitting: Sequence[Point], best: Point, scores: dict[Candidate, float], profile: Profile) -> list[Point]:
-    """Return the best less one of its changes, each time one that is predicted to bring little."""
+    """Return variants of the best point without a single change, for changes with little predicted gain."""
     reference = profile.reference_candidate
     changed = [name for name in best.candidate.differences(reference) if name != "fused_optimizer"]
     without = [replace(best.candidate, **{name: getattr(reference, name)}) for name in changed]

@@ -1,8 +1,8 @@
-"""Which ZeRO stage ranks share a model by: of each stage the best plan within the limits, and of these the best.
+"""Choice of the ZeRO stage: the best plan within the limits per stage, and the best stage.
 
-A profile of one rank's share of the batch, alone, becomes that of a rank at a stage by what traces of both differ in;
-seconds are those of the plan, with the communication of its window beside them (`trimtab.decide.communication`). What
-was rehearsed counts by what it took and held; plans that share as it did are corrected by what it was told wrong.
+The single-process profile of a rank's part of the batch is converted to a rank at a stage by the difference between
+traces; step times add communication (`trimtab.decide.communication`). Plans with a dry run use the measured values;
+plans with the same way to shard are corrected by the dry run's prediction errors.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from trimtab.decide.rehearsing import Rehearsed, saying_missed
 from trimtab.decide.space import WORTH_A_RUN
 
 _MARKS = Plan.marks()
-# DeepSpeed's, each reduced once a window: by itself its stage 2 sends all gradients of every micro-batch to all ranks.
+# Only reduction once per step: otherwise DeepSpeed's stage 2 sends all gradients of every micro-batch to all ranks.
 DEEPSPEED_WAYS: tuple[Way, ...] = ((1, True), (2, True), (3, True))
-# What a rank's shards took beyond their trace over gloo, whose threads let go of what they sent some milliseconds late:
-# up to 11.0% reduced once a window and 25.5% reduced after each micro-batch, as medians over windows of five models on
-# two ranks (benchmarks/results/rank_memory-epyc-2core-2026-11-24.json); single windows took up to 26 and 42%.
+# Excess of a rank's peak over its trace with gloo, whose threads release sent tensors some milliseconds late: up to
+# 11.0 % with reduction once per step and 25.5 % with reduction after each micro-batch, as medians over steps of five
+# models on two ranks (benchmarks/results/rank_memory-epyc-2core-2026-11-24.json); single steps took up to 26 and 42 %.
 GLOO_ONCE, GLOO_EACH = 0.12, 0.26
-# By benchmarks/results/published_ranks-2026-11-24.json: twenty pairs of numbers of ranks.
+# From benchmarks/results/published_ranks-2026-11-24.json: twenty pairs of world sizes.
 _NOT_TOLD = "no straggler and no busy network is in it: published jobs lost 4 points more of their speed (median of 20)"
 _SHARED = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Ranks that a plan is made for, as of `choose_stage`."""
+    """Ranks to plan for; fields as in `choose_stage`."""
 
     ranks: int
     calibration: Calibration
@@ -52,11 +52,15 @@ class _Job:
 
 @dataclass(frozen=True)
 class StageCost:
-    """A way to share the model, and what a window takes by the best plan that it has, as predicted or rehearsed.
+    """A way to shard the model, with its best plan and the cost of a step, predicted or measured.
 
     Args:
-        margin: by which its told peak is raised before it is held against a limit. ran: its rehearsal. slower: how many
-            times what is told the windows of others like it took.
+        way: ZeRO stage, and reduction once per step.
+        plan: best plan.
+        cost: predicted cost of a step.
+        margin: relative margin on the predicted peak before comparison with a limit.
+        ran: dry run of the plan, or None.
+        slower: ratio of measured to predicted step time of similar plans.
     """
 
     way: Way
@@ -68,24 +72,24 @@ class StageCost:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of a rank; None: not known."""
+        """Peak memory of a rank; None if unknown."""
         if self.ran is not None and self.ran.peaks:
             return self.ran.peak_bytes
         return None if self.plan.predicted is None else self.plan.predicted.peak_bytes
 
     @property
     def window_s(self) -> float:
-        """Seconds of a window."""
+        """Seconds of a step."""
         return self.slower * self.cost.total_s if self.ran is None else self.ran.window_s
 
     @property
     def limit_s(self) -> float:
-        """Seconds of a window that are held against a limit: told by a data sheet, with a margin."""
+        """Seconds of a step for comparison with a limit, with a margin if from a data sheet."""
         return self.window_s if self.ran else (1 + (self.plan.seconds_margin or 0.0)) * self.window_s
 
     @property
     def figures(self) -> str:
-        """What it takes, in words."""
+        """Time and memory in words."""
         return f"{format_seconds(self.window_s)} a window, {_bytes(self.peak_bytes)} a rank"
 
     def __str__(self) -> str:
@@ -94,7 +98,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RefusedStage:
-    """A way to share the model that cannot be taken, and why."""
+    """A way to shard the model that was refused, and the reason."""
 
     way: Way
     refusal: str
@@ -115,12 +119,16 @@ def choose_stage(
     engine: str = "torch",
     rehearsed: Rehearsed | None = None,
 ) -> tuple[Plan, Stages]:
-    """Return the plan of so many ranks, and what each way to share the model takes.
+    """Return the plan for several ranks, and the cost of every way to shard the model.
 
     Args:
-        profile: of one rank's share of the batch, on one process; its own limits and weights count. traces: of a rank.
-        shape_of: returns a plan's step as communication sees it. engine: what is to share it; traces are torch's.
-        rehearsed: what these ranks have run of such plans.
+        profile: single-process profile of a rank's part of the batch; its own limits and weights apply.
+        traces: memory traces of a rank.
+        ranks: world size.
+        calibration: measured link.
+        shape_of: returns the times and sizes of a plan's micro-batch for the communication model; None if unknown.
+        engine: sharding backend; traces are always torch's.
+        rehearsed: earlier dry runs on these ranks.
 
     Raises:
         InfeasibleError: no stage meets the limits.
@@ -146,12 +154,12 @@ def choose_stage(
 
 
 def ways_of(engine: str) -> tuple[Way, ...]:
-    """Return the ways to share that are considered with an engine."""
+    """Return the ways to shard the model that an engine supports."""
     return DEEPSPEED_WAYS if engine == "deepspeed" else WAYS
 
 
 def held_with(device_kind: str, way: Way) -> float:
-    """Return by what share a rank's told peak is raised before it is held against a limit."""
+    """Return the relative margin on a rank's predicted peak before comparison with a limit."""
     stage, reduces_once = way
     if device_kind != "cpu" or stage < 2:
         return 0.0
@@ -159,10 +167,10 @@ def held_with(device_kind: str, way: Way) -> float:
 
 
 def _considered(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) -> list[StageCost] | RefusedStage:
-    """Return what the plans of a way take that meet the limits, of large micro-batches first; or why there is none.
+    """Return the costs of a way's plans that meet the limits, the largest micro-batches first; or a refusal.
 
-    Of each size, as its window sends by how many it has; and where memory is weighed the fastest of each too, which a
-    limit on time may leave alone.
+    A plan per micro-batch size, because communication depends on the number of micro-batches. If memory is weighed,
+    also the fastest plan per size, possibly the only plan within a time limit.
     """
     try:
         costs = _within(profile, traces, job, way)
@@ -184,7 +192,7 @@ def _considered(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: W
 
 
 def _within(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) -> list[StageCost]:
-    """Return what the plans of a way take that are told to meet the limit on memory, of large micro-batches first.
+    """Return the costs of a way's plans predicted to meet the memory limit, the largest micro-batches first.
 
     Raises:
         InfeasibleError: there is none.
@@ -193,7 +201,8 @@ def _within(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) 
     margin, memory = held_with(profile.device.kind, way), profile.budget.memory_bytes
     beyond = job.rehearsed.beyond_bytes(way)
     limits: list[int | None] = [None if memory is None else math.floor(memory / (1 + margin))]
-    if memory is not None:  # what was rehearsed was found within one of these, and may meet it though others do not
+    # Plans with a dry run were found within one of these limits, and may meet it although other plans do not.
+    if memory is not None:
         limits += [max(1, memory - more) for more in beyond]
     plans, refusal = list[Plan](), None
     for limit in dict.fromkeys(limits):
@@ -212,7 +221,7 @@ def _within(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) 
 
 
 def _misfit(each: StageCost, profile: Profile, job: _Job) -> str | None:
-    """Return why a plan that may have been rehearsed cannot be taken; None where it can."""
+    """Return the reason for refusing a plan after dry runs, or None."""
     memory = profile.budget.memory_bytes
     if each.ran is None:
         more, held = max(job.rehearsed.beyond_bytes(each.way), default=0), each.peak_bytes
@@ -229,7 +238,7 @@ def _misfit(each: StageCost, profile: Profile, job: _Job) -> str | None:
 
 
 def _best(way: Way, costs: Sequence[StageCost], unit: StageCost, objective: Objective) -> StageCost | RefusedStage:
-    """Return the best of a way, or who is as good to what is worth a run and splits less."""
+    """Return the best plan of a way; a nearly as good plan with fewer micro-batches is preferred."""
     scores = [_score(each, unit, objective) for each in costs]
     best = costs[next(i for i, score in enumerate(scores) if score <= min(scores) / WORTH_A_RUN)]
     if not way[1] and best.plan.num_micro_batches == 1:
@@ -238,14 +247,14 @@ def _best(way: Way, costs: Sequence[StageCost], unit: StageCost, objective: Obje
 
 
 def _score(each: StageCost, unit: StageCost, objective: Objective) -> float:
-    """Return time and memory by their weights, in units of the first that fits; of a weighed memory both are known."""
+    """Return weighted time and memory relative to `unit`; memory must be known if weighed."""
     time = each.window_s / unit.window_s
     memory = (each.peak_bytes or 0) / max(1, unit.peak_bytes or 0) if objective.memory > 0 else 0.0
     return objective.time * time + objective.memory * memory
 
 
 def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
-    """Return what a plan of one rank's share takes when it is shared; None where its seconds are not known."""
+    """Return the cost of a plan when sharded; None if its time is unknown."""
     shape = job.shape_of(plan)
     if shape is None or plan.predicted is None:
         return None
@@ -276,14 +285,14 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
 
 
 def _as_sent(plan: Plan, calibration: Calibration, shape: StepShape) -> WindowCost:
-    """Return what a window takes, its gradients sent as the plan says."""
+    """Return the cost of a step with the plan's own way to send gradients."""
     bucket = None if plan.bucket_bytes.value is None else int(plan.bucket_bytes.value)
     way = ways_to_send(plan, calibration, shape)[str(plan.reduce_dtype.value), bucket]
     return replace(way.cost, exposed_s=way.cost.exposed_s + way.cast_s)
 
 
 def _with_size(best: StageCost, costs: Sequence[StageCost]) -> StageCost:
-    """Return it with what windows of other micro-batches would take, sent as they would be."""
+    """Return the best plan with the costs of the other micro-batch sizes as rejected alternatives."""
     size = best.plan.micro_batch
     others = {each.plan.micro_batch.value: Rejected(each.plan.micro_batch.value, str(each)) for each in reversed(costs)}
     losers = {loser.value: loser for loser in size.losers} | others
@@ -318,7 +327,7 @@ def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration, *, i
 
 
 def stages_text(found: Stages) -> str:
-    """Return a table of what each way takes, and what is not in it."""
+    """Return a table of the cost of every way to shard, with its limitations."""
     return "\n".join(
         ["a rank at each ZeRO stage, predicted:", *(f"  {_line(each)}" for each in found), f"  {_NOT_TOLD}"]
     )

@@ -14,7 +14,7 @@ MIN_PAIRS_FOR_VERDICT = 5
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean with its 95% interval; `low` and `high` are infinite apart below two values."""
+    """Mean with its 95% interval; the interval is infinite for fewer than two values."""
 
     mean: float
     low: float
@@ -48,13 +48,13 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def share_interval(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
-    """Return `mean(parts) / mean(wholes)` with Fieller's 95% interval; infinite where the wholes may be nothing.
+    """Return `mean(parts) / mean(wholes)` with Fieller's 95% interval; infinite if the mean of wholes may be 0.
 
-    Means add up, so that shares of the parts of one whole do: a mean of `part / whole` would not, and is wild where a
-    whole comes near to nothing.
+    Means are additive, so the shares of a whole's parts sum to 1. A mean of `part / whole` is not additive, and
+    unstable for wholes near 0.
 
-    Source: Fieller, "Some problems in interval estimation" (1954): all shares r at which `part - r whole` is not told
-    from nothing.
+    Source: Fieller, "Some problems in interval estimation" (1954): the shares r at which `part - r whole` does not
+    differ significantly from 0.
     """
     n = len(wholes)
     part, whole = math.fsum(parts) / n, math.fsum(wholes) / n
@@ -75,19 +75,19 @@ def share_interval(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
 
 
 def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
-    """Return theirs / ours pair by pair: above 1 where ours took less."""
+    """Return theirs / ours per pair: above 1 if ours took less."""
     return tuple(b / a for a, b in zip(ours, theirs, strict=False))
 
 
 def is_gain(effect: Interval, control: Interval | None) -> bool:
-    """Return whether a ratio (above 1 is better), of 5 pairs at least, is clear of 1 and above what can be resolved."""
+    """Return True if a ratio of at least 5 pairs is significantly above 1 and above the control's resolution."""
     return effect.n >= MIN_PAIRS_FOR_VERDICT and effect.low > 1 and effect.mean - 1 > resolution(control)
 
 
 def resolution(control: Interval | None) -> float:
-    """Return the smallest relative effect the A/A control can tell from nothing: its farther interval end from 1.
+    """Return the smallest relative effect that the A/A control resolves: the larger distance of an interval end from 1.
 
-    Without a control, because there was none or it failed, nothing can be told from nothing: infinity.
+    Infinite without a control, or if the control failed.
     """
     if control is None or control.low <= 0:
         return math.inf

@@ -1,4 +1,4 @@
-"""A plan carried to tier F by what was found: a rate by its range test, all else by the race that it won or lost."""
+"""Tuned plans: changes to training dynamics, from a learning rate range test or from paired short trainings."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from trimtab.decide.short_race import Verdict
 
 _LATER = "later to the same loss"
 _UNCLIPPED = "not tried: a range test is too short for what is rare"
-# Of a short run a rise takes this share at the most: what it was rising for has to be had too.
+# The warm-up takes at most this fraction of a short run, so that enough steps remain at the full rate.
 _LONGEST_RISE = 0.3
 
 
 def tried(plan: Plan) -> tuple[str, ...]:
-    """Return what of a plan was tried beyond the same maths, whether it was kept or not, as `adapt` names it."""
+    """Return the training settings that were tried, kept or not, by their names in `adapt`."""
     shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.losers)}
     found = {
         "learning_rate": plan.learning_rate_scale != KEEP_LEARNING_RATE,
         "schedule": "warmup_linear" in shapes,
         "optimizer": plan.optimizer != KEEP_OPTIMIZER,
-        "dropout": bool(plan.dropout.losers),  # its reason may also be why it was not raced
+        "dropout": bool(plan.dropout.losers),  # the reason may also state why no comparison was run
         "batch": plan.batch_policy != KEEP_BATCH,
     }
     return tuple(name for name, was in found.items() if was)
@@ -44,14 +44,17 @@ def tried(plan: Plan) -> tuple[str, ...]:
 def adapt_learning_rate(
     plan: Plan, rates: RateChoice, search_s: float, *, may_clip: bool = False, run_steps: int | None = None
 ) -> Plan:
-    """Return the plan in tier F: peak learning rate from a range test, warm-up and cosine by progress.
+    """Return the tuned plan with the peak learning rate from a range test, warm-up and cosine decay.
 
-    Where the test keeps the user's rate, the user's schedule stays too: nothing speaks for another one.
+    If the test keeps the user's rate, the user's schedule also stays, as nothing supports a change.
 
     Args:
-        may_clip: whether gradients may be clipped at the norm that is typical at that rate, where the loop clips none:
-            so they may where an optimizer's steps are of one length however long all gradients are.
-        run_steps: of the run, where that is known: a rise is as many of them as the test's own, or 5% of the run.
+        plan: plan to change.
+        rates: result of the range test.
+        search_s: seconds of the search, charged to the plan.
+        may_clip: gradients may be clipped at the typical norm for the rate if the loop does not clip. Allowed for
+            optimizers with a step length independent of the gradient's scale.
+        run_steps: steps of the run, if known: the warm-up is no shorter than the rise of the test, or 5% of the run.
     """
     plan = _searched(plan, search_s)
     scale = Choice(rates.scale, rates.reason, Mark.DYNAMICS, rates.scale != 1.0, rates.losers)
@@ -75,9 +78,9 @@ def adapt_learning_rate(
 
 
 def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
-    """Return how long the rate rises: what a rise has to outlast is counted in steps, and a run may have few of them.
+    """Return the warm-up fraction: no shorter than the rise of the range test, which reached its rate safely.
 
-    A range test came to its rate by so many and was unharmed.
+    Transients at the start last a number of steps, not a fraction, so short runs need a larger fraction.
     """
     share, bound = float(f"{(rising_steps or 0) / (run_steps or 1):.2g}"), ""
     if run_steps is None or share <= WARMUP_FRACTION:
@@ -91,7 +94,7 @@ def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
 
 
 def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
-    """Return the rival of a race with Muon in tier F, where it won; else the plan as it stands, which says why."""
+    """Return the rival with Muon as a tuned plan if it won; otherwise the incumbent with the reason."""
     if not verdict.is_gain:
         kept = replace(KEEP_OPTIMIZER, reason=verdict.reason, losers=(Rejected("muon", verdict.reason),))
         return replace(_searched(stands, search_s), optimizer=kept)
@@ -101,7 +104,7 @@ def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float
 
 
 def adapt_dropout(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
-    """Return the rival of a race without dropout in tier F, where it won; else the plan as it stands, saying why."""
+    """Return the rival without dropout as a tuned plan if it won; otherwise the incumbent with the reason."""
     if not verdict.is_gain:
         kept = replace(KEEP_DROPOUT, reason=verdict.reason, losers=(Rejected(rival.dropout.value, verdict.reason),))
         return replace(_searched(stands, search_s), dropout=kept)
@@ -110,9 +113,9 @@ def adapt_dropout(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) 
 
 
 def adapt_schedule(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
-    """Return the plan with a rival's schedule in tier F, where that won; else as it stands, with what lost.
+    """Return the plan with the rival's schedule if it won; otherwise the incumbent with the rejected schedule.
 
-    A schedule changes no step's cost.
+    A schedule does not change a step's cost.
     """
     mine, theirs = stands.schedule, rival.schedule
     if not verdict.is_gain:
@@ -123,9 +126,9 @@ def adapt_schedule(stands: Plan, rival: Plan, verdict: Verdict, search_s: float)
 
 
 def within(budget: Budget, rival: Plan, verdict: Verdict) -> Verdict:
-    """Return a race's verdict; no gain where a step of the rival, as the race found it, breaks a hard limit.
+    """Return the verdict, with no gain if the rival's measured step exceeds a hard limit.
 
-    Its joules are told by the plan's watts.
+    Energy assumes the plan's power.
     """
     cost = rival.measured or rival.predicted
     if cost is None or not verdict.is_gain:
@@ -136,15 +139,18 @@ def within(budget: Budget, rival: Plan, verdict: Verdict) -> Verdict:
 
 
 def _searched(plan: Plan, search_s: float) -> Plan:
-    """Return a plan with so many seconds of search more."""
+    """Return the plan with additional search time."""
     return replace(plan, search_s=plan.search_s + search_s, planning_s=plan.planning_s + search_s)
 
 
 def _won(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
-    """Return a rival with what both were searched for, and with the seconds of a step as the race found them.
+    """Return the rival with the search time of both plans, and step times corrected by the comparison.
 
     Args:
-        search_s: of the race, beyond what either plan was searched for.
+        stands: incumbent.
+        rival: winner.
+        verdict: result of the comparison.
+        search_s: seconds of the comparison, in addition to earlier searches.
     """
     told = {name: getattr(rival, name) for name in ("predicted", "measured")}
     slower: dict[str, Any] = {

@@ -1,7 +1,8 @@
-"""In which order arms that are timed against one another run, lap by lap.
+"""Interleaving order of timed candidates, round by round.
 
-A block finds caches, heap and clock as the block before it left them. Were the order A B C, C B A for ever, the first
-and the last arm would follow themselves in every other lap and the middle ones never: a bias, the same in every race.
+A block inherits caches, heap and clock state from the previous block. With a fixed alternation A B C, C B A, the first
+and last candidate would follow themselves in every second round and the middle candidates never: a bias that does not
+average out.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ T = TypeVar("T")
 
 
 def turns(arms: Sequence[T], lap: int, seed: int, last: T | None = None) -> list[T]:
-    """Return the arms in the order they run in this lap; `last` ran last before it and is not first.
+    """Return the candidates in the order of a round; the candidate `last` is not first.
 
-    The rows of a balanced square (Williams 1949: 0, 1, n-1, 2, n-2, ... and its rotations), in which every arm follows
-    every other once; forwards and backwards in turn, so that drift is shared. The starting arm moves with the lap, the
-    other way on the way back, which spreads the borders between laps over all pairs too; and with the seed.
+    Rows of a balanced Latin square (Williams 1949: 0, 1, n-1, 2, n-2, ... and rotations): every candidate follows every
+    candidate once. Rounds alternate forwards and backwards, to share drift. The starting candidate depends on the seed
+    and the round, and moves in the opposite direction in backward rounds, to balance the pairs between rounds too.
+
+    Args:
+        arms: candidates.
+        lap: index of the round.
+        seed: offset of the start.
+        last: final candidate of the previous round.
     """
     count, pair = len(arms), lap // 2
     start = seed + (-pair - 1 if lap % 2 else pair)
@@ -34,11 +41,16 @@ def _zigzag(count: int) -> list[int]:
 
 
 def drawn_turns(arms: Sequence[T], lap: int, draw: random.Random, last: T | None = None) -> list[T]:
-    """Return the arms in an order drawn for this lap, in which `last`, which ran last before it, is not first.
+    """Return the candidates in a random order; the candidate `last` is not first.
 
-    For few laps of few arms, which no square balances: what no plan evens out is left to chance, and shows as noise in
-    place of bias. Two arms, of which one would be first for ever, go forwards and backwards in turn: each follows
-    itself as often as the other does.
+    For few rounds of few candidates, too few for a balanced Latin square: random order turns the remaining bias into
+    noise. Two candidates alternate forwards and backwards, and follow themselves equally often.
+
+    Args:
+        arms: candidates.
+        lap: index of the round.
+        draw: random generator.
+        last: final candidate of the previous round.
     """
     order = list(arms)
     if len(order) < 3:

@@ -1,4 +1,4 @@
-"""Seconds of a micro-batch and of what a window has besides, from the windows of a run (math: section 4)."""
+"""Step time model: seconds of a micro-batch and of a step's fixed part, from the steps of a run (math: section 4)."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from trimtab.core.errors import FormatError
 from trimtab.core.state_parts import Load, Part
 from trimtab.decide.goodput import Times
 
-# Windows looked back on, and of the first ones how many are dropped: kernels are chosen and memory is found in them.
+# Steps in the medians, and first steps to skip, in which kernels are selected and memory is allocated.
 MEMORY, SKIPPED = 50, 2
 MIN_WINDOWS = 3
 
 
 class UsualWindow:
-    """What a loader batch takes in windows that nothing was added to: the median of the last few."""
+    """Median time of a loader batch over the last unmodified steps."""
 
     def __init__(self) -> None:
         self._batch_s: deque[float] = deque(maxlen=15)
 
     def add(self, seconds: float, num_batches: int) -> None:
-        """Take such a window in."""
+        """Add an unmodified step."""
         self._batch_s.append(seconds / num_batches)
 
     def extra(self, seconds: float, num_batches: int) -> float:
-        """Return what a window took beyond as many batches of the usual ones; 0 while those are not known."""
+        """Return the seconds of a step beyond its number of usual loader batches; 0 while those are unknown."""
         return max(0.0, seconds - num_batches * statistics.median(self._batch_s)) if self._batch_s else 0.0
 
 
 class WindowTimes(Part):
-    """Medians over the last windows: a disturbed one weighs nothing."""
+    """Medians over the last steps, robust to disturbed steps."""
 
     def __init__(self, memory: int = MEMORY) -> None:
         self._row_s: deque[float] = deque(maxlen=memory)
@@ -42,15 +42,16 @@ class WindowTimes(Part):
         self._since_loaded: int | None = None
 
     def add(self, row_s: float, fixed_s: float) -> None:
-        """Take a window in.
+        """Add a step.
 
         Args:
-            row_s: seconds of a row in the loader batches between the first, which adds to no gradient, and the last,
-                which holds the reduction; drawing included.
-            fixed_s: what the window took beyond as much for each of its rows.
+            row_s: seconds per sample, data loading included, in the loader batches between the first (creates
+                gradients) and
+                the last (includes the reduction).
+            fixed_s: seconds of the step beyond `row_s` for all samples.
         """
         self._seen += 1
-        if self._since_loaded is not None and self._since_loaded < 0:  # kernels are chosen anew
+        if self._since_loaded is not None and self._since_loaded < 0:  # kernels are selected again
             self._since_loaded += 1
         elif self._seen > SKIPPED:
             self._row_s.append(row_s)
@@ -58,7 +59,7 @@ class WindowTimes(Part):
             self._drop_loaded()
 
     def _drop_loaded(self) -> None:
-        """Forget what was loaded as soon as there is enough without it: it may be another machine's."""
+        """Drop loaded times once there are enough of this run, because loaded times may be from another machine."""
         if self._since_loaded is None:
             return
         self._since_loaded += 1
@@ -70,33 +71,41 @@ class WindowTimes(Part):
             self._since_loaded = None
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop all steps."""
         self._row_s.clear()
         self._fixed_s.clear()
         self._seen, self._since_loaded = 0, None
 
     @property
     def is_known(self) -> bool:
-        """Whether enough windows were seen."""
+        """True if enough steps were added."""
         return len(self._row_s) >= MIN_WINDOWS
 
     @property
     def is_own(self) -> bool:
-        """Whether enough were seen since the state of another run, on another machine it may be, was loaded."""
+        """True if enough steps were added since a state was loaded, possibly from another machine."""
         return self.is_known and self._since_loaded is None
 
     def times(self, micro_rows: float) -> Times | None:
-        """Return the times of micro-batches of so many rows; None while too few windows were seen."""
+        """Return the times for a micro-batch size; None while too few steps were added.
+
+        Args:
+            micro_rows: samples per micro-batch.
+        """
         if not self.is_known:
             return None
         return Times(statistics.median(self._row_s) * micro_rows, statistics.median(self._fixed_s))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the recent times for a resumed run."""
         return {"row_s": list(self._row_s), "fixed_s": list(self._fixed_s), "seen": self._seen}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Validate `state_dict()` and return a function that loads the state.
+
+        Raises:
+            FormatError, ValueGivenError: the state is invalid.
+        """
         names = ("row_s", "fixed_s")
         lists = isinstance(state, Mapping) and all(isinstance(state.get(name), list) for name in names)
         if not lists or len(state["row_s"]) != len(state["fixed_s"]):
