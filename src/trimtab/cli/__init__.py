@@ -1,8 +1,8 @@
-"""The command: doctor, profile, plan, train, compare, ablate, phases, scale, report.
+"""Command line: init, doctor, profile, plan, train, compare, ablate, phases, scale, report, checkpoint.
 
-Figures go to standard output, progress to error.
+Results go to standard output, progress to standard error.
 
-Exit status: 0 done, 1 an error that was explained, 2 a command line that does not parse, 130 interrupted.
+Exit status: 0 success, 1 an error with explanation, 2 invalid command line, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from trimtab.core.errors import DependencyError
 
 try:
-    import typer  # noqa: F401 - its absence is explained before a module of this folder needs it
+    import typer  # noqa: F401 - a missing typer is reported before a module of this package imports it
 except ImportError:
     _MISSING = DependencyError(
         "command", given="no typer", expected="the packages it needs", way_out="Run `pip install 'trimtab[cli]'`."
     )
 
     def main(launched: Any = None) -> None:
-        """Say which extra has what the command needs: an install without it has the console script all the same."""
+        """Print the extra that the command needs. The console script exists even in an installation without it."""
         sys.stderr.write(f"trimtab: {_MISSING}\n")
         sys.exit(1)
 

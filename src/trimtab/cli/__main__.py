@@ -1,4 +1,4 @@
-"""`python -m trimtab.cli`, which a launcher's `-m` runs too."""
+"""Entry point of `python -m trimtab.cli`, also used by launchers with `-m`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands for what a run left on disk: checkpoint verify."""
+"""Command `checkpoint verify`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True
 
 @app.callback()
 def checkpoint() -> None:
-    """Look at the checkpoints of a run."""
+    """Inspect the checkpoints of a run."""
 
 
 @app.command()
@@ -23,7 +23,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
     as_json: Json = False,
 ) -> None:
-    """Read every byte of a run's checkpoints, and say which are whole; fails where one is not, or there is none."""
+    """Verify all bytes of a run's checkpoints and list the results. Fails if a checkpoint is damaged or none exists."""
     from trimtab.checkpoint.envelope import NAMED, committed
     from trimtab.checkpoint.manifest import NAME
     from trimtab.core.errors import FormatError
@@ -49,7 +49,7 @@ def _row(folder: Path) -> dict[str, Any]:
 
     try:
         found = envelope.verify(folder)
-        said = said_of(folder, found)  # as who goes on from it reads it
+        said = said_of(folder, found)  # also validates the metadata, as resuming does
     except FormatError as error:
         return {"folder": folder.name, "is_whole": False, "says": str(error)}
     row = {"folder": folder.name, "is_whole": True}

@@ -1,4 +1,4 @@
-"""Options of when to train, and what is said of them before anything is measured."""
+"""Options for carbon-aware training, validated before any measurement."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def clean_hours(
     is_kept: bool,
     num_ranks: int,
 ) -> CleanHours | None:
-    """Return what `--when-clean` and what goes with it ask for; None where a run is to start now.
+    """Return the settings of `--when-clean` and its related options; None for an immediate start.
 
     Raises:
-        ValueGivenError: one of them is none, or lacks what it needs.
+        ValueGivenError: An option is invalid, or lacks a required option.
     """
     from trimtab.core.moments import parse_duration, parse_moment
     from trimtab.experiments.train_command import CleanHours

@@ -1,4 +1,4 @@
-"""The command line as a whole: its commands, and how it ends."""
+"""Main program of the command line: list of commands, error messages and exit status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.distributed.launched import Launched
 
 
 def no_early_exit(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that ends with an error if a task calls `sys.exit(0)` before the command has finished."""
+    """Wrap a command so that `sys.exit(0)` in a task becomes an error."""
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> None:
@@ -63,10 +63,10 @@ app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main(launched: Launched | None = None) -> None:
-    """Run the command; errors are explained without a traceback (`TRIMTAB_TRACEBACK=1` shows it).
+    """Run the command. Errors are printed without a traceback unless `TRIMTAB_TRACEBACK=1`.
 
     Args:
-        launched: this process as a rank, which reports how it ends.
+        launched: Reports to the launcher how this rank ends.
     """
     prepare_streams()
     try:
@@ -87,7 +87,7 @@ def _explained(launched: Launched) -> None:
             has_cause = isinstance(error, TrimtabError) and isinstance(error.__cause__, Exception)
             say(f"trimtab: {error}" + (" (TRIMTAB_TRACEBACK=1 shows where)" if has_cause else ""))
         sys.exit(1)
-    except Exception as error:  # a task's own code, mostly
+    except Exception as error:  # mostly an error in the task's code
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
         from trimtab.calibrate.failures import describe
@@ -111,6 +111,6 @@ def _reporting(launched: Launched) -> None:
 
 
 def _was_a_rank() -> bool:
-    """Return whether this process was one of several ranks; a command that was none need not load torch to say so."""
+    """Return True if this process belonged to a distributed job. Avoids importing torch in commands without one."""
     found = sys.modules.get("trimtab.distributed.process_group")
     return found is not None and found.has_joined()

@@ -1,4 +1,4 @@
-"""The command that begins: init."""
+"""Command `init`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = "my_task.py"
 def init(
     file: Annotated[Path, typer.Argument(help="a new Python file for a task of yours")] = Path(_NAME),
 ) -> None:
-    """Write a task file that runs as it is, with three parts to make yours."""
+    """Write a working task file, with three parts to replace by your own code."""
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise FormatError("init", given=str(file), expected="a name such as my_task.py")
     if not file.parent.is_dir():

@@ -1,4 +1,4 @@
-"""How a rank ends: threads of gloo may outlive the interpreter, and then abort the process that was done."""
+"""Immediate exit of a rank: Gloo threads may outlive the interpreter and abort a process that has finished."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import os
 import sys
 from typing import NoReturn
 
-_UNWRITTEN = 120  # Python's own status where what was printed could not be written
+_UNWRITTEN = 120  # Python's own exit status if standard output could not be written
 
 
 def leave(end: BaseException) -> NoReturn:
-    """End the process as the interpreter would by this exception, without the interpreter's end.
-
-    What is registered to run there does not.
-    """
+    """End the process with the status that the interpreter would use for this exception, skipping exit handlers."""
     code = _status(end)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # nobody reads it, or it is closed
+        except (OSError, ValueError):  # the reader is gone, or the stream is closed
             code = code or _UNWRITTEN
     os._exit(code)
 

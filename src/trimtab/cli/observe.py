@@ -1,4 +1,4 @@
-"""Commands that look and decide, and train nothing for good: doctor, profile, plan."""
+"""Commands without training: doctor, profile, plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trimtab.experiments.progress_bar import ProgressBar
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine can measure and run, what is missing, and how to get it."""
+    """Check the devices, libraries and meters of this machine, and print installation hints for missing parts."""
     from trimtab.experiments.doctor import examine
 
     findings = examine()
@@ -49,7 +49,7 @@ def profile(
     without_meter: WithoutMeter = "refuse",
     as_json: Json = False,
 ) -> None:
-    """Measure a task's loop and the settings worth trying on it."""
+    """Measure a task's training loop and the candidate settings for it."""
 
     from trimtab.api import Metering
     from trimtab.core.codec import to_json, write_result
@@ -76,7 +76,7 @@ def profile(
     try:
         if out is not None:
             write_result(out, to_json(found, indent=1))
-    finally:  # neither a full disk nor a pipe that is closed takes both
+    finally:  # a full disk must not prevent printing, nor a closed pipe writing
         print_json(found) if as_json else print_text(profile_text(found))
 
 
@@ -100,7 +100,7 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="all that was considered, and all that was tried")] = False,
     as_json: Json = False,
 ) -> None:
-    """Decide what to change, and say why."""
+    """Choose settings for a task and explain the choices."""
     from trimtab.core.codec import to_json, write_result
     from trimtab.core.objective import Budget, Objective
     from trimtab.experiments.decided import decided
@@ -122,7 +122,7 @@ def plan(
     wanted = adaptation(adapt)
     how: dict[str, Any] = {"device": device, "adapt": wanted}
     if is_here:
-        from trimtab.api import Metering  # with torch, without which what was recorded is decided
+        from trimtab.api import Metering  # imports torch, which planning from a recorded profile does not need
 
         how["metering"] = Metering(energy_watts, without=without_meter)
     with ProgressBar() as progress:

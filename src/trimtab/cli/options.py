@@ -1,4 +1,4 @@
-"""Options that several commands have, and what is said of them before minutes of work, not after."""
+"""Options shared by several commands, validated before any long measurement."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ Adapt = Annotated[
         "a,b for several"
     ),
 ]
-TRAINED = ("learning-rate", "schedule", "optimizer", "dropout")  # that a plan tries by training a little
+TRAINED = ("learning-rate", "schedule", "optimizer", "dropout")  # settings that planning tests by short trainings
 
 
 def adaptation(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) -> tuple[str, ...]:
-    """Return what `--adapt` names.
+    """Return the settings listed in `--adapt`.
 
     Raises:
-        ValueGivenError: it names what is not known, or none beside something.
+        ValueGivenError: A name is unknown, or "none" is combined with other names.
     """
     from trimtab.core.checks import one_of
 
@@ -90,10 +90,11 @@ def adaptation(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) 
 
 
 def refuse_adapt(adapt: str | None, recorded: str) -> None:
-    """Raise where `--adapt` was given with what it cannot be.
+    """Raise `ValueGivenError` if `--adapt` is used together with a recorded plan source.
 
     Args:
-        recorded: what the plan is decided from.
+        adapt: Value of the option.
+        recorded: Source of the plan, for the error.
     """
     if adaptation(adapt):
         raise ValueGivenError(
@@ -104,7 +105,7 @@ def refuse_adapt(adapt: str | None, recorded: str) -> None:
 
 
 def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
-    """Return what `--carbon` names, which has to be known of this moment; None where it was not asked for."""
+    """Return the current carbon intensity forecast from `--carbon`, or None without the option."""
     import time
 
     from trimtab.integrations.intensity import named
@@ -119,13 +120,17 @@ def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
 def kept_in(
     task: str, folder: Path | None, every: int | None, resume: str | None, accept: str | None
 ) -> Checkpoints | None:
-    """Return how `--checkpoints` and what goes with it keep a run; None where it is not kept.
+    """Return the checkpoint settings from `--checkpoints` and related options; None for a run without checkpoints.
 
     Args:
-        task: by whose name the folder is called where `--resume` alone was given.
+        task: Name of the task, used for the default folder with `--resume`.
+        folder: Value of `--checkpoints`.
+        every: Value of `--every`.
+        resume: Value of `--resume`.
+        accept: Value of `--accept`.
 
     Raises:
-        ValueGivenError: something is said of checkpoints that there are none of.
+        ValueGivenError: A checkpoint option is used without a folder.
     """
     from trimtab.checkpoint.settings import Checkpoints
     from trimtab.experiments.claim import folder_of
@@ -145,7 +150,7 @@ def kept_in(
 
 
 def _made(folder: Path) -> None:
-    """Make a folder; raises `FormatError` where that cannot be."""
+    """Create a folder; raises `FormatError` on failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -154,13 +159,13 @@ def _made(folder: Path) -> None:
 
 
 def refuse_memory(memory: str | None) -> None:
-    """Raise where a limit was given with a plan that is made."""
+    """Raise `ValueGivenError` if `--memory` is used with an existing plan."""
     if memory is not None:
         raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
 
 
 def require_folder(out: Path | None) -> None:
-    """Raise where a file cannot be written."""
+    """Raise `FormatError` if the output file cannot be created."""
     if out is not None and out.is_dir():
         raise FormatError("--out", given=f"{out}, which is a folder", expected="a file")
     if out is not None and not out.parent.is_dir():
@@ -168,10 +173,11 @@ def require_folder(out: Path | None) -> None:
 
 
 def require_record(record: Path | None, kept: Checkpoints | None, task: str, seed: int) -> None:
-    """Raise where a record cannot be written, or is another's, before anything is measured.
+    """Check before any measurement that the record can be written and belongs to this run.
 
     Raises:
-        FormatError: as said. InUseError: another run writes there, or in the checkpoints' folder.
+        FormatError: The record exists for another run, or cannot be written.
+        InUseError: Another run writes the record or uses the checkpoint folder.
     """
     from trimtab.core.locks import require_unlocked
     from trimtab.core.record import Header, require_own
@@ -190,7 +196,7 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
 
 
 def require_new(record: Path | None) -> None:
-    """Raise where a record is there already, or cannot be written."""
+    """Raise `FormatError` if the record exists already or cannot be written."""
     if record is not None and record.exists():
         raise FormatError("--record", given=f"{record}, which exists", expected="a new file")
     if record is not None and not record.parent.is_dir():

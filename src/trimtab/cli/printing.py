@@ -1,4 +1,4 @@
-"""How the command prints what it found."""
+"""Output of the command line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trimtab.core.printable import printable
 
 
 def print_text(text: str) -> None:
-    """Print text for a person; control characters of names and texts from files are escaped."""
+    """Print text to standard output. Control characters in names and texts from files are escaped."""
     typer.echo(printable(text))
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object, on one line; in ASCII where the stream's encoding lacks a character."""
+    """Print a JSON object on one line, in ASCII if the output encoding lacks a character."""
     from trimtab.core.codec import to_jsonable
 
     text = json.dumps(to_jsonable(value), allow_nan=False, ensure_ascii=False)
@@ -28,12 +28,12 @@ def print_json(value: Any) -> None:
 
 
 def say(text: str) -> None:
-    """Print text for a person on standard error, as `print_text` does on standard output."""
+    """Print text to standard error, escaped as by `print_text`."""
     typer.echo(printable(text), err=True)
 
 
 def print_figures(found: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print figures by their names: a line each, or one JSON object."""
+    """Print named values, on a line each or as a JSON object."""
     if as_json:
         print_json(found)
     else:
@@ -41,7 +41,7 @@ def print_figures(found: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
-    """Write the report of a comparison or an ablation to a folder, and print it."""
+    """Write and print the report of a comparison or ablation."""
     from trimtab.experiments.ablation.result import Ablation
     from trimtab.experiments.ablation.rows import ablation_object
     from trimtab.experiments.comparison.rows import benchmark_object
@@ -56,7 +56,7 @@ def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
 
 
 def write_and_show_evaluation(runs: Any, folder: Path, command: str, *, as_json: bool) -> None:
-    """Write the page of several runs to a folder, and print it."""
+    """Write and print the report on several runs."""
     from trimtab.experiments.evaluation.rows import evaluation_object
     from trimtab.experiments.report import terminal_evaluation, write_evaluation
 
@@ -69,7 +69,7 @@ def write_and_show_evaluation(runs: Any, folder: Path, command: str, *, as_json:
 
 
 def show_gains(found: Any) -> None:
-    """Print where gains come from."""
+    """Print the sources of the gain, by phase."""
     from trimtab.experiments.report import gains_report
 
     _print_rich(gains_report(found.gains, found.thirds))
@@ -80,7 +80,7 @@ def _print_rich(renderable: Any) -> None:
     from rich.segment import Segment
 
     class Escaped:
-        """A renderable whose text has its control characters escaped; styles stay."""
+        """Rich renderable with control characters escaped and styles kept."""
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
             for segment in console.render(renderable, options):

@@ -1,4 +1,4 @@
-"""Commands that prove what a plan is worth: compare, ablate, phases, scale, and report, which shows them again."""
+"""Commands for experiments: compare, ablate, phases, scale, and report."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def compare(
     energy_watts: EnergyWatts = None,
     as_json: Json = False,
 ) -> None:
-    """Race the reference loop against the plan, in pairs, and report what it bought."""
-    import trimtab.experiments.report.svg  # noqa: F401 - what draws the report is missing before the races, not after
+    """Compare the baseline loop with the plan in paired runs, and report the gain."""
+    import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.experiments.comparison.command import Asked, compared
 
     if plan_file is not None:
@@ -114,8 +114,8 @@ def ablate(
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted ablation goes on there")] = None,
     as_json: Json = False,
 ) -> None:
-    """Race a plan's changes one by one, added to the loop and taken out of the plan, and report what each is worth."""
-    import trimtab.experiments.report.svg  # noqa: F401 - what draws the report is missing before the races, not after
+    """Measure each change of a plan alone, by adding it to the baseline and by removing it from the plan."""
+    import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
@@ -161,7 +161,7 @@ def scale(
     job: Annotated[int | None, typer.Option(hidden=True, help="time one job of the ranks there are")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the plain loop and the plan on several numbers of ranks; under a launcher one job, of its ranks."""
+    """Measure baseline and plan on several numbers of ranks; under a launcher, run a single job on its ranks."""
     from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
@@ -201,7 +201,7 @@ def phases(
     ranks: Ranks = 1,
     as_json: Json = False,
 ) -> None:
-    """Say where the gain comes from: which phases of a step a plan shortens, and what bounds those that are left."""
+    """Measure the time of each phase of a step, without and with the plan, and the bottleneck of the remaining time."""
     from trimtab.core.codec import to_json, write_result
     from trimtab.experiments.comparison.gain_rows import phase_object
     from trimtab.experiments.phases_command import Asked, phases_of
@@ -230,7 +230,7 @@ def report(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Put several runs on one page, beside what the paper claims; write one run's own report again."""
+    """Combine several runs in a report, next to the paper's claims; with a single run, rewrite its report."""
     from trimtab.experiments.claim import folder_of
     from trimtab.experiments.evaluation.files import has_own_report, read_runs
     from trimtab.experiments.report import read_report

@@ -1,4 +1,4 @@
-"""The command's standard streams, made safe to write to: closed ones, and encodings that lack a character."""
+"""Safe standard streams, for closed descriptors and limited encodings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TextIO
 
 
 def prepare_streams() -> None:
-    """Open closed standard streams on the null device, and escape what a stream's encoding does not have.
+    """Open closed standard streams on the null device, and escape characters missing in a stream's encoding.
 
-    A closed descriptor would be given to the next file that is opened, and what is printed would be written into it.
+    The next opened file would otherwise receive a closed stream's descriptor, and printed text would end up in the
+    file.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -27,7 +28,7 @@ def prepare_streams() -> None:
 
 
 def can_encode(text: str) -> bool:
-    """Return whether standard output's encoding has every character of a text."""
+    """Return True if standard output can encode the text."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -36,7 +37,7 @@ def can_encode(text: str) -> bool:
 
 
 def _open_null(descriptor: int) -> None:
-    """Open the null device as a descriptor that is closed; others open it for writing too, as a terminal is."""
+    """Open the null device under a closed descriptor, for reading and writing like a terminal."""
     opened = os.open(os.devnull, os.O_RDWR)
     if opened != descriptor:
         os.dup2(opened, descriptor)

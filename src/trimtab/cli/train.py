@@ -1,4 +1,4 @@
-"""The command that trains: train."""
+"""Command `train`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def train(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Train a task through a plan, and evaluate it; now, or when a forecast says that energy is clean."""
+    """Train a task with a plan and evaluate it, immediately or at a time of low carbon intensity (`--when-clean`)."""
     from trimtab.api import Metering
     from trimtab.core.checks import one_of
     from trimtab.core.objective import Budget

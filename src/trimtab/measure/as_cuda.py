@@ -1,7 +1,7 @@
-"""What torch does on CUDA, for tensors without memory on a CPU: attention in one kernel, and autocast's list of fp32.
+"""Emulation of CUDA for fake tensors on a CPU: fused attention, dropout masks, and autocast's list of fp32 operators.
 
-On a CPU attention with dropout keeps its scores, which are most of a transformer's memory there, and layer norms and
-losses stay in half precision under autocast. Fakes of CUDA's own need a torch that is built for it.
+On a CPU, attention with dropout keeps its scores, most of a transformer's memory, and layer norms and losses stay in
+half precision under autocast. Fake CUDA tensors would require a torch build with CUDA.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# Operators that autocast runs in fp32 on CUDA, and those whose result alone is fp32, by their names wherever torch has
-# them (ATen/autocast_mode.h); a loss of several is counted among the first.
+# Operators that autocast computes in fp32 on CUDA, and operators with an fp32 result, by name in any torch namespace
+# (ATen/autocast_mode.h). A loss composed of several operators belongs to the first group.
 _COMPUTED = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus
     layer_norm rms_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss
@@ -25,8 +25,9 @@ _COMPUTED = """
     cross_entropy dist pdist cdist renorm logsumexp interpolate upsample normalize
 """
 _RETURNED = "prod softmax log_softmax cumprod cumsum vector_norm matrix_norm norm sum"
-_MOST_FLASH = 256  # width of a head that flash attention has kernels for
-_ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)  # private; without, a backward is the CPU's
+_MOST_FLASH = 256  # maximum head size of flash attention
+# Private; if missing, backward behaves as on a CPU.
+_ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 _attend, _softmax, _drop_out = F.scaled_dot_product_attention, F.softmax, F.dropout
 
 
@@ -39,18 +40,19 @@ _IN_FP32, _TO_FP32 = _everywhere(_COMPUTED), _everywhere(_RETURNED)
 
 
 class AsCuda(TorchFunctionMode):
-    """While it is entered, what is called on CPU fakes runs as it would on CUDA, as far as memory and time tell."""
+    """Torch function mode for fake CPU tensors, under which calls take the same memory and time as on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward and _is_plain(args[0], **kwargs):
-            with self:  # so that what checkpointing dropped is computed again as it was
+            with self:  # so that recomputation by activation checkpointing runs in this mode too
                 return _backward(args[0], kwargs.get("gradient"))
         if func is _attend:
             return _attention(*args, **kwargs)
         if func is _drop_out:
             return _dropout(*args, **kwargs)
-        if func is F.multi_head_attention_forward:  # calls the others itself, where this mode does not see them
+        # Calls the functions below internally, where this mode does not see them.
+        if func is F.multi_head_attention_forward:
             ours = {"scaled_dot_product_attention": _attention, "softmax": _softmax_in_fp32, "dropout": _dropout}
             with mock.patch.multiple(F, **ours):
                 return func(*args, **kwargs)
@@ -64,12 +66,12 @@ class AsCuda(TorchFunctionMode):
 
 
 def _is_plain(tensor: Tensor, gradient: Tensor | None = None, **others: Any) -> bool:
-    """Return whether a backward is that of a step, of a loss into all leaves, and torch's own can be run."""
+    """Return True for the backward of a loss into all leaves, if torch's engine is accessible."""
     return _ENGINE is not None and (gradient is not None or tensor.numel() == 1) and not any(others.values())
 
 
 def _backward(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Run backward by torch's engine itself: what is public leaves the mode before it runs."""
+    """Run the backward by torch's engine directly: the public function leaves this mode first."""
     seed = torch.ones_like(tensor) if gradient is None else gradient
     _ENGINE.run_backward((tensor,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -80,7 +82,7 @@ def _softmax_in_fp32(scores: Tensor, dim: int) -> Tensor:
 
 
 def _dropout(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Return dropout that keeps what it dropped as a byte for each element, where a CPU's keeps a factor."""
+    """Return dropout with a mask of 1 byte per element, as on CUDA; a CPU keeps a floating-point factor."""
     if inplace or not training or not 0 < p < 1 or not values.numel():
         return _drop_out(values, p, training, inplace)
     return torch.native_dropout(values, p, True)[0]
@@ -104,7 +106,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention by the kernel that CUDA has for it; by the operators it is written in where it has none."""
+    """Return attention by the kernel used on CUDA, or by the composite implementation if CUDA has no kernel."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(dtype) for each in (query, key, value))

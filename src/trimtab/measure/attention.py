@@ -1,4 +1,4 @@
-"""Softmaxes of a forward: over scores, which attention that is written out keeps for its backward, and over logits."""
+"""Detector of softmaxes in a forward: attention scores of unfused attention, and logits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 
 from trimtab.measure.watching import Watching
 
-_SMALLEST = 16  # of two square dimensions, what may be scores of tokens against tokens
+_SMALLEST = 16  # minimum size of two equal dimensions to count as attention scores
 
 
 class SoftmaxesSeen(Watching):
-    """Notes what runs while it is entered.
+    """Dispatch mode that records softmaxes.
 
     Attributes:
-        kept_bytes: of all softmaxes over square scores. logits: (rows, words) of the largest log-softmax, or None.
+        kept_bytes: Total bytes of softmaxes over square scores.
+        logits: Shape (N, V) of the largest log-softmax, or None.
     """
 
     def __init__(self) -> None:

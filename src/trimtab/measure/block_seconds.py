@@ -1,4 +1,4 @@
-"""Seconds of each block's forward inside a step, by the device's own clock."""
+"""Forward time of each block inside a training step, from CUDA events or the host clock."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from trimtab.measure.window_clock import seconds_between
 def forward_seconds(
     step: Callable[[], object], model: nn.Module, blocks: Sequence[str], device: torch.device, *, steps: int = 5
 ) -> tuple[float, ...]:
-    """Return the median seconds of each block's forward over a few steps, after one that is not counted.
+    """Return the median forward time of each block in seconds, after a warm-up step.
 
-    In the step they run in, for alone they find other caches. Nothing waits for the device between two blocks.
+    Blocks are timed inside a step, because alone they would find other cache contents. The device is not synchronized
+    between blocks.
 
     Args:
-        step: runs each block once forward.
+        step: Runs each block's forward once.
+        model: Model with the blocks.
+        blocks: Names of the blocks.
+        device: Device of the model.
+        steps: Number of timed steps.
     """
     seconds: list[list[float]] = [[] for _ in blocks]
     for index in range(steps + 1):
@@ -43,7 +48,7 @@ def _stamped(model: nn.Module, blocks: Sequence[str], device: torch.device) -> I
 
     def note(index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if len(stamps[index]) == 2:  # run again in a backward, by checkpointing of the model's own
+            if len(stamps[index]) == 2:  # recomputed in the backward by the model's own activation checkpointing
                 return
             event = stamp(device)
             stamps[index].append(time.perf_counter() if event is None else event)

@@ -1,4 +1,4 @@
-"""A model's blocks, from its module tree: the parts that what backward needs is kept or computed again by."""
+"""Blocks of a model, found in its module tree: the units of activation checkpointing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, named: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the names of a model's blocks in the order of its tree; those that are `named`, where some are.
+    """Return the names of a model's blocks in tree order, or the validated names in `named`.
 
-    Blocks are members of a `Sequential`, `ModuleList` or `ModuleDict` that have members of their own, and siblings of
-    one class that have. Containers of blocks, as the stages of a ResNet, are gone into; blocks are not. Where a model
-    has none, as a plain `Sequential` of layers, its layers are.
+    A block is a module with submodules that is a member of a `Sequential`, `ModuleList` or `ModuleDict`, or has a
+    sibling of the same class. Containers of blocks, such as the stages of a ResNet, are searched; blocks are not. A
+    model without blocks, such as a `Sequential` of layers, uses its layers.
 
     Raises:
-        ValueGivenError: a name that is no module's, or lies inside another.
+        ValueGivenError: A name is not a module, or lies inside another named module.
     """
     names = tuple(named)
     if names:
@@ -30,7 +30,7 @@ def find_blocks(model: nn.Module, named: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def find_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that seconds are told apart by: blocks, their members, and what lies outside of blocks."""
+    """Yield the modules for separate timing: blocks, their members, and modules outside of blocks."""
     yield from _parts(model, "", frozenset(find_blocks(model)))
 
 
@@ -70,7 +70,7 @@ def _composite(prefix: str, module: nn.Module) -> Iterator[str]:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a container of modules that have members."""
+    """Return True for a container of modules with submodules."""
     return isinstance(module, _CONTAINERS) and any(map(_has_members, module.children()))
 
 

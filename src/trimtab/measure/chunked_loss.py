@@ -1,4 +1,7 @@
-"""torch's chunked linear cross-entropy: one operator, whose Python holds a chunk's logits where no trace sees them."""
+"""torch's chunked linear cross-entropy, a single operator in traces.
+
+Its Python implementation, which allocates the logits of a chunk, can be run explicitly to make the memory visible.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAME = "_linear_cross_entropy_batch_chunked"  # from torch 2.13 on
+_NAME = "_linear_cross_entropy_batch_chunked"  # since torch 2.13
 
 
 def _operator() -> Any:
@@ -28,21 +31,22 @@ OPERATOR = None if _PYTHON is None else _operator()
 
 
 def python_of(operator: Any) -> Callable[..., Any] | None:
-    """Return what runs an operator's Python, so that its own operators are seen; None for another operator.
+    """Return the Python implementation of the chunked loss operator, or None for any other operator.
 
-    Where torch keeps it private is looked for here alone; not found, what it holds inside is not in a trace.
+    torch keeps the implementation private. If it is missing, the operator's internal memory is not traced.
     """
     is_it = OPERATOR is not None and getattr(operator, "overloadpacket", None) is OPERATOR
     return _PYTHON if is_it else None
 
 
 def flops(features: Any, weight: Any, *args: Any, out_shape: Any = None, out_val: Any = None, **kwargs: Any) -> int:
-    """Return FLOP of a call: logits, and the gradients of features and of the weight where they are asked for.
+    """Return the FLOP of a call: logits, and the requested gradients of features and weight.
 
     Args:
-        features: (N, D), or their shape. weight: (V, D), or its shape.
+        features: Tensor of shape (N, D), or the shape.
+        weight: Tensor of shape (V, D), or the shape.
     """
     rows, width = features.shape if isinstance(features, Tensor) else features
     words = (weight.shape if isinstance(weight, Tensor) else weight)[0]
-    wanted = args[-3:-1]  # of features, of the weight; the last is of the bias
+    wanted = args[-3:-1]  # for features and weight; the last flag is for the bias
     return 2 * rows * width * words * (1 + sum(map(bool, wanted)))

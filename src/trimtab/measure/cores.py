@@ -1,4 +1,4 @@
-"""What cores this process may use: those it is bound to, and how many of them the quotas of its groups leave."""
+"""CPU cores available to this process: affinity, and quotas of control groups."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def node() -> str:
-    """Return what tells this machine from others: the same in all its containers, where the kernel says so."""
+    """Return an identifier of this machine, equal in all its containers if the kernel provides a boot id."""
     with contextlib.suppress(OSError):
         return _BOOT.read_text(encoding="ascii").strip()
     return platform.node()
 
 
 def own_cores() -> frozenset[int]:
-    """Return the numbers of the cores that this process is bound to; all there are, where none can be."""
+    """Return the core numbers in this process's affinity mask, or all cores if there is no affinity support."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def quotas(groups: Path = _GROUPS, own: Path = _OWN) -> dict[str, float]:
-    """Return the cores' worth of time that control groups allow, from this process's own group upwards.
+    """Return the CPU quotas of this process's control group and its parents.
 
-    Of both versions: `cpu.max`, and `cpu.cfs_quota_us` (docs.kernel.org, cgroup-v2 and sched-bwc).
+    Supports cgroup v2 (`cpu.max`) and v1 (`cpu.cfs_quota_us`), see docs.kernel.org, cgroup-v2 and sched-bwc.
 
     Args:
-        groups: where they are mounted. own: the file that names this process's.
+        groups: Mount point of the control groups.
+        own: File with this process's groups.
 
     Returns:
-        Cores by what tells a group from others on this machine; nothing of a group without a limit.
+        Quota in cores, by an identifier of the group on this machine. Groups without a limit are left out.
     """
     found = dict[str, float]()
     for folder in _folders(groups, own):
@@ -46,9 +47,9 @@ def quotas(groups: Path = _GROUPS, own: Path = _OWN) -> dict[str, float]:
 
 
 def _folders(groups: Path, own: Path) -> list[Path]:
-    """Return the folders of this process's groups, and of those above.
+    """Return the directories of this process's groups and their parents.
 
-    In a container they may be named as they are outside of it, where only the mounted root is there.
+    A container may see group names of the host, while only the root is mounted.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
@@ -69,7 +70,7 @@ def _folders(groups: Path, own: Path) -> list[Path]:
 
 
 def _limit(folder: Path) -> float | None:
-    """Return a group's quota in cores; None where it has none, or says nothing that can be read."""
+    """Return a group's quota in cores, or None without a readable limit."""
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         if (newer := folder / "cpu.max").exists():
             quota, period = newer.read_text(encoding="ascii").split()

@@ -1,4 +1,4 @@
-"""Tensors that have everything but memory. What torch offers for it is private, and is used here alone."""
+"""Fake tensors: shape, dtype and strides without memory. Only this module uses torch's private interface."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class Fakes:
-    """A world of fake tensors: operators have results of the right shape, dtype and aliasing, and compute nothing.
+    """Context for fake tensors: operators return the correct shape, dtype and aliasing without computing values.
 
-    While it is entered, models and optimizers are made without memory.
+    Inside the context, new models and optimizers take no memory.
 
     Raises:
-        DependencyError: this torch has no fake tensors where we look for them.
+        DependencyError: This torch version has no fake tensors at the known place.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class Fakes:
         self._log, self._level = logging.getLogger(FakeTensorMode.__module__), logging.NOTSET
 
     def copy(self, values: T) -> T:
-        """Return a deep copy whose tensors are fakes; what was shared inside stays shared.
+        """Return a deep copy with fake tensors; shared objects stay shared.
 
-        What is fake already is of another world, and comes into this one too.
+        Fake tensors of another context are moved to this one.
         """
         with self._copies(self.mode):
             return copy.deepcopy(values)
@@ -45,7 +45,8 @@ class Fakes:
         self.mode.__enter__()
         stand_back()
         self._level = self._log.level
-        self._log.setLevel(logging.CRITICAL + 1)  # an operator that fails raises; torch logs its traceback besides
+        # A failing operator raises an exception, and torch would log the traceback in addition.
+        self._log.setLevel(logging.CRITICAL + 1)
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -1,4 +1,4 @@
-"""One-off check of a model's parameters for NaN and infinity."""
+"""Check of a model's parameters for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from torch import Tensor, nn
 
 
 def nonfinite_parameter(model: nn.Module) -> str | None:
-    """Return the name of the first parameter that holds NaN or an infinity; None if all are finite.
+    """Return the name of the first non-finite parameter, or None.
 
-    Waits for the device once per device, and allocates one scalar per parameter: for saves and ends, not for each step.
-    Of a sharded parameter only this rank's shard is checked.
+    Synchronizes each device once and allocates a scalar per parameter, so it suits saves and ends of runs, not every
+    step. For a sharded parameter, only this rank's shard is checked.
     """
     return first_nonfinite(model.named_parameters())
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor that holds NaN or an infinity; None if all are finite."""
+    """Return the name of the first tensor with a NaN or infinite value, or None."""
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     with torch.no_grad():
         for name, values in named:
             for local in _local(values):
-                # The largest magnitude is NaN if any value is; unlike isfinite() it needs no mask of the tensor's size.
+                # The infinity norm is NaN if any value is NaN. Unlike isfinite(), it needs no mask of the tensor's
+                # size.
                 largest = torch.linalg.vector_norm(local, ord=float("inf"))
                 by_device.setdefault(local.device, []).append((name, torch.isfinite(largest)))
         for found in by_device.values():
@@ -36,7 +37,7 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def _local(values: Any) -> Iterator[Tensor]:
-    """Yield the tensor to check: this rank's shard, the values of a sparse tensor; nothing of integers."""
+    """Yield the tensor to check: the local shard, or the values of a sparse tensor. Integer tensors are skipped."""
     local = values.detach()
     if hasattr(local, "to_local"):
         local = local.to_local()

@@ -1,4 +1,4 @@
-"""Counted FLOP of a call: what the operators' shapes say, multiply and add counted as two."""
+"""FLOP of a call, counted from operator shapes (a multiply-add counts 2)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from trimtab.measure.watching import eagerly
 
 
 def count_flops(function: Callable[[], object]) -> float | None:
-    """Return FLOP of matrix products, convolutions and attention in one call, backward included if it runs there.
+    """Return the FLOP of matrix products, convolutions and attention in a call, including a backward that runs in it.
 
-    None where an operator does not run under the counter's dispatch mode, or is one that torch's formula does not know:
-    up to 2.11 that of attention with fewer heads of keys than of queries. Recomputation is counted like any other
-    execution: a step without checkpointing gives model FLOP (MFU), one with it hardware FLOP (HFU). A compiled model is
-    counted as it was.
+    None if an operator fails under the counter's dispatch mode, or if torch's formula does not support it; up to torch
+    2.11
+    this includes attention with fewer key heads than query heads. Recomputation counts: a step without activation
+    checkpointing gives model FLOP (MFU), a step with it hardware FLOP (HFU). A compiled model is counted in eager mode.
     """
     try:
         counter = FlopCounterMode(display=False, custom_mapping=_own_formulas() | _chunked_loss())
@@ -50,14 +50,14 @@ class _NoModules:
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Return FLOP of one call of an operator, by its shapes; 0 where torch's table does not know it."""
+    """Return the FLOP of an operator call from its shapes; 0 for an operator without a formula."""
     if operator in _OWN:
         shapes = tree_map(lambda each: each.shape if isinstance(each, Tensor) else each, args)
         return float(_OWN[operator](*shapes, **kwargs, out_shape=None))
     formula = flop_registry.get(getattr(operator, "overloadpacket", None))
     try:
         return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
-    except AssertionError:  # of shapes that it does not know
+    except AssertionError:  # shapes that the formula does not support
         return 0.0
 
 
@@ -72,7 +72,7 @@ def _own_formulas() -> dict[Any, Any]:
 
 
 def _of_layer(args: Sequence[Any]) -> Sequence[Any]:
-    return args[:2]  # behind them its biases, or where it has none these again
+    return args[:2]  # followed by the biases, or by the weights again
 
 
 def _of_all_layers(args: Sequence[Any]) -> Sequence[Any]:
@@ -87,15 +87,15 @@ def _recurrent(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """Return FLOP of a recurrent layer, or of several: each step's rows by each weight, in the backward twice."""
+    """Return the FLOP of recurrent layers: samples times weights for each time step, twice in the backward."""
     matrices = [weight for weight in weights_of(args) if len(weight) > 1]
     return times * 2 * math.prod(rows[:-1]) * sum(map(math.prod, matrices))
 
 
 def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Return FLOP of the gradients that are asked for, each of as many products as the forward.
+    """Return the FLOP of the requested gradients, each equal to the forward's.
 
-    torch's own formula has those of a weight as if it were not in groups.
+    torch's own formula ignores groups in the weight gradient.
     """
     is_transposed, asked = args[4], args[7]
     positions = math.prod((rows if is_transposed else grad)[2:])
@@ -103,7 +103,7 @@ def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, out_sha
 
 
 def _cpu_attention() -> dict[Any, Any]:
-    # torch's table covers the CUDA kernels of scaled_dot_product_attention, not the one that runs on CPU.
+    # torch's table covers the CUDA kernels of scaled_dot_product_attention, not the CPU kernel.
     def forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return int(sdpa_flop_count(query, key, value))
 

@@ -1,8 +1,8 @@
-"""Squared norms of each micro-batch's gradient, seen as it arrives at the leaves, without a copy (math: section 3).
+"""Squared gradient norm of each micro-batch, without copying gradients (math: section 3).
 
-A hook on each leaf sees the gradient of one backward before it is added to the sum, once for tied weights too. It only
-keeps a reference; norms are taken of a chunk at a time in one batched call: a norm per hook would be a kernel per
-parameter. Scalars stay on the device until somebody reads them, a window late.
+A hook on each leaf receives the gradient of one backward before accumulation, once even for tied weights. The hook only
+stores a reference. Norms are computed for a chunk of gradients in one batched call, because a norm per hook would
+launch a kernel per parameter. The scalars stay on the device and are read a window later.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from torch import Tensor
 
 from trimtab.measure.spent import Spent
 
-# Gradients held back from being freed or added up, at the most.
+# Maximum bytes of gradients whose accumulation or release is delayed.
 CHUNK_BYTES = 32 * 2**20
 
 
 class GradientNorms:
-    """Adds up `||g||^2` of each backward while its hooks are on. `spent`: what that took since `on`.
+    """Sum of `||g||^2` for each backward while hooks are installed.
 
     Args:
-        parameters: gone through again each time hooks are put on, those that require a gradient then.
+        parameters: Parameters, iterated again at each `on`; hooks are added if they require gradients.
+
+    Attributes:
+        spent: Overhead since `on`.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -39,7 +42,7 @@ class GradientNorms:
         self.spent = Spent()
 
     def on(self) -> None:
-        """Put the hooks on, for the backwards of one window."""
+        """Install the hooks for the backwards of a window."""
         start = time.perf_counter()
         self.forget()
         self.spent = Spent()
@@ -50,11 +53,11 @@ class GradientNorms:
         self.spent.outside_s += time.perf_counter() - start
 
     def at_once(self) -> None:
-        """Keep no references from here on: a gradient's own memory may be written before it is taken."""
+        """Stop keeping references, because the gradients' memory may be overwritten before `take`."""
         self._most_bytes = 0
 
     def off(self) -> None:
-        """Take the hooks off; what was seen is dropped."""
+        """Remove the hooks and discard pending gradients."""
         start = time.perf_counter()
         for remove in self._remove:
             remove()
@@ -63,20 +66,20 @@ class GradientNorms:
         self.spent.outside_s += time.perf_counter() - start
 
     def close(self) -> None:
-        """Take the hooks off for good."""
+        """Remove the hooks permanently."""
         self.off()
 
     def forget(self) -> None:
-        """Drop what was seen since the last `take`."""
+        """Discard gradients since the last `take`."""
         self._held.clear()
         self._seen.clear()
         self._bytes, self._total, self._in_parts = 0, None, False
 
     def take(self) -> Tensor:
-        """Return `||g||^2` of what was seen since the last call: a scalar on the gradients' device.
+        """Return `||g||^2` since the last call as a scalar tensor on the gradients' device.
 
-        No number where a leaf's gradient came in parts, as of one used in several segments of reentrant checkpointing:
-        squares of parts do not add up to that of their sum.
+        NaN if a leaf's gradient arrived in parts, as for a parameter in several segments of reentrant checkpointing:
+        the squares of parts do not add up to the square of the sum.
         """
         self._sum_up()
         total = torch.zeros(()) if self._total is None else self._total
@@ -105,9 +108,9 @@ class GradientNorms:
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of squares over all tensors: a scalar on their device, float32 at the least; 0 for none.
+    """Return the sum of squares over all tensors as a scalar on their device; 0 for an empty list.
 
-    Accumulated in float32 at the least: a sum of half-precision squares overflows at once.
+    Accumulated in float32 or float64, because a sum of half-precision squares overflows immediately.
     """
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not dense:

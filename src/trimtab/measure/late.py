@@ -1,4 +1,4 @@
-"""Scalars on their way from a device to the host: read a window later, when they have long arrived."""
+"""Asynchronous copies of scalars from device to host, read a window later without a synchronization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trimtab.measure.spent import stamp
 
 
 class Late:
-    """A copy of a small tensor to the host that nobody waits for until `read`."""
+    """Asynchronous host copy of a small tensor (pinned memory, non-blocking)."""
 
     def __init__(self, values: Tensor) -> None:
         values = values.detach()
@@ -22,7 +22,7 @@ class Late:
             self._host = values
 
     def read(self) -> list[float]:
-        """Return the values; waits for the copy alone, not for what the device was given since."""
+        """Return the values. Waits only for the copy, not for later work on the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         values: list[float] = self._host.double().reshape(-1).tolist()

@@ -1,4 +1,7 @@
-"""Which of a model's blocks hand what they return to the next one and to nobody else, seen in a forward on fakes."""
+"""Links between a model's blocks, found in a forward on fake tensors.
+
+Two blocks are linked if the first one's output is used only as the second one's input.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ from trimtab.measure.watching import Watching
 
 @dataclass(frozen=True)
 class LinkedBlocks:
-    """Blocks in the order they run in, each once.
+    """Blocks in execution order.
 
     Args:
-        links: of each but the last, whether its one result is what the next one is called with, beside arguments that
-            are the same for both, and nothing else looks at it.
+        names: Names of the blocks.
+        links: For each block but the last, True if it is linked to the next block: its single output is the next
+            block's first argument, has no further use, and both blocks get the same remaining arguments.
     """
 
     names: tuple[str, ...]
@@ -32,27 +36,34 @@ class LinkedBlocks:
 
 
 def find_linked_blocks(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> LinkedBlocks:
-    """Return those of some blocks that run once in a forward, and how they are linked. Nothing is computed.
+    """Return the blocks that run exactly once in a forward, with their links. Nothing is computed.
 
     Raises:
-        ModelError: the forward cannot be traced, as where it looks at a value; with torch's own reason.
+        ModelError: The forward cannot be traced, for example because it reads a tensor's value. Includes torch's
+            reason.
     """
     fakes, watch = Fakes(), _Watch()
     try:
         model, batch = fakes.copy((model, batch))
         with fakes, watch.hooked(model, blocks), watch:
             loss_fn(model, batch)
-    except Exception as error:  # whatever a model does, torch may have no fake of it
+    except Exception as error:  # an arbitrary model may use operators without a fake implementation
         raise cannot_trace(error) from error
     return watch.found()
 
 
 def blocks_of(model: nn.Module, loss_fn: LossFn, batch: Any, named: tuple[str, ...] = ()) -> LinkedBlocks:
-    """Return a model's blocks that run once in a forward, and how they are linked; those that are `named`, if any are.
+    """Return a model's blocks that run exactly once in a forward, with their links.
+
+    Args:
+        model: Model, real or fake.
+        loss_fn: Loss, called with model and batch.
+        batch: Batch, real or fake.
+        named: Names of the blocks; empty to find blocks automatically.
 
     Raises:
-        ModelError: as `find_linked_blocks`. ValueGivenError: a name is no module's, lies inside another, or is that of
-            one that a forward runs several times, or never.
+        ModelError: See `find_linked_blocks`.
+        ValueGivenError: A name is not a module, lies inside another named module, or runs several times or never.
     """
     found = find_linked_blocks(model, loss_fn, batch, find_blocks(model, named))
     others = [name for name in named if name not in found.names]
@@ -67,7 +78,7 @@ def blocks_of(model: nn.Module, loss_fn: LossFn, batch: Any, named: tuple[str, .
 
 @dataclass
 class _Call:
-    """A block's call: its name, its arguments, and what it returned."""
+    """A block's call: name, arguments and result."""
 
     name: str
     args: tuple[Any, ...]
@@ -76,17 +87,17 @@ class _Call:
 
 
 class _Watch(Watching):
-    """Notes calls of blocks, and whose results are looked at elsewhere than in the block that runs next."""
+    """Dispatch mode that records the calls of blocks, and the outputs used outside the following block."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[_Call] = []
-        self._inside: list[int] = []  # calls that are open
-        self._made_by: dict[int, set[int]] = {}  # storage -> calls that returned it, or a view of it
-        self._shared: set[int] = set()  # calls whose results others look at
+        self._inside: list[int] = []  # indices of calls in progress
+        self._made_by: dict[int, set[int]] = {}  # storage -> indices of calls that returned it, or a view of it
+        self._shared: set[int] = set()  # indices of calls whose outputs have other uses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":  # a look at a fake's device is none at the tensor
+        if func.namespace != "prim":  # reading a fake tensor's device does not use the tensor
             self._look((args, kwargs), self._inside[-1] if self._inside else None)
         return func(*args, **(kwargs or {}))
 
@@ -98,7 +109,7 @@ class _Watch(Watching):
 
     @contextlib.contextmanager
     def hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-        """Note the blocks' calls while this is open."""
+        """Record the blocks' calls inside the context."""
 
         def enter(name: str) -> Callable[..., None]:
             def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -126,7 +137,7 @@ class _Watch(Watching):
                 handle.remove()
 
     def found(self) -> LinkedBlocks:
-        """Return what was seen."""
+        """Return the recorded blocks and links."""
         names = [call.name for call in self._calls]
         once = [index for index, name in enumerate(names) if names.count(name) == 1]
         links = (self._links(before, after) for before, after in itertools.pairwise(once))
@@ -147,7 +158,7 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def same_arguments(ours: Arguments, theirs: Arguments) -> bool:
-    """Return whether two calls are given the same: the same objects, or equal plain values."""
+    """Return True if two calls have the same arguments: identical objects, or equal plain values."""
     if len(ours[0]) != len(theirs[0]) or set(ours[1]) != set(theirs[1]):
         return False
     pairs = [*zip(ours[0], theirs[0], strict=True), *((ours[1][name], theirs[1][name]) for name in ours[1])]

@@ -1,4 +1,4 @@
-"""What this machine is: device, versions, threads, and the peaks that utilisation is measured against."""
+"""Description of this machine: devices, versions, threads and peak performance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from trimtab.core.hardware import DeviceSpec, lookup_peaks
 from trimtab.measure.timing import time_call
 
-# The device types this package can time (`timing`), count bytes on (`memory`) and name the peaks of.
+# Device types supported by `timing`, `memory` and the peak performance below.
 MEASURED = ("cpu", "cuda")
 _LARGEST_MATMUL = 1024
 _LONGEST_MATMUL_S = 0.06
@@ -24,10 +24,10 @@ _COPIED_BYTES = 64 * 2**20
 
 
 def environment(*, has_gpu: bool | None = None) -> dict[str, str]:
-    """Return versions and settings that a figure depends on; nothing that names a person, host or path.
+    """Return versions and settings that affect measurements, without personal data, host names or paths.
 
     Args:
-        has_gpu: whether a GPU was used, whose name initialises CUDA; None: where there is one.
+        has_gpu: True to include the GPU's name, which initializes CUDA; None to include it if a GPU exists.
     """
     found = {
         "trimtab": _own_version(),
@@ -46,7 +46,7 @@ def environment(*, has_gpu: bool | None = None) -> dict[str, str]:
 
 
 def _own_version() -> str:
-    """Return the installed version, or that of the sources where they are run without being installed."""
+    """Return the installed version, or the version of uninstalled sources."""
     try:
         return importlib.metadata.version("trimtab")
     except importlib.metadata.PackageNotFoundError:
@@ -55,7 +55,7 @@ def _own_version() -> str:
 
 @functools.cache
 def _own_sources() -> str:
-    """Return the first twelve digits of the sha256 of this package's code, as it was first asked for."""
+    """Return the first 12 digits of the SHA-256 of this package's source code, as of the first call."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -64,7 +64,7 @@ def _own_sources() -> str:
 
 
 def cpu_name() -> str:
-    """Return the processor's own name, with the matrix extensions it has."""
+    """Return the CPU's model name and matrix extensions."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -77,12 +77,12 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's own name, without timing anything."""
+    """Return the device's model name without a measurement."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def device_spec(device: torch.device) -> DeviceSpec:
-    """Return a device as it is known: a GPU's peaks from the table, a CPU's from matrix products timed here."""
+    """Return a device's specification. GPU peaks come from a table, CPU peaks from timed matrix products."""
     name = device_name(device)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -98,9 +98,12 @@ def device_spec(device: torch.device) -> DeviceSpec:
 
 @functools.cache
 def measured_cpu_peaks(num_threads: int) -> dict[str, float]:
-    """Return FLOP/s of a square matrix product by dtype, at the current number of threads (the cache's key).
+    """Return the peak FLOP/s of a square matrix product by dtype.
 
-    A dtype without hardware support can be hundreds of times slower: sizes grow only while a product stays short.
+    A dtype without hardware support can be hundreds of times slower, so sizes grow only while a product is fast.
+
+    Args:
+        num_threads: Current number of threads, the cache key.
     """
     state = torch.get_rng_state()
     dtypes = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
@@ -110,7 +113,7 @@ def measured_cpu_peaks(num_threads: int) -> dict[str, float]:
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:
-    """Return the best FLOP/s over sizes 128 to 1024, as long as the next should take less than 60 ms."""
+    """Return the best FLOP/s over sizes 128 to 1024. Stops when the next size would take more than 60 ms."""
     best, size = 0.0, 128
     while size <= _LARGEST_MATMUL:
         left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
@@ -124,7 +127,11 @@ def _matmul_flops(dtype: torch.dtype) -> float:
 
 @functools.cache
 def measured_cpu_bandwidth(num_threads: int) -> float:
-    """Return bytes per second read and written by a copy too large for caches, at the current number of threads."""
+    """Return the memory bandwidth in bytes/s (read plus write) of a copy larger than the caches.
+
+    Args:
+        num_threads: Current number of threads, the cache key.
+    """
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     copy = functools.partial(target.copy_, source)

@@ -1,8 +1,7 @@
-"""What freed memory costs that was handed back to the system: page faults of a step, and seconds of one.
+"""Cost of returning freed memory to the operating system: page faults per step, and seconds per page fault.
 
-Memory taken from the system again is mapped and cleared page by page when it is first written. Both figures are cheap
-to have, and estimate what a step could gain by keeping its memory, before anything is tried. How many faults there are
-depends on what else the process holds: they are of this process, now.
+Memory obtained again is mapped and zeroed page by page on first write. Both figures are cheap to measure and predict
+the gain from keeping freed memory. The number of faults depends on the state of this process.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ except ImportError:  # not on Windows
 
 _PROBE_BYTES = 32 * 2**20
 _REPEATS = 5
-# A call that had this many more asked the system for memory; a thread's stack or a buffer that grew has a few.
+# More page faults than this mean new memory; a growing stack or buffer causes only a few.
 _SETTLED, _MOST_CALLS = 256, 3
 
 
 def num_faults() -> int | None:
-    """Return the page faults of this process so far that read nothing from disk; None where nobody counts them."""
+    """Return this process's number of page faults without disk access, or None if the system does not count them."""
     return None if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
 
 def time_settled(function: Callable[[], object], device: torch.device) -> float:
-    """Return wall-clock seconds of a call that had its memory already; of the last of a few, where none has.
+    """Return the wall-clock seconds of a call without new memory; after `_MOST_CALLS` attempts, those of the last call.
 
-    A process that retains its memory asks for more until what it does next fits what there is in pieces: its first
-    steps do, those after them do not. So what is measured of it does not hold a step that did.
+    With freed memory kept, a process still grows in its first steps, until the kept pieces fit. Such steps are not
+    representative.
     """
     took_s = math.nan
     for _ in range(_MOST_CALLS):
@@ -53,13 +52,13 @@ def time_settled(function: Callable[[], object], device: torch.device) -> float:
 
 @functools.cache
 def fault_s() -> float | None:
-    """Return seconds that one page fault costs: fresh memory written for the first time, against the second, and freed.
+    """Return the seconds per page fault: first minus second write to fresh memory, plus the release.
 
-    The median of a few; None where faults are not counted, or what was measured is no price.
+    The median of several probes; None if page faults are not counted or the result is not positive.
     """
     try:
         found = [cost for cost in (_probe() for _ in range(_REPEATS)) if cost is not None]
-    except (OSError, ValueError):  # no memory to be had for it
+    except (OSError, ValueError):  # out of memory
         return None
     price = statistics.median(found) if found else 0.0
     return price if price > 0 else None
@@ -69,8 +68,8 @@ def _probe() -> float | None:
     before = num_faults()
     if before is None:
         return None
-    fresh = mmap.mmap(-1, _PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # as the C allocator maps it
-    pages = torch.frombuffer(fresh, dtype=torch.float32)  # written by as many threads as operators use
+    fresh = mmap.mmap(-1, _PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # mapped as by the C allocator
+    pages = torch.frombuffer(fresh, dtype=torch.float32)  # written by all threads, as operators do
     times = [time.perf_counter()]
     for _ in range(2):
         pages.fill_(1.0)

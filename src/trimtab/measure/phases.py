@@ -1,8 +1,8 @@
-"""The clock of phases: read wherever a step passes from one phase to another, so that phases add up to the steps.
+"""Timer for the phases of a step (data, forward, backward, optimizer, ...), whose times add up to the step time.
 
-Each stretch between two readings belongs to the innermost phase that is open. It is read by events in a CUDA device's
-stream, by the host's clock elsewhere; nothing waits for the device. It is on for a few steps apart from training, in
-which hooks are on the modules, and what it costs them is measured beside it.
+The time between two readings belongs to the innermost open phase. Readings are CUDA events in the device's stream, or
+host times on a CPU, and never synchronize the device. The timer uses module hooks, so it runs in a few separate steps.
+The slow-down of these steps is measured too.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable.
 
 
 class StepClock:
-    """Seconds by phase and class of module, while it is `on`.
+    """Seconds by phase and class of module, while `on`.
 
     Args:
-        waits: whether gradients are reduced over ranks, and what is waited for after a backward is communication.
+        device: Device of the steps.
+        waits: True if gradients are reduced over ranks, so that waiting after a backward counts as communication.
     """
 
     def __init__(self, device: torch.device, *, waits: bool = False) -> None:
@@ -44,14 +45,15 @@ class StepClock:
 
     def _clear(self) -> None:
         self._open = [_REST]
-        self._readings: list[tuple[Any, Label]] = []  # when, and what ended there
+        self._readings: list[tuple[Any, Label]] = []  # time, and the label of the interval that ends there
 
     @contextlib.contextmanager
     def on(self, model: nn.Module, *, parts: bool = True) -> Iterator[None]:
-        """Have the steps of a model inside the block clocked.
+        """Time the steps of a model inside the context.
 
         Args:
-            parts: whether its forward and backward are told apart by class of module, with hooks on those.
+            model: Model of the steps.
+            parts: True to split forward and backward by class of module, with hooks on the modules.
         """
         self._clear()
         with contextlib.ExitStack() as stack:
@@ -65,7 +67,7 @@ class StepClock:
             self._read()
 
     def seconds(self) -> dict[Label, float]:
-        """Return the seconds of all steps since it was last switched on; waits for the device."""
+        """Return the seconds by label since the timer was last switched on. Synchronizes the device."""
         if self._readings:
             wait_for(self._readings[-1][0])
         found: Counter[Label] = Counter()
@@ -75,7 +77,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside is of this phase, where it is of no phase further in."""
+        """Attribute time inside the context to a phase, except for time in nested phases."""
         depth = self._enter(name)
         try:
             yield
@@ -83,7 +85,7 @@ class StepClock:
             self._leave(depth)
 
     def forward(self, loss_fn: Callable[..., Any], *given: Any) -> Any:
-        """Return a loss, mean or `Summed`, whose forward is clocked, and whose backward will be."""
+        """Compute a loss as the forward phase, and time its backward later. Returns the loss, a mean or `Summed`."""
         if not self._is_on:
             return loss_fn(*given)
         with self.phase("forward"):
@@ -100,7 +102,7 @@ class StepClock:
 
     def _backward_ends(self, depth: int) -> None:
         self._leave(depth)
-        if self._waits:  # DDP waits for what it sends in callbacks of its own, which are queued by now
+        if self._waits:  # DDP waits for its communication in queued callbacks, which run before this one
             depth = self._enter("communication")
             _queue_callback(lambda: self._leave(depth))
 
@@ -108,7 +110,7 @@ class StepClock:
         optimizers: list[int] = []
         yield register_optimizer_step_pre_hook(lambda *_: optimizers.append(self._enter("optimizer")))
         yield register_optimizer_step_post_hook(lambda *_: self._leave(optimizers.pop()))
-        depths: list[int] = []  # of the modules that are being called
+        depths: list[int] = []  # of the modules in progress
 
         def begin(module: nn.Module, *_: Any) -> None:
             depths.append(self._enter(*self._label_of(module)))
@@ -120,16 +122,19 @@ class StepClock:
 
         for part in dict.fromkeys(find_parts(model)) if parts else ():
             yield part.register_forward_pre_hook(begin)
-            yield part.register_forward_hook(end, always_call=True)  # a recomputation stops by raising
+            yield part.register_forward_hook(end, always_call=True)  # a recomputation stops by raising an exception
 
     def _label_of(self, module: nn.Module) -> Label:
-        """Return what a module's call is: run again, where a backward is open; as what it is in, where no loss is."""
+        """Return the label of a module's call.
+
+        A call during backward is recomputation; outside the loss, the phase stays.
+        """
         phase, part = self._open[-1]
         again = {"forward": "forward", "backward": "recompute", "recompute": "recompute"}
         return (again[phase], type(module).__name__) if phase in again else (phase, part)
 
     def _await_gradients(self, part: str, given: Any, result: Any) -> None:
-        """Have a module's own backward begin where the gradient of what it made arrives."""
+        """Start a module's backward label when the gradient of its output arrives."""
 
         def arrives(_: Tensor) -> None:
             if self._open[-1][0] == "backward":

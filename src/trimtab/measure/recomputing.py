@@ -1,4 +1,4 @@
-"""Whoever asks is told when a forward is run again in a backward, and when it is done."""
+"""Notification of listeners about recomputation in a backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _listeners: list[Listener] = []
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have every recomputation inside the block run within what a listener returns."""
+    """Run every recomputation inside the block within the context manager returned by `listener`."""
     _listeners.append(listener)
     try:
         yield
@@ -21,7 +21,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
-    """What runs inside was run before."""
+    """Mark the code inside the context as recomputation."""
     with contextlib.ExitStack() as stack:
         for listener in tuple(_listeners):
             stack.enter_context(listener())

@@ -1,8 +1,8 @@
-"""Squared norms where gradients are sharded as they are reduced (FSDP2): hooks on parameters never fire there.
+"""Squared gradient norms of FSDP2 models, where gradients are reduced into shards and parameter hooks never fire.
 
-Each reduction hands its output, a shard of the mean over ranks, to a hook of the module; squares of the shards of all
-ranks add up to those of a micro-batch over all ranks. It takes a reduction in every micro-batch. Where there is no such
-hook, norms of the sums so far are taken, from which less is learned.
+FSDP2 passes each reduced shard (of the mean over ranks) to a module hook. The sum of squares over all ranks' shards is
+the squared norm of a micro-batch's gradient over all ranks, which requires a reduction in every micro-batch. Without
+the hook, `PartialNorms` measures norms of the accumulated gradients, which contain less information.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ _HOOK = "set_all_reduce_hook"
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 holds some of a model's modules."""
+    """Return True if FSDP2 shards any module of the model."""
     return any(map(is_sharded_itself, model.modules()))
 
 
 def is_flat_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP1 holds some of a model's modules: known by name, its import costs as much as torch's own."""
+    """Return True if FSDP1 shards any module.
+
+    Recognised by class name, because importing FSDP1 takes as long as torch.
+    """
     return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
 
 
 def shows_reductions(model: nn.Module) -> bool:
-    """Return whether each reduction of a sharded model can be seen as it is.
+    """Return True if each reduction of a sharded model can be observed unscaled.
 
-    Not under a torch without the hook; nor where they are in half precision, which torch divides by the ranks after it.
+    False for a torch version without the hook, and for float16 reductions, which torch scales after the hook.
     """
     sharded = [module for module in model.modules() if is_sharded_itself(module)]
     return all(hasattr(module, _HOOK) and _reduce_dtype(module) is not torch.float16 for module in sharded)
 
 
 def is_sharded_itself(module: nn.Module) -> bool:
-    """Return whether FSDP2 holds a module."""
+    """Return True if FSDP2 shards this module."""
     return hasattr(module, _HOOK) or hasattr(module, "set_requires_gradient_sync")
 
 
@@ -51,7 +54,7 @@ def _reduce_dtype(module: Any) -> torch.dtype | None:
 
 
 class ShardedNorms:
-    """`||g||^2` of this rank's shards of each reduced gradient, where they show; to be summed over ranks."""
+    """Sum of `||g||^2` over this rank's shards of each reduced gradient; the caller sums over ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._total: Tensor | None = None
@@ -61,31 +64,32 @@ class ShardedNorms:
         self._undo: list[Callable[[], None]] = []
 
     def on(self) -> None:
-        """Begin to see reductions."""
+        """Start observing reductions."""
         self._undo = self._undo or [_hooked(module, self._see) for module in self._modules]
         self.is_on, self._total, self.spent = True, None, Spent()
 
     def at_once(self) -> None:
-        """They are seen as they come."""
+        """Do nothing: reductions are processed immediately."""
 
     def off(self) -> None:
-        """See no more of them."""
+        """Stop observing reductions."""
         self.is_on, self._total = False, None
 
     def close(self) -> None:
-        """Put the modules' own hooks back."""
+        """Restore the modules' original hooks."""
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def forget(self) -> None:
-        """Drop what was seen since the last `take`."""
+        """Discard the sum since the last `take`."""
         self._total = None
 
     def take(self) -> Tensor:
-        """Return what was seen since the last call: a scalar, nan where there was no reduction.
+        """Return the sum since the last call as a scalar tensor; NaN without a reduction.
 
-        As where the user's loop switches it off but for the last micro-batch, which then reduces the sum of all.
+        The user's loop may disable reductions except in the last micro-batch, which then reduces the accumulated
+        gradient.
         """
         total, self._total = self._total, None
         return torch.full((), math.nan) if total is None else total
@@ -99,7 +103,7 @@ class ShardedNorms:
 
 
 def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Let a module's reductions be seen, after a hook of the user's own; returns what puts that one back alone."""
+    """Add an observer to a module's reduction hook; return a function that restores the original hook."""
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     own = getattr(getattr(state, "_fsdp_param_group", None), "_all_reduce_hook", None)
 
@@ -113,10 +117,10 @@ def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
 
 
 class PartialNorms:
-    """`||S_j||^2` of the gradients as they have added up after each backward: of this rank's shards, or whole.
+    """`||S_j||^2` of the gradients accumulated after each backward, for this rank's shards or unsharded gradients.
 
     Args:
-        parameters: gone through again each time.
+        parameters: Parameters, iterated again at each call.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -124,23 +128,23 @@ class PartialNorms:
         self.spent = Spent()
 
     def on(self) -> None:
-        """Begin a window."""
+        """Start a window."""
         self.spent = Spent()
 
     def at_once(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no references are kept."""
 
     def off(self) -> None:
-        """The window is over."""
+        """End a window."""
 
     def close(self) -> None:
-        """The last one is."""
+        """Do nothing: there are no hooks."""
 
     def forget(self) -> None:
-        """Nothing is seen before it is taken."""
+        """Do nothing: gradients are read in `take` only."""
 
     def take(self) -> Tensor:
-        """Return the squared norm of what the gradients are now: a scalar."""
+        """Return the squared norm of the current gradients as a scalar tensor."""
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if not gradients:
             return torch.zeros(())
@@ -149,17 +153,17 @@ class PartialNorms:
 
 
 def is_shard(parameter: Tensor) -> bool:
-    """Return whether a parameter is a shard of one."""
+    """Return True for a sharded parameter (DTensor)."""
     return hasattr(parameter, "to_local")
 
 
 def has_replicas(parameter: Any) -> bool:
-    """Return whether several ranks hold the same shard of a parameter, or others hold none of it."""
+    """Return True if a parameter's shards are replicated, or if some ranks hold no shard of it."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size())
 
 
 def local(gradient: Any) -> Tensor:
-    """Return a gradient, or this rank's shard of it."""
+    """Return the gradient, or this rank's shard of a DTensor."""
     shard: Tensor = gradient.to_local() if is_shard(gradient) else gradient
     return shard

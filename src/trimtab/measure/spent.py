@@ -1,4 +1,4 @@
-"""Seconds that measuring takes of a window: the host's, or the device's where those are more."""
+"""Overhead of measurements in seconds, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 
 class Spent:
-    """Adds up spans of work; read once the device has done it.
+    """Overhead timer, read when the device has finished.
 
     Attributes:
-        host_s: seconds of the host amid the work that is measured. outside_s: those before and after it.
+        host_s: Host seconds during the measured work.
+        outside_s: Host seconds before and after the measured work.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class Spent:
 
     @contextlib.contextmanager
     def span(self, device: torch.device) -> Iterator[None]:
-        """Charge what runs inside: seconds of the host, and of the device's stream."""
+        """Time the context as overhead, on the host and in the device's stream."""
         start, begin = time.perf_counter(), stamp(device)
         try:
             yield
@@ -34,15 +35,19 @@ class Spent:
             self.host_s += time.perf_counter() - start
 
     def read(self) -> float:
-        """Return the seconds; the device is past them, or is waited for."""
+        """Return the total overhead in seconds: the larger of host and device time. Waits for the device."""
         return max(self.host_s + self.outside_s, self._device_s())
 
     def mark(self) -> None:
-        """Remember what was spent up to here."""
+        """Save the current overhead."""
         self._marks.append((self.host_s, len(self._events)))
 
     def amid(self, since: int | None = None) -> float:
-        """Return the seconds that the measured work took longer, by its own clock: all, or from a mark to the last."""
+        """Return the slow-down of the measured work in seconds, by the device's clock if there is one.
+
+        Args:
+            since: Index of a mark to start from, up to the last mark; None for the total.
+        """
         if since is None:
             return self._device_s() if self._events else self.host_s
         (start_s, start), (end_s, end) = self._marks[since], self._marks[-1]
@@ -55,7 +60,7 @@ class Spent:
 
 
 def stamp(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event in the stream of work on a CUDA device, which need not be the current one; None elsewhere."""
+    """Record and return an event in the device's current stream; None for a device other than CUDA."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""Device-synchronised wall-clock seconds, whole and split in phases."""
+"""Device-synchronized wall-clock times, in total and by phase."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's queue; nothing to do on CPU."""
+    """Wait for all queued work of a CUDA device; no effect on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def time_call(function: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
-    """Return wall-clock seconds per call over `repeats` calls in a row."""
+    """Return the mean wall-clock seconds per call over `repeats` consecutive calls."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -26,9 +26,9 @@ def time_call(function: Callable[[], object], device: torch.device, repeats: int
 
 
 class PhaseClock:
-    """Adds up seconds by phase (data, forward, backward, optimizer); synchronises at every boundary.
+    """Seconds by phase (data, forward, backward, optimizer), synchronized at each boundary.
 
-    The synchronisation costs overlap on an accelerator, so phases are measured apart from throughput.
+    The synchronization prevents overlap on an accelerator, so phases are measured separately from throughput.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block under a name."""
+        """Add the time of the block to a phase."""
         synchronize(self._device)
         start = time.perf_counter()
         yield

@@ -1,7 +1,8 @@
-"""Looking at every operator of a call, without a trace in what is compiled.
+"""Dispatch modes that do not disturb compiled code.
 
-What torch compiles it does not run compiled under a dispatch mode; and the frame of a compiled function that was called
-under one it gives up for good, for every model of its class: from then on all of them run as they were, without a word.
+torch does not run compiled code under a dispatch mode. Worse, calling a compiled function under a mode permanently
+disables its compilation, silently and for all models of the same class. Therefore compiled code runs in eager mode
+meanwhile.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _lock = threading.Lock()
-_depth = 0  # of those inside, of any thread: torch's stance is the process's, and put back when the last one leaves
+_depth = 0  # number of active users in all threads; torch's stance is process-wide and restored by the last one
 _stance: Any = None
 
 
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
-    """Have what is compiled run as it was inside, in all of the process, and compiled again after it.
+    """Run compiled code in eager mode inside the context, in the whole process.
 
-    A model that is called for the first time since it was told to be compiled is compiled later.
+    A model that is first called inside the context is compiled at a later call.
     """
     stand_back()
     try:
@@ -34,16 +35,17 @@ def eagerly() -> Iterator[None]:
 
 
 def stand_back() -> None:
-    """Have what is compiled run as it was, until as many have come back as stood back."""
+    """Switch to eager mode until the matching `come_back`. Calls nest."""
     global _depth, _stance
     with _lock:
-        if _stance is None and "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes long
+        # Without this module nothing is compiled, and importing it is slow.
+        if _stance is None and "torch._dynamo" in sys.modules:
             _stance = torch.compiler.set_stance("force_eager")
         _depth += 1
 
 
 def come_back() -> None:
-    """End one `stand_back`."""
+    """End the effect of a `stand_back`."""
     global _depth, _stance
     with _lock:
         _depth -= 1
@@ -53,7 +55,7 @@ def come_back() -> None:
 
 
 class Watching(TorchDispatchMode):
-    """torch's dispatch mode, under which nothing that is compiled is given up."""
+    """Dispatch mode that switches compiled code to eager mode while active."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()

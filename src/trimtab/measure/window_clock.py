@@ -1,6 +1,7 @@
-"""When a window's loader batches are drawn and begin and when its step is done, on the device's own clock.
+"""Times of a window: drawing data, begin of each loader batch, and end of the optimizer step.
 
-Nothing waits for the device: between two stamps in its stream it may have waited for the host, as while data is drawn.
+Times are CUDA events or host times and never synchronize the device. An interval between events includes time in which
+the stream waits for the host, for example for data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ _Stamp = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class WindowSeconds:
-    """Seconds of each loader batch but the last, of the whole window, from its opening to its step, and of drawing."""
+    """Times of a window in seconds.
+
+    Attributes:
+        batch_s: Time of each loader batch but the last.
+        window_s: Time from the opening of the window to the end of the step.
+        drawing_s: Time for drawing the batches.
+    """
 
     batch_s: tuple[float, ...]
     window_s: float
@@ -28,7 +35,7 @@ class WindowSeconds:
 
 
 class WindowClock:
-    """Stamps of one window; on CUDA events in the stream, read when they have passed."""
+    """Time stamps of a window; on CUDA, events that are read later."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,33 +45,33 @@ class WindowClock:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """What runs inside draws the batches of the next window."""
+        """Time the drawing of the next window's batches."""
         start = self._now()
         yield
         self._drawing = [start, self._now()]
 
     def open(self) -> None:
-        """The window begins."""
+        """Mark the begin of a window."""
         self._stamps, self._aside = [self._now()], []
 
     def begin(self) -> None:
-        """A loader batch begins."""
+        """Mark the begin of a loader batch."""
         self._stamps.append(self._now())
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave out of the window what runs inside."""
+        """Exclude the time inside the context from the window."""
         self._aside = [self._now()]
         yield
         self._aside.append(self._now())
 
     def drop(self) -> None:
-        """The window was given up, or is not measured."""
+        """Discard the stamps of a skipped or unmeasured window."""
         for stamps in (self._stamps, self._aside, self._drawing):
             stamps.clear()
 
     def end(self) -> Stamped:
-        """The step is done; returns what can be read later."""
+        """Mark the end of the step, and return the stamps for later reading."""
         stamps, self._stamps = [*self._stamps, self._now()], []
         aside, self._aside = self._aside, []
         drawing, self._drawing = self._drawing, []
@@ -76,17 +83,17 @@ class WindowClock:
 
 
 class Stamped:
-    """The stamps of a whole window."""
+    """Time stamps of a completed window."""
 
     def __init__(self, stamps: list[_Stamp], *others: list[_Stamp]) -> None:
         self._stamps, self._others = stamps, others
 
     def wait(self) -> None:
-        """Wait for the window's own end, which the host may be ahead of."""
+        """Wait for the end of the window on the device."""
         wait_for(self._stamps[-1])
 
     def read(self) -> WindowSeconds:
-        """Return the seconds; waits for the window's own end alone."""
+        """Return the times; waits only for the end of this window."""
         self.wait()
         each = [seconds_between(before, after) for before, after in itertools.pairwise(self._stamps)]
         aside_s, drawing_s = (seconds_between(*both) if both else 0.0 for both in self._others)
@@ -94,13 +101,13 @@ class Stamped:
 
 
 def wait_for(stamp: _Stamp) -> None:
-    """Wait until the device is past a stamp."""
+    """Wait until the device has passed a time stamp."""
     if isinstance(stamp, torch.cuda.Event):
         stamp.synchronize()
 
 
 def seconds_between(before: _Stamp, after: _Stamp) -> float:
-    """Return the seconds between two stamps of one clock; of events, which have passed."""
+    """Return the seconds between two time stamps of the same clock. Events must have completed."""
     if isinstance(before, torch.cuda.Event):
         milliseconds: float = before.elapsed_time(after)
         return milliseconds / 1e3
