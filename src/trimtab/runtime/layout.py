@@ -1,7 +1,8 @@
-"""Memory layout of parameters, with optimizer state that follows it.
+"""Memory format of parameters, gradients and optimizer state.
 
-A fused optimizer on CPU walks parameter, gradient and state in memory order: state whose strides differ from its
-parameter's gives wrong weights without a word. So every change of layout, here or in a load, ends in `align_state`.
+A fused optimizer on the CPU traverses parameter, gradient and state in memory order. State with strides unlike its
+parameter's gives wrong weights without an error, so every change of memory format, here or in loading a state, ends
+with `align_state`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ _FEW_CHANNELS = 16
 
 
 def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Lay 4-dim parameters and buffers out as channels_last, in place; returns what restores every stride.
+    """Convert 4-dimensional parameters and buffers to channels_last, in place; return a function that restores all
+    strides.
 
-    Until then `optimizer.state_dict()` holds the strides that will stand again: a checkpoint outlives its run.
+    Until then, `optimizer.state_dict()` returns state with the original strides, because a checkpoint outlives the run.
     """
     if hazard := channels_last_hazard(model):
         raise ModelError(
@@ -43,17 +45,17 @@ def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Cal
             tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
             _align_grad(tensor)
         align_state(optimizer)
-    except BaseException:  # out of memory, or Ctrl-C, with half of the weights laid out
+    except BaseException:  # Out of memory, or Ctrl-C, after some weights were converted.
         undo()
         raise
     return undo
 
 
 def channels_last_hazard(model: nn.Module) -> str:
-    """Return why channels_last is not safe for a model on this device, or "".
+    """Return the reason why channels_last is unsafe for a model on this device, or "".
 
-    oneDNN's backward pass of a strided 1x1 convolution over a few channels writes out of bounds on CPU (seen with
-    torch 2.13 from 2 to 6 input channels on AVX2): wrong gradients, or a crash of the process.
+    On the CPU, oneDNN's backward pass of a strided 1x1 convolution over a few channels writes out of bounds (seen with
+    torch 2.13 for 2 to 6 input channels on AVX2), which causes wrong gradients or a crash.
     """
     for name, module in model.named_modules():
         few = isinstance(module, nn.Conv2d) and 1 < module.in_channels < _FEW_CHANNELS and module.kernel_size == (1, 1)
@@ -63,13 +65,13 @@ def channels_last_hazard(model: nn.Module) -> str:
 
 
 def is_channels_last(model: nn.Module) -> bool:
-    """Return whether the convolution weights already lie channels_last."""
+    """Return True if all convolution weights are in channels_last already."""
     weights = [p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1 and p.shape[2:].numel() > 1]
     return bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every state tensor of a parameter's shape that parameter's strides; values are kept."""
+    """Give state tensors with a parameter's shape the strides of that parameter; values are kept."""
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor) or not isinstance(state, dict):
             continue
@@ -80,7 +82,7 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def align_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Lay out gradients as a fused step's parameters: autograd's are, those that a loop makes itself may not be.
+    """Give gradients of a fused step the strides of their parameters. Gradients made by the user's loop may differ.
 
     Raises:
         OptimizerError: a gradient is sparse.
@@ -95,7 +97,7 @@ def align_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def sparse_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of the first embedding whose gradients are sparse and stepped; "" if there is none."""
+    """Return the name of the first trained embedding with sparse gradients; "" if there is none."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and id(module.weight) in stepped:
@@ -104,7 +106,7 @@ def sparse_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def sparse_gradient(of: str = "") -> OptimizerError:
-    """Return the error for a sparse gradient that a fused step would get."""
+    """Return the error for a sparse gradient in a fused step."""
     return OptimizerError(
         "plan.fused_optimizer",
         given=f"a sparse gradient, of {of}" if of else "a sparse gradient",
@@ -115,12 +117,12 @@ def sparse_gradient(of: str = "") -> OptimizerError:
 
 
 def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether strides are the same wherever they matter."""
+    """Return True if two tensors have equal strides in all dimensions of size above 1."""
     return all(a == b for size, a, b in zip(one.shape, one.stride(), other.stride(), strict=True) if size > 1)
 
 
 def _restride(optimizer: torch.optim.Optimizer, saved: dict[str, Any], strides: dict[int, tuple[int, ...]]) -> None:
-    """Give the 4-dim state tensors of a fresh `state_dict()` the strides their parameter had."""
+    """Give 4-dimensional tensors of a new `state_dict()` the original strides of their parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, state in saved["state"].items():
         parameter = parameters[index] if isinstance(index, int) else None

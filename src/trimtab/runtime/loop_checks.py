@@ -1,4 +1,4 @@
-"""Warnings about a loop around a run: lines of a plain loop that were left in, batches weighted by their size."""
+"""Warnings about the user's loop: leftover lines of a plain loop, and unequal batches with a mean loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.core.plan import Plan
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.window import Window
 
-_MOST_NODES = 20_000  # of a loss's graph
+_MOST_NODES = 20_000  # Largest number of nodes of the autograd graph to visit.
 _LINEAR = (
     "torch",
     "torchvision",
@@ -29,32 +29,32 @@ _LINEAR = (
     "triton",
     "deepspeed",
     "trimtab",
-)  # packages' own functions
+)  # Packages whose autograd functions are known to be linear in the gradient.
 _TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 class OwnStep:
-    """Warns once if the loop steps the optimizer itself: parameters would be stepped twice for one window.
+    """Warns once if the loop steps the optimizer itself, which would step parameters twice per window.
 
     Args:
-        order: knows whether the run is stepping the optimizer.
+        order: state of the loop; shows if the run itself is stepping the optimizer.
     """
 
     def __init__(self, order: LoopOrder) -> None:
         self._order, self._has_warned = order, False
 
     def watch(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Watch an optimizer's steps; returns a function that ends it."""
+        """Watch an optimizer's steps; return a function that ends this."""
         return optimizer.register_step_post_hook(self._stepped).remove
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._order.in_optimizer or self._has_warned:
             return
         if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            return  # a step without gradients changes nothing
+            return  # A step without gradients changes nothing.
         frame = _caller()
         if frame is None or frame.f_code.co_filename.startswith(_OWN):
-            return  # planning times steps by themselves
+            return  # Planning times optimizer steps.
         self._has_warned = True
         name, number = frame.f_code.co_filename, frame.f_lineno
         where, line = f"{name}:{number}", linecache.getline(name, number).strip()
@@ -70,15 +70,16 @@ class OwnStep:
 
 
 class OwnGradients:
-    """Warns once if the loop changes gradients where a run does not expect it: lines of a plain loop that were left in.
+    """Warns once if leftover lines of a plain loop change gradients.
 
-    In a run's first window the gradients are compared before each backward and before the step with what they were:
-    one that was removed (`zero_grad`), one that changed without `run.backward` (`loss.backward()` in the loop or in the
-    loss function), and under a loss scale one that changed before the step without `run.unscale()` (clipping by hand).
+    In the first window, gradients are compared with their recorded state before each backward and before the step. The
+    warning covers gradients that were removed (`zero_grad`), that changed without `run.backward` (a `loss.backward()`
+    in the loop or the loss function), and, under a loss scale, that changed before the step without `run.unscale()`
+    (clipping by hand).
 
     Args:
-        optimizer: of the parameters.
-        is_on: whether the first window is looked at.
+        optimizer: holds the parameters.
+        is_on: False disables the check.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
@@ -87,12 +88,12 @@ class OwnGradients:
         self._is_on, self._num_backwards = is_on, 0
 
     def begin(self) -> None:
-        """A window was opened, and its gradients dropped."""
+        """Record gradients as a window opens, after they were dropped."""
         if self._is_on:
             self._note()
 
     def backward_begins(self) -> None:
-        """A micro-batch's forward is over."""
+        """Check gradients before a micro-batch's backward."""
         if not self._has_changed():
             return
         if self._num_backwards == 0:
@@ -107,16 +108,16 @@ class OwnGradients:
             )
 
     def backward_done(self) -> None:
-        """A micro-batch's backward is over."""
+        """Record gradients after a micro-batch's backward."""
         if self._is_on:
             self._num_backwards += 1
             self._note()
 
     def step_begins(self, *, is_scaled: bool) -> None:
-        """The optimizer is about to step; the first window is over.
+        """Check gradients before the optimizer's step, and end the check.
 
         Args:
-            is_scaled: whether the gradients have a loss scale that the step is to remove.
+            is_scaled: True if gradients still have a loss scale that the step will remove.
         """
         if not self._is_on:
             return
@@ -134,7 +135,7 @@ class OwnGradients:
         self.end()
 
     def end(self) -> None:
-        """Stop looking: the first window is over or given up, or its gradients are unscaled."""
+        """End the check: the first window is over or dropped, or its gradients are unscaled."""
         self._is_on, self._seen, self._parameters = False, None, []
 
     def _note(self) -> None:
@@ -154,7 +155,7 @@ class OwnGradients:
 
 
 def warn_of_own_functions(loss: Tensor) -> None:
-    """Warn if a loss's graph has functions of the user's: their backwards receive gradients times the loss scale."""
+    """Warn if a loss's graph has user-defined autograd functions, whose backward receives scaled gradients."""
     pending, seen = [loss.grad_fn], set[Any]()
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop()
@@ -175,10 +176,11 @@ def warn_of_own_functions(loss: Tensor) -> None:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Raise errors of a backward that have a known cause as errors that name it.
+    """Convert known errors of a backward pass into errors with an explanation.
 
     Raises:
-        LossError: the loss's graph was used before. ModelError: a recomputation did not do what the forward did.
+        LossError: an earlier backward freed the loss's graph.
+        ModelError: a recomputation differed from its forward.
     """
     try:
         yield
@@ -197,7 +199,7 @@ def explained() -> Iterator[None]:
 
 
 def graph_used(error: BaseException) -> LossError | None:
-    """Return the error of a loss whose graph was freed by an earlier backward; None for other errors."""
+    """Return the error for a loss whose graph was freed by an earlier backward; None for other errors."""
     if "backward through the graph a second time" not in str(error):
         return None
     return LossError(
@@ -214,7 +216,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _caller() -> FrameType | None:
-    """Return the innermost frame outside torch and this file."""
+    """Return the innermost frame outside of torch and this file."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
         frame = frame.f_back
@@ -222,7 +224,10 @@ def _caller() -> FrameType | None:
 
 
 class UnequalBatches:
-    """Warns once if means over unlike numbers of terms are weighted by the samples of their batches."""
+    """Warns once if a window joins unequal batches although the loss is not a mean over samples.
+
+    Batches are weighted by their samples, which is wrong for such a loss.
+    """
 
     def __init__(self, plan: Plan) -> None:
         check = plan.check
@@ -230,7 +235,7 @@ class UnequalBatches:
         self._is_on = is_found and check.relative_difference > check.tolerance  # type: ignore[operator,union-attr]
 
     def look(self, window: Window) -> None:
-        """Look at a window whose loss is a mean."""
+        """Check a window whose loss is a mean."""
         if not self._is_on or window.has_equal_batches:
             return
         self._is_on = False

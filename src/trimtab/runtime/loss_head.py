@@ -1,4 +1,4 @@
-"""The loss heads of a model, and how many tokens' logits they hold at once."""
+"""Chunk size of a model's loss heads: the number of tokens whose logits are held at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trimtab.nn import LossHead
 
 
 def loss_heads(model: nn.Module) -> tuple[LossHead, ...]:
-    """Return the model's loss heads, each once."""
+    """Return the model's distinct loss heads."""
     return tuple(module for module in model.modules() if isinstance(module, LossHead))
 
 
 def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
-    """Have every loss head hold the logits of so many tokens at once; returns what puts back what was.
+    """Set the chunk size of every loss head; return a function that restores the previous sizes.
 
     Raises:
         ModelError: the model has no loss head.
@@ -43,7 +43,7 @@ def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def watched(model: nn.Module) -> Iterator[dict[LossHead, int]]:
-    """Note the feature vectors that each loss head is given while this is open, all its calls together."""
+    """Count the feature vectors passed to each loss head within the block, over all calls."""
     seen: dict[LossHead, int] = {}
 
     def watch(head: LossHead) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

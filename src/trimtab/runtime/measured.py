@@ -1,4 +1,4 @@
-"""What a window showed, on its way: the device may still be at it when the next one begins."""
+"""Measurements of a window, read asynchronously while the device may still be working on the window."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from trimtab.measure.window_clock import Stamped
 from trimtab.runtime.noise_monitor import Figures
 
-NUM_SECONDS = 4  # the last of a window's figures
+NUM_SECONDS = 4  # Number of time values at the end of a window's measurements.
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A window whose figures are on their way.
+    """Measurements of a window that have not been read yet.
 
     Args:
-        rows: of its loader batches. first: of those that show the time of one, all from it on but the last. extra_s:
-            what it took beyond others, made to show more. windows: how many times the batches of one as decided it has.
+        said: noise sums and measuring overhead.
+        stamps: time stamps.
+        rows: samples of each loader batch.
+        first: index of the first batch used to estimate the time per sample; the last batch is not used.
+        extra_s: additional seconds because the window was enlarged to measure the noise.
+        windows: ratio of the window's number of batches to the decided number.
     """
 
     said: Figures
@@ -28,14 +32,17 @@ class Measured:
     windows: float
 
     def wait(self) -> None:
-        """Wait until the device has done the window: it has had another's time to."""
+        """Wait until the device has finished the window, one window after it was queued."""
         self.stamps.wait()
 
     def figures(self, deciding_s: float) -> list[float]:
-        """Return what it says of noise, then seconds a row, fixed, whole, and spent.
+        """Return the noise values, then four times in seconds: per sample, fixed, per window, and measuring overhead.
 
-        They are nan where a window has too few batches to show them. A row's have those of drawing the data in them;
-        watching is in neither. The whole is of a window as decided.
+        The time per sample includes drawing the data and excludes the overhead. The time per window is for a window of
+        the decided size. Times are NaN if the window has too few batches to show them.
+
+        Args:
+            deciding_s: seconds spent on decisions since the last measured window.
         """
         seconds, watching = self.stamps.read(), self.said.watching
         rows, between, drawing_s = sum(self.rows), sum(self.rows[self.first : -1]), seconds.drawing_s
@@ -55,17 +62,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Nothing:
-    """A window that is measured on other ranks, and shows nothing on this one, whose batches may be fewer.
+    """Placeholder for a window that other ranks measure but this rank, for example with fewer batches, does not.
 
     Args:
-        num_figures: of each rank.
+        num_figures: number of values per rank.
     """
 
     num_figures: int
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
     def figures(self, deciding_s: float) -> list[float]:
-        """Return as many figures."""
+        """Return `num_figures` NaN values."""
         return [math.nan] * self.num_figures

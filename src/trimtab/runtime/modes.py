@@ -1,4 +1,4 @@
-"""Process-wide modes that runs share: the first run that needs one sets it, the last to close puts it back."""
+"""Process-wide flags shared by runs: set by the first run that needs a flag, restored by the last to close."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Undo = Callable[[], None]
 
 
 class SharedMode:
-    """A mode that runs may hold at the same time (two models of one program), closed in any order.
+    """Reference-counted flag that several runs may hold at once and release in any order.
 
     Args:
-        apply: sets the mode, also where it is set already; returns what puts back what it found.
+        apply: sets the flag, even if it is set already; returns a function that restores the previous value.
     """
 
     def __init__(self, apply: Callable[[], Undo]) -> None:
@@ -22,7 +22,10 @@ class SharedMode:
         self._holders = 0
 
     def hold(self) -> Undo:
-        """Set the mode, held already or not: what holds it may be suspended; returns what lets go of it."""
+        """Set the flag and count a holder; return a function that releases it.
+
+        The flag is set even with other holders, since it may have been suspended.
+        """
         undo = self._apply()
         if self._holders == 0:
             self._undo = undo

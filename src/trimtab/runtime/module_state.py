@@ -1,4 +1,4 @@
-"""What a forward may depend on that is no input: where its model's tensors lie, and what else its modules hold."""
+"""Model state, other than inputs, that a captured forward depends on: addresses of tensors, attributes of modules."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_FEW = 256  # of a container of more, as of a vocabulary, how many it holds is all that is looked at
-_MINE = "_compiled_call_impl"  # what calls this
+_FEW = 256  # In larger containers, such as a vocabulary, only the length is compared.
+_MINE = "_compiled_call_impl"  # The attribute that holds the captured call itself.
 
 
 class ModuleState:
-    """A model's modules, listed once, and what they hold, asked for at each call.
+    """Attributes and tensor addresses of all modules, compared at each call.
 
-    That is, where parameters, buffers and other tensors lie; plain values; and the things that modules hold in lists,
-    tuples, dicts and sets. What lies deeper is not followed.
+    This covers the addresses of parameters, buffers and other tensors, plain values, and items of lists, tuples, dicts
+    and sets. Deeper nesting is not followed.
 
     Attributes:
-        modules: all of them, the model first.
+        modules: all modules, the model first.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,16 +41,16 @@ class ModuleState:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether somebody looks into a module's calls."""
+        """True if a module has hooks, or global module hooks exist."""
         return any(self._hooks) or bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
     @property
     def modes(self) -> list[bool]:
-        """Which modules are in training."""
+        """Training mode of each module."""
         return [module.training for module in self.modules]
 
     def has_changed(self) -> bool:
-        """Return whether something is elsewhere or other than when this was asked last; True the first time."""
+        """Return True if anything changed since the last call; True in the first call."""
         plain = [held.get(name) for held, name in self._values]
         kept = [each for each in chain.from_iterable(map(dict.values, self._tensors)) if each is not None]
         for held, name in self._things:
@@ -65,11 +65,11 @@ class ModuleState:
         tensors = [each for each in kept if isinstance(each, Tensor)]
         seen += [each.data_ptr() if each.layout is torch.strided else 0 for each in tensors]
         seen += [each.requires_grad for each in tensors]
-        # What is read of another device's is fixed in what is recorded.
+        # Values read from tensors of another device are constants in the captured graph.
         seen += [each._version for each in tensors if each.device != self._device]
         if seen == self._seen and _is_same(plain, self._plain):
             return False
-        # What is kept here is not freed, so that nothing else comes to have its address.
+        # The references keep freed addresses from being reused by other objects.
         self._seen, self._plain, self._kept = seen, plain, kept
         return True
 
@@ -81,5 +81,5 @@ def _is_plain(value: Any) -> bool:
 def _is_same(ours: list[Any], theirs: list[Any]) -> bool:
     try:
         return ours == theirs
-    except Exception:  # something that cannot be compared has come in a value's place
+    except Exception:  # A value was replaced by an object that cannot be compared.
         return False

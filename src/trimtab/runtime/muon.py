@@ -1,8 +1,8 @@
-"""Muon for a model's hidden matrices, beside the user's AdamW: its object, its groups and its rates stay.
+"""Muon for the hidden matrices of a model, combined with the user's AdamW object, groups and learning rates.
 
-Muon steps along the orthogonalised momentum of a matrix (Jordan et al. 2024); scaled by 0.2 sqrt(max(rows, columns)),
-its step is of AdamW's size, so that a group's learning rate and weight decay are both's (Liu et al. 2025,
-arXiv:2502.16982, section 2.2). torch's own Muon takes the step.
+Muon steps along the orthogonalised momentum of a matrix (Jordan et al. 2024). Scaled by 0.2 sqrt(max(rows, columns)), a
+step has the size of an AdamW step, so learning rate and weight decay of a group apply to both (Liu et al. 2025,
+arXiv:2502.16982, section 2.2). torch.optim.Muon computes the step.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from trimtab.measure.blocks import find_blocks
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
 from trimtab.runtime.step_check import muon_difference
 
-MOMENTUM = "momentum_buffer"  # torch's own name for it
+MOMENTUM = "momentum_buffer"  # Torch's key for the momentum.
 _SCALE = "match_rms_adamw"
-# Modules whose two-dimensional weights are no matrices that anything is multiplied by.
+# Modules whose two-dimensional weights are not used in matrix products.
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm)
 
 
 def hidden_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters that Muon would step, in the optimizer's order: the matrices of the model's blocks.
 
-    Of two dimensions, trained, and of no embedding or norm; what is used outside of the blocks too, as a tied head, is
-    AdamW's.
+    These are trained two-dimensional weights except embeddings and norms. Parameters shared with modules outside of the
+    blocks, such as a tied head, stay with AdamW.
 
     Raises:
-        OptimizerError: the optimizer is not torch's own AdamW, or steps in ways that Muon has not.
+        OptimizerError: the optimizer is not torch's own AdamW, or uses an option that Muon lacks.
         ModelError: the model is sharded, or its blocks have no matrix.
     """
     if type(optimizer) is not torch.optim.AdamW:
@@ -68,14 +68,15 @@ def _of_blocks(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def use_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Have the hidden matrices stepped by Muon whenever the optimizer steps; returns what ends it.
+    """Have Muon step the hidden matrices in each step of the optimizer; return a function that ends this.
 
-    The momentum is in the optimizer's state, but in nothing that `optimizer.state_dict()` returns: that can be loaded
-    into AdamW, which then begins its moments of these matrices anew, and a run's own state has the momentum. Once Muon
-    stepped, AdamW's former moments of them are gone.
+    The momentum is kept in the optimizer's state, but is left out of `optimizer.state_dict()`, which stays loadable
+    into AdamW; AdamW then starts new moments for these matrices. The state of the run contains the momentum. Once Muon
+    has stepped, AdamW's former moments of these matrices are lost.
 
     Raises:
-        OptimizerError, ModelError: as `hidden_matrices`; nothing was changed.
+        OptimizerError: see `hidden_matrices`; nothing was changed.
+        ModelError: see `hidden_matrices`; nothing was changed.
     """
     matrices = hidden_matrices(model, optimizer)
     require_muon(matrices)
@@ -83,7 +84,7 @@ def use_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
 
 
 def require_muon(matrices: Iterable[nn.Parameter]) -> None:
-    """Raise `OptimizerError` where Muon's step on matrices of their dtype and device is not Muon's step."""
+    """Raise `OptimizerError` if torch's Muon step is inaccurate for the matrices' dtype and device."""
     if difference := muon_difference(matrices):
         raise OptimizerError(
             "plan.optimizer",
@@ -95,7 +96,7 @@ def require_muon(matrices: Iterable[nn.Parameter]) -> None:
 
 
 class _Beside:
-    """Muon at work."""
+    """Muon steps attached to an AdamW optimizer by hooks."""
 
     def __init__(self, matrices: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self._matrices, self._optimizer = matrices, optimizer
@@ -109,7 +110,7 @@ class _Beside:
         try:
             for p in matrices:
                 self._put(p, torch.zeros_like(p, memory_format=torch.preserve_format))
-        except BaseException:  # out of memory, or Ctrl-C, with the moments of some taken
+        except BaseException:  # Out of memory, or Ctrl-C, after some moments were removed.
             self.end()
             raise
         self._hooks = [
@@ -124,15 +125,16 @@ class _Beside:
         self._optimizer.state[parameter] = {MOMENTUM: momentum}
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Step the matrices, and hide their gradients: AdamW steps what has one.
+        """Step the matrices by Muon and hide their gradients from AdamW.
 
-        Muon's is the first of the two: where AdamW raises and is stepped again, the matrices are not.
+        Muon steps first: if AdamW raises and is stepped again, the matrices are not stepped twice.
         """
         for index, group in zip(self._places, self._muon.param_groups, strict=True):
             theirs = optimizer.param_groups[index]
             group["lr"], group["weight_decay"] = theirs["lr"], theirs["weight_decay"]
         self._muon.state = optimizer.state
-        overflow = getattr(optimizer, "found_inf", None)  # told to a fused step, which looks for itself
+        # GradScaler passes the overflow flag to fused optimizers, which check it themselves.
+        overflow = getattr(optimizer, "found_inf", None)
         if overflow is None or not bool(overflow):
             self._muon.step()
             self._before.clear()
@@ -161,7 +163,7 @@ class _Beside:
         self._kept = []
 
     def end(self) -> None:
-        """Leave the matrices to AdamW, with the moments it had where Muon never stepped."""
+        """Return the matrices to AdamW, with AdamW's moments if Muon never stepped."""
         for hook in self._hooks:
             hook.remove()
         for p in self._matrices:
@@ -170,17 +172,21 @@ class _Beside:
 
 
 class Momentum(Part):
-    """What Muon keeps of a run, in the order of the optimizer's parameters."""
+    """Momentum of Muon in a run's state, in the order of the optimizer's parameters."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._buffers = [optimizer.state[p][MOMENTUM] for p in hidden_matrices(model, optimizer)]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Return what a resumed run needs, as tensors of its own."""
+        """Return copies of the momentum tensors."""
         return {MOMENTUM: [buffer.clone() for buffer in self._buffers]}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` where it is none, or another model's."""
+        """Return a function that restores a `state_dict()`.
+
+        Raises:
+            FormatError: the state is invalid or belongs to another model.
+        """
         require_keys("state.muon", state, (MOMENTUM,))
         given = state[MOMENTUM]
         tensors = list(given) if isinstance(given, list | tuple) else []

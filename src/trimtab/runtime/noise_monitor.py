@@ -1,4 +1,7 @@
-"""What a window says of its gradient noise: sums over its micro-batches on the device, read later (math: section 3)."""
+"""Gradient noise of a window from sums over its micro-batches, computed on the device and read later.
+
+See math, section 3.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,19 @@ from trimtab.measure.sharded_norms import (
 )
 from trimtab.measure.spent import Spent
 
-_NUM_SUMS = 6  # of a window, from each rank
+_NUM_SUMS = 6  # Number of sums per window and rank.
 
 
 @dataclass(frozen=True)
 class NoiseSums:
-    """Weighted sums over micro-batches j of `m_j` rows: weights `w_j` add up to 1.
+    """Weighted sums over micro-batches j of `m_j` samples, with gradients `g_j` and weights `w_j` that add up to 1.
 
     Args:
-        norms: sum w_j ||g_j||^2. per_row: sum w_j / m_j. squares: sum w_j^2 / m_j.
-        num: micro-batches with terms. norm2: ||gbar||^2 of the whole window, the same on every rank.
+        norms: sum w_j ||g_j||^2.
+        per_row: sum w_j / m_j.
+        squares: sum w_j^2 / m_j.
+        num: number of micro-batches with a non-zero term count.
+        norm2: ||gbar||^2 of the whole window's gradient, equal on all ranks.
     """
 
     norms: float
@@ -49,11 +55,11 @@ class NoiseSums:
 
     @classmethod
     def of_ranks(cls, each: Sequence[Sequence[float]]) -> NoiseSums:
-        """Return the sums over ranks, whose terms weigh alike.
+        """Return the sums over all ranks, with equal weight per term.
 
         Args:
-            each: of a rank: sum ||g_j||^2 n_j, n = sum n_j, sum n_j / m_j, sum n_j^2 / m_j of `n_j` terms, number of
-                micro-batches with terms, ||gbar||^2.
+            each: six values per rank, for micro-batches with `n_j` terms: sum ||g_j||^2 n_j, n = sum n_j, sum n_j /
+                m_j, sum n_j^2 / m_j, number of micro-batches with terms, ||gbar||^2.
         """
         terms = sum(rank[1] for rank in each)
         norms, per_row, squares = (
@@ -63,16 +69,18 @@ class NoiseSums:
         return cls(norms, per_row, squares, sum(rank[4] for rank in each), each[0][5])
 
     def noise(self) -> WindowNoise | None:
-        """Return what the window says, or None."""
+        """Return the noise estimate of the window; None if the sums do not suffice."""
         return window_noise(self.norms, self.norm2, self.per_row - self.squares, self.squares, self.num)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a window says.
+    """Values measured in a window.
 
     Args:
-        said: which `noise_of` reads. watching: what was spent on it in the backwards. closing: and after the last.
+        said: sums for `noise_of`.
+        watching: overhead during the backward passes.
+        closing: overhead after the last backward pass.
     """
 
     said: Late
@@ -81,11 +89,12 @@ class Figures:
 
 
 class NoiseMonitor:
-    """Watches the backwards of a window: each one's gradient, or sums of them where single ones do not show.
+    """Measures gradient norms of a window's micro-batches, or norms of partial sums where single gradients are not
+    visible.
 
     Raises:
-        ValueGivenError: a model under FSDP1; under FSDP2 one with parameters stepped that it does not hold, or over a
-            mesh of several dimensions.
+        ValueGivenError: the model is under FSDP1, or under FSDP2 with trained parameters outside of it or with a mesh
+            of several dimensions.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -113,42 +122,43 @@ class NoiseMonitor:
         self._seen: list[tuple[Tensor, int, Count]] = []
 
     def open(self) -> None:
-        """Begin to watch."""
+        """Start observing a window."""
         self._seen.clear()
         self._norms.on()
 
     def at_once(self) -> None:
-        """The next backward is the one that is reduced: where a gradient's first is this one, in its own memory."""
+        """Prepare for the backward that reduces gradients, in which a new gradient may be the reduced tensor itself."""
         self._norms.at_once()
 
     def batch_begins(self) -> None:
-        """A loader batch's first micro-batch is about to begin."""
+        """Note the first micro-batch of a loader batch."""
         self._norms.spent.mark()
 
     def backward_begins(self) -> None:
-        """A micro-batch is about to have its backward: gradients that its loss itself asked for are none of it."""
+        """Discard gradients computed by the loss itself, before a micro-batch's backward."""
         self._norms.forget()
 
     def backward_done(self, rows: int, terms: Count) -> None:
-        """A micro-batch of so many rows and terms had its backward."""
+        """Record a micro-batch of `rows` samples and `terms` terms after its backward."""
         self._seen.append((self._norms.take(), rows, terms))
 
     def drop(self) -> None:
-        """Stop watching; the window says nothing."""
+        """Stop observing and discard the window."""
         self._norms.off()
         self._seen.clear()
 
     def end(self) -> None:
-        """Watch no more windows."""
+        """Stop observing for good."""
         self.drop()
         self._norms.close()
 
     def close(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Figures:
-        """Stop watching; return what the window says.
+        """Stop observing; return the window's values.
 
         Args:
-            divisor: D, where micro-batch j's mean loss was weighted by `n_j / D`. correction: factor still to be
-                applied to the window's gradient. scale: the loss scale.
+            divisor: D, if micro-batch j's mean loss was weighted by `n_j / D`.
+            correction: factor still to be applied to the window's gradient.
+            scale: loss scale.
         """
         closing = Spent()
         with closing.span(self._seen[0][0].device):
@@ -158,18 +168,19 @@ class NoiseMonitor:
         return Figures(late, self._norms.spent, closing)
 
     def num_figures(self, num_micro_batches: int) -> int:
-        """Return how many figures a rank has of a window, the same number on all."""
+        """Return the number of values per rank for a window, equal on all ranks."""
         return sharded_noise.num_figures(num_micro_batches) if self.is_sharded else _NUM_SUMS
 
     def noise_of(self, ranks: Sequence[Sequence[float]]) -> WindowNoise | None:
-        """Return what a window says, by the figures of all ranks; None where that is nothing."""
+        """Return the noise estimate of a window from the values of all ranks; None if they do not suffice."""
         if not self.is_sharded:
             return NoiseSums.of_ranks(ranks).noise()
         found = sharded_noise.JointMicroBatches.of_ranks(ranks)
         return found.noise_of_sums() if isinstance(self._norms, PartialNorms) else found.noise()
 
     def _each(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Tensor:
-        """Return what this rank has of each micro-batch, which is one of all ranks: no rank knows its terms."""
+        """Return this rank's values of each micro-batch. With shards, a micro-batch extends over all ranks, whose term
+        counts are unknown here."""
         whole = self._norm2() * (correction / scale) ** 2
         device = whole.device
         seen = torch.stack([each.to(device) for each, _, _ in self._seen]).double() * (divisor / scale) ** 2
@@ -177,7 +188,8 @@ class NoiseMonitor:
         return torch.cat([whole.reshape(1), seen, terms, rows])
 
     def _sums(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Tensor:
-        # ||g_j||^2 n_j = ||h_j||^2 D^2 / (n_j scale^2), h_j = n_j / D * scale * g_j being what the leaves received
+        # ||g_j||^2 n_j = ||h_j||^2 D^2 / (n_j scale^2), where h_j = n_j / D * scale * g_j is the gradient at the
+        # leaves.
         norm2 = self._norm2()
         device = norm2.device
         seen = torch.stack([each.to(device) for each, _, _ in self._seen]).double()
@@ -200,7 +212,7 @@ def _norms_of(model: nn.Module, optimizer: Optimizer) -> GradientNorms | Sharded
 
 
 class _Stepped:
-    """The parameters an optimizer steps, as they are each time."""
+    """Iterable over the parameters that an optimizer currently steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -210,7 +222,7 @@ class _Stepped:
 
 
 def _on(device: torch.device, values: Sequence[Count]) -> Tensor:
-    """Return numbers and device scalars as one float64 vector; a copy from the host would wait for the device."""
+    """Return numbers and device scalars as a float64 vector. A copy from the host would synchronise."""
     each = [
         v.double() if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in values
     ]

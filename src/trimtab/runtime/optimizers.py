@@ -1,4 +1,4 @@
-"""The user's optimizer object: checked against the model, switched to its fused step and back."""
+"""The user's optimizer: validation against the model, and switching to the fused step and back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trimtab.runtime.closure_check import closure_failure
 from trimtab.runtime.layout import align_state
 from trimtab.runtime.step_check import fused_difference
 
-# Exactly these classes: a subclass may override the step that the switch relies on.
+# Exact classes, since a subclass may override the step that is switched.
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def whole(model: nn.Module, modules: Iterable[nn.Module] = ()) -> nn.Module:
-    """Return the model, or a container of the model and the modules that are trained with it."""
+    """Return the model, or a container of the model and the auxiliary modules trained with it."""
     others = nn.ModuleList(modules)
     if not others:
         return model
@@ -34,10 +34,10 @@ def modules_beside(model: nn.Module, modules: Any) -> tuple[nn.Module, ...]:
     """Return the modules of `modules=[...]` that are not part of the model.
 
     Raises:
-        ValueGivenError: not modules.
+        ValueGivenError: `modules` is not an iterable of modules.
     """
     if not isinstance(model, nn.Module):
-        return ()  # an error of its own, by `check_ownership`
+        return ()  # `check_ownership` raises the error for this.
     found = modules if isinstance(modules, Iterable) and not isinstance(modules, nn.Module) else None
     listed = None if found is None else list(found)
     if listed is None or not all(isinstance(module, nn.Module) for module in listed):
@@ -52,7 +52,7 @@ def modules_beside(model: nn.Module, modules: Any) -> tuple[nn.Module, ...]:
 
 
 def require_alone(modules: tuple[nn.Module, ...], *, is_alone: bool) -> None:
-    """Raise `ModelError` for modules beside the model on one of several ranks: their gradients would not be reduced."""
+    """Raise `ModelError` for auxiliary modules with several ranks, because their gradients would not be reduced."""
     if modules and not is_alone:
         raise ModelError(
             "modules",
@@ -69,14 +69,15 @@ def check_ownership(
     modules: tuple[nn.Module, ...] = (),
     loss_fn: Callable[..., Any] | None = None,
 ) -> None:
-    """Raise unless every optimizer parameter belongs to the model or to a module that is trained with it.
+    """Check that every optimizer parameter belongs to the model or to an auxiliary module.
 
     Args:
-        modules: trained with the model, such as a criterion with parameters.
-        loss_fn: the loss, if it is known; a module that it refers to is named in the remedy.
+        modules: modules trained with the model, such as a criterion with parameters.
+        loss_fn: the loss, if known, to find the owner of other parameters for the error message.
 
     Raises:
-        ModelError: not a module, or nothing to train. OptimizerError: not an optimizer, or other parameters.
+        ModelError: `model` is not a module, has no trainable parameter, or uses several devices.
+        OptimizerError: `optimizer` is not an optimizer, needs a closure, or has other parameters.
     """
     if not isinstance(model, nn.Module):
         raise ModelError("model", given=f"a {type(model).__name__}", expected="a torch.nn.Module")
@@ -117,7 +118,7 @@ def check_ownership(
 
 
 def needs_closure(optimizer: torch.optim.Optimizer, failure: str = "") -> OptimizerError:
-    """Return the error for an optimizer that computes the loss itself, through a closure."""
+    """Return the error for an optimizer whose step needs a closure."""
     said = f", whose step() without a closure fails ({failure})" if failure else ", whose step() needs a closure"
     return OptimizerError(
         "optimizer",
@@ -129,7 +130,7 @@ def needs_closure(optimizer: torch.optim.Optimizer, failure: str = "") -> Optimi
 
 
 def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> OptimizerError:
-    """Return the error for parameters of neither model nor modules, with the remedy that fits their owner."""
+    """Return the error for parameters outside of model and modules, with a hint that depends on their owner."""
     wanted = {id(p) for p in foreign}
     reached = () if loss_fn is None else modules_of(loss_fn)
     owners = [m for m in reached if any(id(p) in wanted for p in m.parameters())]
@@ -154,11 +155,13 @@ def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> Optim
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = False) -> None:
-    """Do as `optimizer.zero_grad(set_to_none=True)`, without what torch's does besides: half its time (docs/LOG.md).
+    """Set gradients to None, like `optimizer.zero_grad(set_to_none=True)` in half the time (docs/LOG.md).
+
+    An overridden `zero_grad` is called.
 
     Args:
-        between_steps: whether the loop calls `zero_grad` here. If the user's own keeps gradients, the loop means to
-            accumulate them over steps.
+        between_steps: True at the point where a loop calls `zero_grad`. A user's own `zero_grad` that keeps gradients
+            there accumulates over steps, which is an error.
 
     Raises:
         OptimizerError: the user's own `zero_grad` keeps gradients between steps.
@@ -170,7 +173,8 @@ def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = Fa
         sets_to_none = _takes_to_none(optimizer.zero_grad) if is_replaced else _says_to_none(type(optimizer))
         optimizer.zero_grad(set_to_none=True) if sets_to_none else optimizer.zero_grad()
         kept = [p for grad, version, p in before if p.grad is grad and grad._version == version]
-        if any(bool(p.grad.any()) for p in kept if p.grad is not None):  # `grad.data.zero_()` counts no version
+        # An in-place `grad.data.zero_()` does not change the version counter.
+        if any(bool(p.grad.any()) for p in kept if p.grad is not None):
             raise _keeps_gradients(optimizer, len(kept))
         if sets_to_none:
             return
@@ -191,7 +195,7 @@ def _keeps_gradients(optimizer: torch.optim.Optimizer, number: int) -> Optimizer
 
 @functools.cache
 def _says_to_none(cls: type[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer's own `zero_grad` takes what torch's does: Apex's takes nothing."""
+    """Return True if an overridden `zero_grad` accepts `set_to_none`; Apex's has no arguments."""
     return _takes_to_none(cls.zero_grad)
 
 
@@ -201,15 +205,15 @@ def _takes_to_none(zero_grad: Callable[..., Any]) -> bool:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether every group already runs the fused step."""
+    """Return True if every group uses the fused step already."""
     return all(group.get("fused") is True for group in optimizer.param_groups)
 
 
 def supports_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `use_fused` can switch this optimizer.
+    """Return True if `use_fused` can switch this optimizer.
 
-    Not where the fused step would do other than the plain one: SGD with dampening, a parameter's first step of which is
-    unlike the others, and parameters with gaps, which its kernels on the CPU walk through as if there were none.
+    False if the fused step would differ from the plain step: SGD with dampening, whose first step per parameter is
+    special, and parameters with gaps in memory, which the fused CPU kernels ignore.
     """
     groups = optimizer.param_groups
     return (
@@ -224,20 +228,20 @@ def supports_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Return whether a parameter's elements lie side by side, in whatever order."""
+    """Return True if a parameter's memory has no gaps, in any order of dimensions."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return parameter.numel() == 0 or extent == parameter.numel()
 
 
 def _begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Give a parameter whose first gradient came later the zeros that its first step begins with.
+    """Give parameters that receive their first gradient late a zero momentum.
 
-    torch's fused SGD takes the momenta of all or of none.
+    torch's fused SGD requires momentum buffers for all parameters or for none.
     """
     if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
-        return  # all of them have begun: no step pays for looking
+        return  # All momentum buffers exist: return quickly in ordinary steps.
     for group in optimizer.param_groups:
-        begins = group["momentum"] and group["fused"]  # one that was added during the run may step as it did
+        begins = group["momentum"] and group["fused"]  # A group added during the run may use the plain step.
         held = [p for p in group["params"] if p.grad is not None] if begins else []
         lacking = [p for p in held if optimizer.state.get(p, {}).get("momentum_buffer") is None]
         for p in lacking if len(lacking) < len(held) else ():
@@ -245,7 +249,7 @@ def _begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the user replaced `optimizer.step`; torch's schedulers wrap it, and change nothing of it."""
+    """Return True if the user replaced `optimizer.step`. Wrappers of torch's schedulers do not count."""
     step = vars(optimizer).get("step")
     while step is not None and getattr(step, "_wrapped_by_lr_sched", False):
         step = getattr(step, "__wrapped__", None)
@@ -253,10 +257,10 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Callable[[], None]:
-    """Switch to the fused step, state kept; returns a function that switches back.
+    """Switch to the fused step and keep the state; return a function that switches back.
 
     Args:
-        is_tested: whether the fused step is first compared with the plain one, on copies of parameters.
+        is_tested: compare the fused with the plain step first, on copies of parameters.
 
     Raises:
         OptimizerError: this optimizer has no fused step that can be switched on, or its fused step differs.
@@ -281,11 +285,11 @@ def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Ca
 
     def switch(optimizer: torch.optim.Optimizer) -> None:
         align_state(optimizer)
-        for group, _ in zip(optimizer.param_groups, before, strict=False):  # a group added later stays as it is
+        for group, _ in zip(optimizer.param_groups, before, strict=False):  # Groups added later are left unchanged.
             group["fused"], group["foreach"] = True, False
             _move_steps(optimizer, group, on_device=True)
 
-    # A loaded state brings flags of its own; a saved one must not carry the plan's beyond the run.
+    # A loaded state has its own flags; a saved state must not contain the plan's flags, as it outlives the run.
     loading = optimizer.register_load_state_dict_post_hook(switch)
     saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _save_flags(saved, before))
     hooks = [loading, saving]
@@ -301,17 +305,19 @@ def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Ca
 
     try:
         switch(optimizer)
-    except BaseException:  # out of memory, or Ctrl-C, with half of the state moved
+    except BaseException:  # Out of memory, or Ctrl-C, after some of the state was moved.
         undo()
         raise
     return undo
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Make the state that the first step would make, as zeros, which that step then allocates none of.
+    """Allocate the state of the first step as zeros, so that the step itself allocates none.
 
-    Nothing for optimizers it is not known of, or whose first step is not one from zeros (SGD with dampening). Returns
-    what takes away again what no step has changed.
+    Does nothing for other optimizers and for SGD with dampening, whose first step does not start from zeros.
+
+    Returns:
+        A function that removes state that no step has changed.
     """
     made: list[Tensor] = []
     if type(optimizer) not in _FUSED_CLASSES:
@@ -354,7 +360,7 @@ def _zero_state(cls: type, group: dict[str, Any], parameter: Tensor) -> dict[str
 
 
 def _save_flags(saved: dict[str, Any], flags: list[tuple[bool | None, bool | None]]) -> None:
-    """Put the user's own flags, and host step counters to match, into a fresh `state_dict()`."""
+    """Restore the user's flags, and host step counters, in a new `state_dict()`."""
     for group, (fused, foreach) in zip(saved["param_groups"], flags, strict=False):
         group["fused"], group["foreach"] = fused, foreach
         for index in group["params"] if fused is not True else ():
@@ -364,7 +370,7 @@ def _save_flags(saved: dict[str, Any], flags: list[tuple[bool | None, bool | Non
 
 
 def _move_steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, on_device: bool) -> None:
-    # The fused kernel reads its step counters on the parameter's device, the foreach one on the host.
+    # The fused kernel reads step counters on the parameter's device, the foreach kernel on the host.
     for parameter in group["params"]:
         step = optimizer.state.get(parameter, {}).get("step")
         if isinstance(step, Tensor):

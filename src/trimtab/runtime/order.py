@@ -1,4 +1,4 @@
-"""The order of the loop's verbs, as a state machine; every breach raises before anything is changed.
+"""State machine of the loop's method calls; a call out of order raises before changing any state.
 
 idle -> window open -> (micro-batch begun -> forward seen -> backward done)* -> complete -> [unscaled] -> idle
 """
@@ -24,14 +24,14 @@ _GIVE_UP = "Finish it, or give it up with run.discard()."
 
 
 class LoopOrder:
-    """Where a run stands inside its window."""
+    """State of a run within its window."""
 
     def __init__(self) -> None:
         self.forward = ForwardSeen()
         self.reset()
 
     def reset(self) -> None:
-        """Go back to idle."""
+        """Return to idle."""
         self.window: Window | None = None
         self.micro_rows = 0
         self.unscaled = self.in_optimizer = False
@@ -39,16 +39,16 @@ class LoopOrder:
 
     @property
     def is_last(self) -> bool:
-        """Whether the micro-batch at hand is the window's last."""
+        """True if the current micro-batch is the window's last."""
         return self._last
 
     def open(self, window: Window) -> None:
-        """A window's first micro-batch is asked for."""
+        """Open a window, before its first micro-batch."""
         self.require_idle("window")
         self.window = window
 
     def begin_micro_batch(self, window: Window, rows: int, *, last: bool) -> None:
-        """A micro-batch is handed out."""
+        """Begin a micro-batch."""
         if self.window is not window:
             raise LoopError(
                 "window",
@@ -60,7 +60,7 @@ class LoopOrder:
         self._awaiting_backward, self.forward.seen = True, False
 
     def end_micro_batch(self, window: Window) -> None:
-        """The loop's body for a micro-batch has run."""
+        """Check that backward was called, after the loop's body for a micro-batch."""
         if self.window is window and self._awaiting_backward:
             raise LoopError(
                 "window",
@@ -70,7 +70,7 @@ class LoopOrder:
             )
 
     def require_micro_batch(self) -> None:
-        """Before backward: a micro-batch is open and the model ran forward on it."""
+        """Check that a micro-batch is open and that the model ran forward on it."""
         if not self._awaiting_backward:
             raise LoopError(
                 "run.backward", given="no open micro-batch", expected="one call per micro-batch", way_out=_WAY_OUT
@@ -84,15 +84,15 @@ class LoopOrder:
             )
 
     def backward_done(self) -> None:
-        """After backward."""
+        """Mark the micro-batch's backward as done."""
         self._awaiting_backward = self.forward.seen = False
 
     def require_idle(self, verb: str) -> None:
-        """No window is open."""
+        """Raise `LoopError` if a window is open."""
         self._require_closed(verb, "a new window before run.step()", "run.step() for the window that is open")
 
     def require_stepped(self, verb: str) -> None:
-        """No window is left open where the loop ends."""
+        """Raise `LoopError` if a window is still open at the end of the loader."""
         given = "the loader's end with a window open"
         self._require_closed(verb, given, "run.step() after each window's last micro-batch")
 
@@ -101,7 +101,7 @@ class LoopOrder:
             raise LoopError(verb, given=given, expected=expected, way_out=_GIVE_UP)
 
     def require_complete(self, verb: str) -> Window:
-        """Every micro-batch of the window had its backward; returns the window."""
+        """Return the open window, after checking that every micro-batch had its backward."""
         if self.window is None:
             raise LoopError(verb, given="no window", expected="a window's micro-batches first", way_out=_STEPPED)
         if not self._last or self._awaiting_backward:
@@ -115,7 +115,8 @@ class LoopOrder:
 
 
 class ForwardSeen:
-    """Forward pre-hook that notes the watched model ran. A copy of the model (an EMA) shares it, and does not count."""
+    """Forward pre-hook that records calls of the watched model. A copy of the model, such as an EMA, is not
+    recorded."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -126,7 +127,7 @@ class ForwardSeen:
             self.note()
 
     def note(self) -> None:
-        """The model runs forward."""
+        """Record a forward of the model."""
         self.seen = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSeen:
@@ -136,11 +137,11 @@ class ForwardSeen:
         return ForwardSeen, ()
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
-        """Install the hook, or what sees a model that is compiled in place; returns what removes it."""
+        """Install the hook, or wrap the call of a compiled model; return a function that removes it."""
         if model._compiled_call_impl is not None:
             return noting_calls(model, self.note)
         self._watched = weakref.ref(model)
         try:
             return model.register_forward_pre_hook(self).remove
-        except Exception:  # a scripted model, or a class of the user's, takes none
+        except Exception:  # A scripted model or a user-defined class may reject hooks.
             return noting_calls(model, self.note)

@@ -1,4 +1,4 @@
-"""Memory that ran out: how it is told from other errors, and the micro-batch that fits since then."""
+"""Recognition of out-of-memory errors, and the micro-batch size limit after such an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.core import checks
 from trimtab.core.errors import MemoryLimitError
 from trimtab.core.state_parts import Load, Part, require_keys
 
-# As allocators and libraries put it; compared in lower case.
+# Messages of allocators and libraries, compared in lower case.
 _SAYINGS = (
     "out of memory",
     "can't allocate memory",
@@ -21,14 +21,14 @@ _SAYINGS = (
     "cudnn_status_alloc_failed",
     "cusolver_status_alloc_failed",
     "std::bad_alloc",
-    "could not create a memory",  # oneDNN
+    "could not create a memory",  # oneDNN.
 )
-# Windows after which the next larger micro-batch is tried again; twice as many after each time that failed.
+# Number of windows before the next larger micro-batch is tried again; doubled after each failure.
 _GROW_AFTER, _LONGEST = 100, 100 * 2**10
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on the device or on the host."""
+    """Return True if an error means that device or host memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | MemoryLimitError):
         return True
     text = str(error).lower()
@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory_in_step(failure: str) -> MemoryLimitError:
-    """Return the error of an optimizer's step that memory ran out in: it may have moved a part of the weights."""
+    """Return the error for memory that ran out within an optimizer step, which may have updated some parameters."""
     return MemoryLimitError(
         "optimizer.step",
         given=f"out of memory in the middle of it ({failure}): some parameters may have moved and others not",
@@ -46,14 +46,14 @@ def out_of_memory_in_step(failure: str) -> MemoryLimitError:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give up what nothing refers to any more."""
+    """Release unreferenced memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class MicroBatchLimit(Part):
-    """The most rows of a micro-batch since memory ran out; None while it never did, or since all fits again."""
+    """Limit on the samples per micro-batch after memory ran out; None before, and after all sizes fit again."""
 
     def __init__(self) -> None:
         self.rows: int | None = None
@@ -62,18 +62,18 @@ class MicroBatchLimit(Part):
 
     @property
     def is_idle(self) -> bool:
-        """Whether memory never ran out, or not for long."""
+        """True if memory never ran out, or not for a long time."""
         return self.rows is None and not self._grew
 
     def of(self, planned: int) -> int:
-        """Return rows per micro-batch where a plan has `planned`."""
+        """Return the samples per micro-batch for a planned number."""
         return planned if self.rows is None else min(planned, self.rows)
 
     def shrink(self, rows: int, failure: str) -> int:
-        """Return half of the rows that did not fit, and keep to it.
+        """Halve the number of samples that did not fit, and use it as limit.
 
         Raises:
-            MemoryLimitError: it was one row.
+            MemoryLimitError: a single sample did not fit.
         """
         if rows <= 1:
             raise MemoryLimitError(
@@ -82,39 +82,44 @@ class MicroBatchLimit(Part):
                 expected="memory for the forward and backward of one row",
                 way_out="A smaller model or shorter rows, bf16, or activation checkpointing.",
             )
-        if self._grew:  # the larger one, again
+        if self._grew:  # The enlarged micro-batch failed again.
             self._wait = min(2 * self._wait, _LONGEST)
         self.rows, self._good, self._grew = -(-rows // 2), 0, False
         return self.rows
 
     def adopt(self, rows: int | None) -> None:
-        """Keep to what fits on another rank: all cut their batches alike."""
+        """Adopt a lower limit of another rank, since all ranks split their batches equally."""
         if rows is not None and (self.rows is None or rows < self.rows):
             self.rows, self._good, self._grew = rows, 0, False
 
     def passed(self, planned: int) -> int | None:
-        """A window fitted; returns the larger micro-batch that is tried from the next one on, or None."""
+        """Count a successful window; return the larger micro-batch to try from now on, or None."""
         if self.is_idle:
             return None
         self._good += 1
         if self._good < self._wait:
             return None
         self._good = 0
-        if self.rows is None:  # for twice as long as that: what did not fit was an exception
+        if self.rows is None:  # All sizes have fit for another waiting time: the failure was an exception.
             self._wait, self._grew = _GROW_AFTER, False
             return None
-        if self.rows >= planned:  # for as long as that: it fits
+        if self.rows >= planned:  # The planned size has fit for a waiting time.
             self.rows = None
             return None
         self.rows, self._grew = min(2 * self.rows, planned), True
         return self.rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the state of the limit."""
         return {"rows": self.rows, "wait": self._wait, "good": self._good, "grew": self._grew}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Return a function that restores a `state_dict()`.
+
+        Raises:
+            FormatError: a key is missing or unknown.
+            ValueGivenError: a value is invalid.
+        """
         require_keys("state.memory", state, ("rows", "wait", "good", "grew"))
         rows = None if state["rows"] is None else checks.integer("state.memory.rows", state["rows"])
         wait = checks.integer("state.memory.wait", state["wait"])

@@ -1,8 +1,8 @@
-"""What ranks say to each other of a window, once, right before they reduce its gradient: its terms, and who goes on.
+"""Per-window metadata exchanged between ranks, once, before the gradient reduction: term counts, end of data, stops.
 
-A rank says it before its last backward and reads the answer in its step, so that nobody waits for it who would not wait
-for the reduction. A rank whose data are at their end says so in place of a window: where others go on it joins them in
-micro-batches that weigh nothing, so that no data are lost, and all end together.
+A rank sends its metadata before its last backward and reads the others' in its step, so no rank waits longer than for
+the reduction. A rank at the end of its data sends this in place of a window's metadata. If other ranks continue, it
+joins them with zero-weight micro-batches, so that no data are lost and all ranks end together.
 """
 
 from __future__ import annotations
@@ -26,17 +26,24 @@ from trimtab.runtime.batches import checksum
 from trimtab.runtime.exchange import Exchange, Gathered
 from trimtab.runtime.straggler import Late, Straggler
 
-_NOTHING, _MEAN, _SUM = 0.0, 1.0, 2.0  # kinds of loss
-_ASKS = 3.0  # what is said is one figure, of which the highest is asked for
+_NOTHING, _MEAN, _SUM = 0.0, 1.0, 2.0  # Kinds of loss.
+_ASKS = 3.0  # A request for the maximum of one value.
 _REASONS = tuple(StopReason)
 
 
 class _Said(NamedTuple):
-    """What goes over the wire, of one width whatever it is about: a rank may not know what the others say.
+    """Message of a rank. All messages have the same width, because a rank may not know the kind of the others'
+    messages.
 
-    `asked`: the figure of which the highest is asked for. `stop`: of `_REASONS`, from 1. `stepped`: windows until now.
-    `unknown`: 1 if the number of samples is.
-    `first_batch`: a checksum of the run's first batch, in its window; else 0.
+    Attributes:
+        kind: kind of loss or request.
+        stepped: number of windows stepped so far.
+        stop: stop reason as index into `_REASONS`, from 1; 0 for none.
+        limit: samples per micro-batch that fit on this rank.
+        took_s: seconds that this rank worked on the window.
+        asked: the value whose maximum is requested.
+        unknown: 1 if the number of samples is unknown.
+        first_batch: checksum of the run's first batch, in its first window; else 0.
     """
 
     kind: float
@@ -54,12 +61,16 @@ class _Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreed:
-    """A window over all ranks.
+    """A window summed over all ranks.
 
     Args:
-        rows, terms: of all. num_batches: of the loader, the mean over ranks. goes_on: whether any rank has data.
-        reason: why a rank stops after it. limit: the fewest rows of a micro-batch that fit on a rank.
-        samples: of all ranks; None if a rank's are unknown, and `rows` are then units of weight.
+        rows: samples of all ranks.
+        terms: terms of all ranks.
+        num_batches: loader batches, mean over ranks.
+        goes_on: True if any rank has data.
+        reason: stop reason of a rank, in effect after this window; None without a stop.
+        limit: smallest micro-batch limit of any rank; None without a limit.
+        samples: number of samples of all ranks; None if unknown on a rank, in which case `rows` are placeholders.
     """
 
     rows: int
@@ -73,11 +84,16 @@ class Agreed:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a window.
+    """This rank's part of a window.
 
     Args:
-        terms: what its loss averages over; `is_sum`: the loss counts them. limit: rows of a micro-batch that fits.
-        stop: why it asks all to stop after the window. samples: None if unknown.
+        rows: samples.
+        num_batches: loader batches.
+        terms: number of terms that the loss averages over.
+        is_sum: True if the loss is a `Summed`.
+        limit: samples per micro-batch that fit; None without a limit.
+        stop: reason to stop all ranks after the window, or None.
+        samples: number of samples; None if unknown.
     """
 
     rows: int
@@ -90,11 +106,12 @@ class Share:
 
 
 class Peers:
-    """The ranks of a run.
+    """Metadata exchange of a run with the other ranks.
 
     Args:
-        note: called with an event's name and figures. in_step: whether every micro-batch is a collective (FSDP2): all
-            ranks then have as many.
+        exchange: transport.
+        note: called with an event's name and values.
+        in_step: True if every micro-batch has collectives (FSDP2), so that all ranks need equally many.
     """
 
     def __init__(self, exchange: Exchange, note: Note, *, in_step: bool = False) -> None:
@@ -103,32 +120,32 @@ class Peers:
         self._answer: Callable[[], Gathered] | None = None
         self._agreed: Agreed | None = None
         self._straggler, self._note = Straggler(), note
-        self._began = time.perf_counter()  # this rank's part of a window, which no other waits for
-        self._first_batch: float | None = None  # of the first batch; 0 from the second window on
-        self._counted = 0  # windows that this rank has stepped
-        self._steps: int | None = None  # micro-batches of the window, where all ranks have as many
-        self._absent: _Said | None = None  # what a rank without data says of the window it joins
-        self._asked: float | None = None  # the highest of a figure, of which a rank without data has none
+        self._began = time.perf_counter()  # Start of this rank's own work on the window.
+        self._first_batch: float | None = None  # Checksum of the first batch; 0 from the second window on.
+        self._counted = 0  # Windows stepped by this rank.
+        self._steps: int | None = None  # Micro-batches of the window, if equal on all ranks.
+        self._absent: _Said | None = None  # Message of a rank without data for the window it joins.
+        self._asked: float | None = None  # Maximum received by a rank without data.
         self._on_device: Tensor | None = None
-        self._kept_on: torch.device | None = None  # where counts are, if they are not read
+        self._kept_on: torch.device | None = None  # Device of counts that stay on the device.
 
     @property
     def has_told(self) -> bool:
-        """Whether the others know of this rank's part in the window, and count on it."""
+        """True if other ranks have received, or will receive, this rank's part of the window."""
         return self._answer is not None or self._agreed is not None
 
     @property
     def count_on_this(self) -> bool:
-        """Whether others reduce the window's gradient with this rank's: it cannot begin anew."""
+        """True if other ranks will reduce their gradients with this rank's, so that it cannot repeat the window."""
         return self.num_ranks > 1 and self.has_told
 
     def drew(self, batch: Any) -> None:
-        """Note a batch of this rank: the run's first is compared with those of the other ranks."""
+        """Record a batch of this rank; the first batch of the run is compared between ranks."""
         if self._first_batch is None and self.num_ranks > 1:
             self._first_batch = float(checksum(batch))
 
     def tell(self, share: Share) -> None:
-        """Say what this rank has of the window, once; does not wait."""
+        """Send this rank's part of the window, once, without waiting."""
         if self.has_told:
             return
         if self.num_ranks == 1:
@@ -152,15 +169,16 @@ class Peers:
         self._answer = self._exchange.ask(said if share.limit is None else said._replace(limit=share.limit))
 
     def others_go_on(self, reason: StopReason | None) -> int:
-        """Return in how many micro-batches this rank joins the others, that has no data: 0 where all are at an end.
+        """Return the number of micro-batches in which this rank, without data, joins the others; 0 if all ranks are
+        done.
 
         Args:
-            reason: why it stops, as all then do after this window.
+            reason: stop reason of this rank, which all ranks adopt after the window; None at the end of its data.
         """
         absent = _Said(_NOTHING, self._counted, stop=_code_of(reason))
         if self.in_step:
             self._steps = int(self.most(0.0))
-            self._absent = absent if self._steps else None  # told where the others tell theirs
+            self._absent = absent if self._steps else None  # Sent when the other ranks send their parts.
             return self._steps
         self._sum_nothing()
         while _ASKS in _kinds(said := _all(self._exchange.share(absent))):
@@ -176,7 +194,7 @@ class Peers:
             self._on_device = self._exchange.sum(torch.zeros((), dtype=torch.float64, device=self._kept_on))
 
     def steps(self, own: int) -> int:
-        """Return how many micro-batches a window has on every rank, where each of them is a collective."""
+        """Return the number of micro-batches of a window, padded to the maximum over ranks if they have collectives."""
         if not self.in_step:
             return own
         if self._steps is None:
@@ -184,10 +202,10 @@ class Peers:
         return self._steps
 
     def agreed(self) -> Agreed:
-        """Return the window over all ranks; waits for those that have not told theirs.
+        """Return the window summed over all ranks. Waits for the other ranks' parts.
 
         Raises:
-            LossError: on every rank, where one has a mean and another `Summed`.
+            LossError: on every rank, if a mean loss on one rank meets a `Summed` on another.
         """
         if self._agreed is None:
             assert self._answer is not None
@@ -214,7 +232,7 @@ class Peers:
         )
 
     def _warn_of_same(self, checksums: list[float]) -> None:
-        """Warn once of ranks that train on the same samples."""
+        """Warn once if ranks train on the same samples."""
         same = [rank for rank, each in enumerate(checksums) if each and checksums.count(each) > 1]
         if same:
             ranks = ", ".join(map(str, same))
@@ -223,7 +241,7 @@ class Peers:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _say(self, late: Late | None) -> None:
-        """Name the rank that the others wait for."""
+        """Warn about a slow rank that the other ranks wait for."""
         if late is not None:
             self._note("straggler", {"rank": late.rank, "window_s": late.seconds, "others_s": late.others_s})
             text = (
@@ -232,10 +250,10 @@ class Peers:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def most(self, value: float) -> float:
-        """Return the highest of a figure of every rank; waits for all of them.
+        """Return the maximum of a value over all ranks. Waits for all ranks.
 
         Raises:
-            LossError: as of `agreed`, where only ranks with `Summed` ask.
+            LossError: another rank has a mean loss; only ranks with `Summed` call this method within a window.
         """
         if self.num_ranks == 1:
             return value
@@ -246,17 +264,17 @@ class Peers:
         return max(each.asked for each in said)
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others what ends this rank.
+        """Report to the other ranks the error that ends this rank.
 
         Raises:
-            RankError: it is another's end that does.
+            RankError: the cause is an error of another rank.
         """
         reason = self._exchange.failed(error)
         if reason is not error:
             raise reason from error
 
     def over(self, *, stepped: bool = False) -> None:
-        """The window is: it was stepped, or given up."""
+        """Reset after the window was stepped or dropped."""
         self._counted += stepped
         self._first_batch = 0.0 if stepped else self._first_batch
         self._answer = self._agreed = self._on_device = None
@@ -277,7 +295,7 @@ def _kinds(said: list[_Said]) -> list[float]:
 
 
 def _require_one_kind(kinds: list[float]) -> None:
-    """Raise `LossError` where ranks differ. Who asks in the midst of a window has a sum."""
+    """Raise `LossError` if ranks differ in the kind of loss. A request within a window implies a `Summed`."""
     sums = [rank for rank, kind in enumerate(kinds) if kind in (_SUM, _ASKS)]
     if _MEAN in kinds and sums:
         given = f"a mean on rank {kinds.index(_MEAN)} and Summed on rank {sums[0]}"
@@ -285,7 +303,7 @@ def _require_one_kind(kinds: list[float]) -> None:
 
 
 def _require_together(counted: list[int]) -> None:
-    """Raise `RankError` where one rank has stepped a window that another gave up: their weights differ."""
+    """Raise `RankError` if ranks have stepped different numbers of windows, which means that their weights differ."""
     if len(set(counted)) > 1:
         fewest = counted.index(min(counted))
         raise RankError(
@@ -298,5 +316,5 @@ def _require_together(counted: list[int]) -> None:
 
 
 def stays_on_device(terms: Tensor) -> bool:
-    """Return whether a count is not read: its device would have to be waited for."""
+    """Return True if a count stays on its device, because reading it would synchronise."""
     return terms.is_cuda

@@ -1,8 +1,8 @@
-"""Weights that make the mean over ranks of a window's gradients equal one big batch's (math: section 2).
+"""Loss weights that make the mean over ranks equal to the full-batch gradient (math: section 2).
 
-Ranks reduce to a mean, whatever each one has of the window. So every micro-batch is weighted `n_j / n_ref`, with one
-`n_ref` for all ranks, and the reduced gradient is multiplied by `R n_ref / n`, where `n` are the terms of all R ranks:
-1, and nothing to do, where every rank has as many rows as planned.
+Ranks reduce gradients to a mean, independent of each rank's number of samples. Every micro-batch is therefore weighted
+by `n_j / n_ref`, with the same `n_ref` on all ranks, and the reduced gradient is multiplied by `R n_ref / n`, where `n`
+is the number of terms of all R ranks. This factor is 1 if every rank has the planned number of samples.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from trimtab.runtime.peers import Peers
 
 
 class RankWeights(WindowWeights):
-    """As `WindowWeights`, on one of several ranks.
+    """`WindowWeights` for one of several ranks.
 
     Args:
-        batch_rows: of a full loader batch, the same on every rank.
+        peers: metadata exchange with the other ranks.
+        batch_rows: samples of a full loader batch, equal on all ranks.
     """
 
     def __init__(self, peers: Peers, batch_rows: int) -> None:
@@ -31,23 +32,23 @@ class RankWeights(WindowWeights):
         super().__init__()
 
     def open(self, rows: int, num_micro_batches: int, num_batches: int = 1) -> None:
-        """Begin a window of `rows` rows, one of `num_batches` loader batches as all ranks decided."""
+        """Begin a window of `rows` samples; `num_batches` is the number of loader batches decided by all ranks."""
         super().open(rows, num_micro_batches, num_batches)
         self._planned = self._batch_rows * num_batches
         self._divisor = self._first if self._kept is None else power_of_two(self._kept * self._planned)
 
     def _keep(self) -> None:
-        """Keep nothing: what all ranks had of a window is known as it closes."""
+        """Do nothing: `close` computes the terms per sample from all ranks' counts."""
 
     def close(self) -> None:
-        """The window's step is done; what it held in all says how many terms a row has."""
+        """End the window and compute the terms per sample from all ranks' counts."""
         agreed = self._peers.agreed()
         if self._is_sum and self._kept is None and agreed.rows:
-            terms = float(agreed.terms)  # waits for the device, in the first window alone
+            terms = float(agreed.terms)  # Synchronises, in the first window only.
             self._kept = terms / agreed.rows if 0 < terms < math.inf else None
 
     def weigh(self, loss: Tensor, count: Count | None, rows: int) -> Tensor:
-        """As in one process; a micro-batch of no rows weighs nothing, whatever it counts."""
+        """Return the weighted loss of a micro-batch; zero for padding micro-batches without samples."""
         self._is_padding = rows == 0
         return super().weigh(loss, count, rows)
 
@@ -56,7 +57,8 @@ class RankWeights(WindowWeights):
         return False
 
     def _first_divisor(self, terms: float) -> float:
-        if self._first is None:  # a rank that begins its window anew has asked before: the others do not again
+        # A rank that repeats its window must not ask again, because other ranks would not answer.
+        if self._first is None:
             self._first = power_of_two(self._peers.most(max(float(self._rows), terms)))
         return self._first
 
@@ -74,7 +76,7 @@ class RankWeights(WindowWeights):
 
     @property
     def correction(self) -> float | Tensor:
-        """Factor still to be applied to the reduced gradient: the float 1.0 where every rank had what was planned."""
+        """Factor still to be applied to the reduced gradient; 1.0 if every rank had the planned number of samples."""
         agreed, reference = self._peers.agreed(), float(self.divisor)
         terms = agreed.terms if self._is_sum else agreed.rows
         if isinstance(terms, Tensor):
@@ -83,7 +85,7 @@ class RankWeights(WindowWeights):
 
     @property
     def share(self) -> float | Tensor:
-        """As in one process, where ranks have told each other of the window; waits for those that have not."""
+        """Weight of this rank's mean loss in the mean over ranks. Waits for the other ranks' metadata."""
         agreed = self._peers.agreed()
         own, of_all = (self._count, agreed.terms) if self._is_sum else (self._rows, agreed.rows)
         own = own.double() if isinstance(own, Tensor) else own
@@ -91,15 +93,15 @@ class RankWeights(WindowWeights):
 
     @property
     def divisor(self) -> float | Tensor:
-        """`n_ref`."""
+        """Divisor `n_ref` of the window."""
         return float(self._planned) if not self._is_sum or self._divisor is None else self._divisor
 
     @property
     def counted(self) -> Count | None:
-        """The count of all ranks; None where the loss is a mean."""
+        """Token count of all ranks; None if the loss is a mean."""
         return self._peers.agreed().terms if self._is_sum else None
 
 
 def weights_of(peers: Peers, plan: Plan) -> WindowWeights:
-    """Return the weights of a run of one process, or of one of several ranks."""
+    """Return the loss weights for a single process or for one of several ranks."""
     return WindowWeights() if peers.num_ranks == 1 else RankWeights(peers, plan.batch_rows)
