@@ -1,7 +1,7 @@
-"""Comparison of a recomputed forward with its first run.
+"""Comparison of a recomputed forward with the original forward.
 
-State that no reference leads to (iterators, thread-local and context variables, the environment, clocks, the system's
-random numbers) cannot be put back for a recomputation. Where it has an effect, the two runs have different results.
+State that no reference leads to (iterators, thread-local and context variables, environment, clocks, system random
+numbers) cannot be restored for a recomputation. If such state matters, the two results differ.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.core.errors import ModelError
 
-_MOST_VALUES = 4096  # of each result tensor
-_ROUNDING = 1e-3  # relative; atomic additions on a GPU change the order of a sum, and so its last bits
-_UNITS_OF_ROUNDING = 4  # of a half-precision type
+_MOST_VALUES = 4096  # Largest number of values compared per result tensor.
+_ROUNDING = 1e-3  # Relative; atomic additions on a GPU change the order of a sum, and so its last bits.
+_UNITS_OF_ROUNDING = 4  # Multiples of the machine epsilon of the result's dtype.
 
 
 class RecomputationCheck:
-    """Callable for the results of both runs, in their order; the second call compares them.
+    """Callable for the results of the forward and its recomputation; the second call compares them.
 
     Args:
-        names: of the recomputed modules, for the message.
+        names: names of the recomputed modules, for the message.
 
     Raises:
         ModelError: the recomputation's result differs (code "recompute.differs").
@@ -36,7 +36,7 @@ class RecomputationCheck:
         self._tolerance = _ROUNDING
 
     def __call__(self, result: Any) -> None:
-        # Selective checkpointing replays the operators that it intercepts: it must not see those of the comparison.
+        # Selective checkpointing replays intercepted operators, and must not intercept those of this comparison.
         with _disable_current_modes():
             self._compare(result)
 
@@ -58,7 +58,7 @@ class RecomputationCheck:
 
 
 def argument_changed(names: str) -> ModelError:
-    """Return the error for a forward that changes a tensor it is given in place."""
+    """Return the error for a forward that changes an argument in place."""
     return ModelError(
         "plan.recompute",
         given=f"a forward of {names} that changes an argument in place: its recomputation would start with others",
@@ -69,7 +69,7 @@ def argument_changed(names: str) -> ModelError:
 
 
 def buffer_changed(name: str) -> ModelError:
-    """Return the error of a large buffer that a later forward is the first to change: no copy of it was made."""
+    """Return the error for a large buffer that changes first in a later forward, when no copy was made."""
     return ModelError(
         "plan.recompute",
         given=f"a forward that is the first to change the buffer {name}, which is too large to be copied in every call",
@@ -100,7 +100,7 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 def _tolerance(values: list[Tensor]) -> float:
-    """Return the relative tolerance for the types of some tensors and of autocast."""
+    """Return the relative tolerance for the dtypes of `values` and of autocast."""
     types = {value.dtype for value in values if value.is_floating_point()}
     types |= {torch.get_autocast_dtype(kind) for kind in {value.device.type for value in values} if _casts(kind)}
     return max((_UNITS_OF_ROUNDING * torch.finfo(each).eps for each in types), default=0.0) + _ROUNDING

@@ -1,7 +1,8 @@
-"""A function whose backward runs it again, by torch's checkpointing, in the state of its first run.
+"""Activation checkpointing of a function by torch's non-reentrant checkpointing, with the state of the first run.
 
-Buffers are as they were before the forward while it is run again, and as they are now afterwards: what moves them, as
-batch statistics, does so once, and what reads them reads the same. `forward_state` does so for everything else.
+For the recomputation, buffers get their values from before the forward, and their current values afterwards. Buffers
+that a forward changes, such as batch statistics, therefore change once, and the recomputation reads the same values.
+The module `forward_state` does this for all other state.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from trimtab.measure.recomputing import recomputing
 from trimtab.runtime.forward_state import Forwards, ForwardState
 from trimtab.runtime.recomputation_check import RecomputationCheck, argument_changed, buffer_changed
 
-_SMALL = 2**16  # bytes of a buffer that is copied at every forward
+_SMALL = 2**16  # Bytes of a buffer that is copied at every forward.
 _Context = contextlib.AbstractContextManager[Any]
 
 
 def keeps_activations() -> bool:
-    """Return whether a forward keeps its activations, or has none to keep.
+    """Return True if a forward must keep its activations, or has none to keep.
 
-    It keeps them under `torch.func` transforms (gradients per sample), which take no hooks of saved tensors, and in
-    forward-mode differentiation, whose tangents a recomputation would not have.
+    Activations are kept under `torch.func` transforms (such as per-sample gradients), which do not support saved-tensor
+    hooks, and in forward-mode differentiation, whose tangents would be missing in a recomputation.
     """
     in_transform = torch._C._functorch.peek_interpreter_stack() is not None
     return not torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0
@@ -44,18 +45,21 @@ def keeps_activations() -> bool:
 def recomputed(
     function: Callable[..., Any], forwards: Forwards, args: Any, kwargs: Any, *, in_part: bool = False
 ) -> Any:
-    """Return what a function makes of its arguments; its backward runs it again.
+    """Call a function with activation checkpointing and return its result.
 
     Args:
-        forwards: of the modules that it runs.
-        in_part: keep what matrix products and attention make.
+        function: the function.
+        forwards: the modules that the function runs.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        in_part: keep the results of matrix products and attention (selective checkpointing).
 
     Raises:
-        ModelError: the function changes what running it again would change twice.
+        ModelError: the function makes a change that its recomputation would repeat.
     """
     if keeps_activations():
         return function(*args, **kwargs)
-    if torch.compiler.is_compiling():  # which knows of buffers itself
+    if torch.compiler.is_compiling():  # torch.compile handles buffers itself.
         selective = functools.partial(create_selective_checkpoint_contexts, _policy)
         options = {"context_fn": selective} if in_part else {}
         return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
@@ -63,7 +67,7 @@ def recomputed(
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[index] for index in places]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    first = [(args, kwargs)]  # the first run fills the caller's own lists and dicts, the second one copies of them
+    first = [(args, kwargs)]  # The first run fills the caller's own lists and dicts, the recomputation fills copies.
     del args, kwargs
     state = forwards.begin()
     check = RecomputationCheck(forwards.names) if state.is_watched else None
@@ -86,24 +90,24 @@ def recomputed(
             check(result)
         return result
 
-    # Of arguments by position alone torch knows which devices draw random numbers, and whether one was written over.
+    # torch finds the devices of random generators, and detects overwritten tensors, in positional arguments only.
     context = functools.partial(_contexts, forwards, in_part, state)
-    # A checked recomputation runs to its end; torch stops others after the last tensor that the backward needs.
+    # A checked recomputation runs to its end; torch stops others after the last tensor needed by backward.
     with contextlib.nullcontext() if check is None else set_checkpoint_early_stop(False):
         return checkpoint(call, _of_device(forwards.modules), *tensors, use_reentrant=False, context_fn=context)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return the number of in-place changes of each tensor; None for inference tensors, which do not count them."""
+    """Return the version counter of each tensor; None for inference tensors, which have none."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @contextlib.contextmanager
 def _casts_each_time() -> Iterator[None]:
-    """Have autocast cast a weight whenever it is used.
+    """Disable autocast's weight cache within the block.
 
-    Of one that another block has used before, its cache would leave out a cast which is not there when it is run again:
-    what is kept in part is found by its place among the operators.
+    For a weight that another block has cast before, the cache would omit a cast that the recomputation then contains.
+    Selective checkpointing identifies operators by their order, which must be equal in both runs.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -130,7 +134,7 @@ def _contexts(forwards: Forwards, in_part: bool, state: ForwardState) -> tuple[_
 
 
 class _All:
-    """Contexts in one, the outermost first, that may be entered again."""
+    """Several contexts combined, outermost first; can be entered repeatedly."""
 
     def __init__(self, *make: Callable[[], _Context]) -> None:
         self._make = make
@@ -146,17 +150,17 @@ class _All:
         self._stacks.pop().__exit__(*error)
 
 
-# Names of each module's buffers that a forward was seen to move, in training mode and out of it.
+# Names of buffers that a forward was seen to change, by module and training mode.
 _moving: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
 
 
 def _moved_by(module: nn.Module, mode: bool) -> set[str] | None:
-    """Return the names of those that a module moves in a mode; None of one that was not seen in it."""
+    """Return the names of buffers that a module changes in a training mode; None if no forward was observed."""
     return _moving.get(module, {}).get(mode)
 
 
 class _Buffers:
-    """The buffers of some modules, as they were before a forward."""
+    """Buffers of some modules from before a forward."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -164,16 +168,17 @@ class _Buffers:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Copy small ones, and those that move: all of them the first time, then those that did.
+        """Copy small buffers and buffers that change: all buffers in the first forward, later those seen to change.
 
-        The first time by their values, for which the device is waited for: batch statistics move without a new version.
-        Small ones are always copied, because a layer may begin to run in a later call (stochastic depth, unfreezing).
+        The first forward compares values and therefore synchronises, because batch statistics change without a new
+        version. Small buffers are always copied, because a layer may start to run in a later call (stochastic depth,
+        unfreezing).
 
         Raises:
-            ModelError: a large one moved for the first time in a later call, so that no copy of it was made.
+            ModelError: a large buffer changed for the first time in a later call, so that no copy exists.
         """
         seen = [(m, name, b, b._version) for m in self._modules for name, b in m._buffers.items() if b is not None]
-        modes = {module: module.training for module in self._modules}  # which a forward may change
+        modes = {module: module.training for module in self._modules}  # A forward may change the training mode.
         moves = {module: _moved_by(module, mode) for module, mode in modes.items()}
         copies = {
             (m, name): b.clone()
@@ -192,12 +197,12 @@ class _Buffers:
                 if copy is None and now is buffer:
                     raise buffer_changed(name)
                 self._before[module, name] = buffer if copy is None else copy
-            elif copy is not None:  # batch statistics move without a new version
+            elif copy is not None:  # Batch statistics change without a new version.
                 self._before[module, name] = copy
 
     @contextlib.contextmanager
     def as_they_were(self) -> Iterator[None]:
-        """Have copies of them in their places; then they are as they were found."""
+        """Use the copied buffers within the block, and restore the current buffers afterwards."""
         found = [(module, dict(module._buffers)) for module in self._modules]
         try:
             for (module, name), before in self._before.items():
@@ -209,7 +214,7 @@ class _Buffers:
 
 
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether two hold the same; of those without memory, as a trace has them, not."""
+    """Return True if two tensors are equal; False for tensors without values, as in tracing."""
     try:
         return torch.equal(ours, theirs)
     except RuntimeError:
@@ -225,7 +230,7 @@ _DEAR = {
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what matrix products and attention make; but what draws random numbers, which those after it go on from."""
+    """Save results of matrix products and attention, except if random numbers are drawn, which must be drawn again."""
     name = getattr(getattr(operator, "overloadpacket", None), "__name__", "")
     if name not in _DEAR or _draws(operator, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE

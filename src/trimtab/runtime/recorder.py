@@ -1,4 +1,4 @@
-"""Writes step records without holding the loop up: scalars stay on the device until a block of steps is flushed."""
+"""Writer of step records that does not delay training: scalars stay on the device until a block of steps is written."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trimtab.measure.energy import EnergyClock
 
 Scalar = Tensor | float | int
 _FLUSH_STEPS = 50
-# How often a record has a line of joules: what a device still has queued is then small beside it.
+# Seconds between energy events; long compared with the work queued on a device.
 _ENERGY_S = 10.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """One window, its scalars still where they were computed; fields as in `StepRecord`."""
+    """One window, with scalars still on the device; fields as in `StepRecord`."""
 
     rows: int | None
     num_micro_batches: int
@@ -40,7 +40,7 @@ class Step:
     noise_scale: float | None = None
 
     def read(self, index: int, wall_s: float) -> StepRecord:
-        """Return the record; waits for the device."""
+        """Return the record. Synchronises."""
         return StepRecord(
             index,
             self.rows,
@@ -59,12 +59,15 @@ class Step:
 class Recorder(Part):
     """Collects lines for a `RecordWriter`, in order; reads device scalars every 50 steps and at close.
 
-    Joules are read between windows; a device's queue is not waited for. `energy`: runs from here to the close, less
-    evaluations; None: there are no joules in the record. A run that is gone on with ends with those since then, and
-    says from which step on that is.
+    Energy is read between windows, without waiting for the device, and excludes evaluations. At the end of a resumed
+    run, the energy is that since the resume, recorded with the step of the resume.
+
+    Args:
+        writer: writes the lines.
+        energy: energy clock, started here; None records no energy.
 
     Attributes:
-        on_failure: called where lines that are due cannot be written, which then wait; None: it raises.
+        on_failure: called if due lines cannot be written; the lines are kept. None raises instead.
     """
 
     on_failure: Callable[[SaveError], None] | None = None
@@ -84,15 +87,15 @@ class Recorder(Part):
             _checked(energy).start()
 
     def require_own(self) -> None:
-        """Raise `FormatError` where a run that begins would write over what is not its own."""
+        """Raise `FormatError` if a new run would overwrite a file that does not belong to it."""
         self._writer.require_own()
 
     def refuse(self) -> None:
-        """Have a file that the run did not come to write stay as it is: it was refused."""
+        """Leave an unfinished file unchanged at close, after the run was refused."""
         self._is_refused = self._writer.is_open_ended
 
     def step(self, step: Step) -> None:
-        """Note one window."""
+        """Record one window."""
         now = time.perf_counter()
         self._pending.append((step, now - self._last))
         self._train_s, self._last = self._train_s + now - self._last, now
@@ -103,10 +106,10 @@ class Recorder(Part):
                 self.event("energy", _joules(self._energy.lap()))
 
     def stepped(self) -> None:
-        """Write what is pending, where that is due: called once nothing is left to do for a window.
+        """Write pending lines if due; called at the very end of a window.
 
         Raises:
-            SaveError: as of `flush`, where `on_failure` says nothing else.
+            SaveError: writing failed and `on_failure` is None.
         """
         if self._num_pending >= _FLUSH_STEPS:
             with self._failing():
@@ -122,31 +125,31 @@ class Recorder(Part):
             self.on_failure(error)
 
     def event(self, name: str, detail: Mapping[str, Any]) -> None:
-        """Note something that happened between the last window and the next."""
+        """Record an event between the last window and the next."""
         self._pending.append(Event(name, self._index + self._num_pending, detail))
 
     def evaluation(self, rows: int, name: str, value: float) -> None:
-        """Note a held-out evaluation, after so many rows; what passed since the last window is its own time."""
+        """Record an evaluation after `rows` samples. The time since the last window does not count as training time."""
         self._pending.append(Evaluation(rows, self._train_s, {name: value}))
         self._leave_out()
 
     def _leave_out(self) -> None:
-        """Leave what was since the last window out of its seconds and joules: it was no training."""
+        """Exclude the time and energy since the last window from training."""
         if self._energy is not None:
             self._energy.pause()
             self._energy.start()
         self._last = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the record stands; what is pending is written first."""
+        """Write pending lines and return the position in the record."""
         self.flush()
         return {"index": self._index, "train_s": self._train_s, "end": self._writer.end()}
 
     def loading(self, state: Any) -> Load:
-        """Return what continues from `state_dict()`, in the record that it was taken from.
+        """Return a function that continues a record from a `state_dict()`.
 
         Raises:
-            FormatError: no such state. From what is returned: the record is another, or shorter.
+            FormatError: the state is invalid; or, from the returned function, the record is another file or too short.
         """
         require_keys("state.record", state, ("index", "train_s", "end"))
         index, end = (checks.integer(f"state.record.{name}", state[name], low=0) for name in ("index", "end"))
@@ -163,10 +166,10 @@ class Recorder(Part):
         return load
 
     def flush(self) -> None:
-        """Write what is pending.
+        """Write pending lines.
 
         Raises:
-            SaveError: the disk takes no more of it; each line will be there once when it does.
+            SaveError: the disk is full. Lines are kept, and each is written once.
         """
         self._hand_over()
         self._writer.flush()
@@ -184,10 +187,10 @@ class Recorder(Part):
         self._writer.write(step.read(index, wall_s))
 
     def close(self, reason: StopReason | None = None, error: BaseException | None = None) -> None:
-        """Write what is pending, and why the run ended; the writer stays open for its owner.
+        """Write pending lines and the reason of the run's end; the writer stays open for its owner.
 
         Raises:
-            SaveError: as of `stepped`.
+            SaveError: writing failed and `on_failure` is None.
         """
         if self._is_refused:
             return

@@ -1,4 +1,4 @@
-"""A window that did not fit into memory is run again from where it began, in smaller micro-batches."""
+"""Recovery from out-of-memory errors: restores a window's initial state and repeats it in smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimtab.runtime.window import Window
 from trimtab.runtime.window_start import WindowStart
 
 POLICIES = ("split", "stop")
-# Added to an error that passes.
+# Added to errors that are not handled.
 _HINT = (
     "In one process, or with zero_stage=0, trimtab.start(..., out_of_memory='split') runs the window again in smaller "
     "micro-batches, as long as the other ranks do not count on this one."
@@ -30,15 +30,16 @@ _UNPROVED = "; that keeps the gradient where each row's loss depends on that row
 
 
 def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry: bool) -> bool:
-    """Return whether a run splits a window that memory ran out in.
+    """Return True if a run splits a window after an out-of-memory error.
 
-    By default it does where splitting keeps the maths as far as is known.
+    The default is to split if, as far as is known, splitting keeps the numerics.
 
     Args:
-        may_retry: whether this rank can begin a window anew while others are in it.
+        policy: "split", "stop" or None for the default.
+        may_retry: True if this rank can repeat a window while other ranks are in it.
 
     Raises:
-        ValueGivenError: "split" where that cannot be, or no such policy.
+        ValueGivenError: "split" is impossible here, or the policy is unknown.
     """
     if policy is None:
         return may_retry and keeps_maths(plan, model)
@@ -55,7 +56,12 @@ def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry
 
 
 class Recovery:
-    """What a run keeps to begin a window anew. `limit`: the micro-batch that fits."""
+    """State needed to repeat a window.
+
+    Attributes:
+        is_on: True if windows are repeated.
+        limit: the micro-batch size that fits.
+    """
 
     def __init__(
         self,
@@ -73,19 +79,24 @@ class Recovery:
         self._device = next(model.parameters()).device
         self._rows_before: int | None = None
         self._has_warned = False
-        self._is_noted = False  # whether there is a window's start to go back to
+        self._is_noted = False  # True if a window's initial state is available.
         self._began = time.perf_counter()
         self._spent_s, self._saved, self._windows = 0.0, 0, 0
 
     def begin(self, loss_fn: Callable[..., Any], *, noted: bool) -> None:
-        """Begin a window that may be run again; `noted`: its start is taken whenever it is opened."""
+        """Begin a window.
+
+        Args:
+            loss_fn: the loss, whose state is restored too.
+            noted: True if `note_start` is called anyway as the window opens.
+        """
         self._rows_before = self.limit.rows
         self._start.loss_fn = loss_fn
         if self.is_on and not noted:
             self.note_start()
 
     def note_start(self) -> None:
-        """Take what a window begins with."""
+        """Save the state from before the window."""
         start = time.perf_counter()
         self._is_noted = False
         self._start.note()
@@ -94,11 +105,11 @@ class Recovery:
         self._spent_s += time.perf_counter() - start
 
     def backwards_done(self) -> None:
-        """Look what a watched window's forwards changed, before the optimizer changes anything."""
+        """Record the changes made by a watched window's forwards, before the optimizer changes anything."""
         self._start.learn()
 
     def restore_skipped(self) -> None:
-        """Restore what the forwards of a window changed that is skipped, but random generators."""
+        """After a skipped step, restore everything that its forwards changed, except random generators."""
         self._start.restore_skipped()
         if self._start.unheld and not self._has_warned:
             self._has_warned = True
@@ -111,17 +122,19 @@ class Recovery:
         return ", ".join(self._start.unheld[:3])
 
     def micro_batch_of(self, planned: int) -> int:
-        """Return rows per micro-batch where a plan has `planned`."""
+        """Return the samples per micro-batch for a planned number."""
         return self.limit.of(planned)
 
     def failure_of(self, error: BaseException, *, in_optimizer: bool, may_retry: bool = True) -> str | None:
-        """Return what the allocator said where a window that was given up can be run again; None for any other error.
+        """Return the allocator's message if the dropped window can be repeated; None otherwise.
 
         Args:
-            may_retry: whether no other rank counts on it by now.
+            error: the exception that ended the window.
+            in_optimizer: True if it was raised within the optimizer's step.
+            may_retry: True if no other rank depends on this window yet.
 
         Raises:
-            MemoryLimitError: memory ran out inside the optimizer's step.
+            MemoryLimitError: memory ran out within the optimizer's step.
         """
         if not is_out_of_memory(error):
             return None
@@ -140,13 +153,15 @@ class Recovery:
         return failure
 
     def split(self, window: Window, failure: str, *, once: bool) -> None:
-        """Halve the micro-batch of a window that was given up, and put back what its forwards changed.
+        """Halve the micro-batch of a dropped window, and restore the state from before the window.
 
         Args:
-            once: windows to come need less than this one.
+            window: the window to repeat.
+            failure: the allocator's message.
+            once: True if later windows need less memory, so that the limit applies to this window only.
 
         Raises:
-            MemoryLimitError: it was one row; the next window is tried as this one was.
+            MemoryLimitError: a single sample did not fit.
         """
         before = window.micro_batch
         self._start.restore()
@@ -167,14 +182,14 @@ class Recovery:
         )
 
     def account(self) -> dict[str, Any] | None:
-        """Return what it cost, as a share of the run's seconds (the host's), and windows it saved; None if unused."""
+        """Return the overhead as a fraction of the run's host time, and the number of windows saved; None if unused."""
         if not self._windows:
             return None
         price = self._spent_s / (time.perf_counter() - self._began)
         return {"technique": "window start", "price": price, "windows": self._windows, "saved": self._saved}
 
     def passed(self, plan: Plan) -> None:
-        """A window fitted: some time after memory ran out, a larger micro-batch is tried again."""
+        """Count a successful window; after some time, try a larger micro-batch again."""
         if self.limit.is_idle:
             return
         before = self.limit.rows

@@ -1,4 +1,4 @@
-"""What a resumed run needs beside model, optimizer and the data's position."""
+"""State of a run for checkpoints, besides model, optimizer and data position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trimtab.runtime.voids import Voids
 
 
 class Resumable:
-    """A run's state."""
+    """Base class of `Run` with its `state_dict` and `load_state_dict`."""
 
     _consumed: Consumed
     _voids: Voids
@@ -37,21 +37,22 @@ class Resumable:
 
     @property
     def stepped_by(self) -> torch.optim.Optimizer:
-        """What steps: the user's optimizer, or what shares it out between ranks; its groups have every parameter."""
+        """The optimizer that steps: the user's, or its sharded replacement, whose groups contain all parameters."""
         return self._optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, the precision in use and its loss scaler, k with its averages, limits in force, momentum.
+        """Return counters, precision and loss scaler, non-finite and stop state, memory limit, adaptive batch size,
+        momentum.
 
-        And terms a row, where a loss counts them. Plain numbers, but for the momentum of a plan with Muon: tensors.
+        All values are plain numbers, except the momentum tensors of a plan with Muon.
         """
         return {name: part.state_dict() for name, part in self._parts()}
 
     def report_nonfinite(self, what: str) -> None:
-        """Warn that something has become non-finite, or raise, by the run's policy.
+        """Warn or raise, by the run's policy, because a value has become non-finite.
 
         Args:
-            what: for a person, such as "NaN or infinity in parameter fc.weight".
+            what: description for the message, such as "NaN or infinity in parameter fc.weight".
 
         Raises:
             NonFiniteError: the policy is "error" or "stop".
@@ -59,15 +60,15 @@ class Resumable:
         self._voids.report(what)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`.
+        """Restore a `state_dict()`.
 
         Raises:
-            UsageError: not such a state, or one saved under another plan or precision; nothing was changed.
+            UsageError: the state is invalid, or was saved under another plan or precision; nothing was changed.
         """
         self.loading(state)()
 
     def loading(self, state: Any) -> Load:
-        """Return what continues from `state_dict()`; errors as there."""
+        """Return a function that restores a `state_dict()`; raises as `load_state_dict`."""
         load_parts = loading_parts(dict(self._parts()), state)
 
         def load() -> None:
@@ -86,12 +87,12 @@ class Resumable:
         yield "precision", self._precision
 
     def _note_precision(self, reason: str) -> None:
-        """Say in plan and record that another precision is computed in than planned."""
+        """Update plan and record if the precision in use differs from the plan."""
         before, after = self.plan.precision.value, self._precision.name
         if before != after:
             self.plan = in_place(self.plan, after, reason)
             self.note("precision", {"from": before, "to": after, "reason": reason})
 
     def note(self, name: str, detail: Mapping[str, Any]) -> None:
-        """Record something that happened."""
+        """Add an event to the run's record."""
         raise NotImplementedError

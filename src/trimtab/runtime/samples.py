@@ -1,9 +1,9 @@
 """Number of samples of a batch, read from its containers.
 
 A tensor or array holds one sample per index of its first dimension, a list of texts or numbers one per item. A list or
-tuple of anything else has two readings: rows (one sample per item) or columns (its tensors agree on the first
-dimension). A number of samples is accepted if every leaf agrees with it under some reading and one leaf, or two lists
-read as rows, confirm it. Otherwise the number is unknown, and the batch trains whole.
+tuple of other items has two readings: rows (one sample per item) or columns (tensors that agree on the first
+dimension). A number of samples is accepted if every leaf agrees with it under some reading, and if one leaf, or two
+lists read as rows, confirm it. Otherwise the number is unknown, and the batch is not split.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ CONSTANTS = (
     torch.dtype,
     torch.device,
 )
-PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None)})  # types of most constants
-_FEW = 8  # items of a list, or lists in a list, that are looked at where others are taken to be as they are
+PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None)})  # Types of most constants.
+_FEW = 8  # Number of items, or of inner lists, that are inspected in a long list.
 _CHANNELS, _IMAGE_DIMENSIONS = (1, 3, 4), 3
-_MOST_LEAVES = 1000  # looked at for the reason of an unknown number
+_MOST_LEAVES = 1000  # Largest number of leaves inspected to explain an unknown number.
 
 
 class Reading(NamedTuple):
-    """Samples of a batch.
+    """Number of samples of a batch.
 
     Args:
         samples: number of samples; None if unknown.
-        is_splittable: whether the containers say which parts belong to which sample.
-        reason: why the number is unknown or the batch cannot be split.
+        is_splittable: True if the containers show which parts belong to which sample.
+        reason: reason why the number is unknown or the batch cannot be split.
     """
 
     samples: int | None
@@ -58,9 +58,13 @@ class _Fit(NamedTuple):
     """Agreement of a part of a batch with a number of samples.
 
     Args:
-        fits: whether the part agrees. is_free: whether it agrees with any number. is_ambiguous: whether a split could
-            be done in two ways. firm: leaves that confirm the number. row_lists: lists read as one sample per item.
-        tensors: tensors among the leaves. weak: those in lists of alike parts, which do not confirm the number.
+        fits: True if the part agrees.
+        is_free: True if the part agrees with any number.
+        is_ambiguous: True if there are two ways to split the part.
+        firm: number of leaves that confirm the number.
+        row_lists: number of lists read as one sample per item.
+        tensors: number of tensors among the leaves.
+        weak: number of tensors in lists of similar items, which do not confirm the number.
         unsliceable: layouts of tensors that a split would have to slice and cannot.
     """
 
@@ -83,7 +87,7 @@ _ROWS = _Fit(True, row_lists=1)
 
 
 def read(batch: Any) -> Reading:
-    """Return the number of samples of a batch, and whether it can be split."""
+    """Return the number of samples of a batch, and whether the batch can be split."""
     if samples := quick_samples(batch):
         return Reading(samples, is_splittable=True)
     numbers = [number for number in _candidates(batch) if _may_fit(batch, number)]
@@ -102,7 +106,7 @@ def read(batch: Any) -> Reading:
 
 
 def flat_samples(batch: Any) -> int:
-    """Return the samples of a tuple, list or dict of dense tensors of one length; else 0."""
+    """Return the number of samples of a flat tuple, list or dict of dense tensors of equal length; else 0."""
     kind = type(batch)
     if kind is dict:
         items = batch.values()
@@ -121,9 +125,10 @@ def flat_samples(batch: Any) -> int:
 
 
 def quick_samples(batch: Any) -> int:
-    """Return the samples of a tuple, list or mapping of dense tensors of one length; else 0. Every step asks for it.
+    """Return the number of samples of a tuple, list or mapping of dense tensors of equal length; else 0.
 
-    Mappings in a mapping, and one in a tuple, may hold such tensors too: several in a sequence could be samples.
+    A fast path, called in every step. Mappings within a mapping, and a single mapping in a tuple, may hold such tensors
+    too; several mappings in a sequence could be samples.
     """
     kind, most_mappings = type(batch), 0
     if kind is dict or isinstance(batch, Mapping):
@@ -146,32 +151,32 @@ def quick_samples(batch: Any) -> int:
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether a value is the same for every sample."""
+    """Return True if a value is the same for every sample."""
     return isinstance(value, CONSTANTS) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 0)
 
 
 def is_leaf(value: Any) -> bool:
-    """Return whether a value is a tensor, an array, a constant or a list or tuple of constants."""
+    """Return True for a tensor, an array, a constant, or a list or tuple of constants."""
     return isinstance(value, Tensor | np.ndarray) or is_constant(value) or _is_constants(value)
 
 
 def is_record(value: Any) -> bool:
-    """Return whether a value is a mapping, named tuple or dataclass: containers of named parts."""
+    """Return True for a mapping, named tuple or dataclass: containers with named parts."""
     return isinstance(value, Mapping) or is_named_tuple(value) or is_dataclass(value)
 
 
 def is_named_tuple(value: Any) -> bool:
-    """Return whether a value is a named tuple of independent parts."""
+    """Return True for a named tuple of independent parts."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence)
 
 
 def is_dataclass(value: Any) -> bool:
-    """Return whether a value is an instance of a dataclass."""
+    """Return True for an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether a value is a list or tuple."""
+    """Return True for a list or tuple that is not a named tuple."""
     return (
         isinstance(value, list | tuple)
         and not isinstance(value, torch.Size | PackedSequence)
@@ -189,15 +194,16 @@ def parts(value: Any) -> list[Any]:
 
 
 def set_fields(value: Any) -> list[str]:
-    """Return the names of a dataclass's fields that have a value: fields with `init=False` may have none."""
+    """Return the names of a dataclass's fields that have a value. Fields with `init=False` may have none."""
     return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 def leaf_samples(leaf: Any, samples: int | None = None) -> int | None:
-    """Return the samples of a leaf; None for constants.
+    """Return the number of samples of a leaf; None for constants.
 
     Args:
-        samples: of the batch. A tuple of as many texts holds one per sample, as torch's `default_collate` makes it.
+        samples: number of samples of the batch. A tuple with this number of texts holds one per sample, as made by
+            `torch.utils.data.default_collate`.
     """
     if isinstance(leaf, Tensor | np.ndarray):
         return (leaf.size(0) if isinstance(leaf, Tensor) else leaf.shape[0]) if leaf.ndim else None
@@ -208,7 +214,7 @@ def leaf_samples(leaf: Any, samples: int | None = None) -> int | None:
 
 
 def is_list_of_rows(value: Any, samples: int) -> bool:
-    """Return whether a list or tuple that is no leaf holds one sample per item, in a batch of `samples` samples."""
+    """Return True if a list or tuple that is not a leaf holds one sample per item, in a batch of `samples` samples."""
     if len(value) != samples or not _are_of_one_kind(value):
         return False
     columns = _columns(value, samples)
@@ -216,7 +222,7 @@ def is_list_of_rows(value: Any, samples: int) -> bool:
 
 
 def _is_constants(value: Any) -> bool:
-    """Return whether a value is a list or tuple of constants that are not tensors."""
+    """Return True for a list or tuple of constants that are not tensors."""
     if type(value) is not list and (not isinstance(value, tuple) or is_named_tuple(value)):
         return False
     if value and type(value[0]) in PLAIN and PLAIN.issuperset(map(type, value)):
@@ -225,12 +231,13 @@ def _is_constants(value: Any) -> bool:
 
 
 def levels_of_constants(value: list[Any] | tuple[Any, ...], most: int = 8) -> int:
-    """Return the levels of a list or tuple of plain constants (1), of lists or dicts of these (2), and so on.
+    """Return the nesting depth of a list or tuple of plain constants (1), of lists or dicts of constants (2), etc.
 
-    Of lists in a list, the first items are looked at, and all items of `_FEW` lists: a batch may hold a million words.
+    For lists within a list, the first item of each list and all items of a few lists are inspected, since a batch may
+    hold a million words.
 
     Returns:
-        0 if it holds anything else, or has more levels than `most`.
+        The depth; 0 for other contents or a depth above `most`.
     """
     kinds = set(map(type, value))
     if kinds <= PLAIN:
@@ -247,7 +254,12 @@ def levels_of_constants(value: list[Any] | tuple[Any, ...], most: int = 8) -> in
 
 
 class _Possible(NamedTuple):
-    """Numbers of samples that a part of a batch allows: `only` these (None: any number), and hints where any is."""
+    """Numbers of samples that a part of a batch allows.
+
+    Args:
+        only: the allowed numbers; None allows any number.
+        hints: likely numbers if any number is allowed.
+    """
 
     only: set[int] | None
     hints: frozenset[int] = frozenset()
@@ -268,9 +280,9 @@ def _possible(value: Any) -> _Possible:
 
 
 def _common(values: Sequence[Any]) -> _Possible:
-    """Return numbers that may be common to all values: those of a tensor, or of the first value that has samples.
+    """Return candidate numbers common to all values: those of a tensor, or of the first value that has samples.
 
-    They are candidates, each of which is compared with every value afterwards.
+    Each candidate is compared with every value afterwards.
     """
     for value in values:
         if type(value) is Tensor and value.ndim:
@@ -292,7 +304,7 @@ def _candidates(batch: Any) -> list[int]:
 
 
 def _may_fit(value: Any, samples: int) -> bool:
-    """Return False if the first items of a batch show that it has another number of samples."""
+    """Return False if the first items of a batch show another number of samples."""
     kind = type(value)
     if kind is Tensor:
         return not value.ndim or value.size(0) == samples
@@ -304,7 +316,7 @@ def _may_fit(value: Any, samples: int) -> bool:
 
 
 def _fit(value: Any, samples: int, *, is_root: bool = False) -> _Fit:
-    """Return how a part of a batch agrees with a number of samples."""
+    """Return the agreement of a part of a batch with a number of samples."""
     kind = type(value)
     if kind is Tensor or isinstance(value, Tensor):
         return _fit_tensor(value, samples)
@@ -341,24 +353,24 @@ def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
     if not columns.fits or columns.is_free:
         if is_rows:
             return _ROWS
-        # Dicts of another number belong to no sample.
+        # A list of dicts of another length belongs to no sample.
         is_unclear = columns.is_free and any(map(is_record, value)) and _are_of_one_kind(value)
         return columns._replace(is_ambiguous=is_unclear) if columns.fits else _NO
     if not _are_alike(value):
-        return columns  # unlike items are columns, as inputs and targets
+        return columns  # Dissimilar items are columns, such as inputs and targets.
     if is_rows:
         return columns._replace(is_ambiguous=True, firm=0, row_lists=columns.row_lists + 1)
     if is_root and isinstance(value, tuple) and len(value) > 1 and all(isinstance(item, list) for item in value):
-        return columns  # as source texts beside target texts
+        return columns  # For example source texts and target texts.
     is_columns = all(isinstance(item, Tensor | np.ndarray) for item in value)
     if is_columns and not (all(map(_is_image, value)) and not (is_root and isinstance(value, tuple))):
         return columns
-    # Sizes could be channels, or those of single samples.
+    # The sizes could be channels or lengths of single samples.
     return columns._replace(firm=0, weak=0 if is_columns else columns.weak + columns.tensors)
 
 
 def _columns(value: Sequence[Any], samples: int) -> _Fit:
-    """Return how the items of a list agree with a number of samples if they are columns."""
+    """Return the agreement of a list's items with a number of samples if read as columns."""
     if len(value) > _FEW:
         if not _fit(value[0], samples).fits:
             return _NO
@@ -368,7 +380,7 @@ def _columns(value: Sequence[Any], samples: int) -> _Fit:
 
 
 def _are_constants(items: Sequence[Any], samples: int | None) -> bool:
-    """Return whether items are dicts or tuples of constants that agree with any number of samples."""
+    """Return True for dicts or tuples of constants that agree with any number of samples."""
     kinds = set(map(type, items))
     if kinds == {dict}:
         return PLAIN.issuperset(map(type, _values_of(items)))
@@ -382,7 +394,7 @@ def _values_of(dicts: Sequence[dict[Any, Any]]) -> Iterable[Any]:
 
 
 def _combined(values: Sequence[Any], samples: int) -> _Fit:
-    """Return how all values agree with a number of samples: the first that does not ends it, tensors come first."""
+    """Return the joint agreement of all values with a number of samples. Tensors are checked first."""
     others: list[Any] = []
     tensors = 0
     is_free, is_ambiguous, unsliceable = True, False, frozenset[str]()
@@ -413,7 +425,7 @@ def _confirms(fit: _Fit) -> bool:
 
 
 def _are_of_one_kind(items: Sequence[Any]) -> bool:
-    """Return whether items could be samples: objects of one class, or tensors of as many dimensions."""
+    """Return True if items could be samples: objects of one class, or tensors with equal numbers of dimensions."""
     kinds = set(map(type, items))
     if not any(issubclass(kind, Tensor | np.ndarray) for kind in kinds):
         return len(kinds) == 1
@@ -421,12 +433,12 @@ def _are_of_one_kind(items: Sequence[Any]) -> bool:
 
 
 def _are_alike(items: Sequence[Any]) -> bool:
-    """Return whether items have one signature; the containers that the first two open with show most differences."""
+    """Return True if all items have the same signature. A quick comparison of the first two comes first."""
     return len(set(map(_opening, items[:2]))) == 1 and len(set(map(_signature, items))) == 1
 
 
 def _opening(value: Any) -> tuple[type, ...]:
-    """Return the classes of a container, of its first item, of that item's first one, and so on."""
+    """Return the classes of a container, of its first item, of the first item within, and so on."""
     kinds = []
     while (kind := type(value)) in (dict, list, tuple):
         kinds.append(kind)
@@ -437,7 +449,7 @@ def _opening(value: Any) -> tuple[type, ...]:
 
 
 def _signature(value: Any) -> Any:
-    """Return what samples of one kind have in common: structure, dimensions and types."""
+    """Return the common structure of samples of one kind: containers, numbers of dimensions and types."""
     if isinstance(value, Tensor):
         return "array", value.ndim, value.dtype
     if isinstance(value, np.ndarray):
@@ -452,7 +464,7 @@ def _signature(value: Any) -> Any:
 
 
 def _is_image(value: Any) -> bool:
-    """Return whether a tensor could be one image: its first dimension would be channels."""
+    """Return True if a tensor could be a single image, whose first dimension would be channels."""
     if not isinstance(value, Tensor) or value.ndim != _IMAGE_DIMENSIONS or value.shape[0] not in _CHANNELS:
         return False
     return value.is_floating_point() or value.dtype is torch.uint8

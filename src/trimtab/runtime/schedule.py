@@ -1,6 +1,6 @@
-"""A plan's learning rate: its scale and schedule, and what follows the batch (paper eqs. 10, 11; math: section 5).
+"""Learning rate of a plan: scale, schedule and batch size scaling (paper eqs. 10, 11; math: section 5).
 
-Applied only inside the step.
+The factor is applied only within the optimizer's step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trimtab.core.state_parts import Load, Part, require_keys
 
 
 def rate_factor(plan: Plan, progress: float | None) -> float:
-    """Return the plan's factor on the user's learning rates: its scale, times its schedule's value.
+    """Return the plan's factor on the user's learning rates: the plan's scale times the schedule's value.
 
     Args:
-        progress: consumed over planned *after* the window that is about to be applied; needed when the plan has a
-            schedule.
+        progress: fraction of training completed after the window that is about to be applied; required if the plan has
+            a schedule.
     """
     scale = float(plan.learning_rate_scale.value or 1.0)
     if plan.schedule.value == "user":
@@ -35,7 +35,7 @@ def rate_factor(plan: Plan, progress: float | None) -> float:
 
 
 def require_rates(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `OptimizerError` where a plan scales learning rates and the optimizer has none to scale."""
+    """Raise `OptimizerError` if a plan scales learning rates and the optimizer has none."""
     follows = (
         plan.batch_rule is not None and not plan.batch_rule.only_measures and plan.batch_rule.learning_rate != "none"
     )
@@ -45,7 +45,7 @@ def require_rates(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
 
 
 def rate_unset(field: str, optimizer: torch.optim.Optimizer) -> OptimizerError:
-    """Return the error for a learning rate of a plan's and an optimizer without one."""
+    """Return the error for a plan that scales learning rates and an optimizer without them."""
     return OptimizerError(
         field,
         given=f"a learning rate of the plan's, and {type(optimizer).__name__} with lr=None",
@@ -56,23 +56,24 @@ def rate_unset(field: str, optimizer: torch.optim.Optimizer) -> OptimizerError:
 
 
 def applied_rate(optimizer: torch.optim.Optimizer, factor: float) -> float | None:
-    """Return the learning rate of the first group times a factor; None if the optimizer sets its own."""
+    """Return the first group's learning rate times a factor; None if the optimizer sets its own."""
     own = optimizer.param_groups[0].get("lr")
     return None if own is None else own * factor
 
 
 def normalises(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step has no size of its gradient's, as Adam's: of all but SGD, sharded or not, it is assumed."""
+    """Return True if the step size is independent of the gradient's scale, as in Adam; assumed for all but SGD."""
     return not isinstance(getattr(optimizer, "optim", optimizer), torch.optim.SGD | torch.optim.ASGD)
 
 
 class RateFollower(Part):
-    """The factor on the learning rate for the batch of a window, against the user's: `ratio` times as large.
+    """Learning rate factor that follows the batch size relative to the user's batch size (`ratio`).
 
-    "linear": the ratio (SGD; paper eq. 11). "sqrt": its root (Adam family; Malladi et al. 2022, whose rule also moves
-    betas and epsilon, which this does not). A rise is taken over ten applied windows a doubling, a fall at once. A
-    window smaller than was decided, as a loader's last, has less and costs no level; a larger one, as one that is to be
-    measured, has no more: a jump of the rate is what a rise over some windows avoids.
+    The rule "linear" uses the ratio (SGD; paper eq. 11), "sqrt" its square root (Adam family; Malladi et al. 2022,
+    whose rule also changes betas and epsilon, unlike this class). An increase is spread over ten applied windows per
+    doubling, a decrease applies at once. A window smaller than decided, such as the last of a loader, gets a lower
+    factor without affecting later windows. A larger window, made to measure noise, gets no higher factor, since the
+    ramp exists to avoid jumps of the learning rate.
     """
 
     RAMP = 10
@@ -80,24 +81,29 @@ class RateFollower(Part):
     def __init__(self, rule: str) -> None:
         self.rule = rule
         self._level = 1.0
-        self._settled: tuple[float, float] | None = None  # the ratio, as decided, at which the level stands
+        self._settled: tuple[float, float] | None = None  # Ratio and decided ratio for which the level is final.
 
     @classmethod
     def for_optimizer(cls, rule: str, optimizer: torch.optim.Optimizer) -> RateFollower:
-        """Return the follower of a rule; "auto" is linear for SGD and the root for all else."""
+        """Return the follower for a rule; "auto" selects "linear" for SGD and "sqrt" for all other optimizers."""
         if rule == "auto":
             rule = "sqrt" if normalises(optimizer) else "linear"
         return cls(rule)
 
     def factor(self, ratio: float, decided: float) -> float:
-        """Return the factor for a window that is `ratio` times the user's batch, where the rule is `decided` times."""
+        """Return the factor for a window.
+
+        Args:
+            ratio: size of the window relative to the user's batch.
+            decided: decided size relative to the user's batch.
+        """
         if self._settled == (ratio, decided):
             return self._level
         level = min(self._wanted(decided), max(1.0, self._level) * 2 ** (1 / self.RAMP))
         return min(level, self._wanted(ratio))
 
     def applied(self, ratio: float, decided: float) -> None:
-        """A window of `ratio` was applied, where one of `decided` is the rule."""
+        """Advance the ramp after an applied window; arguments as for `factor`."""
         if self._settled == (ratio, decided):
             return
         level, wanted = max(self._level, self.factor(min(ratio, decided), decided)), self._wanted(decided)
@@ -108,11 +114,16 @@ class RateFollower(Part):
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs."""
+        """Return the level of the ramp."""
         return {"level": self._level}
 
     def loading(self, state: Mapping[str, float]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Return a function that restores a `state_dict()`.
+
+        Raises:
+            FormatError: a key is missing or unknown.
+            ValueGivenError: a value is invalid.
+        """
         require_keys("state.rate", state, ("level",))
         level = checks.number("state.rate.level", state["level"], low=0, open_low=True)
 
@@ -123,9 +134,9 @@ class RateFollower(Part):
 
 
 def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> contextlib.AbstractContextManager[None]:
-    """Multiply every group's learning rate while the block runs; the user's own values stand again after it.
+    """Multiply every group's learning rate within the block, and restore the user's values afterwards.
 
-    Left in place, the factor would compound with a scheduler that reads the rate back.
+    If the factor remained, a scheduler that reads the learning rate back would compound it.
     """
     return contextlib.nullcontext() if factor == 1.0 else _multiplied(optimizer, factor)
 
@@ -145,7 +156,7 @@ def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[Non
             group["lr"] = rate
         yield
     finally:
-        groups = optimizer.param_groups  # one more, where one was added meanwhile
+        groups = optimizer.param_groups  # A group may have been added meanwhile.
         changed = [group["lr"] is not rate for group, rate in zip(groups, multiplied, strict=False)]
         for group, rate in zip(groups, before, strict=False):
             group["lr"] = rate

@@ -1,4 +1,4 @@
-"""Whether a batch may be split without being asked for."""
+"""Conditions under which a batch may be split without a request by the user."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trimtab.core.plan import Mark, Plan
 
 
 class UnprovedSplitWarning(UserWarning):
-    """A started plan splits the batch, and no check proves that this keeps the gradient: the plan was set by hand."""
+    """A plan set by hand splits the batch without a check that this keeps the gradient."""
 
 
 def warn_of_unproved_split(plan: Plan) -> None:
-    """Warn the caller of the caller if a plan splits the batch without a check that proves it.
+    """Warn if a plan splits the batch without a check that proves equivalence (stack level of the caller's caller).
 
-    A split as the user's own loop makes it, which accumulates, needs no proof.
+    No warning if the user's own loop accumulates gradients over the same split.
     """
     if not plan.splits or plan.proves_splitting:
         return
@@ -35,26 +35,26 @@ def warn_of_unproved_split(plan: Plan) -> None:
 
 
 def keeps_maths(plan: Plan, model: nn.Module) -> bool:
-    """Return whether splitting a batch keeps the maths, as far as is known.
+    """Return True if, as far as is known, splitting a batch keeps the numerics.
 
-    Not where the plan's check refused it, nor where the model has batch statistics.
+    False if the plan's check found a difference, or if the model has batch statistics.
     """
     refused = plan.check is not None and not plan.check.splittable
     return not refused and not has_batch_statistics(model)
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Return whether one of its modules normalises by its batch."""
+    """Return True if a module of the model normalises over the batch."""
     return any(map(normalises_by_batch, model.modules()))
 
 
 def normalises_by_batch(module: nn.Module) -> bool:
-    """Return whether a module does, where it is in training mode."""
+    """Return True if a module normalises over the batch in training mode."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def for_model(plan: Plan, model: nn.Module) -> Plan:
-    """Return a plan as it is for a model: splitting batch statistics unproved is other dynamics (tier F)."""
+    """Return a plan adjusted to a model: an unproved split of batch statistics is marked as a change of training."""
     if not plan.splits or plan.check is not None or keeps_maths(plan, model):
         return plan
     split = plan.micro_batch

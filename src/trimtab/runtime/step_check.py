@@ -1,7 +1,8 @@
-"""Self-test of a step that replaces the user's step: both steps are taken on small copies of the user's parameters.
+"""Self-test of a replaced optimizer step: both steps are compared on small copies of the user's parameters.
 
 The fused kernels of torch differ by device and dtype, and a few are wrong: torch 2.13's fused SGD on a CPU leaves bf16
-parameters unchanged. Copies keep what a kernel may depend on: dtype, device, order of strides and the group's options.
+parameters unchanged. Copies keep everything that a kernel may depend on: dtype, device, order of strides and the
+options of the group.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 _STEPS = 2
-_MOST = 7  # elements of a dimension: an odd number leaves a tail behind vectors of any width
-# Times the dtype's rounding error: a handful of operations, and moments that are kept in the parameter's dtype.
+_MOST = 7  # Elements per dimension; an odd number leaves a remainder for vectors of any width.
+# Multiples of the dtype's rounding error: a few operations, and moments kept in the parameter's dtype.
 _ROUNDINGS = 16.0
-# Of a step: Muon's iterations are in bf16, and amplify the rounding of small singular values.
+# Fraction of a step: Muon's iterations use bf16 and amplify rounding of small singular values.
 _MUON_APART = 0.5
-_RATE = 0.25  # of a parameter's size, so that each step is far above rounding
+_RATE = 0.25  # Relative to the parameter's size, so that each step is far above rounding.
 _NOT_OPTIONS = ("params", "lr", "initial_lr", "fused", "foreach", "capturable")
 _MUON = {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
 
@@ -27,7 +28,7 @@ Key = tuple[Any, ...]
 
 
 def fused_difference(optimizer: torch.optim.Optimizer) -> str:
-    """Return the difference of the fused and the plain step on copies of the optimizer's parameters, or "" if none.
+    """Return the difference between fused and plain step on copies of the optimizer's parameters, or "" if none.
 
     Results are cached by class, options and kinds of parameters. No random numbers are drawn.
     """
@@ -40,12 +41,12 @@ def fused_difference(optimizer: torch.optim.Optimizer) -> str:
 
 
 def muon_difference(matrices: Iterable[Tensor]) -> str:
-    """Return the difference of Muon's step in the matrices' dtype and in double precision, or "" if none."""
+    """Return the difference between Muon's step in the matrices' dtype and in double precision, or "" if none."""
     return _Test(torch.optim.Muon, _MUON, _samples(matrices), None).found(_muon_difference)
 
 
 class _Test:
-    """Copies of parameters, a copy per kind, and the options of the group."""
+    """Copies of parameters, one per kind, and the options of their group."""
 
     def __init__(
         self, cls: Class, options: Mapping[str, Any], samples: Mapping[Key, Tensor], rate_dtype: torch.dtype | None
@@ -61,7 +62,7 @@ class _Test:
         return _results[key]
 
     def stepped(self, flags: Mapping[str, Any], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return copies of the parameters, in a dtype or their own, after steps by a new optimizer."""
+        """Return copies of the parameters, in `dtype` or their own, after steps of a new optimizer."""
         copies = [nn.Parameter(_copy(parameter).to(dtype or parameter.dtype)) for parameter in self.parameters]
         groups = [
             {"params": [copy], "lr": self._rate(_copy(p))} for copy, p in zip(copies, self.parameters, strict=True)
@@ -70,7 +71,7 @@ class _Test:
         for group in optimizer.param_groups:
             group.update(self.options)
             group.update(flags)
-        # Without the hooks that a process may have for the step of every optimizer.
+        # Bypasses hooks that are registered globally for all optimizers.
         step = getattr(self.cls.step, "__wrapped__", self.cls.step)
         for number in range(_STEPS):
             for copy, parameter in zip(copies, self.parameters, strict=True):
@@ -87,11 +88,11 @@ _results: dict[Key, str] = {}
 
 
 def _fused_difference(test: _Test) -> str:
-    """Return the difference of the two steps of a class, or "" if none."""
+    """Return the difference between the fused and the plain step of a class, or "" if none."""
     try:
         plain = test.stepped({"fused": False, "foreach": None})
         fused = test.stepped({"fused": True, "foreach": None})
-    except Exception as error:  # a kernel may refuse a dtype or a device with any error
+    except Exception as error:  # A kernel may refuse a dtype or a device with any error.
         return f"it fails on copies of the parameters ({_failure(error)})"
     return _first_difference(
         test, plain, fused, eps=0.0 if test.rate_dtype is None else torch.finfo(test.rate_dtype).eps
@@ -99,7 +100,7 @@ def _fused_difference(test: _Test) -> str:
 
 
 def _muon_difference(test: _Test) -> str:
-    """Return the difference of a step in the parameters' dtype and in double precision, or "" if none."""
+    """Return the difference between a step in the parameters' dtype and in double precision, or "" if none."""
     try:
         exact, own = test.stepped({}, torch.float64), test.stepped({})
     except Exception as error:
@@ -140,7 +141,7 @@ def _difference(before: Tensor, plain: Tensor, other: Tensor, eps: float) -> flo
 
 
 def _samples(parameters: Iterable[Tensor]) -> dict[Key, Tensor]:
-    """Return a parameter of each kind."""
+    """Return one parameter of each kind."""
     return {_kind(local): local for local in map(_local, parameters) if local.requires_grad}
 
 
@@ -157,7 +158,7 @@ def _kind(parameter: Tensor) -> Key:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions from the largest stride to the smallest."""
+    """Return the dimensions in order of decreasing stride."""
     return tuple(sorted(range(tensor.dim()), key=lambda each: (-tensor.stride(each), each)))
 
 
@@ -166,7 +167,7 @@ def _rate_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _grad_dtype(parameter: Tensor) -> torch.dtype:
-    found = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None  # a shard is a view
+    found = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None  # A shard is a view, not a leaf.
     return found if isinstance(found, torch.dtype) else parameter.dtype
 
 
@@ -179,7 +180,7 @@ def _copy(parameter: Tensor) -> Tensor:
 
 
 def _gradient(parameter: Tensor, step: int) -> Tensor:
-    """Return a gradient of both signs, of sizes from a half to one and a half, laid out as the parameter."""
+    """Return a gradient of both signs with magnitudes from 0.5 to 1.5, in the memory format of the parameter."""
     index = torch.arange(parameter.numel())
     values = (0.5 + (index.double() * 0.618034 + 0.31 * step).frac()) * torch.where(index % 3 == 0, -1.0, 1.0)
     return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(values.view(parameter.shape))

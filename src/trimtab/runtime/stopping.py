@@ -1,4 +1,4 @@
-"""Whether a run is over: its smoothed gradient norm, read a window late, or an evaluation's value."""
+"""Early stopping on the smoothed gradient norm, read one window late, or on an evaluation's value."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.core.stop import Stop, StopReason
 from trimtab.measure.late import Late
 
-_KEEP = 0.9  # of the average, a window; nothing is said before it holds two thirds of what it will
+# Decay of the moving average per window. No decision before the average has two thirds of its final weight.
+_KEEP = 0.9
 _MIN_WINDOWS = 10
 _STATE = ("average", "weight", "seen", "pending", "reason", "conditions")
 
 
 class StopTest(Part):
-    """The conditions of one run. `reason` is None while it goes on.
+    """Stop conditions of a run.
 
     Attributes:
-        asked: what this rank asks all to stop for, after the next window that they say anything in.
+        reason: the condition that was met; None while the run continues.
+        asked: reason for which this rank asks all ranks to stop, sent with its next window.
     """
 
     def __init__(self, stop: Stop | None) -> None:
         self._stop = stop
-        self._norm: Late | float | None = None  # of the last window
+        self._norm: Late | float | None = None  # Norm of the last window.
         self._average, self._weight, self._seen = 0.0, 0.0, 0
         self.reason: StopReason | None = None
         self.asked: StopReason | None = None
@@ -39,11 +41,11 @@ class StopTest(Part):
 
     @property
     def wants_norm(self) -> bool:
-        """Whether the norm of every window's gradient is needed."""
+        """True if the gradient norm of every window is needed."""
         return self._stop is not None and self._stop.grad_norm is not None
 
     def stepped(self, norm: Tensor | None) -> None:
-        """A window was applied; its norm is read when the next one is."""
+        """Take the norm of an applied window; it is read at the next applied window."""
         if not self.wants_norm or norm is None:
             return
         pending = self._pending()
@@ -52,16 +54,16 @@ class StopTest(Part):
         self._norm = Late(norm)
 
     def evaluated(self, value: float) -> None:
-        """An evaluation's value is known."""
+        """Check an evaluation's value."""
         if self._stop is not None and self._stop.is_met(value):
             self.reason = StopReason.TARGET
 
     def adopt(self, reason: StopReason | None) -> None:
-        """Another rank stops, for a reason; or none does."""
+        """Adopt another rank's stop reason, if any."""
         self.reason = self.reason or reason
 
     def _pending(self) -> float | None:
-        """Return the norm that the next window counts; it waits for the device. None where it counts none."""
+        """Return the norm that the next window will count, or None. Synchronises."""
         if isinstance(self._norm, Late):
             self._norm = self._norm.read()[0]
         return self._norm if self._norm is not None and math.isfinite(self._norm) else None
@@ -76,18 +78,23 @@ class StopTest(Part):
             self.reason = StopReason.GRAD_NORM
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs; one that was over stays so under the conditions that ended it.
+        """Return the moving average and the stop reason. A stopped run stays stopped under the same conditions.
 
-        The last norm is not counted by that: a run that is saved would be over a window before one that is not.
+        The last norm is stored but not counted: otherwise saving a run would end it one window earlier.
         """
-        is_over = self.reason not in (None, StopReason.INTERRUPTED)  # it was interrupted to be gone on with
+        is_over = self.reason not in (None, StopReason.INTERRUPTED)  # An interrupted run is meant to be resumed.
         reason = self.reason.value if self.reason is not None and is_over else None
         average = {"average": self._average, "weight": self._weight, "seen": self._seen}
         average |= {"pending": self._pending()}
         return average | {"reason": reason, "conditions": self._conditions}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        """Return a function that restores a `state_dict()`.
+
+        Raises:
+            FormatError: a key is missing or unknown.
+            ValueGivenError: a value is invalid.
+        """
         require_keys("state.stop", state, _STATE)
         average, weight = (checks.number(f"state.stop.{name}", state[name], low=0) for name in ("average", "weight"))
         if state["reason"] is not None:

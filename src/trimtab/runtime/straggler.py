@@ -1,4 +1,4 @@
-"""Which rank the others wait for, window after window."""
+"""Detection of a slow rank (straggler) that the other ranks wait for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_WINDOWS = 20  # in a row, in which one rank was the last
-_SHARE, _LEAST_S = 1.5, 0.002  # by which it took longer than the others, as one of them does now and then
+_WINDOWS = 20  # Consecutive windows in which the same rank must be the slowest.
+# Smallest ratio, and smallest difference in seconds, to the other ranks; smaller delays occur by chance.
+_SHARE, _LEAST_S = 1.5, 0.002
 
 
 @dataclass(frozen=True)
 class Late:
-    """A rank that took longer than others. `seconds`, `others_s`: a window, medians; up to its reduction."""
+    """A slow rank.
+
+    Args:
+        rank: the slow rank.
+        seconds: median time per window up to the reduction, of this rank.
+        others_s: median time per window of the other ranks.
+    """
 
     rank: int
     seconds: float
@@ -20,14 +27,14 @@ class Late:
 
 
 class Straggler:
-    """Finds the rank that is waited for in every one of some windows; says so once for each rank."""
+    """Finds a rank that is the slowest in many consecutive windows; reports each rank once."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[int, float, float]] = []
         self._named: set[int] = set()
 
     def add(self, seconds: Sequence[float]) -> Late | None:
-        """Take in what each rank took for a window by itself; returns the one that is late, once it is known."""
+        """Add the time of each rank for a window, in seconds; return a slow rank once it is detected, else None."""
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         others = statistics.median(each for rank, each in enumerate(seconds) if rank != slowest)
         is_late = seconds[slowest] > max(_SHARE * others, others + _LEAST_S)
