@@ -1,1 +1,1 @@
-"""MUTATE: applies a Plan to live objects, reversibly."""
+"""The training run: applies a plan to a live model and optimizer, reversibly."""

@@ -1,8 +1,8 @@
-"""Which parameters a window's backwards reach, for backends whose collectives every rank has to enter alike.
+"""Comparison between ranks of the parameters that a window's backward passes reach (FSDP2 and DeepSpeed).
 
-FSDP2 and DeepSpeed send the gradients that a rank has, in the order in which they come. Ranks that use other layers
-send each other's gradients into the wrong parameters where sizes match, and wait for ever where they do not. Hooks note
-on the host which parameters were reached, without a device synchronisation, and ranks compare this once per window.
+FSDP2 and DeepSpeed reduce the gradients that a rank has, in order of arrival. If ranks use different layers, gradients
+are added to the wrong parameters when sizes match, and ranks wait forever when sizes differ. Hooks record reached
+parameters on the host, without synchronising, and ranks compare the result once per window.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trimtab.measure.sharded_norms import is_sharded_itself
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.gradient_sync import UNREDUCED, listed, packed, unpacked
 
-# Windows in which ranks also compare before each collective: unlike layers then raise instead of waiting for ever.
+# In the first windows, ranks also compare before each collective, so that different layers raise instead of hanging.
 _CHECKED_WINDOWS = 3
 _BACKWARD = -1
 _IN_FSDP = "Have every rank run the same blocks in every micro-batch, or use zero_stage=0 (DistributedDataParallel)."
@@ -28,10 +28,10 @@ _IN_DEEPSPEED = "Use every trainable parameter in every window on every rank, or
 
 
 class Reached:
-    """The parameters that a window's backwards reach.
+    """The parameters reached by a window's backward passes.
 
     Args:
-        names: of the parameters, the same on every rank.
+        names: parameter names, equal on every rank.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ class Reached:
         self._leaves: list[Tensor | None] = [None] * len(names)
 
     def watch(self, index: int, leaf: Tensor) -> None:
-        """Note when a gradient of a parameter is accumulated."""
+        """Record each accumulation of a gradient into parameter number `index`."""
         self._leaves[index], note = leaf, self.in_micro_batch.add
 
         def reached(_: Tensor) -> None:
@@ -50,29 +50,32 @@ class Reached:
         self._handles.append(leaf.register_post_accumulate_grad_hook(reached))
 
     def end_micro_batch(self) -> None:
-        """A backward has run."""
+        """Add the parameters reached in a micro-batch, after its backward."""
         self.in_window |= self.in_micro_batch
         self.in_micro_batch.clear()
 
     def reset(self) -> None:
-        """A window begins."""
+        """Reset for a new window."""
         self.in_window.clear()
         self.in_micro_batch.clear()
 
     def unreached(self) -> list[int]:
-        """Return the parameters that no backward of the window reached."""
+        """Return the indices of parameters that no backward of the window reached."""
         return [index for index in range(len(self.names)) if index not in self.in_window]
 
     def require_alike(
         self, loss: Tensor, exchange: Exchange, way_out: str, groups: Sequence[int] | None = None
     ) -> None:
-        """Before a backward, require that every rank's would reach the same parameters; walks the graph.
+        """Check before a backward that it will reach the same parameters on every rank; walks the autograd graph.
 
         Args:
-            groups: number of each parameter's group; parameters of one group may stand for each other.
+            loss: the loss to call backward on.
+            exchange: metadata exchange with the other ranks.
+            way_out: hint for the error message.
+            groups: group number of each parameter; parameters of one group are interchangeable.
 
         Raises:
-            RankError: on every rank, if they would not.
+            RankError: ranks differ; raised on every rank.
         """
         ahead = _leaves(loss)
         groups = range(len(self.names)) if groups is None else groups
@@ -83,20 +86,20 @@ class Reached:
             raise self.error(sorted(unlike), UNLIKE, way_out)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def error(self, indices: Sequence[int], found: str, way_out: str) -> RankError:
-        """Return an error that names parameters."""
+        """Return an error that names the given parameters."""
         expected = "every gradient reduced over the ranks before the optimizer's step"
         given = f"{listed([self.names[index] for index in indices])}, {found}"
         return RankError("model", given=given, expected=expected, way_out=way_out, code=UNREDUCED)
 
 
 def _leaves(loss: Tensor) -> set[int]:
-    """Return the identities of the leaves that a backward of a loss reaches."""
+    """Return the ids of the leaf tensors that a backward of a loss reaches."""
     found, seen, queue = set[int](), set[Any](), deque([loss.grad_fn])
     while queue:
         node = queue.pop()
@@ -110,7 +113,7 @@ def _leaves(loss: Tensor) -> set[int]:
 
 
 class EveryParameter:
-    """Requires that every trainable parameter is reached in every window: DeepSpeed reduces and steps all of them."""
+    """Check that every window reaches every trainable parameter, since DeepSpeed reduces and steps all of them."""
 
     def __init__(self, model: nn.Module, exchange: Exchange) -> None:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -120,19 +123,19 @@ class EveryParameter:
         self._windows = 0
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Before a backward; in the first windows the ranks compare what it will reach.
+        """In the first windows, compare between ranks the parameters that a backward will reach.
 
         Raises:
-            RankError: on every rank, if they use unlike parameters.
+            RankError: ranks use different parameters; raised on every rank.
         """
         if self._windows < _CHECKED_WINDOWS:
             self._reached.require_alike(loss, self._exchange, _IN_DEEPSPEED)
 
     def end_backward(self, *, last: bool) -> None:
-        """After a backward; after a window's last the ranks compare what it reached.
+        """After the last backward of a window, compare the reached parameters between ranks.
 
         Raises:
-            RankError: on every rank, if one of them has no gradient of a parameter.
+            RankError: a parameter has no gradient on some rank; raised on every rank.
         """
         self._reached.end_micro_batch()
         if not last:
@@ -147,23 +150,25 @@ class EveryParameter:
             raise self._reached.error(sorted(each[rank]), found, _IN_DEEPSPEED)
 
     def reset(self) -> None:
-        """The window was given up."""
+        """Reset after a window was dropped."""
         self._reached.reset()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._reached.close()
 
 
 class ShardedUse:
-    """The parameters that a window of a model in FSDP2 reaches.
+    """The parameters reached in a window of a model under FSDP2.
 
-    A parameter that a rank did not use, in a block that it ran, is reduced as zeros with those of the other ranks; one
-    that no rank used has no gradient, so that the optimizer skips it. Ranks that run unlike blocks stop before the
-    step. A torch before 2.13 cannot reduce zeros: there, ranks stop if they used unlike parameters.
+    A parameter that a rank did not use, in a block that it ran, is reduced as zeros with the other ranks' gradients. A
+    parameter that no rank used gets no gradient, so that the optimizer skips it. Ranks that run different blocks raise
+    an error before the step. torch before 2.13 cannot reduce zeros; there, ranks raise an error if they used different
+    parameters.
 
     Args:
-        model: nothing is done for a model of which FSDP2 holds no module, or a torch whose FSDP2 is unknown.
+        model: the model; nothing is done without FSDP2 modules, or with an unknown version of FSDP2.
+        exchange: metadata exchange with the other ranks.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange) -> None:
@@ -189,14 +194,14 @@ class ShardedUse:
             group.reduce_scatter_unused_params = True
 
     def begin(self, *, last: bool) -> None:
-        """A micro-batch is about to be handed out."""
+        """Prepare a micro-batch."""
         self._is_last, self._in_forward = last, True
 
     def _entering(self, place: int) -> Callable[..., None]:
         return lambda *_: self._require_same(place)
 
     def _require_same(self, place: int) -> None:
-        """In the first windows, require that every rank's forward enters the same block."""
+        """In the first windows, check that every rank's forward enters the same block."""
         if not (self._in_forward and self._hooks):
             return
         places = [int(figures[0]) for figures in self._exchange.share([place])]
@@ -210,10 +215,10 @@ class ShardedUse:
             raise RankError("model", given=", ".join(where), expected=expected, way_out=_IN_FSDP, code=UNREDUCED)
 
     def begin_backward(self, loss: Tensor) -> None:
-        """A forward has run; in the first windows the ranks compare what its backward will reach.
+        """In the first windows, compare between ranks the parameters that a backward will reach.
 
         Raises:
-            RankError: on every rank, if they used unlike layers.
+            RankError: ranks used different layers; raised on every rank.
         """
         self._watch()
         if self._hooks:
@@ -223,10 +228,10 @@ class ShardedUse:
         self._in_forward = False
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run a backward; after a window's last the ranks compare what they used.
+        """Run a backward pass; after the last of a window, compare the used parameters between ranks.
 
         Raises:
-            RankError: on every rank, if gradients were not reduced.
+            RankError: gradients were not reduced; raised on every rank.
         """
         if not self._groups:
             run()
@@ -239,7 +244,7 @@ class ShardedUse:
             self._compare()
 
     def _watch(self) -> None:
-        """Watch the whole parameters, which FSDP2 makes in their first forward and keeps."""
+        """Watch the unsharded parameters, which FSDP2 creates in the first forward and keeps."""
         if not self._unwatched:
             return
         for index in self._unwatched:
@@ -269,7 +274,7 @@ class ShardedUse:
             self._held[index][1].sharded_param.grad = None
 
     def reset(self) -> None:
-        """The window was given up."""
+        """Reset after a window was dropped."""
         self._reached.reset()
         self._blocks, self._in_forward = [], False
 
@@ -279,7 +284,7 @@ class ShardedUse:
         self._hooks.clear()
 
     def close(self) -> None:
-        """Take the hooks off, and have FSDP2 treat parameters without a gradient as before."""
+        """Remove the hooks and restore FSDP2's treatment of parameters without gradient."""
         self._end_checks()
         self._reached.close()
         for group, before in zip(self._fills, self._before, strict=True):
@@ -287,7 +292,7 @@ class ShardedUse:
 
 
 def _groups_of(modules: Sequence[Any]) -> list[Any]:
-    """Return FSDP2's groups of parameters, in an order that is the same on every rank; none if torch hides them."""
+    """Return FSDP2's parameter groups in an order equal on every rank; empty if torch's internals are unknown."""
     states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]
     found: list[Any] = []
     for state in states:
@@ -302,5 +307,5 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _is_left(held: Any) -> bool:
-    """Return whether a gradient of earlier micro-batches waits to be reduced."""
+    """Return True if a gradient of earlier micro-batches has not been reduced."""
     return getattr(held, "unsharded_accumulated_grad", None) is not None

@@ -1,7 +1,8 @@
 """Inspection of user gradient hooks, and refusal of settings that would change the gradients passed to hooks.
 
-A hook may clamp, log, accumulate or step. Under a loss scale it receives gradients times that scale, and in a split
-batch the gradients of each micro-batch. Hooks of torch, of trimtab and of other wrappers are part of how a model runs.
+A hook may clamp, log, accumulate or step. Under a loss scale a hook receives scaled gradients, and in a split batch the
+gradients of each micro-batch. Hooks of torch, of trimtab and of other wrappers are part of running a model and are
+ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from trimtab.core.plan import Plan
 from trimtab.measure.closures import reached
 from trimtab.runtime.voids import BEFORE_THE_STEP
 
-_WRAPPERS = "trimtab", "deepspeed"  # packages whose hooks are part of how a model runs
-# Modules of torch whose hooks run a model. Any other function of torch is a hook only if a user registered it.
+_WRAPPERS = "trimtab", "deepspeed"  # Packages whose hooks are part of running a model.
+# Modules of torch whose hooks run a model. A hook from elsewhere in torch was registered by the user.
 _OF_TORCH = (
     "torch.distributed",
     "torch.nn.parallel",
@@ -38,8 +39,8 @@ _OF_TORCH = (
     "torch.autograd.profiler",
     "torch.profiler",
 )
-_REGISTERING = "torch.autograd.graph", "torch.utils.hooks"  # modules of functions that call the hook they were given
-_CLOSURE_DEPTH = 3  # of wrappers around a function of the user's
+_REGISTERING = "torch.autograd.graph", "torch.utils.hooks"  # Modules of functions that call the hook passed to them.
+_CLOSURE_DEPTH = 3  # Depth of wrappers around a user's function.
 _BY_PARAMETER = ("_backward_hooks", "tensor hook"), ("_post_accumulate_grad_hooks", "post-accumulate-grad hook")
 _BY_MODULE = ("_backward_hooks", "backward hook"), ("_backward_pre_hooks", "backward pre-hook")
 _EVERY_MODULE = ("_global_backward_hooks", "backward hook"), ("_global_backward_pre_hooks", "backward pre-hook")
@@ -47,13 +48,13 @@ _EVERY_MODULE = ("_global_backward_hooks", "backward hook"), ("_global_backward_
 
 @dataclass(frozen=True)
 class GradientHook:
-    """A user-registered hook that runs in the backward.
+    """A user-registered hook that runs in the backward pass.
 
     Attributes:
         kind: "tensor hook", "post-accumulate-grad hook", "backward hook" or "backward pre-hook".
-        owner: the name of the parameter or module; "" is the model itself.
-        function: the qualified name of the hook.
-        optimizers: the optimizers that it refers to, and may step.
+        owner: name of the parameter or module; "" for the model itself.
+        function: qualified name of the hook.
+        optimizers: optimizers that the hook refers to, and may step.
     """
 
     kind: str
@@ -66,7 +67,7 @@ class GradientHook:
 
 
 def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
-    """Return the user-registered hooks that run in the backward of a model.
+    """Return the user-registered hooks that run in the backward pass of a model.
 
     Hooks on activations and on autograd nodes are registered by a forward and cannot be found by inspection.
     """
@@ -88,13 +89,13 @@ def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
 
 
 def stepped_in_backward(hooks: Iterable[GradientHook]) -> tuple[Optimizer, ...]:
-    """Return the optimizers that hooks may step in the backward."""
+    """Return the optimizers that hooks may step in the backward pass."""
     found = itertools.chain.from_iterable(hook.optimizers for hook in hooks)
     return tuple({id(optimizer): optimizer for optimizer in found}.values())
 
 
 def in_words(hooks: tuple[GradientHook, ...]) -> str:
-    """Return the first hook and the number of others."""
+    """Return a description of the first hook, and the number of further hooks."""
     more = f" and {len(hooks) - 1} more" if len(hooks) > 1 else ""
     return f"{hooks[0]}{more}"
 
@@ -115,11 +116,15 @@ def require_compatible(
     """Raise if a plan or an option would change the gradients passed to hooks, or steps taken by hooks.
 
     Args:
-        hooks: as `gradient_hooks` returns them. clip_norm, nonfinite, out_of_memory: as given to `trimtab.start`.
+        hooks: result of `gradient_hooks`.
+        plan: the plan.
+        clip_norm: argument of `trimtab.start`.
+        nonfinite: argument of `trimtab.start`.
+        out_of_memory: argument of `trimtab.start`.
 
     Raises:
-        ModelError: hooks would receive scaled or split gradients, or would not run. OptimizerError: hooks step
-            optimizers in the backward, to which an option of the plan or the run could not apply.
+        ModelError: hooks would receive scaled or split gradients, or would not run.
+        OptimizerError: hooks step optimizers in the backward, to which an option of the plan or the run cannot apply.
     """
     if not hooks:
         return
@@ -169,7 +174,7 @@ def _split(plan: Plan, out_of_memory: str | None) -> str:
 def _require_unchanged_steps(
     stepped: tuple[Optimizer, ...], given: str, plan: Plan, clip_norm: float | None, nonfinite: str | None
 ) -> None:
-    """Raise `OptimizerError` for settings that act between backward and step: hooks have stepped by then."""
+    """Raise `OptimizerError` for settings that act between backward and step, since hooks step before."""
     changes = {
         "clip_norm": clip_norm is not None or plan.clip_norm.value is not None,
         "nonfinite": nonfinite in BEFORE_THE_STEP,
@@ -183,7 +188,7 @@ def _require_unchanged_steps(
 
 
 def steps_in_backward(field: str, stepped: tuple[Optimizer, ...], given: str) -> OptimizerError:
-    """Return the error for a setting or a measurement that cannot be applied to steps in the backward."""
+    """Return the error for a setting or measurement that cannot apply to steps in the backward pass."""
     kinds = ", ".join(sorted({type(optimizer).__name__ for optimizer in stepped}))
     return OptimizerError(
         field,
@@ -199,7 +204,9 @@ def require_saved(model: nn.Module, optimizer: Optimizer, saved: Iterable[Any]) 
     """Raise `OptimizerError` if hooks step optimizers that the run's checkpoints do not include.
 
     Args:
-        optimizer: the run's. saved: further objects in the checkpoints.
+        model: the model with the hooks.
+        optimizer: optimizer of the run.
+        saved: further objects in the checkpoints.
     """
     known = {id(each) for each in (optimizer, *saved)}
     stepped = [each for each in stepped_in_backward(gradient_hooks(model)) if id(each) not in known]
@@ -214,26 +221,26 @@ def require_saved(model: nn.Module, optimizer: Optimizer, saved: Iterable[Any]) 
 
 
 def require_plannable(hooks: tuple[GradientHook, ...]) -> None:
-    """Raise `OptimizerError` if the backward may step: a trial would train the model."""
+    """Raise `OptimizerError` if the backward pass may step, because a trial would train the model."""
     if stepped := stepped_in_backward(hooks):
         raise steps_in_backward("optimizer", stepped, in_words(hooks))
 
 
 def described(hook: Any, kind: str, owner: str, attributes: Iterable[Any] = ()) -> GradientHook:
-    """Return the description of a hook registered on an owner; attributes of the owner are searched for optimizers."""
+    """Return the description of a hook; attributes of its owner are searched for optimizers."""
     optimizers = tuple(reached((hook, *attributes), Optimizer))  # type: ignore[type-abstract]
     return GradientHook(kind, owner, _name(hook), optimizers)
 
 
 def users(hooks: Mapping[int, Any] | None) -> Iterator[Any]:
-    """Yield the user-registered hooks; hooks of wrappers such as DDP are left out."""
+    """Yield the user-registered hooks, without hooks of wrappers such as DDP."""
     return filter(is_users, () if hooks is None else list(hooks.values()))
 
 
 def is_users(hook: Any) -> bool:
     """Return True for a hook registered by the user, False for hooks of wrappers such as DDP.
 
-    A hook of a wrapper that calls a function of the user is the user's.
+    A wrapper's hook that calls a user's function counts as the user's.
     """
     modules = [_module(function) for function in _functions(hook)]
     if modules[0].partition(".")[0] in _WRAPPERS:
@@ -263,7 +270,7 @@ def _functions(hook: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _is_called(value: Any, *, takes_modules: bool) -> bool:
-    """Return whether a hook may call a value of its closure: modules are mostly state, except as a registered hook."""
+    """Return True if a hook may call a value of its closure. Modules are mostly state, except in a registered hook."""
     if not callable(value) or isinstance(value, type | Node):
         return False
     return takes_modules or not isinstance(value, nn.Module)
@@ -272,7 +279,7 @@ def _is_called(value: Any, *, takes_modules: bool) -> bool:
 def _is_bound(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # a name that is not bound yet
+    except ValueError:  # A name that is not bound yet.
         return False
 
 

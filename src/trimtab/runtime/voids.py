@@ -1,13 +1,12 @@
-"""Steps with non-finite losses or gradients: warned of, skipped or stopped at; and giving up a precision that fails.
+"""Non-finite policy: warn about, skip or raise for steps with non-finite loss or gradients; replacement of fp16.
 
-"skip" and "stop" look before a step is applied, and wait for the device for it. "warn" and "error" read the loss of an
-applied step while the next one runs, and wait for nothing.
+"skip" and "stop" check before a step is applied, which synchronises. "warn" and "error" read the loss of an applied
+step during the next step, without synchronising.
 
-Under fp16 an overflow voids a window and lowers the loss scale, which a first few windows are for. Where the loss
-itself is no number, no lower scale mends it, and the scale stays: the cause lies in data, loss or weights, or a value
-of the forward is beyond fp16. Where overflows go on at the lowest scale, or losses that are no numbers go on, a wider
-precision takes fp16's place; there gradients that are no numbers are skipped, as they were under fp16, and a run that
-meets nothing else stops.
+Under fp16, an overflow skips a step and lowers the loss scale, as usual in the first steps. If the loss itself is
+non-finite, a lower scale does not help and the scale is kept: the cause is in data, loss or weights, or a value of the
+forward exceeds the range of fp16. If overflows continue at the lowest scale, or non-finite losses continue, bf16 or
+fp32 replaces fp16. Non-finite gradients are then skipped, as under fp16, and a run without any finite gradient raises.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from trimtab.measure.late import Late
 
 POLICIES = ("warn", "error", "skip", "stop", "continue")
 BEFORE_THE_STEP = ("skip", "stop")
-# Skipped windows in a row after which a run stops.
+# Consecutive skipped steps after which a run raises.
 PATIENCE = 25
-# The loss scale per mean loss below which an overflow is not one.
+# Smallest useful loss scale, relative to the mean loss; overflows below have another cause.
 SCALE_FLOOR = 2.0**-4
-# Of so many windows, the share that overflows when fp16 is given up; or of losses that are no numbers where the data
-# are, or so many of these in a row.
+# fp16 is replaced if, of the last 64 steps, half overflowed or a quarter had a non-finite loss despite finite data, or
+# after eight such losses in a row.
 _LOOK_BACK, _TOO_MANY = 64, 0.5
 _TOO_MANY_LOST, _LOST_IN_A_ROW = 0.25, 8
 _LATE = (
@@ -48,12 +47,13 @@ Note = Callable[[str, Mapping[str, Any]], None]
 
 
 class Voids(Part):
-    """Counts a run's void windows, and says what becomes of it.
+    """Counts skipped steps of a run and applies the non-finite policy.
 
     Args:
-        policy: of `POLICIES`; None: "warn".
+        policy: an element of `POLICIES`; None means "warn".
         note: records an event.
-        is_alone: whether the loss can be looked at: one of several ranks knows its own only, and they have to agree.
+        is_alone: True if the loss may be checked; with several ranks a rank only knows its own loss, and ranks must
+            agree.
     """
 
     def __init__(self, policy: str | None, note: Note | None = None, *, is_alone: bool = True) -> None:
@@ -70,17 +70,19 @@ class Voids(Part):
 
     @property
     def wants_norm(self) -> bool:
-        """Whether the norm of every window's gradient is needed."""
+        """True if the gradient norm of every window is needed."""
         return self._policy is not None
 
     def is_void(self, norm: Tensor | None, loss: Tensor, *, scaled: bool) -> bool:
-        """Return whether a window must not be applied. Reads one scalar from the device, where there is a policy.
+        """Return True if a window must not be applied. Reads one scalar from the device if the policy requires it.
 
         Args:
-            scaled: gradients have a loss scale, whose scaler sees to those that overflow; the loss is looked at alone.
+            norm: gradient norm, or None.
+            loss: mean loss of the window.
+            scaled: True if the loss scaler checks the gradients, so that only the loss is checked here.
 
         Raises:
-            NonFiniteError: it must not, and the policy is to stop.
+            NonFiniteError: the window is non-finite and the policy is "stop".
         """
         if self._policy is None or norm is None:
             return False
@@ -92,17 +94,20 @@ class Voids(Part):
         return not found
 
     def is_no_overflow(self, loss: Tensor) -> bool:
-        """Return whether a void window is so by no fault of its loss scale: the loss itself is no number."""
+        """Return True if a step was skipped because the loss is non-finite, rather than by an overflow of scaled
+        gradients."""
         return not self._skips and self._is_alone and not bool(torch.isfinite(loss))
 
     def note(self, loss: Tensor, *, applied: bool, has_bad_data: Callable[[], bool] = lambda: False) -> None:
-        """A window is over.
+        """Count a finished window.
 
         Args:
-            has_bad_data: returns whether its data are to blame; asked where the loss is no number.
+            loss: mean loss of the window.
+            applied: True if the optimizer stepped.
+            has_bad_data: returns True if the data contain NaN; called if the loss is non-finite.
 
         Raises:
-            NonFiniteError: too many in a row were skipped, or had a loss that is no number.
+            NonFiniteError: too many steps in a row were skipped for other reasons than an overflow.
         """
         failed = not applied and (self._skips or self.is_no_overflow(loss))
         overflowed, self._skips = not applied and not failed, False
@@ -119,10 +124,10 @@ class Voids(Part):
             raise _error(f"{given} {float(loss):g}")
 
     def outlasts(self, scale: float, loss: Tensor) -> str | None:
-        """Return why fp16 is to be given up after a void window, or None; without a policy, those after it are skipped.
+        """Return the reason for replacing fp16 after a skipped step, or None. A policy of None then becomes "skip".
 
         Raises:
-            NonFiniteError: the loss is no number at any scale.
+            NonFiniteError: the loss is non-finite at the lowest loss scale.
         """
         reason = None
         if scale < SCALE_FLOOR:
@@ -144,12 +149,10 @@ class Voids(Part):
         return self._asked in ("error", "stop")
 
     def applied(self, step: int, loss: Tensor) -> None:
-        """Look at the loss of the applied step before this one, and remember this one's.
-
-        On a CPU this one's is looked at: it is there already.
+        """Check the loss of the previous applied step, and keep this step's loss. On a CPU, check this step's loss.
 
         Raises:
-            NonFiniteError: it is non-finite, and the policy is "error".
+            NonFiniteError: the loss is non-finite and the policy is "error".
         """
         if loss.device.type == "meta" or (self._asked != "error" and (self._asked != "warn" or self._has_warned)):
             return
@@ -159,10 +162,10 @@ class Voids(Part):
         self._look_at(before)
 
     def over(self, error: BaseException | None = None) -> None:
-        """Look at the loss of the last step, unless the run ended with an error.
+        """Check the loss of the last step, unless the run ended with an error.
 
         Raises:
-            NonFiniteError: as of `applied`.
+            NonFiniteError: see `applied`.
         """
         before, self._late = self._late, None
         self._look_at(before if error is None else None)
@@ -172,7 +175,10 @@ class Voids(Part):
             self.report(f"a loss of {value:g} in step {before[0]}")
 
     def report(self, what: str) -> None:
-        """Report that something has become non-finite: `what`, such as a parameter by its name. Warns once.
+        """Warn once, or raise, because a value has become non-finite.
+
+        Args:
+            what: description, such as the name of a parameter.
 
         Raises:
             NonFiniteError: the policy is "error" or "stop".
@@ -189,12 +195,16 @@ class Voids(Part):
         warnings.warn(f"Training has become non-finite: {what}. {_LATE}", RuntimeWarning, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the counters and the policy in effect."""
         counts = {"in_a_row": self.in_a_row, "lost_in_a_row": self._lost_in_a_row, "total": self.total}
         return counts | {"windows": self._windows, "share": self._share, "lost": self._lost, "policy": self._policy}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return what continues from `state_dict()`; a run's own policy stays. Raises `UsageError` where it is none."""
+        """Return a function that restores a `state_dict()`. A policy set for this run takes precedence.
+
+        Raises:
+            UsageError: the state is invalid.
+        """
         require_keys("state.voids", state, (*_COUNTS, "windows", "share", "lost", "policy"))
         in_a_row, lost_in_a_row, total = (checks.integer(f"state.voids.{name}", state[name], low=0) for name in _COUNTS)
         windows, share, lost = (

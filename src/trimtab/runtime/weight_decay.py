@@ -1,7 +1,6 @@
-"""A plan's weight decay: one for all groups of the optimizer that decay, while a run is active.
+"""The weight decay of a plan, applied while a run is active to all groups with a non-zero weight decay.
 
-Groups that decay nothing as the loop has them, of biases and norms above all, are left alone, and so are groups that
-are added later.
+Groups without weight decay, usually biases and norms, and groups added later are left unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ _SAVES = ("state_dict", "load_state_dict")
 
 
 def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable[[], None]:
-    """Set the weight decay of all groups that have one; returns what puts each back.
+    """Set the weight decay of all groups that have one; return a function that restores the previous values.
 
     Raises:
-        OptimizerError: none has; or it is saved in a way of its own, which would save the plan's for the user's.
+        OptimizerError: no group has weight decay, or the optimizer overrides `state_dict` or `load_state_dict`, which
+            would save the plan's value.
     """
     given, mine = type(optimizer).__name__, _decaying(optimizer)
     if any(getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name) for name in _SAVES):
@@ -42,7 +42,7 @@ def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable
     def save(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         _put(saved["param_groups"], mine)
 
-    # A loaded state brings what it was saved with; a saved one must not carry the plan's beyond the run.
+    # A loaded state has its own values; a saved state must not contain the plan's value, as it outlives the run.
     hooks = optimizer.register_load_state_dict_post_hook(load), optimizer.register_state_dict_post_hook(save)
 
     def undo() -> None:
@@ -55,10 +55,10 @@ def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable
 
 
 def _decaying(optimizer: torch.optim.Optimizer) -> dict[int, float]:
-    """Return the weight decay of the groups that have one, by their place.
+    """Return the non-zero weight decays by group index.
 
     Raises:
-        OptimizerError: none has.
+        OptimizerError: no group has weight decay.
     """
     found = {at: group["weight_decay"] for at, group in enumerate(optimizer.param_groups) if group.get("weight_decay")}
     if not found:
@@ -73,5 +73,5 @@ def _decaying(optimizer: torch.optim.Optimizer) -> dict[int, float]:
 
 def _put(groups: list[dict[str, Any]], mine: dict[int, float]) -> None:
     for at, decay in mine.items():
-        if at < len(groups):  # one may have been taken out since
+        if at < len(groups):  # A group may have been removed since.
             groups[at]["weight_decay"] = decay

@@ -1,4 +1,4 @@
-"""State that a window's forwards change besides gradients, as it was before them."""
+"""Snapshot of the state that a window's forward passes may change, for repeating or skipping the window."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from trimtab.measure.loop_state import Change, ChangeKind, LoopState
 from trimtab.measure.raw_memory import HeldMemory
 from trimtab.runtime.forward_state import Replayed, holding, is_traced
 
-_LARGE = 2**20  # bytes
-_SMALL = 2**16  # bytes of a tensor that later watched windows copy
-_FULLY_WATCHED = 2  # windows that are watched by the values of all tensors; later ones by those of small ones
+_LARGE = 2**20  # Bytes of a buffer that is copied only after it changed.
+_SMALL = 2**16  # Bytes of a tensor that later watched windows copy.
+_FULLY_WATCHED = 2  # Number of watched windows that copy all tensors; later ones copy small tensors only.
 
 
 class WindowStart:
-    """The state that a window begins with, for a window that is repeated or skipped.
+    """Snapshot taken before a window, restored if the window is repeated or skipped.
 
-    Small buffers and batch statistics are copied before every window. Large ones (frozen weights, masks, codebooks,
-    queues) are copied only after a window that moved them: their version shows it, and in the first two windows a
-    checksum of persistent ones too, since some writes leave the version as it was. What the first such window did to a
-    persistent buffer cannot be restored: that window is not repeated, and skipping it is warned of.
+    Small buffers and batch statistics are copied before every window. Large buffers (frozen weights, masks, codebooks,
+    queues) are copied only after a window that changed them, detected by version counters, and in the first two windows
+    also by checksums of persistent buffers, since some writes leave the version unchanged. The first change of a large
+    persistent buffer cannot be undone: that window is not repeated, and skipping it causes a warning.
 
     Windows 1, 2, 4, 8, ... are watched (`measure.loop_state`): frozen parameters, attributes, containers, variables and
-    generators that their forwards change are held before every window from then on. Plain numbers and lists that only
-    the loss refers to are not: how often a loss was called is no part of a window.
+    generators that their forwards change are recorded before every later window. Plain numbers and lists that only the
+    loss refers to are excluded: the number of calls of a loss is not part of a window.
 
     Args:
-        watches: whether windows are watched.
+        model: the model.
+        watches: True if windows are watched.
 
     Attributes:
-        loss_fn: followed by the watch too, where it is known.
+        loss_fn: the loss, whose state is watched too; None if unknown.
     """
 
     def __init__(self, model: nn.Module, *, watches: bool = False) -> None:
@@ -49,15 +50,15 @@ class WindowStart:
         self._list_places()
         self._device = next(model.parameters()).device
         self._buffers: list[Tensor | None] = []
-        self._always: tuple[list[Tensor], list[Tensor]] = [], []  # copies and tensors
+        self._always: tuple[list[Tensor], list[Tensor]] = [], []  # Copies, and the tensors copied.
         self._shapes: list[torch.Size] = []
         self._large: list[_Large] = []
         self._generators: Any = None
         self._watch: LoopState | None = None
-        self._holds: dict[Any, Callable[[], Replayed | None]] = {}  # by the key of each object
-        self._moving: dict[Any, Callable[[], Any]] = {}  # tensors besides buffers, by the key of their names
+        self._holds: dict[Any, Callable[[], Replayed | None]] = {}  # By the key of each object.
+        self._moving: dict[Any, Callable[[], Any]] = {}  # Tensors other than buffers, by the key of their names.
         self._held: list[Replayed] = []
-        self._learned: list[HeldTensor] = []  # of this window, the first that moved them
+        self._learned: list[HeldTensor] = []  # Tensors that changed for the first time in this window.
 
     def _list_places(self) -> None:
         self._places = [
@@ -68,13 +69,13 @@ class WindowStart:
         self._number = sum(map(len, self._tables))
 
     def note(self) -> None:
-        """Take the state as it is now. Where it raises, the last one stands."""
+        """Take the snapshot. If this raises, the previous snapshot stays valid."""
         if sum(map(len, self._tables)) != self._number:
             self._list_places()
         others = [value for get in self._moving.values() if isinstance(value := get(), Tensor)]
         buffers = [*(_table(module).get(name) for module, name, _ in self._places), *others]
         is_same = len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers))
-        if not is_same or self._shapes != [each.shape for each in self._always[1]]:  # resized in place
+        if not is_same or self._shapes != [each.shape for each in self._always[1]]:  # A buffer was resized in place.
             self._sort(buffers)
         if self._always[0]:
             torch._foreach_copy_(*self._always)
@@ -82,7 +83,7 @@ class WindowStart:
         for each in self._large:
             each.note(is_summed=0 < self._windows <= _FULLY_WATCHED)
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        self._generators = torch.get_rng_state(), cuda  # NumPy's alone would take 85 us a window
+        self._generators = torch.get_rng_state(), cuda  # Without NumPy's generator, which would take 85 us per window.
         self._held = [held for hold in self._holds.values() if (held := hold()) is not None]
         self._learned = []
         self._watch = None
@@ -98,7 +99,7 @@ class WindowStart:
             )
 
     def learn(self) -> None:
-        """Compare a watched window's state with its start: called before anything but forwards and backwards ran."""
+        """Compare a watched window's state with the snapshot; called after forwards and backwards only."""
         for each in self._large:
             each.learn()
         watch, self._watch = self._watch, None
@@ -131,8 +132,9 @@ class WindowStart:
 
     @property
     def unheld(self) -> list[str]:
-        """What forwards changed and a restore leaves changed: parameters that the optimizer steps, and large buffers
-        that this window was the first to move.
+        """Names of changes that cannot be restored.
+
+        These are changes of trained parameters, and of large buffers that this window was the first to change.
         """
         if not (lost := [each.place for each in self._large if each.is_lost]):
             return self._unheld
@@ -140,7 +142,7 @@ class WindowStart:
         return self._unheld + [f"buffer {paths.get(module, '')}{name}" for module, name in lost]
 
     def _sort(self, buffers: list[Tensor | None]) -> None:
-        """Divide buffers into those that are always copied, with room for the copies, and large ones."""
+        """Divide buffers into those copied before every window, with memory for the copies, and large buffers."""
         always: list[Tensor] = []
         large: list[_Large] = []
         known = {id(each.buffer): each for each in self._large}
@@ -150,10 +152,11 @@ class WindowStart:
             if buffer is None or not can_be_written(buffer):
                 continue
             module, name, is_persistent = self._places[index] if index < number else (self._model, "", True)
-            # Fused batch norms write statistics without a new version.
+            # Fused batch norms update statistics without a new version.
             is_moving = index >= number or (is_persistent and isinstance(module, _NormBase))
             if is_moving or buffer.nbytes < _LARGE:
-                always.append(buffer.detach() if buffer.requires_grad else buffer)  # copies must not be in a graph
+                # Copies must not be part of an autograd graph.
+                always.append(buffer.detach() if buffer.requires_grad else buffer)
             elif id(buffer) in known:
                 large.append(known[id(buffer)])
             else:
@@ -164,13 +167,13 @@ class WindowStart:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the copies that are made before every window, on any device."""
+        """Bytes of the copies made before every window, over all devices."""
         copies, _ = self._always
         states = [state for state in self._generators or () if state is not None]
         return sum(each.nbytes for each in (*copies, *states)) + sum(each.copied_bytes for each in self._large)
 
     def restore(self) -> None:
-        """Restore buffers, generators and everything else that forwards changed."""
+        """Restore buffers, random generators and everything else that forwards changed."""
         self.restore_skipped()
         for each in self._held:
             if isinstance(each, HeldGenerator):
@@ -181,7 +184,7 @@ class WindowStart:
             torch.cuda.set_rng_state(cuda, self._device)
 
     def restore_skipped(self) -> None:
-        """Restore all but random generators: a step that is skipped leaves them where a plain loop would."""
+        """Restore all but random generators, which a skipped step advances in a plain loop too."""
         self.learn()
         for each in self._held:
             if not isinstance(each, HeldGenerator):
@@ -191,14 +194,14 @@ class WindowStart:
         self._restore_buffers()
 
     def _restore_buffers(self) -> None:
-        """Restore values, and persistent buffers that others took the place of.
+        """Restore buffer values, and persistent buffers that were replaced.
 
-        A cache that was made, or grew, stays: a module makes it again where it does not fit.
+        Caches that were created or grew are kept, since modules recreate a cache that does not fit.
         """
         known = {(id(module), name) for module, name, _ in self._places}
         for module in self._model.modules():
             for name in [name for name in _table(module) if (id(module), name) not in known]:
-                if name not in module._non_persistent_buffers_set:  # registered since
+                if name not in module._non_persistent_buffers_set:  # Registered since the snapshot.
                     del module._buffers[name]
         for (module, name, is_persistent), buffer in zip(self._places, self._buffers, strict=False):
             if is_persistent:
@@ -211,7 +214,7 @@ class WindowStart:
 
 
 def _table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's buffers by name; of a scripted module, which keeps them elsewhere, a copy of the table."""
+    """Return a module's buffers by name; for a scripted module, a copy of the table."""
     table = module._buffers
     return table if isinstance(table, dict) else dict(module.named_buffers(recurse=False))
 
@@ -221,7 +224,7 @@ def _itself(value: Any) -> Any:
 
 
 def _is_plain(change: Change, held: Replayed) -> bool:
-    """Return whether what changed is a number or a container without tensors, and no module's attribute."""
+    """Return True for a number or a container without tensors that is not a module's attribute."""
     if change.kind is not ChangeKind.CLOSURE or isinstance(held, HeldGenerator | HeldArray | HeldMemory):
         return False
     if isinstance(held, HeldBinding):
@@ -236,17 +239,20 @@ def _values(container: Any) -> Iterable[Any]:
 
 
 def bytes_to_begin_anew(model: nn.Module) -> int:
-    """Return what a run of the model keeps to begin a window anew, as it does where splitting keeps the maths."""
+    """Return the bytes that a run of the model keeps to repeat a window."""
     start = WindowStart(model)
     start.note()
     return start.kept_bytes
 
 
 class _Large:
-    """A large buffer, copied before a window only after one moved it.
+    """A large buffer, copied before a window only after it has changed once.
 
     Args:
-        place: the id of its module, and its name there. has_moved: whether an earlier buffer of that place moved.
+        buffer: the buffer.
+        place: id of the module, and name of the buffer.
+        is_persistent: True if the buffer is part of the module's `state_dict`.
+        has_moved: True if an earlier buffer of the same name changed.
     """
 
     def __init__(self, buffer: Tensor, place: tuple[int, str], *, is_persistent: bool, has_moved: bool) -> None:
@@ -263,7 +269,7 @@ class _Large:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether this window moved a persistent buffer that was not copied: caches are made again."""
+        """True if this window changed a persistent buffer without a copy."""
         return self._is_persistent and self._copy is None and self._is_other
 
     @property
@@ -271,10 +277,10 @@ class _Large:
         return self.has_moved or self.buffer._version != self._version
 
     def note(self, *, is_summed: bool) -> None:
-        """Copy it if it has moved, by its version since the last call.
+        """Copy the buffer if it has ever changed, by its version.
 
         Args:
-            is_summed: whether a checksum shows a move of a persistent buffer that leaves the version as it was.
+            is_summed: compute a checksum to detect changes of a persistent buffer without a new version.
         """
         if self._is_other:
             value = self.buffer.detach()
@@ -290,7 +296,7 @@ class _Large:
         self._sum = None
 
     def restore(self) -> None:
-        """Restore the values, if they have moved and were copied."""
+        """Restore the values, if they changed and were copied."""
         if self._copy is not None and self._is_other:
             _write(self.buffer, self._copy)
             self._version = self.buffer._version
@@ -299,13 +305,13 @@ class _Large:
 def _write(buffer: Tensor, copy: Tensor) -> None:
     if buffer.shape == copy.shape:
         buffer.copy_(copy)
-    else:  # resized in place
+    else:  # Resized in place.
         buffer.data = copy.clone()
 
 
 def can_be_written(buffer: Tensor) -> bool:
-    """Return whether each element of a buffer has a place of its own that numbers can be put into."""
+    """Return True if each element of a buffer has its own memory and can be written to."""
     if buffer.layout is not torch.strided or buffer.is_inference():
         return False
     shared = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
-    return not shared  # elements of an expanded tensor share memory
+    return not shared  # Elements of an expanded tensor share memory.

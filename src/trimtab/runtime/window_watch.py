@@ -1,4 +1,4 @@
-"""What a measured window shows while it runs: its gradients' norms, its seconds, and its rows."""
+"""Measurement of a window: gradient norms, times and numbers of samples."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trimtab.runtime.noise_monitor import Figures, NoiseMonitor
 
 
 class WindowWatch:
-    """Watches the windows it is told to. What the others take is known too, by the host's clock.
+    """Measures selected windows, and the host time of all other windows.
 
-    Of a window that is not watched nobody calls `begun`, `backward_begins`, `backward_done` or `stepping`.
+    `begun`, `backward_begins`, `backward_done` and `stepping` are called only in measured windows.
 
     Attributes:
-        seen_apart: ranks whose micro-batches show one by one.
+        seen_apart: number of ranks whose micro-batch gradients are visible separately; 1 under FSDP2.
 
     Raises:
-        ValueGivenError: a model whose gradients cannot be seen, as of `NoiseMonitor`.
+        ValueGivenError: the model's gradients are not visible (see `NoiseMonitor`).
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, num_ranks: int) -> None:
@@ -35,16 +35,16 @@ class WindowWatch:
         self._clock = WindowClock(next(model.parameters()).device)
         self._usual = UsualWindow()
         self.seen_apart = 1 if self._monitor.is_sharded else num_ranks
-        self._rows: list[int] = []  # of each loader batch
+        self._rows: list[int] = []  # Samples of each loader batch.
         self._opened_s = 0.0
         self._said: Figures | None = None
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Take the time of what runs inside: the next window's batches are drawn."""
+        """Return a context that measures the time to draw the next window's batches."""
         return self._clock.drawing()
 
     def opened(self, *, watched: bool) -> None:
-        """A window begins."""
+        """Begin a window; `watched` selects it for measurement."""
         self._opened_s = time.perf_counter()
         if watched:
             self._rows.clear()
@@ -52,7 +52,13 @@ class WindowWatch:
             self._clock.open()
 
     def begun(self, rows: int, *, of_next: bool, last: bool) -> None:
-        """A micro-batch is about to be handed out, of the next loader batch or of the same; `last`: of the window."""
+        """Begin a micro-batch.
+
+        Args:
+            rows: samples of the micro-batch.
+            of_next: True for the first micro-batch of a loader batch.
+            last: True for the window's last micro-batch.
+        """
         if last and self.seen_apart > 1:
             self._monitor.at_once()
         if of_next:
@@ -62,28 +68,30 @@ class WindowWatch:
         self._rows[-1] += rows
 
     def backward_begins(self) -> None:
-        """A micro-batch's loss was computed."""
+        """Note that a micro-batch's loss was computed."""
         self._monitor.backward_begins()
 
     def backward_done(self, rows: int, terms: Count) -> None:
-        """A micro-batch had its backward."""
+        """Note that a micro-batch's backward has run."""
         self._monitor.backward_done(rows, terms)
 
     def stepping(self, weights: WindowWeights, scale: float | Tensor) -> None:
-        """The window's gradient is whole, at its loss scale, and nobody has changed it."""
+        """Measure the window's complete gradient, still multiplied by the loss scale."""
         with self._clock.aside():
             self._said = self._monitor.close(weights.divisor, weights.correction, scale)
 
     def stepped(self, num_batches: int, decided: int, *, is_probe: bool, first: int) -> Measured | None:
-        """A window that counts is over; returns what it shows, None if it was not watched.
+        """End an applied window; return its measurements, or None if it was not measured.
 
         Args:
-            decided: batches of a window that is no probe. is_probe: it was made to show more. first: of its loader
-                batches that show the time of one.
+            num_batches: loader batches of the window.
+            decided: decided number of loader batches.
+            is_probe: True if the window was enlarged or split to measure the noise.
+            first: index of the first loader batch used to estimate the time per batch.
         """
         seconds = time.perf_counter() - self._opened_s
         if self._said is None:
-            if num_batches:  # of one that joins other ranks' nothing is usual
+            if num_batches:  # A window of padding only, which joins other ranks, is not typical.
                 self._usual.add(seconds, num_batches)
             return None
         extra_s = self._usual.extra(seconds, num_batches) if is_probe else 0.0
@@ -91,19 +99,23 @@ class WindowWatch:
         return Measured(self._said, self._clock.end(), tuple(self._rows), first, extra_s, windows)
 
     def nothing(self, num_micro_batches: int) -> Nothing:
-        """Return what stands for a window of so many micro-batches, as on every rank, where this one shows nothing."""
+        """Return the placeholder for a window that this rank does not measure.
+
+        Args:
+            num_micro_batches: micro-batches of the window, equal on all ranks.
+        """
         return Nothing(self._monitor.num_figures(num_micro_batches) + NUM_SECONDS)
 
     def drop(self) -> None:
-        """The window was given up, or is over."""
+        """Stop measuring the window, after it ended or was dropped."""
         self._monitor.drop()
         self._clock.drop()
         self._said = None
 
     def noise_of(self, ranks: Sequence[Sequence[float]]) -> WindowNoise | None:
-        """Return what a window says of the noise by the figures of all ranks; None where that is nothing."""
+        """Return the noise estimate from the values of all ranks; None if they do not suffice."""
         return self._monitor.noise_of([figures[:-NUM_SECONDS] for figures in ranks])
 
     def close(self) -> None:
-        """Watch no more windows."""
+        """Stop measuring for good."""
         self._monitor.end()

@@ -1,4 +1,4 @@
-"""The iterator over a loader's windows, with a length where the loader has one."""
+"""Iterator over a loader's windows, with a length if the loader has one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Windows(Iterator[Window]):
     """Windows of one epoch.
 
     Args:
-        windows: yields them. Dropping this object drops the generator, which ends the epoch, as a `break` does.
+        windows: yields the windows. Dropping this object drops the generator, which ends the epoch, as `break` does.
         length: returns the number of windows; raises `TypeError` if the loader has no length.
     """
 
@@ -33,7 +33,7 @@ class Windows(Iterator[Window]):
         return self._length()
 
     def __bool__(self) -> bool:
-        return True  # whatever the length, which may be unknown
+        return True  # The length may be unknown.
 
     def close(self) -> None:
         """End the epoch."""
