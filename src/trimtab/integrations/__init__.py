@@ -1,1 +1,1 @@
-"""What adapts other people's trainers, packages and services; no layer below this one knows of them."""
+"""Adapters for trainers, trackers and web services of other projects. No other package imports this one."""

@@ -1,8 +1,8 @@
-"""Accelerate: a plan, and a run, on what an Accelerator prepared.
+"""Hugging Face Accelerate: plan and start a run with objects prepared by an `Accelerator`.
 
-Its wrappers of a model and an optimizer are looked through: a run is of what is inside, which stays the same objects.
-Its loaders are any loaders. On several ranks its process group and its sharding of data are used as well; a model that
-it did not prepare is shared as the plan says, and one that it did stays in its own DDP.
+Accelerate's wrappers of model and optimizer are removed; the run uses the same inner objects. Prepared loaders are used
+like any loader. With several ranks, the process group and the sharding of data are Accelerate's too. A model that was
+not prepared is sharded or replicated by the plan; a prepared model stays in Accelerate's DDP.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from trimtab.runtime.engine import Run
 def plan(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, loss_fn: Any, example_batch: Any, **how: Any
 ) -> Plan:
-    """Return `trimtab.plan` of what an Accelerator prepared; the model is on its device then.
+    """Return `trimtab.plan` for objects of an Accelerator; moves the model to the Accelerator's device.
 
     Args:
-        model, optimizer: as prepared, or before; on several ranks before. example_batch: one of the loader's, of this
-            rank: each is split by itself, also where a window is of several.
-        how: more arguments of `trimtab.plan`.
+        accelerator: the Accelerator.
+        model: the model, prepared or not; not prepared with several ranks.
+        optimizer: the optimizer, prepared or not.
+        loss_fn: the loss function.
+        example_batch: a batch of this rank's loader; batches are split separately even if a window has several.
+        how: further arguments of `trimtab.plan`.
 
     Raises:
-        ValueGivenError: the Accelerator decides what a plan does.
+        ValueGivenError: the Accelerator sets something that a plan decides.
     """
     _refuse(accelerator)
     inner = accelerator.unwrap_model(model)
@@ -43,19 +46,22 @@ def plan(
 
 
 def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan, **running: Any) -> Run:
-    """Return `trimtab.start` of what an Accelerator prepared: `run.windows(loader)` is then the loop.
+    """Return `trimtab.start` for objects of an Accelerator; loop over `run.windows(loader)`.
 
-    `accelerator.accumulate`, `accelerator.backward` and the optimizer's `step` are not called in it. A window is of
-    `gradient_accumulation_steps` of the loader's batches, and the last one of a pass of those that are left.
+    The loop does not call `accelerator.accumulate`, `accelerator.backward` or the optimizer's `step`. A window has
+    `gradient_accumulation_steps` loader batches; the last window of an epoch may have fewer.
 
     Args:
-        model, optimizer: as prepared, so that `accelerator.save_state` has them, or before. On several ranks a prepared
-            model stays in the Accelerator's DDP, by a plan without a `zero_stage`; any other is shared as the plan's
-            says.
-        running: more arguments of `trimtab.start`.
+        accelerator: the Accelerator.
+        model: the model, prepared (so that `accelerator.save_state` includes it) or not. With several ranks, a prepared
+            model stays in Accelerate's DDP and requires a plan without `zero_stage`; any other is distributed by the
+            plan.
+        optimizer: the optimizer, prepared or not.
+        plan: the plan.
+        running: further arguments of `trimtab.start`.
 
     Raises:
-        ValueGivenError: the Accelerator decides what a plan does.
+        ValueGivenError: the Accelerator sets something that a plan decides.
     """
     _refuse(accelerator)
     inner = accelerator.unwrap_model(model)
@@ -69,13 +75,13 @@ def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    # Any other that has one inside, as Lookahead, is what steps.
+    # Optimizers that wrap another, such as Lookahead, are stepped themselves.
     inner: torch.optim.Optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     return inner
 
 
 def refuse_sharded(accelerator: Accelerator) -> None:
-    """Raise where an Accelerator shards a model, or has it on devices of another kind."""
+    """Raise `ValueGivenError` if an Accelerator shards the model or uses an unsupported kind of device."""
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
         way_out = "Leave it out: a plan has ZeRO stages of its own (docs/ranks.md)."
@@ -83,7 +89,7 @@ def refuse_sharded(accelerator: Accelerator) -> None:
 
 
 def refuse_compiling(accelerator: Accelerator) -> None:
-    """Raise where an Accelerator compiles what it prepares, as an environment may say too."""
+    """Raise `ValueGivenError` if an Accelerator compiles models, which an environment variable may request too."""
     compiler = str(accelerator.state.dynamo_plugin.backend.value).lower()
     if compiler != "no":
         way_out = "Leave it out: the plan compiles where that pays within the run."
@@ -100,7 +106,7 @@ def _refuse(accelerator: Accelerator) -> None:
 
 
 def _refuse_windows(accelerator: Accelerator, plan: Plan) -> None:
-    """Raise where two say of how many batches a window is, or where it would not end with the loader."""
+    """Raise `ValueGivenError` if both Accelerator and plan set the number of batches, or windows span epochs."""
     if (num_batches := accelerator.gradient_accumulation_steps) == 1:
         return
     if isinstance(plan, Plan) and plan.batch_rule is not None:

@@ -1,17 +1,17 @@
-"""Forecasts of public services, over https.
+"""Carbon intensity forecasts of public web services, over https.
 
-What their answers are taken to be, all of them in JSON with times of ISO 8601:
+Expected answers, all in JSON with ISO 8601 times:
 
-    Great Britain (NESO): average, needs nothing
+    Great Britain (NESO): average, no credentials
         GET /intensity/{now}/fw48h             data[]: from, to, intensity.forecast in g/kWh
-    Electricity Maps: average, needs ELECTRICITYMAPS_TOKEN
+    Electricity Maps: average, requires ELECTRICITYMAPS_TOKEN
         GET /v3/carbon-intensity/forecast      zone, forecast[]: datetime, carbonIntensity in g/kWh
-    WattTime: marginal, needs WATTTIME_USER and WATTTIME_PASSWORD
+    WattTime: marginal, requires WATTTIME_USER and WATTTIME_PASSWORD
         GET /login                             token
         GET /v3/forecast                       meta: units, signal_type, region; data[]: point_time, value in lb/MWh
 
-None was tried against the live service: the formats are those of public documents, and the tests hold them on a server
-of their own. An answer of another format is refused. A figure that is null is an hour that is missing.
+The formats are from public documents and were not tried with the live services; tests use a local server. Answers in
+another format are refused. A null value is a missing hour.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from trimtab.core.moments import time_of
 from trimtab.integrations.intensity import IntensitySource, known_around, named
 from trimtab.integrations.web import TIMEOUT_S, json_of, missing
 
-G_PER_KWH_OF_LB_PER_MWH = 453.59237 / 1000  # a pound is 453.59237 g by definition
-MOST_G = 1e6  # of anything that is burned it is some thousands
+G_PER_KWH_OF_LB_PER_MWH = 453.59237 / 1000  # A pound is 453.59237 g by definition.
+MOST_G = 1e6  # Upper bound for plausible values; the worst fuels emit a few thousand g/kWh.
 
 
 @dataclass(frozen=True)
 class GreatBritain:
-    """The average intensity of Great Britain, 48 hours ahead by half hours (NESO, api.carbonintensity.org.uk)."""
+    """Average intensity of Great Britain, 48 hours ahead in half hours (NESO, api.carbonintensity.org.uk)."""
 
     base_url: str = "https://api.carbonintensity.org.uk"
     timeout_s: float = TIMEOUT_S
@@ -45,7 +45,7 @@ class GreatBritain:
     name = "Great Britain (NESO)"
 
     def forecast(self, now_s: float) -> Intensity:
-        """Return the forecast from the present half hour on."""
+        """Return the forecast from the current half hour on."""
         now = datetime.datetime.fromtimestamp(now_s, datetime.UTC).strftime("%Y-%m-%dT%H:%MZ")
         answer = json_of(f"{self.base_url}/intensity/{now}/fw48h", {}, self.timeout_s)
         steps, periods_s = [], []
@@ -61,10 +61,12 @@ class GreatBritain:
 
 @dataclass(frozen=True)
 class ElectricityMaps:
-    """The average intensity of a zone of Electricity Maps, for whom a forecast is part of his plan.
+    """Average intensity of a zone of Electricity Maps, for accounts that include forecasts.
 
     Args:
-        zone: its name there, such as "DE".
+        zone: name of the zone, such as "DE".
+        base_url: address of the service.
+        timeout_s: time limit of a request in seconds.
     """
 
     zone: str
@@ -74,11 +76,11 @@ class ElectricityMaps:
 
     @property
     def name(self) -> str:
-        """What outputs call it."""
+        """Name of the source in reports."""
         return f"Electricity Maps, zone {self.zone}"
 
     def forecast(self, now_s: float) -> Intensity:
-        """Return the forecast from the present hour on."""
+        """Return the forecast from the current hour on."""
         url = f"{self.base_url}/v3/carbon-intensity/forecast?{urlencode({'zone': self.zone})}"
         answer = json_of(url, {"auth-token": _secret("ELECTRICITYMAPS_TOKEN")}, self.timeout_s)
         if _text(_mapping(answer), "zone") != self.zone:
@@ -90,12 +92,15 @@ class ElectricityMaps:
 
 @dataclass(frozen=True)
 class WattTime:
-    """The marginal intensity of a region of WattTime (its MOER), by five minutes.
+    """Marginal intensity (MOER) of a region of WattTime, in steps of five minutes.
 
-    Its figures are pounds of CO2 per MWh: `g_per_kwh = lb_per_mwh x 453.59237 / 1000`.
+    Values are pounds of CO2 per MWh: `g_per_kwh = lb_per_mwh x 453.59237 / 1000`.
 
     Args:
-        region: its name there, such as "CAISO_NORTH". horizon_hours: how far ahead, of its 72.
+        region: name of the region, such as "CAISO_NORTH".
+        horizon_hours: length of the forecast in hours, at most 72.
+        base_url: address of the service.
+        timeout_s: time limit of a request in seconds.
     """
 
     region: str
@@ -106,11 +111,11 @@ class WattTime:
 
     @property
     def name(self) -> str:
-        """What outputs call it."""
+        """Name of the source in reports."""
         return f"WattTime, region {self.region}"
 
     def forecast(self, now_s: float) -> Intensity:
-        """Return the forecast from the present five minutes on."""
+        """Return the forecast from the current five minutes on."""
         user = f"{_secret('WATTTIME_USER')}:{_secret('WATTTIME_PASSWORD')}"
         basic = base64.b64encode(user.encode()).decode("ascii")
         login = json_of(f"{self.base_url}/login", {"Authorization": f"Basic {basic}"}, self.timeout_s)
@@ -130,14 +135,15 @@ class WattTime:
 
 
 def source_named(given: str, kind: str | None) -> IntensitySource:
-    """Return what a command names: a service, grams per kWh for all time, or a CSV file of them.
+    """Return the intensity source for a command line argument.
 
     Args:
-        given: `great-britain`, `electricity-maps:ZONE`, `watttime:REGION`, a number, or a path. kind: average or
-            marginal; a service knows its own.
+        given: `great-britain`, `electricity-maps:ZONE`, `watttime:REGION`, a number in g/kWh, or the path of a CSV
+            file.
+        kind: "average" or "marginal"; None for services, which have a fixed kind.
 
     Raises:
-        ValueGivenError: it is none of these, or of another kind.
+        ValueGivenError: unknown source, or a kind that the service does not have.
     """
     name, _, place = given.partition(":")
     if given == "great-britain":
@@ -178,7 +184,7 @@ def _known(steps: list[tuple[float, float | None]]) -> list[tuple[float, float]]
 
 
 def _period_s(steps: list[tuple[float, float | None]]) -> float:
-    """Return how long a step is, of an answer that does not say: as long as between the two nearest."""
+    """Return the length of a step in seconds, from the smallest distance of two times."""
     between = [after[0] - before[0] for before, after in itertools.pairwise(steps)]
     if not between or not min(between) > 0:
         raise _unfit("times that are not in order, or fewer than two", "a forecast of some hours")
@@ -218,7 +224,7 @@ def _time(row: Mapping[str, object], name: str) -> float:
 
 
 def _number(row: Mapping[str, object], name: str) -> float | None:
-    """Return a figure; None where it is null, which is to be there all the same."""
+    """Return a number; None for null. Raise `FormatError` if the field is missing or not a plausible number."""
     found = row.get(name, "")
     if found is None:
         return None

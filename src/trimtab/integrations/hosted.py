@@ -1,4 +1,4 @@
-"""What all hosts share: what a plan may not decide where a host does, and its ranks."""
+"""Rules shared by all trainer integrations: settings left to the trainer, and distributed ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from trimtab.core.without_graphs import without_graphs
 from trimtab.distributed.process_group import limited_to
 from trimtab.runtime.engine import Run
 
-# What torch's groups of gloo wait for a rank by default: a host's checkpoint may keep one of them for minutes.
+# Seconds: the default timeout of torch's gloo groups. A checkpoint of the trainer may delay a rank for minutes.
 LIMIT_S = 1800.0
-# Of a plan, what a host's own settings decide.
+# Settings of a plan that the trainer's own configuration decides, with their neutral values.
 _LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}
 _LEFT |= {"weight_decay": None}
 
 
 def accumulating(planning: Mapping[str, Any], num_batches: int) -> dict[str, Any]:
-    """Return arguments of `trimtab.plan` for an example that holds a number of batches which the host accumulates over.
+    """Return arguments of `trimtab.plan` for an example that joins the `num_batches` batches of an accumulated step.
 
-    A reference of the user's that says how many stays as it is.
+    A number of batches in the user's own `reference` takes precedence.
     """
     reference = planning.get("reference") or ASSUMED_REFERENCE
     if num_batches == 1 or not isinstance(reference, Reference) or reference.accumulate > 1:
@@ -37,12 +37,12 @@ def accumulating(planning: Mapping[str, Any], num_batches: int) -> dict[str, Any
 
 
 def checked_plan(plan: Plan | None, host: str) -> Plan | None:
-    """Return a plan that leaves to a host what is the host's.
+    """Return the plan without settings that a trainer makes unsafe.
 
-    A host calls the model by a way and with values of its own, which planning does not: nothing is launched as graphs.
+    CUDA graphs are removed, since trainers call the model in ways and with values that planning did not see.
 
     Raises:
-        ValueGivenError: no plan, or one that sets what the host's settings do.
+        ValueGivenError: not a plan, or the plan sets something that the trainer decides.
     """
     if plan is None:
         return None
@@ -56,14 +56,14 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
 
 
 def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
-    """Raise where a plan is given, and arguments to make one."""
+    """Raise `ValueGivenError` if both a plan and arguments for planning are given."""
     if plan is not None and planning:
         expected = "the one or the other"
         raise ValueGivenError("planning", given="arguments for a plan, and a plan", expected=expected)
 
 
 def refuse_running(running: Mapping[str, Any] | None) -> None:
-    """Raise where a run is asked for what the host does, or what only `run.windows` can do."""
+    """Raise `ValueGivenError` for options of the run that the trainer provides or that require `run.windows`."""
     for name in ("clip_norm", "stop", "checkpoints", "total_samples", "total_tokens"):
         if (running or {}).get(name) is not None:
             way_out = "Set it there: clipping, the run's length and its checkpoints are the host's."
@@ -71,10 +71,12 @@ def refuse_running(running: Mapping[str, Any] | None) -> None:
 
 
 def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int | None] = STAGES) -> None:
-    """Raise where a plan does not say how a host's processes share the model: each would train one of its own.
+    """Raise `ValueGivenError` if a plan does not distribute the model, so that each process would train its own.
 
     Args:
-        stages: that the host can train at.
+        plan: the plan, or None.
+        num_processes: number of processes of the trainer.
+        stages: ZeRO stages that the trainer supports.
     """
     if plan is None or num_processes == 1 or plan.zero_stage.value in stages:
         return
@@ -87,10 +89,14 @@ def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int
 def started(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, limit_s: float = LIMIT_S, **running: Any
 ) -> Run:
-    """Return a run in a host's process group.
+    """Return a run in the trainer's process group.
 
     Args:
-        limit_s: after which a rank that is waited for is taken for dead. running: more arguments of `trimtab.start`.
+        model: the model.
+        optimizer: the optimizer.
+        plan: the plan.
+        limit_s: timeout in seconds after which a rank counts as dead.
+        running: further arguments of `trimtab.start`.
     """
     with limited_to(limit_s):
         return start(model, optimizer, plan, **running)

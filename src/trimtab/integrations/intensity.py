@@ -1,6 +1,6 @@
-"""Where a forecast of carbon intensity is from: a constant or a file here, public services in `carbon_services`.
+"""Sources of carbon intensity forecasts: constants and files; see `carbon_services` for web services.
 
-Whatever goes wrong, training starts: `forecast_or_reason` gives a forecast, or says why there is none.
+Training starts whatever fails: `forecast_or_reason` returns a forecast or the reason for its absence.
 """
 
 from __future__ import annotations
@@ -19,49 +19,50 @@ from trimtab.core.files import CSV_BYTES, read_bytes
 from trimtab.integrations.web import missing
 
 MOST_FILE_BYTES = CSV_BYTES
-LITTLE_S = 1e-3  # by which two times of one moment may differ
+LITTLE_S = 1e-3  # Tolerance for equal times, in seconds.
 
 
 class IntensitySource(Protocol):
-    """Something that knows how many grams a kilowatt-hour will be made with."""
+    """A source of carbon intensity forecasts."""
 
     @property
     def name(self) -> str:
-        """What outputs call it."""
+        """Name of the source in reports."""
 
     def forecast(self, now_s: float) -> Intensity:
-        """Return what is known, which now is part of; it may begin earlier, and holds no hour that is missing.
+        """Return a forecast without gaps that includes `now_s`. It may begin earlier.
 
         Args:
             now_s: seconds since 1970.
 
         Raises:
-            TrimtabError: it is not to be had; says why, and holds no secret.
+            TrimtabError: no forecast is available; the message contains no secrets.
         """
 
 
 @dataclass(frozen=True)
 class ConstantIntensity:
-    """One figure for all time, by which no hour is better than another."""
+    """A constant intensity, so that no hour is better than others."""
 
     g_per_kwh: float
     kind: str
 
     @property
     def name(self) -> str:
-        """What outputs call it."""
+        """Name of the source in reports."""
         return f"a constant of {self.g_per_kwh:g} g/kWh"
 
     def forecast(self, now_s: float) -> Intensity:
-        """Return it."""
+        """Return the constant forecast."""
         return constant(self.g_per_kwh, self.kind)
 
 
 @dataclass(frozen=True)
 class CsvIntensity:
-    """A file as `trimtab.core.carbon.of_csv` reads it, with rows as far apart as its two nearest.
+    """A CSV file in the format of `trimtab.core.carbon.of_csv`, with regular times.
 
-    Where two rows are further apart, one is missing: what is known is then the rows in a row that now is part of.
+    The smallest distance between two rows is the length of a step; a larger distance is a gap. The forecast is the part
+    without gaps around the current time.
     """
 
     path: str | os.PathLike[str]
@@ -69,11 +70,11 @@ class CsvIntensity:
 
     @property
     def name(self) -> str:
-        """What outputs call it."""
+        """Name of the source in reports."""
         return Path(self.path).name
 
     def forecast(self, now_s: float) -> Intensity:
-        """Return what the file says of the time around now."""
+        """Return the file's forecast around `now_s`."""
         try:
             text = read_bytes(Path(self.path), "a CSV in UTF-8", limit=MOST_FILE_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError:
@@ -88,10 +89,10 @@ class CsvIntensity:
 
 
 def named(given: str, kind: str | None) -> ConstantIntensity | CsvIntensity:
-    """Return what a command names: grams per kWh for all time, or a CSV file of them.
+    """Return the source for a command line argument: a constant in g/kWh, or the path of a CSV file.
 
     Raises:
-        ValueGivenError: it is not said of which kind it is.
+        ValueGivenError: `kind` is missing.
     """
     if kind is None:
         raise ValueGivenError("carbon.kind", given="nothing", expected=f"which one it is: {' or '.join(KINDS)}")
@@ -102,10 +103,11 @@ def named(given: str, kind: str | None) -> ConstantIntensity | CsvIntensity:
 
 
 def forecast_or_reason(source: IntensitySource, now_s: float | None = None) -> tuple[Intensity | None, str]:
-    """Return a forecast and "", or None and why there is none; never raises.
+    """Return a forecast and "", or None and the reason; never raises.
 
     Args:
-        now_s: seconds since 1970; None: by the clock.
+        source: the source.
+        now_s: seconds since 1970; None for the current time.
     """
     try:
         return source.forecast(time.time() if now_s is None else now_s), ""
@@ -113,24 +115,28 @@ def forecast_or_reason(source: IntensitySource, now_s: float | None = None) -> t
         why = error.given
     except TrimtabError as error:
         why = str(error)
-    except Exception as error:  # a source of somebody else's: what it says of itself may hold its token
+    except Exception as error:  # A user-defined source; its error text may contain a token.
         why = f"it raised {type(error).__name__}"
     return None, f"no forecast from {_name(source)}: {why}"
 
 
 def known_around(now_s: float, kind: str, steps: Iterable[tuple[float, float]], period_s: float) -> Intensity:
-    """Return the steps in a row, none missing between, that a moment is part of.
+    """Return the part of a forecast without gaps that includes `now_s`.
 
     Args:
-        steps: (seconds since 1970, grams per kWh), in order, each of `period_s` or as long as to the next.
+        now_s: seconds since 1970.
+        kind: "average" or "marginal".
+        steps: (seconds since 1970, grams per kWh), in order.
+        period_s: length of a step in seconds.
 
     Raises:
-        DataMissingError: nothing is known of that moment. ValueGivenError: steps that are none, or not in order.
+        DataMissingError: the forecast does not include `now_s`.
+        ValueGivenError: a step is invalid, or steps are out of order.
     """
     found = list(steps)
     if not found:
         raise missing("a forecast of no hour")
-    whole = Intensity(kind, tuple(found), found[-1][0] + period_s)  # is checked before it is cut
+    whole = Intensity(kind, tuple(found), found[-1][0] + period_s)  # Validates all steps before they are selected.
     holes = [at for at, (a, b) in enumerate(itertools.pairwise(found), 1) if b[0] - a[0] > period_s + LITTLE_S]
     for begin, end in itertools.pairwise([0, *holes, len(found)]):
         part = found[begin:end]

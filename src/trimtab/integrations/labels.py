@@ -1,4 +1,4 @@
-"""Labels of a host's batches: which of them count, and where a loss is a mean over something that nobody counts."""
+"""Labels of a trainer's batches: ignored labels, and losses that average over an unknown number of labels."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-IGNORED = -100  # a label that does not count
-_LABELS = ("labels", "shift_labels")  # of which a host's version counts one
+IGNORED = -100  # Label value that the loss ignores.
+_LABELS = ("labels", "shift_labels")  # Names of labels, one of which the trainer counts, depending on its version.
 
 
 class WindowLabels:
-    """What is asked of a window's labels in each of its micro-batches, and is the same in all.
+    """Properties of a window's labels, computed once for all micro-batches.
 
     Args:
-        is_known: whether these are the rows, and their labels what is counted.
+        batches: the batches of the window.
+        is_known: True if `batches` are the samples trained on, and their labels determine the count.
 
     Attributes:
-        batch_rows: of a batch that is not split.
+        batch_rows: samples of the largest batch.
     """
 
     def __init__(self, batches: Sequence[Any], *, is_known: bool = True) -> None:
@@ -30,12 +31,13 @@ class WindowLabels:
         self.batch_rows = max((len(batch["labels"]) for batch in batches if "labels" in batch), default=0)
 
     def is_whole(self, rows: int) -> bool:
-        """Return whether so many rows are the window: where that counts nothing, it is the host's own affair."""
+        """Return True if a micro-batch of `rows` samples is the whole window. The trainer itself then handles a count
+        of 0."""
         return len(self._batches) <= 1 and rows >= self.batch_rows
 
     @functools.cached_property
     def count_in_all_rows(self) -> bool:
-        """Whether something counts in every row, and so in every micro-batch; waits for the device once a window."""
+        """True if every sample, and so every micro-batch, has labels that count. Synchronises once per window."""
         if not self._is_known:
             return False
         columns = [batch[name] for batch in self._batches for name in _LABELS if name in batch]
@@ -45,39 +47,43 @@ class WindowLabels:
 
 
 def _in_all_rows(labels: Tensor) -> Tensor:
-    """Return whether labels count in every row, be it of next tokens, whose first label nothing predicts."""
-    counts = labels.ne(IGNORED)  # (B,) or (B, T)
+    """Return a tensor that is True if every sample has labels that count, without the first label of a sequence.
+
+    A causal model does not predict the first label.
+    """
+    counts = labels.ne(IGNORED)  # Shape (B,) or (B, T).
     return (counts[..., 1:].flatten(1).any(-1) if counts.dim() > 1 else counts).all()
 
 
 def smooths_by_itself(smoother: Any) -> bool:
-    """Return whether smoothed labels are divided by what they predict, whatever the host counts, as once they were."""
+    """Return True if a label smoother of an older version divides by its own count instead of the trainer's."""
     return smoother is not None and "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters
 
 
 def counts_nothing(count: Tensor | float) -> bool:
-    """Return whether nothing counts in a micro-batch: a mean over that is no number, whatever a model is told.
+    """Return True if no label of a micro-batch counts, so that a mean over its labels is NaN. Synchronises.
 
-    Waits for the device. While shapes alone are traced nobody knows, and something is taken to count.
+    False if the count cannot be read because only shapes are traced.
     """
     try:
-        return float(count) == 0  # weights may sum to less than one
+        return float(count) == 0  # Not int: weights may sum to less than 1.
     except DataDependentOutputException:
         return False
 
 
 def labels_of(batches: Sequence[Any]) -> list[Tensor]:
-    """Return the labels of batches that are classes, in each of which some may be told not to count."""
+    """Return the labels that are class indices, which may include ignored labels."""
     labels = [batch["labels"] for batch in batches if "labels" in batch]
     return [each for each in labels if isinstance(each, Tensor) and not each.is_floating_point()]
 
 
 def has_ignored(labels: Sequence[Tensor]) -> bool:
-    """Return whether a label does not count; waits for the device."""
+    """Return True if a label is ignored. Synchronises."""
     return any(bool(each.eq(IGNORED).any()) for each in labels)
 
 
 def counts_unpredicted(labels: Sequence[Tensor]) -> bool:
-    """Return whether a first label counts, which no causal model predicts, where rows count unlike many."""
+    """Return True if first labels of sequences count, which causal models do not predict, and other labels are
+    ignored."""
     firsts = any(each.dim() > 1 and bool(each[:, 0].ne(IGNORED).any()) for each in labels)
     return firsts and has_ignored(labels)

@@ -1,9 +1,9 @@
-"""Lightning: a strategy for its Trainer, whose windows a run trains, and a run on what Fabric set up.
+"""Lightning: a Trainer strategy that trains through a run, and a run on objects of Fabric.
 
-The Trainer keeps its loop: data, callbacks, logging, clipping, schedules, validation, checkpoints. Its strategy is
-asked for a training step, a backward and an optimizer's step, one after the other: here the first collects batches, and
-at the last one of a window trains on it; the second brings back the gradients, which the host zeroes in between; the
-third steps.
+The Trainer keeps data, callbacks, logging, clipping, schedules, validation and checkpoints. It calls the strategy's
+`training_step`, `backward` and `optimizer_step` in turn. Here, `training_step` collects batches and trains on the
+window at its last batch, `backward` brings back the gradients, which the Trainer zeroes in between, and
+`optimizer_step` steps.
 """
 
 from __future__ import annotations
@@ -47,24 +47,26 @@ _RANKS = "On ranks, Fabric and start() of this module, or a loop of your own (do
 class TrimtabStrategy(SingleDeviceStrategy):
     """Trains a `LightningModule` on one device through a run: `Trainer(strategy=TrimtabStrategy())`.
 
-    A step is of as many loader batches as `accumulate_grad_batches` says; how they are split is the plan's.
+    A step has `accumulate_grad_batches` loader batches; the plan decides how to split them into micro-batches.
 
     Args:
-        device: where to train; None: the Trainer's, of its `accelerator` the first.
-        plan: what to apply; None: it is made of the first window's batches, before they are trained on.
-        planning: more arguments of `trimtab.plan`, such as `budget`. running: of `trimtab.start`, such as `record`.
-        count: where a mean over rows is not what a batch's loss is: the name, in what `training_step` returns, of the
-            number of terms that its "loss" is a mean of.
+        device: device to train on; None uses the first device of the Trainer's `accelerator`.
+        plan: the plan; None makes a plan from the batches of the first window before training on them.
+        planning: further arguments of `trimtab.plan`, such as `budget`.
+        running: further arguments of `trimtab.start`, such as `record`.
+        count: if the loss is not a mean over samples: key, in the dict that `training_step` returns, of the number of
+            terms that "loss" is a mean of.
 
     Attributes:
-        plan: what is applied, once there is one. run: the run, while it trains.
+        plan: the plan in effect; None before planning.
+        run: the run during training, else None.
 
     Raises:
-        ValueGivenError: at the start of training, where the Trainer decides what a plan does.
+        ValueGivenError: at the start of training, if the Trainer sets something that a plan decides.
     """
 
     strategy_name = "trimtab"
-    _window: WindowBatches  # of the run, once it is started
+    _window: WindowBatches  # Set when the run starts.
 
     def __init__(
         self,
@@ -87,13 +89,13 @@ class TrimtabStrategy(SingleDeviceStrategy):
         self._is_last = self._has_loss = False
 
     def setup_environment(self) -> None:
-        """Take the device of the Trainer's accelerator, where none was named."""
+        """Use the device of the Trainer's accelerator if no device was given."""
         if self._follows and self.accelerator is not None:
             self._root_device = torch.device(_DEVICES.get(type(self.accelerator).__name__, "cpu"))
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Refuse devices that this strategy does not train on."""
+        """Raise `ValueGivenError` for several devices or nodes, then set up as usual."""
         asked = trainer._accelerator_connector
         given, num_nodes = getattr(asked, "_parallel_devices", None) or [], getattr(asked, "_num_nodes_flag", 1)
         if num_nodes > 1 or len(given) > 1:
@@ -108,23 +110,23 @@ class TrimtabStrategy(SingleDeviceStrategy):
         super().setup(trainer)
 
     def on_train_start(self) -> None:
-        """Refuse what a plan decides."""
+        """Raise `ValueGivenError` for settings that a plan decides."""
         super().on_train_start()
         _refuse(self.lightning_module, self.precision_plugin, len(self.optimizers))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Drop what an epoch that was ended early has left of a window."""
+        """Drop batches left over from an epoch that ended within a window."""
         if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
             self._collected = []
 
     def training_step(self, batch: Any, *rest: Any, **named: Any) -> Any:
-        """Collect a batch; at the last one of a window train on it, up to the step.
+        """Collect a batch; at the last batch of a window, train on the window up to the optimizer step.
 
         Returns:
-            Its mean loss, with all else that the module returned of the last micro-batch; None where that was None of
-            all. Before the last batch, zero.
+            Mean loss, with other values returned by the module for the last micro-batch; None if the module returned
+            None for all micro-batches. Zero before the last batch.
         """
-        if self._skips_backward:  # without a graph, with which a batch that the plan splits may not fit
+        if self._skips_backward:  # Without autograd: a batch that the plan splits may not fit with it.
             with torch.no_grad(), self.run.autocast() if self.run else contextlib.nullcontext():
                 return super().training_step(batch, *rest, **named)
         self._collected.append(batch)
@@ -134,7 +136,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
         others: dict[str, Any] = {}
 
         def loss_fn(model: nn.Module, micro: Any) -> Any:
-            others.clear()  # before the next is computed beside it
+            others.clear()  # Freed before the next values are computed.
             with self.precision_plugin.train_step_context():
                 said = self._forward_redirection(model, self.lightning_module, "training_step", micro, *rest, **named)
             others.update(_beside_loss(said))
@@ -146,12 +148,12 @@ class TrimtabStrategy(SingleDeviceStrategy):
         if not self._has_loss:
             run.discard()
             return None
-        run.unscale()  # what the host clips, and shows to callbacks, is the gradient
+        run.unscale()  # The Trainer clips and shows unscaled gradients to callbacks.
         self._hold()
         return {**others, "loss": loss} if others else loss
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Bring back the window's gradients, which its training step has computed; callbacks are called as ever."""
+        """Restore the window's gradients, computed by `training_step`; callbacks are called as usual."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         for parameter, gradient in self._held:
             parameter.grad = gradient
@@ -159,8 +161,8 @@ class TrimtabStrategy(SingleDeviceStrategy):
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Train on a window, clip as the host does, and step the run, unless there was nothing to train on."""
-        if self._skips_backward:  # what gradients there are the last window was stepped by
+        """Train on a window, clip through the Trainer, and step the run unless there was no loss."""
+        if self._skips_backward:  # The gradients are those of the previous window, which has been stepped.
             return closure()
         self._is_last = True
         try:
@@ -188,15 +190,15 @@ class TrimtabStrategy(SingleDeviceStrategy):
 
     @property
     def _skips_backward(self) -> bool:
-        """Whether the host passes over its data for batch statistics alone, as its weight averaging does at the end."""
+        """True if the Trainer runs forwards only, to update batch statistics after weight averaging."""
         return getattr(self.lightning_module.trainer.fit_loop, "_skip_backward", False)
 
     def _loss_of(self, said: Any) -> Any:
-        """Return what a module's training step says as a loss: a mean over rows, or a sum and its count.
+        """Return the loss of a module's training step: a mean over samples, or a sum with its count.
 
-        None, which leaves a batch out in the host, is a loss of zero that comes from no parameter.
+        None, with which a module skips a batch, becomes a zero loss that depends on no parameter.
         """
-        if said is None and self.run is not None:  # without a run a plan is made, which needs a loss
+        if said is None and self.run is not None:  # Before the run exists, planning needs a loss.
             zero = torch.zeros((), device=self.root_device, requires_grad=True)
             return zero if self._count is None else Summed(zero, 0)
         loss = said.get("loss") if isinstance(said, Mapping) else said
@@ -210,7 +212,8 @@ class TrimtabStrategy(SingleDeviceStrategy):
             given, expected = "none", f"{self._count!r} in what it returns, as count= says"
             raise ValueGivenError("training_step", given=given, expected=expected)
         count = said[self._count]
-        is_one = not isinstance(count, Tensor) or count.numel() == 1  # what else it is, is told where losses are read
+        # Other counts raise later, where the loss is read.
+        is_one = not isinstance(count, Tensor) or count.numel() == 1
         if loss.requires_grad and is_one and counts_nothing(count):
             return Summed(zero_loss(loss), count)
         return Summed(loss * count, count)
@@ -232,7 +235,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
         return self.run
 
     def _hold(self) -> None:
-        """Put the gradients aside: between this step and its backward the host zeroes what it finds."""
+        """Move the gradients aside, because the Trainer zeroes gradients between training step and backward."""
         groups = self.optimizers[0].param_groups
         self._held = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
         for parameter, _ in self._held:
@@ -246,14 +249,14 @@ class TrimtabStrategy(SingleDeviceStrategy):
 
 
 def _beside_loss(said: Any) -> dict[str, Any]:
-    """Return what a training step says beside its loss, without the graph that would be kept by it."""
+    """Return the values of a training step other than the loss, detached."""
     named = said.items() if isinstance(said, Mapping) else ()
     return {name: each.detach() if isinstance(each, Tensor) else each for name, each in named if name != "loss"}
 
 
 @contextlib.contextmanager
 def _unlogged(module: pl.LightningModule) -> Iterator[None]:
-    """Keep what a module logs out of the host's records while it is measured: that is no training."""
+    """Disable the module's logging during planning, which is not training."""
     for name in ("log", "log_dict"):
         object.__setattr__(module, name, lambda *given, **named: None)
     try:
@@ -264,10 +267,10 @@ def _unlogged(module: pl.LightningModule) -> Iterator[None]:
 
 
 def _refuse(module: pl.LightningModule, precision: Precision, num_optimizers: int) -> None:
-    """Raise where a Trainer or its module decides what a plan does.
+    """Raise if Trainer or module set something that a plan decides.
 
     Raises:
-        ValueGivenError: which, and the way out.
+        ValueGivenError: names the setting, with a hint.
     """
     if precision.precision not in _WHOLE:
         given = f"{precision.precision!r}"
@@ -291,11 +294,14 @@ def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, pl
     """Return a run on Fabric's device, in place of `fabric.setup(model, optimizer)`; loaders stay Fabric's.
 
     Args:
-        plan: on several ranks its `zero_stage` says how they share the model. running: more arguments of
-            `trimtab.start`.
+        fabric: the Fabric.
+        model: the model, not set up by Fabric.
+        optimizer: the optimizer, not set up by Fabric.
+        plan: the plan; with several ranks, `zero_stage` decides on sharding.
+        running: further arguments of `trimtab.start`.
 
     Raises:
-        ValueGivenError: Fabric shards the model by itself, or has a precision of its own.
+        ValueGivenError: Fabric shards the model, or sets a precision.
     """
     if fabric.world_size > 1 and not isinstance(fabric.strategy, DDPStrategy):
         given, way_out = type(fabric.strategy).__name__, "Leave it out: the plan says how ranks share the model."

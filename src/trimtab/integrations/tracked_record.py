@@ -1,4 +1,4 @@
-"""A record that trackers follow: each line is in the file first, and a tracker can neither hold it up nor harm it."""
+"""A record whose lines also go to experiment trackers, asynchronously: trackers can neither delay nor damage it."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ from trimtab.distributed.process_group import place
 from trimtab.integrations.tracked_values import parameters, row
 from trimtab.integrations.trackers import CUT_OFF, Tracker
 
-CAPACITY_LINES = 2000  # forty times what a run hands over at once
+CAPACITY_LINES = 2000  # Forty times the number of lines that a run writes at once.
 WAIT_S = 10.0
 _LINES_AT_ONCE = 100
 
 
 class TrackedRecord(RecordWriter):
-    """A `RecordWriter` whose lines also go to trackers, by a queue and a daemon thread of each.
+    """A `RecordWriter` that also sends lines to trackers, each with its own queue and daemon thread.
 
-    Only rank 0 tracks, and only the process that made it, not one forked from it. What a tracker does not take is
-    dropped and counted. One that raises is called no more. Either is noted once as an event "tracker", and warned of
-    when the record is closed.
+    Trackers run only on rank 0 and only in the process that created them, not in forks. Lines that a slow tracker does
+    not take are dropped and counted. A tracker that raises is not called again. Both cases are recorded once as an
+    event "tracker", and warned of when the record is closed.
 
     Args:
-        path, header, continues: as in `RecordWriter`.
-        trackers: where to send lines too.
-        capacity: lines that may wait for a tracker; further ones are dropped.
-        wait_s: how long `close` waits at most, for all trackers together, until they have taken what is left.
+        path: as in `RecordWriter`.
+        header: as in `RecordWriter`.
+        trackers: the trackers.
+        continues: as in `RecordWriter`.
+        capacity: largest number of lines waiting for a tracker; further lines are dropped.
+        wait_s: time limit of `close` in seconds, for all trackers together to take the remaining lines.
 
     Raises:
-        ValueGivenError: something is no tracker, or a number is out of range; no file was made.
+        ValueGivenError: an invalid tracker, or a number out of range; no file was created.
     """
 
     def __init__(
@@ -63,11 +65,11 @@ class TrackedRecord(RecordWriter):
         super().__init__(path, header, continues=continues)
         if _rank() == 0:
             self._feeds = tuple(Feed(each, header, capacity) for each in given)
-        if self._feeds:  # a thread that hangs keeps what it sees alive: a file that nobody closed would not be flushed
+        if self._feeds:  # A hanging thread keeps objects alive, so that an unclosed file would not be flushed.
             weakref.finalize(self, self._file.close)
 
     def write(self, line: Line) -> None:
-        """Append one line to the file, and offer it to the trackers."""
+        """Append a line to the file and offer it to the trackers."""
         if isinstance(line, Header) or not self._feeds or os.getpid() != self._process:
             super().write(line)
             return
@@ -79,7 +81,7 @@ class TrackedRecord(RecordWriter):
 
     def _follow(self, line: Line) -> None:
         match line:
-            case End(reason=reason):  # sent on closing: its owner may still write
+            case End(reason=reason):  # Sent by `close`, since the owner may still write.
                 self._reason = reason
                 return
             case StepRecord(index=index):
@@ -95,14 +97,14 @@ class TrackedRecord(RecordWriter):
         if not trouble or feed in self._troubles:
             return
         self._troubles[feed] = trouble
-        if not self._is_open_ended:  # else it holds an earlier run's lines, which this one would replace
+        if not self._is_open_ended:  # An open-ended file holds lines of an earlier run, which this event would replace.
             super().write(Event("tracker", self._step, {"tracker": feed.name, "trouble": trouble}))
 
     def close(self) -> None:
-        """Let trackers take what is left, for so many seconds, and close the file; may be called twice.
+        """Wait up to `wait_s` for trackers to take the remaining lines, then close the file; may be called twice.
 
         Warns:
-            RuntimeWarning: of each tracker that failed or lost lines, once the file is closed.
+            RuntimeWarning: for each tracker that failed or lost lines, after closing the file.
         """
         feeds, self._feeds = self._feeds, ()
         try:
@@ -117,8 +119,8 @@ class TrackedRecord(RecordWriter):
 
     def _leave(self, feeds: tuple[Feed, ...]) -> None:
         try:
-            self.flush()  # what was written is safe, whatever ends the wait
-        finally:  # a tracker that is not told of the end would be cut off, and a full disk is no reason for that
+            self.flush()  # Written lines are safe, whatever interrupts the wait.
+        finally:  # Even with a full disk, trackers must receive the end of the run.
             deadline = time.monotonic() + self._wait_s
             for feed in feeds:
                 feed.end(self._reason)
@@ -131,43 +133,44 @@ class TrackedRecord(RecordWriter):
 
 
 class Feed:
-    """One tracker's queue and thread. One other thread may offer lines; it never waits, except in `wait`.
+    """Queue and thread of one tracker. A single other thread may offer lines; only `wait` blocks.
 
     Attributes:
-        failure: what the tracker raised, or "". num_offered: lines so far.
+        failure: error raised by the tracker, or "".
+        num_offered: number of lines offered.
     """
 
     def __init__(self, tracker: Tracker, header: Header, capacity: int) -> None:
         self.name, self.failure = type(tracker).__name__, ""
         self.num_offered = self._num_sent = 0
         self._tracker, self._header, self._capacity = tracker, header, capacity
-        # One place more than lines may take: it is for the reason of the end, which always fits.
+        # One extra place, so that the end reason always fits.
         self._queue: queue.Queue[tuple[int, Line] | str] = queue.Queue(capacity + 1)
         self._thread = threading.Thread(target=self._run, name=f"trimtab-{self.name}", daemon=True)
         self._thread.start()
 
     @property
     def num_lost(self) -> int:
-        """Lines that were offered, and that the tracker has not taken."""
+        """Number of offered lines that the tracker has not taken."""
         return self.num_offered - self._num_sent
 
     @property
     def is_running(self) -> bool:
-        """Whether the tracker has more to do, or hangs."""
+        """True while the tracker is working or hanging."""
         return self._thread.is_alive()
 
     def offer(self, step: int, line: Line) -> None:
-        """Queue a line for the tracker, or drop it where too many wait."""
+        """Queue a line, or drop it if the queue is full."""
         self.num_offered += 1
         if not self.failure and self._queue.qsize() < self._capacity:
             self._queue.put_nowait((step, line))
 
     def end(self, reason: str) -> None:
-        """Ask the tracker to end once it has taken what waits; nothing is offered after this."""
+        """Ask the tracker to end after the queued lines; no line may be offered afterwards."""
         self._queue.put_nowait(reason)
 
     def wait(self, deadline: float) -> None:
-        """Wait for the tracker's end, until `time.monotonic()` is this."""
+        """Wait for the tracker to end, until `time.monotonic()` reaches `deadline`."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
@@ -176,11 +179,11 @@ class Feed:
             while (reason := self._pass_on()) is None:
                 pass
             self._tracker.end(reason)
-        except BaseException as error:  # SystemExit too: whatever a tracker raises ends here
+        except BaseException as error:  # Includes SystemExit, so that no error of a tracker leaves the thread.
             self.failure = _without_secrets(f"{type(error).__name__}: {error}")[:500]
 
     def _pass_on(self) -> str | None:
-        """Send what waits, one line at least; returns the reason of the end once that is reached."""
+        """Send the queued lines, waiting for at least one; return the end reason once reached, else None."""
         waiting = [self._queue.get(), *self._at_hand()]
         if rows := [row(*each) for each in waiting if isinstance(each, tuple)]:
             self._tracker.log(rows)
@@ -204,10 +207,10 @@ def _checked(trackers: object) -> tuple[Tracker, ...]:
 
 
 def _rank() -> int:
-    """Return this process's rank, of its group where it has joined one, else as a launcher says."""
+    """Return this process's rank in its process group, or as set by a launcher."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else place().rank
 
 
 def _without_secrets(text: str) -> str:
-    """Return an error's text without the user and password that an address in it may hold."""
+    """Return an error's text without user names and passwords in URLs."""
     return re.sub(r"//[^/\s@]+@", "//***@", text)

@@ -1,4 +1,4 @@
-"""What a tracker is sent of a record: figures by step, events as text, plan and environment as parameters."""
+"""Values sent to trackers: metrics by step, events as text, plan and environment as parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from trimtab.core.codec import to_jsonable
 from trimtab.core.record import Evaluation, Event, Header, Line, StepRecord
 
-# Of a step, by their names in the record.
+# Metrics of a step, by their names in the record.
 STEP_FIGURES = (
     "loss",
     "learning_rate",
@@ -20,8 +20,8 @@ STEP_FIGURES = (
     "grad_norm",
     "loss_scale",
 )
-# Of a header's environment, as `measure.machine` names it. A header may hold what its owner likes, a process's own
-# variables too; these alone are sent.
+# Keys of a header's environment, as in `measure.machine`. A header may contain private values, such as environment
+# variables, so only these keys are sent.
 ENVIRONMENT = (
     "trimtab",
     "sources",
@@ -35,15 +35,15 @@ ENVIRONMENT = (
     "gpu",
     "cuda",
 )
-_MOST_CHARACTERS = 500  # of a text: what every one of the trackers takes
+_MOST_CHARACTERS = 500  # Largest text length that all trackers accept.
 
 
 class Row(NamedTuple):
-    """What a line of the record says.
+    """Values of a record line.
 
     Args:
-        step: windows before it; it never falls, as W&B wants it.
-        values: figures by name, and texts, which are of events.
+        step: number of windows before the line; never decreases, as W&B requires.
+        values: metrics, and texts of events, by name.
     """
 
     step: int
@@ -58,7 +58,7 @@ def parameters(header: Header) -> dict[str, str]:
 
 
 def row(step: int, line: Line) -> Row:
-    """Return what is sent of a line that stands after so many windows."""
+    """Return the values to send for a record line written after `step` windows."""
     match line:
         case StepRecord():
             return Row(step, dict(_figures(line)))

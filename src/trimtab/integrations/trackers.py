@@ -1,6 +1,7 @@
-"""TensorBoard, MLflow, Weights & Biases and Trackio as trackers: three methods, which one thread calls in order.
+"""Trackers for TensorBoard, MLflow, Weights & Biases and Trackio.
 
-Each imports its package where it is made, so that a missing one is known before training, and opens its run in `begin`.
+Each tracker imports its package in the constructor, so that a missing package raises before training, and opens its run
+in `begin`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from trimtab.integrations.tracked_values import Row
 
 CUT_OFF = "cut off"
 _FAILED = ("error", CUT_OFF)
-# What one request to MLflow may hold, and how long a name may be.
+# Limits of MLflow for one request, and for the length of a name.
 _MLFLOW_METRICS, _MLFLOW_PARAMETERS, _MLFLOW_NAME = 1000, 100, 250
-# What W&B would collect of its own accord, of the process and of the machine.
+# Settings that turn off W&B's collection of data about process and machine.
 _WANDB_QUIET = {
     "console": "off",
     "disable_code": True,
@@ -31,29 +32,30 @@ _WANDB_QUIET = {
     "x_disable_stats": True,
     "x_save_requirements": False,
 }
-# What turns off a package's own reports on its use, by its documentation; read where it is imported, or begins.
+# Documented environment variables that turn off a package's usage reports; read at import or at the start of a run.
 _UNREPORTED = {"mlflow": ("MLFLOW_DISABLE_TELEMETRY", "true"), "wandb": ("WANDB_ERROR_REPORTING", "false")}
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where a run is shown. One thread of its own calls these, in this order; each may wait, and may raise."""
+    """Destination for the values of a run. A single thread calls these methods in this order; each may block or
+    raise."""
 
     def begin(self, name: str, parameters: Mapping[str, str]) -> None:
         """Open a run; `parameters` are its plan and environment, by dotted names."""
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Take what lines of the record say: at least one, and as many as were waiting."""
+        """Take the values of at least one record line."""
 
     def end(self, reason: str) -> None:
-        """Close the run: why it ended, as its record says, or "cut off" where it does not."""
+        """Close the run; `reason` is the end reason of the record, or "cut off" without one."""
 
 
 class TensorBoard:
-    """Event files, by torch's own writer.
+    """TensorBoard event files, by torch's own writer.
 
     Args:
-        folder: of this run; `tensorboard --logdir` is given it, or one above.
+        folder: log directory of this run; pass it or a parent to `tensorboard --logdir`.
 
     Raises:
         DependencyError: tensorboard is not installed.
@@ -65,13 +67,14 @@ class TensorBoard:
             self._module: Any = importlib.import_module("torch.utils.tensorboard")
 
     def begin(self, name: str, parameters: Mapping[str, str]) -> None:
-        """Begin a file, with the parameters as a text."""
+        """Create the event file, with the parameters as a text."""
         self._writer: Any = self._module.SummaryWriter(log_dir=self._folder)
-        lines = "\n".join(f"    {key}: {value}" for key, value in parameters.items())  # indented: shown as it stands
+        # Indented, so that Markdown shows the lines unchanged.
+        lines = "\n".join(f"    {key}: {value}" for key, value in parameters.items())
         self._writer.add_text("parameters", lines, 0)
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Add each figure as a scalar and each text as one, and hand them to the file."""
+        """Add metrics as scalars and texts as texts, then flush."""
         for row in rows:
             for name, value in row.values.items():
                 add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
@@ -85,14 +88,14 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of an experiment, by a client of its own: the process's active run is not touched.
+    """A run of an MLflow experiment, by a separate client: the process's active run is not affected.
 
-    Events are tags, the last of each name, as MLflow has no texts by step. Its reports on its use are turned off for
-    the process (`MLFLOW_DISABLE_TELEMETRY`), unless that is set, or MLflow was imported before.
+    Events become tags, the last one of each name, as MLflow has no texts by step. MLflow's usage reports are turned off
+    for the process (`MLFLOW_DISABLE_TELEMETRY`), unless the variable is set or MLflow was imported before.
 
     Args:
-        experiment: its name; made where there is none.
-        tracking_uri: of the store or server; None: as MLflow finds it.
+        experiment: name of the experiment; created if missing.
+        tracking_uri: address of the store or server; None uses MLflow's default.
 
     Raises:
         DependencyError: mlflow is not installed.
@@ -105,7 +108,7 @@ class MLflow:
             self._entities: Any = importlib.import_module("mlflow.entities")
 
     def begin(self, name: str, parameters: Mapping[str, str]) -> None:
-        """Make a run, and log its parameters."""
+        """Create the run and log its parameters."""
         self._client: Any = self._mlflow.MlflowClient(tracking_uri=self._tracking_uri)
         found = self._client.get_experiment_by_name(self._experiment)
         number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
@@ -116,7 +119,7 @@ class MLflow:
             self._client.log_batch(self._run_id, params=some)
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Log figures, many in one request, and texts as tags."""
+        """Log metrics in batches, and texts as tags."""
         now_ms, metrics, tags = int(time.time() * 1000), [], {}
         for row in rows:
             for key, value in row.values.items():
@@ -130,20 +133,21 @@ class MLflow:
             self._client.set_tag(self._run_id, key, text)
 
     def end(self, reason: str) -> None:
-        """End the run, as failed or finished."""
+        """End the run as failed or finished."""
         self._client.set_tag(self._run_id, "end", reason)
         self._client.set_terminated(self._run_id, "FAILED" if reason in _FAILED else "FINISHED")
 
 
 class WandB:
-    """A run of Weights & Biases, beside any that the process has.
+    """A run of Weights & Biases, independent of other runs in the process.
 
-    What it would collect by itself (console, code, git, command, host, packages, system figures) is off; so are its
-    reports on its use, for the process, unless that is set (`WANDB_ERROR_REPORTING`).
+    Automatic collection (console, code, git, command, host, packages, system metrics) is off, and so are usage reports
+    for the process, unless `WANDB_ERROR_REPORTING` is set.
 
     Args:
-        project: its name. options: further arguments of `wandb.init`, such as `entity`, `mode` or `dir`; `settings`
-            replace those that turn its own collecting off.
+        project: name of the project.
+        options: further arguments of `wandb.init`, such as `entity`, `mode` or `dir`. `settings` replaces the settings
+            that turn off automatic collection.
 
     Raises:
         DependencyError: wandb is not installed.
@@ -167,15 +171,16 @@ class WandB:
             self._run.log(dict(row.values), step=row.step)
 
     def end(self, reason: str) -> None:
-        """Finish the run, as failed or not."""
+        """Finish the run as failed or succeeded."""
         self._run.finish(exit_code=int(reason in _FAILED))
 
 
 class Trackio:
-    """A run of Trackio: on this machine, or in a Space of Hugging Face. Its own log of the machine is off.
+    """A run of Trackio, local or in a Hugging Face Space. Logging of the machine is off.
 
     Args:
-        project: its name. options: further arguments of `trackio.init`, such as `space_id`.
+        project: name of the project.
+        options: further arguments of `trackio.init`, such as `space_id`.
 
     Raises:
         DependencyError: trackio is not installed.
@@ -196,11 +201,11 @@ class Trackio:
             self._run.log(dict(row.values), step=row.step)
 
     def end(self, reason: str) -> None:
-        """Finish the run; waits until all of it is sent."""
+        """Finish the run; waits until everything is sent."""
         self._run.finish()
 
 
-# What a command names a tracker by, and what it calls where that sends to.
+# Constructors by command line name, with the name of their argument.
 NAMED: Mapping[str, tuple[Callable[[str], Tracker], str]] = {
     "tensorboard": (TensorBoard, "FOLDER"),
     "mlflow": (MLflow, "EXPERIMENT"),
@@ -210,10 +215,11 @@ NAMED: Mapping[str, tuple[Callable[[str], Tracker], str]] = {
 
 
 def tracker_named(given: str) -> Tracker:
-    """Return what a command names, such as `tensorboard=runs/mine`.
+    """Return the tracker for a command line argument such as `tensorboard=runs/mine`.
 
     Raises:
-        ValueGivenError: it is none. DependencyError: its package is not installed.
+        ValueGivenError: unknown tracker, or no destination.
+        DependencyError: its package is not installed.
     """
     name, _, where = given.partition("=")
     if name not in NAMED or not where.strip():
@@ -225,9 +231,9 @@ def tracker_named(given: str) -> Tracker:
 
 @contextlib.contextmanager
 def _needed(package: str) -> Iterator[None]:
-    """Say, of an import inside the block that fails, which extra has the package.
+    """Convert an import error within the block into an error that names the required extra.
 
-    The package's own reports are turned off before, where the environment says nothing of them.
+    Turns off the package's usage reports first, unless the environment sets them.
     """
     if package in _UNREPORTED:
         os.environ.setdefault(*_UNREPORTED[package])

@@ -1,10 +1,9 @@
-"""Hugging Face's Trainer, whose windows a run trains: `TrimtabTrainer` in place of `Trainer`.
+"""Hugging Face Trainer with training through a run: use `TrimtabTrainer` in place of `Trainer`.
 
-The host keeps its loop: data, callbacks, logging, clipping, schedule, evaluation, checkpoints. Of its own seams three
-are used: `training_step` collects the batches of a window, and runs it as one at the last of them; the wrapper that it
-has around every optimizer takes the run's step in place of the optimizer's; and its training loop, however it ends,
-closes the run. On several ranks the process group and the sharding of data are the host's, and the run holds the model
-in DDP, as the plan says, in place of the host.
+The Trainer keeps data, callbacks, logging, clipping, schedule, evaluation and checkpoints. Three of its methods are
+used. `training_step` collects the batches of a window and runs the window at its last batch. The Trainer's optimizer
+wrapper calls the run's step. The end of the inner training loop closes the run. With several ranks, process group and
+sharding of data are the Trainer's, and the run wraps the model in DDP as the plan specifies.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from trimtab.integrations.window_batches import WindowBatches
 from trimtab.losses import Summed
 from trimtab.runtime.engine import Run
 
-# Of TrainingArguments, what a plan decides or a run does by itself, and the way out.
+# Fields of TrainingArguments that a plan decides or a run replaces, with hints.
 _PRECISION = "Leave it out: the precision is the plan's. To fix it, plan=Plan.fixed(rows, precision=...)."
 _RECOMPUTES = "Leave it out: the plan recomputes where a memory budget asks for it."
 _SHARDS = "Leave it out: a plan has ZeRO stages of its own (docs/ranks.md)."
@@ -67,30 +66,32 @@ _DECIDED = {
     "torch_empty_cache_steps": "Leave it out: a window that does not fit frees what is cached, and is run again.",
 }
 _HOST = "TrainingArguments"
-_REPLICAS = (0,)  # stages at which what the host clips and saves is whole on each rank
-_OWN_STEP = ("lomo", "adalomo")  # optimizers that step inside backward
+# ZeRO stages with whole gradients and weights on each rank, as the Trainer's clipping and saving require.
+_REPLICAS = (0,)
+_OWN_STEP = ("lomo", "adalomo")  # Optimizers that step within backward.
 
 
 class TrimtabTrainer(Trainer):
-    """A `transformers.Trainer` whose windows a trimtab run trains: split by the plan, weighted by tokens.
+    """A `transformers.Trainer` that trains through a trimtab run, with micro-batches by the plan and weights by tokens.
 
-    `per_device_train_batch_size * gradient_accumulation_steps` rows stay what a step is of; how they are split is the
-    plan's. Learning rate, schedule and clipping are the arguments' own.
+    A step has `per_device_train_batch_size * gradient_accumulation_steps` samples as before; the plan decides how to
+    split the samples. Learning rate, schedule and clipping follow the TrainingArguments. Other arguments are as in
+    `Trainer`.
 
     Args:
-        plan: what to apply; None: it is made of the first window's batches, before they are trained on.
-        planning: more arguments of `trimtab.plan`, such as `budget`.
-        running: more arguments of `trimtab.start`, such as `record`.
-        The rest as in `Trainer`.
+        plan: the plan; None makes a plan from the batches of the first window before training on them.
+        planning: further arguments of `trimtab.plan`, such as `budget`.
+        running: further arguments of `trimtab.start`, such as `record`.
 
     Attributes:
-        trimtab_plan: what is applied, once there is one. trimtab_run: the run, while it trains.
+        trimtab_plan: the plan in effect; None before planning.
+        trimtab_run: the run during training, else None.
 
     Raises:
-        ValueGivenError: an argument decides what a plan does.
+        ValueGivenError: an argument sets something that a plan decides.
     """
 
-    _window: WindowBatches  # of the run, once it is started
+    _window: WindowBatches  # Set when the run starts.
 
     def __init__(
         self,
@@ -104,11 +105,12 @@ class TrimtabTrainer(Trainer):
         self._num_ranks = self.accelerator.num_processes
         refuse_sharded(self.accelerator)
         refuse_conflicts(self.args, self._num_ranks)
-        refuse_compiling(self.accelerator)  # an environment may say so where no argument does, as below
+        # An environment variable may request compilation without any argument; the same holds for the precision below.
+        refuse_compiling(self.accelerator)
         if self.accelerator.mixed_precision != "no":
             given = f"{self.accelerator.mixed_precision!r}"
             raise ValueGivenError("mixed_precision", given=given, expected="'no'", way_out=_PRECISION)
-        if getattr(self, "loss_is_scaled_for_ga", None) is False:  # which not all versions have
+        if getattr(self, "loss_is_scaled_for_ga", None) is False:  # Some versions lack this attribute.
             way_out = "Return from compute_loss what is divided by num_items_in_batch."
             raise ValueGivenError("loss_is_scaled_for_ga", given="False", expected="None or True", way_out=way_out)
         refuse_both(plan, planning)
@@ -120,7 +122,8 @@ class TrimtabTrainer(Trainer):
         self._labels = WindowLabels(())
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Collect a batch; at the last one of a window train on it, up to the step. Returns its mean loss."""
+        """Collect a batch; at the last batch of a window, train on it up to the optimizer step. Returns the mean
+        loss."""
         self._collected.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -132,18 +135,18 @@ class TrimtabTrainer(Trainer):
         batches = self._window.joined(batches, run.plan)
         self._labels = WindowLabels(batches, is_known=self._counts_labels)
         loss = run.accumulate(run.window(*batches), self._counted_loss)
-        run.unscale()  # what the host clips, and shows to callbacks, is the gradient
-        # Of a loss that counts, the host averages over ranks what is each one's part of all terms'.
+        run.unscale()  # The Trainer clips and shows unscaled gradients to callbacks.
+        # If the loss counts tokens, the Trainer averages over ranks each rank's part of the global mean.
         return loss if num_items_in_batch is None else loss * run.loss_share
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
-        """Draw a window's batches as the host does, and count on this rank: the run sums over ranks, once a window."""
-        self._collected = []  # an epoch that a callback ended inside a window has left some
+        """Draw a window's batches as in `Trainer`, counting on this rank only, since the run sums over ranks."""
+        self._collected = []  # A callback may have ended an epoch within a window.
         with self._alone():
             return super().get_batch_samples(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save weights in the order of memory that safetensors takes: a plan may keep them in another."""
+        """Save weights as contiguous tensors, as safetensors requires: a plan may use another memory format."""
         weights = self.model.state_dict() if state_dict is None else state_dict
         apart = {name: each for name, each in weights.items() if isinstance(each, Tensor) and not each.is_contiguous()}
         if apart:
@@ -155,19 +158,19 @@ class TrimtabTrainer(Trainer):
         return checked_plan(plan, _HOST)
 
     def _count(self, micro: Any) -> Tensor | int | None:
-        """Return what the host counts in a micro-batch; None where it counts nothing."""
+        """Return the Trainer's token count of a micro-batch; None if it does not count."""
         return self.get_batch_samples(iter([micro]), 1, self.args.device)[1]
 
     @property
     def _counts_labels(self) -> bool:
-        """Whether what counts is what the host itself counts, and no subclass something else."""
+        """True if tokens are counted by the Trainer's own code rather than by an override in a subclass."""
         own, name = type(self), "_get_num_items_in_batch"
         is_drawn = own.get_batch_samples is TrimtabTrainer.get_batch_samples
         return is_drawn and getattr(own, name, None) is getattr(Trainer, name, self)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Have the host count and weigh on this rank, and ask no other: the run weighs by the terms of all."""
+        """Restrict the Trainer's counting to this rank within the block: the run weighs by the counts of all ranks."""
         before, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
             yield
@@ -175,9 +178,10 @@ class TrimtabTrainer(Trainer):
             self.args.average_tokens_across_devices = before
 
     def _counted_loss(self, model: nn.Module, micro: Any) -> Any:
-        """Return the host's loss of a micro-batch, as a sum and its count; a mean over rows where it counts nothing."""
+        """Return the Trainer's loss of a micro-batch: a `Summed`, or a mean over samples if it does not count
+        tokens."""
         count = self._count(micro)
-        micro = {**micro}  # the host takes labels out of what it is given, and a window may be run once more
+        micro = {**micro}  # A copy: the Trainer removes labels from its inputs, and a window may be repeated.
         with self._alone():
             if count is None:
                 return self.compute_loss(model, micro)
@@ -190,7 +194,8 @@ class TrimtabTrainer(Trainer):
     def _started(self, batches: Sequence[Any]) -> Run:
         labels, running = labels_of(batches), self._running
         is_told = self._count(batches[0]) is not None
-        is_mean = not is_told and has_ignored(labels)  # over what counts in a micro-batch, and nobody asks what that is
+        # The loss is then a mean over an unknown number of labels in each micro-batch.
+        is_mean = not is_told and has_ignored(labels)
         are_apart = is_mean or (not is_told and any(each.dim() > 1 for each in labels))
         self._window = WindowBatches(self.model, self._planning, are_apart=are_apart)
         self.trimtab_plan = plan = self.trimtab_plan or self._planned(batches)
@@ -206,14 +211,16 @@ class TrimtabTrainer(Trainer):
         how = {"total_steps": self.state.max_steps} | self._planning
 
         def make(example: Any, num_batches: int) -> Plan:
-            self._labels = WindowLabels([example], is_known=False)  # a plan may try other rows, and shapes alone
+            # Planning may try other numbers of samples, and trace shapes only.
+            self._labels = WindowLabels([example], is_known=False)
             asked = accumulating(how, num_batches)
             return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **asked)
 
         return self._checked(self._window.planned(batches, make, is_alone=self._num_ranks == 1))
 
     def _refuse_means(self, plan: Plan, labels: Sequence[Tensor], *, is_mean: bool) -> None:
-        """Raise where batches are split whose loss is a mean over something else than the host counts."""
+        """Raise `ValueGivenError` if the plan splits batches whose loss is a mean over something that is not
+        counted."""
         if not plan.splits:
             return
         if is_mean:
@@ -233,12 +240,12 @@ class TrimtabTrainer(Trainer):
 
     @property
     def _smooths_by_itself(self) -> bool:
-        """Whether smoothed labels of next words are divided by those, whatever the host counts, as once they were."""
+        """True if an older Trainer divides smoothed losses of next tokens by its own count of predicted tokens."""
         is_of_words = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return self.compute_loss_func is None and is_of_words and smooths_by_itself(self.label_smoother)
 
     def _use(self, optimizer: AcceleratedOptimizer) -> None:
-        """Have the host step another wrapper of the optimizer that it made one for."""
+        """Replace the Trainer's wrapper of the optimizer."""
         known = self.accelerator._optimizers
         known[:] = [optimizer if each is self.optimizer else each for each in known]
         self.optimizer = self.callback_handler.optimizer = optimizer
@@ -262,18 +269,18 @@ class TrimtabTrainer(Trainer):
 
 
 class StepsRun(AcceleratedOptimizer):
-    """The host's wrapper of an optimizer, whose step is a run's: the optimizer inside is the same object."""
+    """The Trainer's optimizer wrapper, with the run's step; the optimizer inside is the same object."""
 
     def __init__(self, run: Run, wrapped: AcceleratedOptimizer) -> None:
-        # A schedule replaces `step` of the object it is given by one that notes that it was called.
+        # Excludes `step`, which a learning rate scheduler has replaced on the instance to record its calls.
         self.__dict__.update({name: value for name, value in wrapped.__dict__.items() if name != "step"})
         self.wrapped, self._run = wrapped, run
 
     def step(self, closure: Any = None) -> None:
-        """Step the run, which says whether its optimizer stepped.
+        """Step the run, and store whether the step was skipped.
 
         Raises:
-            ValueGivenError: a closure, which would run the window once more.
+            ValueGivenError: a closure was given, which would run the window again.
         """
         if closure is not None:
             raise ValueGivenError("closure", given="one", expected="None: the window's gradient is there already")
@@ -283,7 +290,8 @@ class StepsRun(AcceleratedOptimizer):
 
 @contextlib.contextmanager
 def _left_bare(model: nn.Module, num_ranks: int) -> Iterator[None]:
-    """Have Accelerate take a model for one that it has prepared: it would wrap it, and on ranks the run does."""
+    """Mark the model as prepared within the block, so that Accelerate does not wrap it: with several ranks the run
+    does."""
     if num_ranks == 1:
         yield
         return
@@ -295,7 +303,7 @@ def _left_bare(model: nn.Module, num_ranks: int) -> Iterator[None]:
 
 
 def nothing_of(outputs: Any) -> Tensor:
-    """Return zero, with a gradient of zero for all that a model's outputs come from, its loss left out."""
+    """Return a zero loss with zero gradients for everything that a model's outputs, except its loss, depend on."""
     named = outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs)
     parts = [
         part for name, part in named if name not in ("loss", 0) and isinstance(part, Tensor) and part.requires_grad
@@ -307,10 +315,10 @@ def nothing_of(outputs: Any) -> Tensor:
 
 
 def refuse_conflicts(args: TrainingArguments, num_processes: int = 1) -> None:
-    """Raise where `TrainingArguments` decide what a plan does, or what a run would undo.
+    """Raise if `TrainingArguments` set something that a plan decides or a run would undo.
 
     Raises:
-        ValueGivenError: which one, and the way out.
+        ValueGivenError: names the argument, with a hint.
     """
     for name, way_out in _DECIDED.items():
         value = getattr(args, name, None)

@@ -1,4 +1,5 @@
-"""JSON from a public service: https alone, a short wait, a bounded answer; no message holds a word or a token of it."""
+"""JSON from a public web service: https only, with time and size limits; error messages contain no text or token of
+it."""
 
 from __future__ import annotations
 
@@ -16,26 +17,30 @@ from trimtab.core.errors import DataMissingError, FormatError, ValueGivenError
 
 TIMEOUT_S = 5.0
 MOST_BYTES = 2**20
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # this machine itself, where http gives nothing away
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # This machine, for which http discloses nothing.
 WAY_OUT = "Give a file or a constant, or start without."
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Goes nowhere else: urllib would send the token along, to another host and over http."""
+    """Refuses redirects: urllib would send the token to another host, possibly over http."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Return none, so that a redirect is an answer like any other that is no forecast."""
+        """Return None, so that a redirect is treated as an error."""
 
 
 def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> object:
-    """Return what a service answers.
+    """Return the JSON answer of a service.
 
     Args:
-        timeout_s: of each wait for it, and of its whole body; to look up its name is the system's, which has its own.
+        url: address, https except for this machine.
+        headers: request headers.
+        timeout_s: limit in seconds of each wait, and of the whole body. Excludes name resolution, which has a system
+            limit.
 
     Raises:
-        ValueGivenError: an address that is not https, or headers that no request can have.
-        DataMissingError: no answer, or one that says no. FormatError: an answer that is no JSON, or too long.
+        ValueGivenError: the address is not https, or a header has invalid characters.
+        DataMissingError: no answer, or an HTTP error.
+        FormatError: the answer is not JSON, or too long.
     """
     host, is_here = _host(url)
     if any(not value.isascii() or not value.isprintable() for value in headers.values()):
@@ -49,7 +54,7 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
             body = _body(response, host, timeout_s)
-    except FormatError:  # which is a ValueError too
+    except FormatError:  # FormatError is a ValueError too.
         raise
     except urllib.error.HTTPError as error:
         error.close()
@@ -60,12 +65,12 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
 
 
 def missing(given: str) -> DataMissingError:
-    """Return the error of a forecast that is not to be had."""
+    """Return the error for an unavailable forecast."""
     return DataMissingError("intensity", given=given, expected="a forecast", way_out=WAY_OUT)
 
 
 def _host(url: str) -> tuple[str, bool]:
-    """Return the host of an address, and whether it is this machine."""
+    """Return the host of an address, and True if it is this machine."""
     try:
         parts = urlsplit(url)
         host, scheme = parts.hostname or "", parts.scheme
@@ -78,7 +83,7 @@ def _host(url: str) -> tuple[str, bool]:
 
 
 def _body(response: http.client.HTTPResponse, host: str, timeout_s: float) -> bytes:
-    """Return a body that is whole in time, and not longer than a forecast is."""
+    """Return the body of an answer within the limits of time and size."""
     body, ends_s = b"", time.monotonic() + timeout_s
     while chunk := response.read1(2**16):
         body += chunk
@@ -90,7 +95,7 @@ def _body(response: http.client.HTTPResponse, host: str, timeout_s: float) -> by
 
 
 def _why(error: Exception, timeout_s: float) -> str:
-    reason = getattr(error, "reason", error)  # of urllib, what is behind its own
+    reason = getattr(error, "reason", error)  # The cause of a URLError.
     reason = reason if isinstance(reason, Exception) else error
     if isinstance(reason, TimeoutError):
         return f"did not answer within {timeout_s:g} s"

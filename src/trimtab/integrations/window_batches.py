@@ -1,6 +1,6 @@
-"""The batches of a host's window: planned and trained on as one where that keeps the maths, else each as it is.
+"""Batches of a trainer's accumulated step, joined into one batch if this keeps the numerics.
 
-As one, a micro-batch may be larger than a batch.
+A micro-batch of the joined batch may be larger than a loader batch.
 """
 
 from __future__ import annotations
@@ -18,31 +18,36 @@ from trimtab.runtime.splitting import has_batch_statistics
 
 
 class WindowBatches:
-    """What becomes of a window's batches, for one run.
+    """Decides on joining the batches of a window, for one run.
 
-    Batch statistics are those of the host's batches, whatever is set.
+    Models with batch statistics are never joined, so that the statistics stay those of the trainer's batches.
 
     Args:
-        planning: with the longest batch, what is planned is a batch of the loader: rows that happen to be of one shape
-            are left apart, as they would be more than was measured. are_apart: whether each is a mean of its own.
+        model: the model.
+        planning: arguments of `trimtab.plan`. With `longest_batch`, batches are not joined, as a joined batch could
+            need more memory than was measured.
+        are_apart: True if the loss of each batch is a separate mean.
     """
 
     def __init__(self, model: nn.Module, planning: Mapping[str, Any], *, are_apart: bool = False) -> None:
         self._are_apart = are_apart or "longest_batch" in planning or has_batch_statistics(model)
 
     def planned(self, batches: Sequence[Any], make: Callable[[Any, int], Plan], *, is_alone: bool = True) -> Plan:
-        """Return a plan of batches as one, where training on them so is proved to keep the maths; else of the first.
+        """Return a plan for the joined batches if the plan proves that joining keeps the numerics; else for the first
+        batch.
 
-        Ranks come to the same: they have one plan, and as many batches.
+        All ranks decide alike, since they have the same plan and equally many batches.
 
         Args:
-            make: plans for an example of a number of the host's batches. is_alone: one process; else what of a window
-                does not fit in memory is told by one rank alone, and ends planning.
+            batches: the batches of a window.
+            make: makes a plan for an example that joins a given number of the trainer's batches.
+            is_alone: True for a single process. With several ranks, a window that does not fit into one rank's memory
+                raises.
         """
         if self._are_apart or len(batches) == 1:
             return make(batches[0], 1)
         window = _together(batches)
-        if is_alone and len(window) > 1:  # where one rank's are of one shape another's may not be
+        if is_alone and len(window) > 1:  # With several ranks, all batches may have one shape on some ranks only.
             return make(batches[0], 1)
         try:
             plan = make(window[0], len(batches))
@@ -53,9 +58,10 @@ class WindowBatches:
         return plan if plan.proves_splitting else make(batches[0], 1)
 
     def joined(self, batches: Sequence[Any], plan: Plan) -> list[Any]:
-        """Return batches as one where that keeps the maths; else unchanged.
+        """Return the batches joined into one if this keeps the numerics; else unchanged.
 
-        It is known of a plan that proved it, and left to one that was set by hand for more rows than a batch has.
+        Joining keeps the numerics if the plan proved it. It is also done for plans set by hand for more samples than
+        one batch has.
         """
         if self._are_apart or len(batches) == 1:
             return list(batches)
@@ -65,7 +71,7 @@ class WindowBatches:
 
 
 def _together(batches: Sequence[Any]) -> list[Any]:
-    """Return batches as one where their rows are of one shape; else unchanged."""
+    """Return the batches joined into one if their samples have equal shapes; else unchanged."""
     first = batches[0]
     if not all(_is_alike(first, batch) for batch in batches):
         return list(batches)
@@ -85,5 +91,5 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def _shape(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return what rows have in common; None where there are none."""
+    """Return shape per sample, dtype and device; None for a scalar."""
     return (tensor.shape[1:], tensor.dtype, tensor.device) if tensor.dim() else None

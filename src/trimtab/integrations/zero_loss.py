@@ -1,4 +1,4 @@
-"""A loss of zero in place of a mean over nothing, which is no number, nor is its gradient, whatever it weighs."""
+"""A zero loss in place of a mean over no terms, which is NaN with NaN gradients even at weight 0."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from trimtab.core.errors import ValueGivenError
 
 
 def zero_loss(mean: Tensor) -> Tensor:
-    """Return zero, with a gradient of zero for all that a mean over nothing comes from, and for nothing else.
+    """Return a zero loss with zero gradients for exactly the parameters that `mean` depends on.
 
-    What a loss does not come from has no gradient: of one of zero an optimizer would decay it.
+    Other parameters keep the gradient None: with a zero gradient, an optimizer would apply weight decay.
 
     Raises:
-        ValueGivenError: it comes from nothing that is trained, as far as its graph shows.
+        ValueGivenError: the graph of `mean` shows no trained parameter.
     """
-    parts = [leaf.reshape(-1)[:0].sum().to(mean) for leaf in _leaves(mean)]  # of no element, as one may be infinite
+    # Sums of empty slices, since elements may be infinite.
+    parts = [leaf.reshape(-1)[:0].sum().to(mean) for leaf in _leaves(mean)]
     if not parts:
         raise ValueGivenError(
             "loss",
@@ -31,7 +32,7 @@ def zero_loss(mean: Tensor) -> Tensor:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield what a backward would leave a gradient in, each once."""
+    """Yield each leaf tensor that a backward of `loss` reaches."""
     waiting: list[Node | None] = [loss.grad_fn]
     seen: set[Node] = set()
     while waiting:
