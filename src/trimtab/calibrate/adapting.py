@@ -1,4 +1,4 @@
-"""A plan carried to tier F: what the user freed is tried on their own data, and kept where it is measurably better."""
+"""Tuned plans (tier F): tries the training settings that the user allowed, on the user's data."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from trimtab.runtime.muon import hidden_matrices, require_muon
 from trimtab.runtime.schedule import rate_unset
 
 ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout")
-# Of them, those that are raced by short trainings in pairs, and all that are tried by training a little.
+# Settings compared in short paired trainings, and all settings that need short trainings.
 RACED = frozenset({"optimizer", "schedule", "dropout"})
 TRAINED = RACED | {"learning_rate"}
-# Optimizers that divide by the size that gradients have had, from the first step on.
+# Optimizers that normalise the gradient by its magnitude, from the first step on.
 _SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
 _MUON = replace(KEEP_OPTIMIZER, value="muon", reason="raced", changed=True)
 _NONE_DROPPED = replace(KEEP_DROPOUT, value=0.0, reason="raced", changed=True)
@@ -42,24 +42,23 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long the run is that a plan is made for: its steps, and how often it goes over its data; None: not known."""
+    """Length of the planned run in steps and epochs; None if unknown."""
 
     steps: int | None = None
     passes: float | None = None
 
     @classmethod
     def of(cls, data: Iterable[Any] | None, total_steps: int | None) -> RunLength:
-        """Return the length of a run of so many steps over such data."""
+        """Return the length of a run of `total_steps` steps over the data."""
         number = length_of(data)
         return cls(total_steps, None if total_steps is None or not number else total_steps / number)
 
 
 def adaptations(adapt: str | Collection[str] | None, data: Iterable[Any] | None) -> frozenset[str]:
-    """Return what was freed.
+    """Return the names of the settings that may be tuned.
 
     Raises:
-        ValueGivenError: something that cannot be, what needs training batches without them, or a schedule whose rate
-            is the user's.
+        ValueGivenError: an unknown name, missing training batches, or "schedule" without "learning_rate".
     """
     names = (adapt,) if isinstance(adapt, str) or not isinstance(adapt, Collection) else tuple(adapt)
     freed = frozenset(checks.one_of("adapt", name, ADAPTATIONS) for name in names if name is not None)
@@ -70,10 +69,10 @@ def adaptations(adapt: str | Collection[str] | None, data: Iterable[Any] | None)
 
 
 def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
-    """Return the rule of an adaptive batch: the given or the default one; None if the batch is the user's.
+    """Return the batch rule, given or default; None if the batch size is constant.
 
     Raises:
-        ValueGivenError: not a batch rule, or a rule that changes a batch that is not adaptive.
+        ValueGivenError: not a batch rule, or a rule that changes the batch size without adapt="batch".
     """
     found: BatchRule | None = checks.dataclass_or("batch_rule", rule, BatchRule, BatchRule() if is_freed else None)
     if found is not None and not is_freed and not found.only_measures:
@@ -86,7 +85,9 @@ def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
 
 
 def require_rate(freed: Collection[str]) -> None:
-    """Raise where a schedule is freed and the rate is not: a plan has one of its own only with a rate of its own."""
+    """Raise if the schedule may be tuned and the learning rate may not: the plan's schedules scale a tuned peak
+    rate.
+    """
     if "schedule" in freed and "learning_rate" not in freed:
         given, expected = "schedule without learning_rate", "both: the user's own schedule is not the plan's to shape"
         raise ValueGivenError("adapt", given=given, expected=expected)
@@ -95,10 +96,10 @@ def require_rate(freed: Collection[str]) -> None:
 def require_adaptable(
     freed: frozenset[str], model: nn.Module, optimizer: torch.optim.Optimizer, *, is_alone: bool
 ) -> None:
-    """Raise `UsageError` where a setting cannot be adapted for this model, optimizer and number of ranks.
+    """Raise `UsageError` if a setting cannot be tuned for this model, optimizer and number of ranks.
 
     Args:
-        is_alone: whether this process is the only rank.
+        is_alone: True if this process is the only rank.
     """
     if (raced := sorted(freed & RACED)) and not is_alone:
         raise ValueGivenError(
@@ -130,16 +131,19 @@ def adapted(
     length: RunLength = RunLength(),
     budget: Budget | None = None,
 ) -> Plan:
-    """Return a tier-S plan carried to tier F by what is found on `data`; leaves no trace.
+    """Return an equivalent plan extended to a tuned plan by short trainings on `data`; state is restored.
 
-    In this order, each on what the one before left: no dropout, by a race; a peak learning rate, by a range test; the
-    shape of its schedule, and Muon, each by a race, at a rate of its own range test where the rate is freed.
+    The settings are tried in this order, each with the choices made before: no dropout (paired runs), a peak learning
+    rate (range test), the shape of the schedule, and Muon (both paired runs; Muon with a range test for itself if the
+    rate may be tuned).
 
     Args:
-        length: of the run. budget: whose limits on a step hold for what takes longer, too.
+        length: length of the planned run.
+        budget: limits per step, which slower settings must meet too.
 
     Raises:
-        ModelError, OptimizerError: there is nothing that Muon could step. ValueGivenError: too few batches.
+        ModelError, OptimizerError: Muon has no matrices to step.
+        ValueGivenError: too few batches.
     """
     if "optimizer" in freed:
         hidden_matrices(subject.model, subject.optimizer)
@@ -161,7 +165,7 @@ def adapted(
 
 
 def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Say, run_steps: int | None = None) -> Plan:
-    """Return a plan with a peak learning rate by a range test, and a schedule for a run of so many steps."""
+    """Return a plan with a peak learning rate from a range test, and a schedule for a run of `run_steps` steps."""
     begin = time.perf_counter()
     points = range_test(subject, base, data, progress)
     rates, may_clip = choose_rate(points), _divides_by_size(subject.optimizer)
@@ -169,9 +173,10 @@ def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Say, 
 
 
 def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step is as long however long all gradients are, so that a limit to them shortens rare ones.
+    """Return True if the optimizer's step length is independent of the gradient scale.
 
-    Not where weight decay is added to what was clipped: it would grow beside it.
+    Clipping then only shortens rare large steps. False if weight decay is added to the clipped gradients, because
+    clipping would raise the relative weight of the decay.
     """
     if not isinstance(optimizer, _SCALE_FREE):
         return False
@@ -181,7 +186,7 @@ def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _schedule_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:
-    """Return a plan whose schedule has held its own against a straight line, or given way to it."""
+    """Return the plan with the better of its schedule and a linear decay, from paired runs."""
     begin = time.perf_counter()
     rival = replace(stands, schedule=_LINEAR)
     pairs = short_race(subject, stands, rival, data, progress, same_step=True)
@@ -191,7 +196,7 @@ def _schedule_raced(subject: Subject, stands: Plan, data: Iterable[Any], progres
 def _dropout_raced(
     subject: Subject, stands: Plan, data: Iterable[Any], progress: Say, passes: float | None, budget: Budget
 ) -> Plan:
-    """Return a plan without dropout, where the loss of unseen batches is sooner as low without it; or as it stands."""
+    """Return the plan without dropout if paired runs reach the same loss on unseen batches sooner, else unchanged."""
     if why := _not_raced(subject, data, passes):
         return replace(stands, dropout=replace(KEEP_DROPOUT, reason=why))
     begin = time.perf_counter()
@@ -204,7 +209,7 @@ def _dropout_raced(
 
 
 def _not_raced(subject: Subject, data: Iterable[Any], passes: float | None) -> str:
-    """Say why dropout is not raced, or ""."""
+    """Return the reason for not trying a model without dropout, or ""."""
     if not droppers(subject.model):
         return "as the loop has it: no module drops anything"
     if passes is None:

@@ -1,4 +1,4 @@
-"""A model's blocks as they would run on a CUDA device that is not here: traced, in bytes and operators."""
+"""Traces of a model's blocks for a CUDA target device, in bytes and operators."""
 
 from __future__ import annotations
 
@@ -40,11 +40,14 @@ def trace_blocks(
     splits: bool = True,
     batching: Batching = BY_CONTAINERS,
 ) -> TracedBlocks | str:
-    """Return a candidate's blocks as on CUDA, or why nothing can be told of them.
+    """Return a candidate's blocks as traced for CUDA, or the reason for failing.
 
     Args:
-        model, optimizer, batch: on this CPU, or without memory; of 3 rows or more. named: the blocks, where they are
-            not those of the model's tree. splits: whether the batch may be split, into more than one.
+        model: the model, on the CPU or the meta device.
+        optimizer: its optimizer.
+        batch: a batch of 3 or more samples, on the CPU or the meta device.
+        named: names of the blocks, instead of those found in the module tree.
+        splits: True if the batch may be split.
     """
     try:
         with applied(model, optimizer, candidate), AsCuda():
@@ -69,7 +72,7 @@ def _traced(
     if not number:
         return NO_BLOCKS
     again = schedule_of(EVERY_BLOCK, number)
-    with_schedule(model, blocks.names, again, _run_nothing)  # or it says why not
+    with_schedule(model, blocks.names, again, _run_nothing)  # Raises if blocks cannot be swapped.
     rows, batches = two_sizes(batch, batching=batching)
     forward = functools.partial(autocast, candidate.precision, HERE)
 
@@ -81,11 +84,11 @@ def _traced(
 
     few, many = trace()
     every_block = {"autocast": forward, "prepare": lambda copy: use_schedule(copy, blocks.names, again)}
-    require_runs(model, loss_fn, batches[0], **every_block)  # or a block writes over what it is given
+    require_runs(model, loss_fn, batches[0], **every_block)  # Raises if a block overwrites its input.
     chains, in_part = chains_through(few, many, rows), ()
     if not runs_in_segments(model, blocks, _run_nothing):
         chains = [chain.unlinked() for chain in chains]
-    with contextlib.suppress(ModelError):  # as where a block writes over what is kept
+    with contextlib.suppress(ModelError):  # A block may overwrite a tensor that is kept.
         parts = trace(prepare=lambda copy: use_schedule(copy, blocks.names, in_part_of(number)), drops=False)
         in_part = operations(parts[0].work, parts[1].work, rows)
         chains = [chain.with_parts(part) for chain, part in zip(chains, chains_through(*parts, rows), strict=True)]
@@ -98,13 +101,13 @@ def _traced(
 
 
 def _run_nothing() -> None:
-    """Take no step: whether blocks can be swapped shows before one."""
+    """Do nothing: replacing the blocks already shows if they can be replaced."""
 
 
 def trace_blocks_for_others(
     subject: Subject, profile: Profile, progress: Callable[[str], None]
 ) -> tuple[TracedBlocks, ...]:
-    """Return blocks as on CUDA, for devices that are not here, of whatever else is traced for these."""
+    """Return the blocks of all candidates traced for target devices, as traced for CUDA."""
     wanted = [each.candidate for each in profile.elsewhere_traces]
     loop = (subject.model, subject.optimizer, subject.loss_fn, subject.batch)
     how: Any = {"splits": profile.check.splittable, "batching": subject.batching}

@@ -1,4 +1,4 @@
-"""A function in a process of its own: what ends that process, as a kernel that has a fault, ends no more than it."""
+"""Runs a function in a forked child, so that a crash such as a segmentation fault in a kernel does not end planning."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ _PATIENCE_S, _LOOK_S = 10.0, 0.002
 
 
 def can_fork() -> bool:
-    """Return whether a process can be split off: not one of several ranks, whose collectives its twin would join."""
+    """Return True if the process can be forked. A rank of several cannot: the child would take part in collectives."""
     return (
         hasattr(os, "fork") and not (dist.is_available() and dist.is_initialized()) and not torch.cuda.is_initialized()
     )
 
 
 def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> str:
-    """Return how a function came to its end on the CPU, in a process of its own: DONE, RAISED or LATE, or by a signal.
+    """Run a function on the CPU in a forked child and return its outcome: DONE, RAISED, LATE or the name of a signal.
 
-    LATE too where there is no other process to be had. It is a fork of this one: nothing has to be sent to it, and what
-    it changes in memory is its own. It computes in one thread, as others are not forked.
+    The child starts with a copy of the memory, so nothing is transferred and changes are discarded. The function runs
+    in a single thread, because fork does not copy other threads. LATE is also returned if the process cannot be
+    forked.
     """
     child, end = 0, time.monotonic() + patience_s
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which it has no use for
+            # Fork warns of other threads, which the child does not use.
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             _run(function)
@@ -47,7 +49,7 @@ def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> s
                 return RAISED if status else DONE
             time.sleep(_LOOK_S)
         return LATE
-    except OSError:  # no room for a process, or somebody else waits for all of them
+    except OSError:  # No memory for a process, or other code has waited for the child.
         return LATE
     finally:
         if child > 0:
@@ -57,14 +59,14 @@ def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> s
 
 
 def _run(function: Callable[[], object]) -> None:
-    """Run it, and be gone: nothing that the parent has open is flushed, closed or cleaned up."""
+    """Run the function and exit without flushing, closing or cleaning up the parent's resources."""
     code = 1
     try:
-        import resource  # which systems without a fork have not
+        import resource  # Missing on systems without fork.
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()
-        kept = sys.stdout, sys.stderr  # let go they would write what they hold
+        kept = sys.stdout, sys.stderr  # If freed, the streams would flush the parent's buffers.
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         for stream in (1, 2):
             os.dup2(sys.stdout.fileno(), stream)

@@ -1,6 +1,6 @@
-"""A few batches of the loop's data, drawn to time the wait for them and to see how their sizes differ.
+"""Draws a few batches to time the data wait and to see the variation in batch sizes.
 
-The data are left as they were: their state is restored, and one-shot data are not drawn from.
+The state of the data is restored, and one-shot data are not drawn from.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _CHANGED = (
 
 
 class Drawn(NamedTuple):
-    """What a few batches of a loader say.
+    """Result of drawing a few batches.
 
     Attributes:
-        seconds: that drawing one takes; None where there are not even two. longest: elements of the largest, in those
-            of the example. batch: the last one with as many samples as the example, for proofs; or None.
+        seconds: seconds per batch; None with fewer than two batches.
+        longest: elements of the largest batch, relative to the example batch.
+        batch: last batch with as many samples as the example, for proofs; or None.
     """
 
     seconds: float | None = None
@@ -43,12 +44,12 @@ class Drawn(NamedTuple):
 
 
 def draw_some(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
-    """Draw a few batches in a row, and put them back. Nothing is drawn from an iterator or other one-shot data.
+    """Draw a few consecutive batches and restore the data. Iterators and other one-shot data are skipped.
 
-    The first is drawn before the clock starts: it opens files and starts workers.
+    The first batch is drawn before the clock starts, because opening files and starting workers takes time.
 
     Raises:
-        BatchError: there is nothing to iterate over.
+        BatchError: the data are not iterable.
     """
     if reason := one_shot(data):
         notes.add("data.not_drawn", _NOT_DRAWN, reason)
@@ -57,13 +58,14 @@ def draw_some(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
         return _drawn(subject, data, notes)
     except TrimtabError:
         raise
-    except Exception as error:  # of the loader, the dataset or the collation: the loop will see it too
+    # An error of the loader, dataset or collate function; the training loop will raise it too.
+    except Exception as error:
         notes.add("data.not_drawn", _NOT_DRAWN, error)
         return Drawn()
 
 
 def one_shot(data: Any) -> str:
-    """Return why data cannot be drawn from without taking batches away from the first epoch; "" if they can."""
+    """Return the reason why drawing from the data would consume batches of the first epoch; "" if it would not."""
     if isinstance(data, Iterator):
         return "the data are an iterator, and what is drawn from it is gone"
     state = DataState(data)
@@ -71,10 +73,12 @@ def one_shot(data: Any) -> str:
 
 
 def require_restorable(data: Any) -> None:
-    """Raise for data that training on a little takes batches from in silence; an iterator is known to be used up.
+    """Raise if short trainings would silently consume data.
+
+    Iterators are accepted, because they are documented to advance.
 
     Raises:
-        ValueGivenError: one-shot data that are no iterator.
+        ValueGivenError: data that contain an iterator, without being an iterator.
     """
     if not isinstance(data, Iterator) and (reason := one_shot(data)):
         raise ValueGivenError(
@@ -90,7 +94,8 @@ def require_restorable(data: Any) -> None:
 def _drawn(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
     process = ProcessState.capture(wakes_cuda=False)
     first = None
-    if not isinstance(data, list | tuple) and not getattr(data, "num_workers", 0):  # workers draw in their own copies
+    # Workers draw in their own copies of the dataset.
+    if not isinstance(data, list | tuple) and not getattr(data, "num_workers", 0):
         with undisturbed(data) as lent:
             first = next(iterate("data", lent), None)
         process.restore()
@@ -116,7 +121,7 @@ def _drawn(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
 
 
 def _as_large(subject: Subject, batch: Any) -> Any | None:
-    """Return a batch if it has as many samples as the example, and can be split as that can."""
+    """Return the batch if it has as many samples as the example and can be split likewise, else None."""
     if batch is None or subject.unknown:
         return None
     reading, own = subject.batching.read(batch), subject.batching.read(subject.batch)
@@ -136,12 +141,12 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype or left.layout is not right.layout:
         return False
     if left.layout is not torch.strided:
-        return True  # not compared
+        return True  # Other layouts are not compared.
     return torch.equal(left, right) or bool(torch.equal(left.isnan(), right.isnan()) and left.isnan().any())
 
 
 def waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> float:
-    """Return seconds per step that a loop waits for its data: workers of a loader draw while the step runs."""
+    """Return the seconds per step that a loop waits for data; loader workers overlap with the step."""
     num_workers = getattr(data, "num_workers", 0)
     at_once = isinstance(num_workers, int) and num_workers > 0
     return max(0.0, drawing_s - sum(phases.values())) if at_once else drawing_s

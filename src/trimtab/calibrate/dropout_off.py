@@ -1,4 +1,4 @@
-"""Dropout held as the identity, in modules and in functional calls, while everything else stays in training mode."""
+"""Disables dropout in modules and functional calls, while all modules stay in training mode."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.overrides import TorchFunctionMode
 
 from trimtab.runtime.dropout import droppers
 
-# Layers of users and libraries that may draw masks themselves (DropPath, DropBlock).
+# Name parts of third-party layers that may draw their own masks (DropPath, DropBlock).
 _OWN_DROP_NAMES = ("drop", "stochasticdepth")
 
 
 @contextlib.contextmanager
 def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Hold dropout as the identity.
+    """Disable dropout inside the context.
 
     Probabilities of torch's modules are set to 0. Functional dropout, attention dropout, dropout between recurrent
-    layers and randomized ReLU are intercepted where torch is called, so that no module has to leave training mode.
+    layers and randomized ReLU are intercepted at torch's functions, so modules stay in training mode.
 
     Args:
-        model: whose dropout is held.
-        drawing: of `own_droppers`, those that were seen to draw random numbers. They are put into evaluation mode if
-            they draw masks themselves, and their probabilities are set to 0.
+        model: the model.
+        drawing: modules from `own_droppers` that were seen to draw random numbers. Layers that draw their own masks
+            are put into evaluation mode, and probabilities are set to 0.
     """
     own = own_droppers(model)
     modes = [module for module in drawing if _is_drop_layer(module) and module.training]
@@ -49,9 +49,9 @@ def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterat
 
 
 def own_droppers(model: nn.Module) -> set[nn.Module]:
-    """Return modules outside torch that may drop values by masks of their own.
+    """Return modules outside torch that may drop values with their own masks.
 
-    Those are layers whose class name says it, such as `DropPath`, and modules that hold a probability of dropout.
+    These are layers with a telling class name, such as `DropPath`, and modules with a dropout probability.
     """
     named = {module for module in model.modules() if _is_drop_layer(module)}
     return named | {module for module, _ in droppers(model) if not _is_of_torch(module)}
@@ -96,12 +96,12 @@ def _without_attention_dropout(func: Callable[..., Any], args: list[Any], kwargs
 
 def _not_training(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.arguments["training"] = False  # of these functions it switches nothing but random numbers
+    bound.arguments["training"] = False  # In these functions, `training` only controls random numbers.
     return func(*bound.args, **bound.kwargs)
 
 
 def _without_layer_dropout(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-    # The only float among a recurrent kernel's arguments, at a place that differs between padded and packed inputs.
+    # The only float argument of a recurrent kernel; its position differs between padded and packed inputs.
     return func(*(0.0 if isinstance(arg, float) else arg for arg in args), **kwargs)
 
 

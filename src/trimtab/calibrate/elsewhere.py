@@ -1,4 +1,4 @@
-"""The profile of a loop for a device that is not here: traced, nothing run, so that every figure is predicted."""
+"""Profile of a loop for a target device: traced, nothing is run, all figures are predictions."""
 
 from __future__ import annotations
 
@@ -49,15 +49,19 @@ def profile_elsewhere(
     rows: int | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Trace the loop in each precision that the device has; where memory counts, its head in chunks and its blocks too.
+    """Trace the loop in each precision of the device; if memory counts, also its loss head in chunks and its blocks.
 
     Args:
-        model, optimizer, batch: on the CPU, or without memory (made on fake tensors).
-        device: whose peaks and bandwidth are known. rows: of a step, where the batch is an example of other rows.
+        model: the model, on the CPU or the meta device.
+        optimizer: its optimizer.
+        batch: a batch, on the CPU or the meta device.
+        device: device with known peaks and bandwidth.
+        rows: samples per step, if not those of the batch.
 
     Raises:
-        ModelError: a step cannot be traced, or the model is not on the CPU. ValueGivenError: under 3 rows, of which
-            no two sizes can be traced; or a device of unknown bandwidth or peaks.
+        ModelError: a step cannot be traced, or the model is not on the CPU.
+        ValueGivenError: fewer than 3 samples, too few for traces at two sizes; or a device of unknown bandwidth or
+            peaks.
     """
     start = time.perf_counter()
     check_ownership(model, optimizer)
@@ -106,7 +110,7 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, 
 
 
 def _of_rows(facts: LoopFacts, rows: int | None) -> LoopFacts:
-    """Return the facts of a step of so many rows."""
+    """Return the facts scaled to a step of `rows` samples."""
     if rows is None or rows == facts.batch_rows:
         return facts
     share = rows / facts.batch_rows

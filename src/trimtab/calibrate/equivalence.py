@@ -1,11 +1,11 @@
 """The splitting check: do micro-batches compute the gradient of the whole batch? (math: section 2)
 
-In fp32, on the user's model and batch, in training mode: the gradient of the whole batch is compared, parameter by
-parameter, with that of an unequal split weighted as a run weighs it. Only dropout is held as the identity, because a
-split draws other masks from the same distribution; a model whose gradient is random even so is refused as unproved.
-Before that, everything that a forward and a loss change is found by `LoopState`: what a second forward would change
-again (batch statistics, queues, momentum teachers, counters, generators of Python and NumPy) would change once per
-micro-batch, so the batch is not split.
+The check runs in fp32 and training mode on the user's model and batch. The gradient of the whole batch is compared,
+parameter by parameter, with the gradient of an unequal split, weighted as in a run. Only dropout is disabled, because
+a split draws different masks from the same distribution; if the gradient is still random, the check fails as
+unproved. Before the comparison, `LoopState` finds all state that a forward and a loss change. State that a second
+forward changes again (batch statistics, queues, momentum teachers, counters, generators of Python and NumPy) would
+change once per micro-batch, so such a batch is not split.
 """
 
 from __future__ import annotations
@@ -57,24 +57,25 @@ from trimtab.runtime.samples import read
 from trimtab.runtime.splitting import normalises_by_batch
 
 TOLERANCE = 1e-4
-# How many times the change that moving weights by their last bit causes a difference may be; and the largest part of
-# the whole gradient that rounding may explain in a parameter whose own gradient is near zero.
+# Multiple of the change caused by perturbing the weights in their last bit that counts as rounding; and the largest
+# fraction of the whole gradient that rounding may explain for a parameter whose own gradient is near zero.
 _TIMES_ROUNDING, _MOST_ROUNDING = 30.0, 1e-5
-_SMALLEST = 1e-9  # of the whole gradient: below this nothing is told apart
+_SMALLEST = 1e-9  # Fraction of the whole gradient; smaller differences are ignored.
 _FP32_BYTES = 4
 _STATISTIC = re.compile(r"\.(running_mean|running_var|num_batches_tracked)\b")
-_DIFFERS = ("split.gradient_differs", "split.token_mean", "split.loss_is_sum")  # found by comparing gradients
-_HALF_ROUNDING = 0.02  # half precision rounds a gradient by less
-_MOVED = 0.01  # relative size of the move of weights under which changes of state are looked for
-_OTHER_WEIGHT = 1e-3  # from here on a piece of the batch has another weight than its share of the samples
-_REPEATED = 2e-6  # a gradient computed again from the same values; atomic additions on a GPU change no more
-_COUNTED = 4  # samples for which drawn numbers are counted, at most
-_OTHER_ROWS = 4  # a second batch needs no more than this many samples, or a quarter of the batch
+# Codes of checks that compared gradients.
+_DIFFERS = ("split.gradient_differs", "split.token_mean", "split.loss_is_sum")
+_HALF_ROUNDING = 0.02  # Largest relative rounding error of a half-precision gradient.
+_MOVED = 0.01  # Relative perturbation of the weights for detecting changes of state.
+_OTHER_WEIGHT = 1e-3  # Relative deviation of a piece's weight from its fraction of the samples.
+_REPEATED = 2e-6  # Relative difference of a repeated gradient; atomic additions on a GPU cause no more.
+_COUNTED = 4  # Largest number of samples for counting random draws.
+_OTHER_ROWS = 4  # A second batch has at most this many samples, or a quarter of the batch.
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What a proof found: `code` is empty if the gradient is kept."""
+    """Result of comparing gradients; `code` is empty if they agree."""
 
     code: str = ""
     reason: str = ""
@@ -82,15 +83,15 @@ class _Verdict:
 
 
 def check_splitting(subject: Subject, precision: str = "fp32", start: LoopState | None = None) -> Check:
-    """Return whether micro-batches smaller than the batch compute the same gradient; leaves no trace.
+    """Return the verdict on splitting the batch into micro-batches; state is restored.
 
-    The longest batch and an example batch are both checked: a mean over tokens splits exactly if no sample is padded.
-    If the whole batch does not fit in memory, the check uses as many of its first samples as fit.
+    The longest batch and an example batch are both checked, because a mean over tokens splits exactly if no sample is
+    padded. If the whole batch does not fit in memory, as many of the first samples as fit are used.
 
     Args:
         subject: the user's loop.
-        precision: the loop's own. The loop runs once in it; the proof is in fp32.
-        start: the loop's state, if it is held already; it is restored on leaving.
+        precision: precision of the loop. The loop runs once in this precision; the comparison is in fp32.
+        start: snapshot of the loop's state, if available; it is restored on exit.
 
     Returns:
         The verdict, with a code, a reason and the largest relative difference of a parameter's gradient.
@@ -125,7 +126,7 @@ def _check_of_batch(subject: Subject, precision: str, start: LoopState) -> Check
         else:
             fewer = f"; checked on the first {rows} of {subject.rows} samples, because more do not fit in memory"
             return check if part is subject else replace(check, reason=check.reason + fewer)
-        rows //= 2  # outside of the handler, whose error would keep alive what did not fit
+        rows //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
         if rows < 2 or not _can_split(subject):
             return _refused("split.out_of_memory", "the batch does not fit in memory in fp32, so nothing can be proved")
 
@@ -143,7 +144,7 @@ def _refused(code: str, reason: str, difference: float | None = None) -> Check:
 
 
 def _unknown_samples(subject: Subject) -> Check | None:
-    """Return a refusal if the number of samples is unknown, whatever else keeps the batch from being split."""
+    """Return a failed check if the number of samples is unknown, before any other reason."""
     if unknown := subject.unknown:
         return _refused(UNKNOWN, f"the number of samples of the batch is unknown: {unknown}")
     return None
@@ -193,7 +194,7 @@ def _held(subject: Subject) -> LoopState:
 
 
 def _watched(subject: Subject) -> LoopState:
-    """Return the state as it is now, held to find changes: of what `_held` has copies, checksums are enough."""
+    """Return a snapshot of the current state for finding changes, with checksums of tensors that `_held` copies."""
     state = subject.optimizer.state.values()
     held = {id(tensor) for each in state for tensor in each.values() if isinstance(tensor, Tensor)}
     return LoopState(
@@ -214,10 +215,10 @@ def _restoring(start: LoopState) -> Iterator[None]:
 
 
 def _state_refusal(subject: Subject, precision: str, start: LoopState) -> Check | None:
-    """Return a refusal if a second forward would change anything again, or compute something else for the first.
+    """Return a failed check if a second forward would change state again, or would change the result of the first.
 
-    Weights are moved a little, so that a teacher that still equals its student is seen to follow it. A value that every
-    forward overwrites with the same (the last attention map, kept to be looked at) is no obstacle.
+    Weights are perturbed slightly, so that a teacher equal to its student is seen to follow it. A value that every
+    forward overwrites with the same content (such as the last attention map, kept for inspection) is accepted.
 
     Raises:
         LossError: as of `require_own_forward`.
@@ -228,11 +229,12 @@ def _state_refusal(subject: Subject, precision: str, start: LoopState) -> Check 
         state = _watched(subject)
         require_own_forward(subject, precision)
         changed = _counted(state.changes())
-    if not model.training:  # handed over in evaluation mode: what training would change
+    if not model.training:  # The model was passed in evaluation mode; find the changes of training mode.
         with _restoring(start), _as_it_trains(model):
             move_last_bits(model, seed=0, epsilon=_MOVED)
             state = _watched(subject)
-            with contextlib.suppress(Exception):  # it fails in training mode, which the proof reports
+            # A failure in training mode is reported by the comparison of gradients.
+            with contextlib.suppress(Exception):
                 subject.loss()
             changed += _counted(state.changes())
     if not changed:
@@ -244,7 +246,7 @@ def _state_refusal(subject: Subject, precision: str, start: LoopState) -> Check 
 
 
 def _changes_again(subject: Subject, start: LoopState) -> list[Change] | None:
-    """Return what a second forward changes again; None if it computes another gradient, or fails."""
+    """Return the state that a second forward changes again; None if it fails or its gradient differs from the first."""
     whole = [(subject.batch, subject.rows)]
     masks = OwnMasks(subject.trained, subject.rows)
     with _restoring(start), _as_it_trains(subject.trained), dropout_off(subject.trained):
@@ -261,10 +263,10 @@ def _changes_again(subject: Subject, start: LoopState) -> list[Change] | None:
 
 
 def _counted(changes: Sequence[Change]) -> list[Change]:
-    """Return changes that count against a split.
+    """Return the changes that prevent a split.
 
-    Gradients are the result. torch's own generators draw dropout masks, sample by sample from the same distribution;
-    whether a draw couples samples is a question for the proof.
+    Gradients are the result. torch's generators draw dropout masks sample by sample from the same distribution; the
+    comparison of gradients decides if a draw couples samples.
     """
     ignored = (ChangeKind.GRADIENT, ChangeKind.BATCH)
     return [c for c in changes if c.kind not in ignored and c.path not in TORCH_GENERATORS]
@@ -301,11 +303,10 @@ def _changes_refusal(changed: Sequence[Change]) -> Check:
 
 
 def _shared_masks(subject: Subject) -> str | None:
-    """Return where a forward draws random numbers that several samples share and a gradient depends on, or "".
+    """Return the places of random numbers that several samples share and the gradient depends on, or "".
 
-    None if the forward fails.
-
-    Elements that are drawn for some samples, and for these samples twice, are counted: a mask of a weight has as many.
+    None if the forward fails. The elements drawn for some samples, and for the same samples twice, are counted: a
+    mask of a weight has the same number in both cases.
     """
     for few, many, times in _samples_and_more(subject):
         try:
@@ -318,13 +319,14 @@ def _shared_masks(subject: Subject) -> str | None:
                 if not shared or not _matter(subject, many, shared):
                     return ""
                 return ", ".join(dict.fromkeys(draw.text(subject.trained) for draw in shared[:3]))
-        except Exception as error:  # of a batch that was made up, or of a part, which the proof reports
+        # A made-up batch or a part may fail; the comparison of gradients reports the latter.
+        except Exception as error:
             _pass_on_memory(error)
     return None
 
 
 def _samples_and_more(subject: Subject) -> Iterator[tuple[Any, Any, float | None]]:
-    """Yield pairs of batches, and how many times the samples of the first one the second one has, if all are alike."""
+    """Yield pairs of batches and the ratio of their sample counts, or None if samples have different sizes."""
     samples = max(1, min(_COUNTED, subject.rows // 2))
     if read(subject.batch).samples == subject.rows:
         with contextlib.suppress(BatchError, RuntimeError, TypeError, IndexError):
@@ -335,7 +337,7 @@ def _samples_and_more(subject: Subject) -> Iterator[tuple[Any, Any, float | None
 
 
 def _matter(subject: Subject, batch: Any, draws: Sequence[Draw]) -> bool:
-    """Return whether the gradient of a batch depends on some draws: a number that is drawn may not be used."""
+    """Return True if the gradient depends on some draws; a drawn number may be unused."""
     before: Gradients | None = None
     for variant in range(VARIANTS):
         with other_draws(draws, variant):
@@ -377,7 +379,7 @@ def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
             split = _gradient(subject, pieces, masks)
         except UnmatchedMasks as error:
             return _Verdict("split.random", f"unproved: {error}")
-        except Exception as error:  # the user's model may refuse a part of its batch in any way
+        except Exception as error:  # The user's model may reject a part of its batch with any exception.
             _pass_on_memory(error)
             return _Verdict("split.part_fails", f"a part of the batch does not run alone: {describe(error)}")
         found = _within(subject, whole, sizes, split, masks)
@@ -391,9 +393,10 @@ def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
 
 
 def _within(subject: Subject, whole: Gradients, sizes: Norms, other: Gradients, masks: OwnMasks) -> Difference:
-    """Return the parameter whose gradient differs most.
+    """Return the parameter whose gradient differs most, relative to its tolerance.
 
-    The tolerance is a constant share of each gradient, and a multiple of its rounding if that could explain more.
+    The tolerance is a constant fraction of each gradient, plus a multiple of its rounding error if rounding could
+    explain the difference.
     """
     apart, everything = distances(whole, other), total(sizes)
     allowed = {name: TOLERANCE * size + _SMALLEST * everything for name, size in sizes.items()}
@@ -407,7 +410,7 @@ def _within(subject: Subject, whole: Gradients, sizes: Norms, other: Gradients, 
 
 
 def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
-    """Return whether every difference beyond its tolerance is so small that rounding might explain it."""
+    """Return True if all differences beyond their tolerance are small enough to be rounding."""
     return all(error <= 2 * _MOST_ROUNDING * everything for name, error in apart.items() if error > allowed[name])
 
 
@@ -419,10 +422,10 @@ def _cause(
     found: Difference,
     masks: OwnMasks,
 ) -> _Verdict:
-    """Return why the gradient of a split differs, with the remedy if there is one.
+    """Return the reason for a different gradient, with a remedy if there is one.
 
-    If the whole gradient is a weighted sum of those of the pieces, only the weights were wrong: weights of 1 are those
-    of a sum, others those of a mean over terms that samples have different numbers of.
+    If the whole gradient is a weighted sum of the pieces' gradients, only the weights were wrong: weights of 1
+    indicate a sum over samples, other weights a mean over unequal numbers of terms.
     """
     text = f"the gradient of {found.name} differs by {found.relative:.2g} (relative) when the batch is split unequally"
     starts = itertools.accumulate((rows for _, rows in pieces), initial=0)
@@ -444,7 +447,7 @@ def _cause(
 
 
 def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[float] | None:
-    """Return positive weights by which the gradients of the pieces add up to the whole, or None."""
+    """Return positive weights with which the pieces' gradients sum to the whole gradient, or None."""
 
     def products(left: Gradients, right: Gradients) -> float:
         pairs = ((left[name].double().flatten(), right[name].double().flatten()) for name in whole)
@@ -478,13 +481,13 @@ def _pass_on_memory(error: Exception) -> None:
 
 
 def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]], masks: OwnMasks, first: int = 0) -> Gradients:
-    """Return the gradient of pieces of the batch together.
+    """Return the accumulated gradient of pieces of the batch.
 
     Args:
         subject: the user's loop.
-        pieces: each with its number of samples.
-        masks: of modules that draw masks themselves.
-        first: index of the first sample of the pieces in the batch.
+        pieces: batches with their numbers of samples.
+        masks: recorded masks of modules that draw their own.
+        first: index of the first piece's first sample in the batch.
     """
     parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
     for parameter in parameters.values():
@@ -498,7 +501,7 @@ def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]], masks: OwnMas
         first += rows
     factor, found = weights.correction, Gradients()
     for name, parameter in parameters.items():
-        gradient, parameter.grad = parameter.grad, None  # taken, not copied: the batch's gradient is held once
+        gradient, parameter.grad = parameter.grad, None  # Moved, not copied: only a single set of gradients is held.
         if gradient is None:
             found[name] = torch.zeros_like(parameter)
         else:
@@ -508,7 +511,7 @@ def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]], masks: OwnMas
 
 @contextlib.contextmanager
 def _as_it_trains(model: nn.Module) -> Iterator[None]:
-    """Put a model that was handed over in evaluation mode into training mode; one in training mode stays as it is."""
+    """Put a model in evaluation mode into training mode inside the context."""
     modes: list[tuple[nn.Module, bool]] = []
     if not model.training:
         modes = [(module, module.training) for module in model.modules()]

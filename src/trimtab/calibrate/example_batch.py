@@ -1,4 +1,4 @@
-"""Protection of the example batch: planning calls the loss many times, and each call receives the same batch."""
+"""Protection of the example batch against in-place changes: every call of the loss receives the same values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LossFn = Callable[[nn.Module, Any], Any]
 
 
 class _Look:
-    """Modes in which the loss was seen, and whether it changes tensors of its batch in place."""
+    """Modes in which the loss was called, and a flag for in-place changes of its batch."""
 
-    __slots__ = ("changes", "modes")  # without attributes that a watch of the loss's side effects would restore
+    __slots__ = ("changes", "modes")  # Slots, because a snapshot of the loss's side effects would restore attributes.
 
     def __init__(self) -> None:
         self.modes: set[tuple[bool, bool]] = set()
@@ -29,7 +29,7 @@ class _Look:
 
 
 def require_repeatable(batch: Any) -> None:
-    """Raise `BatchError` for an example batch that can be read once: planning calls the loss many times."""
+    """Raise `BatchError` for an example batch that can be read only once: planning calls the loss many times."""
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
     for each in (batch, *parts):
         if isinstance(each, Iterator):
@@ -43,11 +43,11 @@ def require_repeatable(batch: Any) -> None:
 
 
 def protected(loss_fn: LossFn) -> LossFn:
-    """Return the loss function with a batch of its own at every call.
+    """Return the loss function wrapped so that it cannot change the caller's batch.
 
-    Containers are always new, so that the loss may take items out of them. The first call in each mode receives copies
-    of all tensors. If it changes one in place (by its version, its value or `requires_grad_`), later calls receive
-    copies too; else they receive the tensors themselves.
+    Containers are copied for every call, so the loss may take items out of them. The first call in each mode receives
+    copies of all tensors. If it changes a tensor in place (detected by version, value or `requires_grad_`), later
+    calls receive copies too; otherwise they receive the original tensors.
     """
     if getattr(loss_fn, "_is_protected", False):
         return loss_fn
@@ -74,7 +74,7 @@ def protected(loss_fn: LossFn) -> LossFn:
 
 
 def own_loss(loss_fn: LossFn) -> LossFn:
-    """Return the user's function of a protected one."""
+    """Return the function wrapped by `protected`."""
     return getattr(loss_fn, "__wrapped__", loss_fn) if getattr(loss_fn, "_is_protected", False) else loss_fn
 
 
@@ -83,7 +83,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _differ(before: Sequence[tuple[Tensor, bool, int]], originals: Sequence[Tensor]) -> bool:
-    """Return whether copies of a batch's tensors were changed in place; through `.data` no version tells."""
+    """Return True if copied tensors were changed in place; changes through `.data` do not raise the version."""
     for (each, requires_grad, version), original in zip(before, originals, strict=False):
         if each.requires_grad != requires_grad or _version(each) != version:
             return True
@@ -118,7 +118,7 @@ def _in_new_containers(batch: Any) -> Any:
 
 
 def _new_object(leaf: Any) -> Any:
-    """Return a shallow copy of an object of an unknown class, its own containers new; itself if that fails."""
+    """Return a shallow copy of an object of an unknown class, with copied containers; the object itself on failure."""
     if is_leaf(leaf):
         return leaf
     try:
@@ -126,6 +126,6 @@ def _new_object(leaf: Any) -> Any:
         for name, value in list(vars(made).items()):
             if is_record(value) or is_sequence(value):
                 made.__dict__[name] = fresh(value)
-    except Exception:  # a class of another package, which may refuse to be copied
+    except Exception:  # The object may refuse to be copied.
         return leaf
     return made

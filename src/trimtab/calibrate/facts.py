@@ -1,4 +1,4 @@
-"""What a loop is, as far as its objects tell without a step being run."""
+"""Properties of a loop that are visible without running a step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def loop_facts(
     heads: dict[LossHead, int],
     hooks: tuple[GradientHook, ...] | None = None,
 ) -> LoopFacts:
-    """Return the facts of a loop of `rows` a step, each of which is a term.
+    """Return the facts of a loop with `rows` samples per step, counted as terms.
 
     Args:
-        heads: the feature vectors that each of its loss heads is given in a step.
-        hooks: gradient hooks; None: those that inspection of the model finds.
+        heads: number of feature vectors per step of each loss head.
+        hooks: gradient hooks; None: the hooks found in the model.
     """
     parameters = list(model.parameters())
     head, bitwise_only = _largest(heads), bitwise_reason(gradient_hooks(model) if hooks is None else hooks)
@@ -53,7 +53,7 @@ def loop_facts(
 
 
 def with_tested_step(facts: LoopFacts, optimizer: torch.optim.Optimizer) -> LoopFacts:
-    """Return the facts of a loop without a fused step that differs from the plain one on this machine."""
+    """Return the facts without support for a fused optimizer step that differs from the plain step on this machine."""
     if not facts.supports_fused or facts.is_fused or not (difference := fused_difference(optimizer)):
         return facts
     refusal = f"the fused step of {facts.optimizer} differs from its plain step: {difference}"
@@ -61,6 +61,6 @@ def with_tested_step(facts: LoopFacts, optimizer: torch.optim.Optimizer) -> Loop
 
 
 def _largest(heads: dict[LossHead, int]) -> tuple[int, int] | None:
-    """Return (tokens, words) of the head with most logits among those that were seen; None where there is none."""
+    """Return (tokens, words) of the loss head with the largest logits; None without a head."""
     sizes = [(tokens, head.out_features) for head, tokens in heads.items() if tokens]
     return max(sizes, key=lambda size: size[0] * size[1], default=None)

@@ -1,4 +1,4 @@
-"""What went wrong in the user's model or on the device, in a line."""
+"""One-line descriptions of exceptions from the user's model or the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trimtab.runtime.out_of_memory import is_out_of_memory
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's kind and its first line, at most 200 characters of it."""
+    """Return an exception's class and the first line of its message, up to 200 characters."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     lines = [line for line in str(error).splitlines() if line.strip()]

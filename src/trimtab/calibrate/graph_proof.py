@@ -1,9 +1,10 @@
-"""The proof of CUDA graphs: does what they launch compute the gradient that the model has without being launched?
+"""Proof of CUDA graphs: compares the gradient of replayed graphs with the gradient of the same kernels without
+graphs.
 
-That is, as it is or as it was compiled, by the same kernels: how compiling rounds is no matter of graphs. Held in the
-trial that times them, of other rows and weights than they were recorded with, under two draws of random numbers. A
-graph that launched with what it was recorded with, or left out what Python does between kernels, would be as far off as
-that moved the gradient; what is rounded otherwise is not.
+Both are eager or both compiled, so rounding by the compiler plays no role. The proof runs in the trial that times the
+graphs, with other samples and weights than at capture, and with two random seeds. A graph that replays captured
+values, or omits Python code between kernels, is wrong by as much as the new samples and weights change the gradient;
+rounding is far less.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from trimtab.runtime.batches import samples_at
 from trimtab.runtime.compiled import CompiledCall
 from trimtab.runtime.cuda_graphs import Recorder
 
-# Of the gradient, relative, and of what other rows and weights moved it by, where that is less than all of it; below
-# the least such move nothing is told.
+# Largest relative difference of the gradient, and as a fraction of the change caused by other samples and weights if
+# that is less than 1. Below the smallest such change, nothing can be concluded.
 LIMIT, _LEAST_MOVE = 0.3, 0.1
-# Of a parameter's gradient and of its module's, by the root mean square: less may be rounding, as of a bias that batch
-# statistics undo. And how many times what two passes without graphs are apart.
+# Fraction of a parameter's gradient and of its module's (by root mean square) that may be rounding, as for a bias
+# that batch statistics cancel. And multiple of the difference between two passes without graphs.
 _ROUNDED, _TIMES_NOISE = 0.02, 3.0
-_LEAST_SIZE = 1e-7  # of all gradients' root mean square: a module's that are smaller are taken to be of this size
+_LEAST_SIZE = 1e-7  # Fraction of the root mean square of all gradients; smaller modules are treated as this large.
 _DRAWS = (1, 2)
 Gradients = list[Tensor | None]
 
 
 def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
-    """Return why graphs are not taken, or None. Called while a run of the candidate is open."""
+    """Return the reason for rejecting CUDA graphs, or None. Called inside an open run of the candidate."""
     call = subject.model._compiled_call_impl
     recorder = call.recorder if isinstance(call, CompiledCall) else None
     if recorder is None:
@@ -77,7 +78,13 @@ def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str
 
 
 class _Held(NamedTuple):
-    """Gradients that are held against one another: of the rows and weights of before, and three times of others."""
+    """Gradients to compare.
+
+    Args:
+        before: gradient on the samples and weights of the capture.
+        own, again: two gradients on other samples and weights, without graphs.
+        launched: the same with replayed graphs.
+    """
 
     before: Gradients
     own: Gradients
@@ -86,7 +93,7 @@ class _Held(NamedTuple):
 
 
 def _differing(subject: Subject, held: _Held) -> str:
-    """Return of which parameter the gradient differs, of several the one that does most for its size; "": of none."""
+    """Return a sentence about the parameter whose gradient differs most relative to its limit; "" if none does."""
     names = [name for name, p in subject.model.named_parameters() if p.requires_grad]
     found = {
         name: (own, _norm(own), *(_norm(own, other) for other in others))
@@ -95,7 +102,7 @@ def _differing(subject: Subject, held: _Held) -> str:
     }
     count = sum(own.numel() for own, *_ in found.values())
     least = _LEAST_SIZE * math.sqrt(sum(norm**2 for _, norm, *_ in found.values()) / max(1, count))
-    typical: dict[str, float] = {}  # root mean square of the parameter of a module that has the largest
+    typical: dict[str, float] = {}  # Root mean square of the largest parameter gradient per module.
     for name, (own, norm, *_) in found.items():
         module = name.rpartition(".")[0]
         typical[module] = max(typical.get(module, least), norm / math.sqrt(own.numel()))
@@ -110,7 +117,7 @@ def _differing(subject: Subject, held: _Held) -> str:
 
 
 def _norm(gradient: Tensor, other: Tensor | None = None) -> float:
-    """Return the norm of a gradient, or of what another is apart from it."""
+    """Return the norm of a gradient, or of its difference from another."""
     found = gradient if other is None else other - gradient
     dense = found.coalesce().values() if found.is_sparse else found
     return float(torch.linalg.vector_norm(dense, dtype=torch.float64))
@@ -123,13 +130,13 @@ def _relative(own: Gradients, other: Gradients) -> float | None:
 
 @contextlib.contextmanager
 def _moved_weights(subject: Subject) -> Iterator[None]:
-    """Move the weights in place, and put them back: what was recorded reads them where they lie."""
+    """Change the weights in place and restore them: a captured graph reads them at fixed addresses."""
     weights = [p for p in subject.model.parameters() if p.requires_grad]
     kept = [p.detach().clone() for p in weights]
     try:
         with torch.no_grad(), torch.random.fork_rng(_devices(subject)):
             for each in weights:
-                each.mul_(2 * torch.randint_like(each, 2) - 1)  # other signs: all stays as large as it was
+                each.mul_(2 * torch.randint_like(each, 2) - 1)  # Random signs keep all magnitudes.
         yield
     finally:
         with torch.no_grad():
@@ -137,14 +144,14 @@ def _moved_weights(subject: Subject) -> Iterator[None]:
 
 
 def _devices(subject: Subject) -> list[torch.device]:
-    """Return where random numbers are drawn beside the host."""
+    """Return the devices with random generators in addition to the CPU's."""
     return [subject.device] if subject.device.type == "cuda" else []
 
 
 def _gradients(
     subject: Subject, candidate: Candidate, recorder: Recorder, batch: Any, draw: int, *, launched: bool
 ) -> Gradients:
-    """Return a batch's gradients under random numbers that are a draw's; leaves none in the model, nor any buffer."""
+    """Return a batch's gradients for a random seed; gradients and buffers of the model are restored."""
     model, host = subject.model, random.getstate()
     buffers = list(model.buffers())
     kept = [each.clone() for each in buffers]
@@ -161,7 +168,8 @@ def _gradients(
         random.setstate(host)
         with torch.no_grad():
             for each, value in zip(buffers, kept, strict=True):
-                if not torch.equal(each, value):  # of one on another device each change counts as the model's
+                # Copy only if changed, because a copy to another device would count as a change by the model.
+                if not torch.equal(each, value):
                     each.copy_(value)
     found = [None if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
     model.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
-"""Measuring stages whose failure ends nothing: the figure is left out, and a note records why.
+"""Fault tolerance of measurements: a failed one is left out, and a note records the reason.
 
-The model, the loss and the data are the user's, and torch's instruments (dispatch modes, fake tensors, hooks) do not
-support every program. Only the plain training step decides whether a loop works: if that fails, planning raises.
+Model, loss and data are the user's, and torch's instruments (dispatch modes, fake tensors, hooks) do not support
+every program. Only the plain training step decides if a loop works: if it fails, planning raises.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ T = TypeVar("T")
 
 
 class Notes:
-    """Notes of one planning, each cause once."""
+    """Notes of a planning session, without duplicates."""
 
     def __init__(self) -> None:
         self._found: dict[Note, None] = {}
 
     @property
     def found(self) -> tuple[Note, ...]:
-        """The notes so far."""
+        """Notes so far."""
         return tuple(self._found)
 
     def add(self, code: str, what: str, why: BaseException | str) -> None:
-        """Record that something was left out.
+        """Record a missing measurement.
 
         Args:
             code: stable identifier.
             what: clause that names the missing figure, such as "FLOP were not counted".
-            why: the error, or the reason in words.
+            why: the exception or a reason.
         """
         reason = why.given if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
         self._found[Note(code, f"{what}: {reason}")] = None
 
     def attempt(self, code: str, what: str, function: Callable[[], T], default: T) -> T:
-        """Return what a function returns, or the default and a note if it raises."""
+        """Return the function's result, or the default and a note if it raises."""
         try:
             return function()
-        except Exception as error:  # of the user's code, or of torch: the reason is recorded
+        except Exception as error:  # Any exception of the user's code or of torch; its reason is recorded.
             self.add(code, what, error)
             return default
 
 
 def report_not_restorable(changes: Sequence[object], notes: Notes) -> None:
-    """Warn of iterators and queues that planning drew from and cannot put back, once, with a note on the plan."""
+    """Warn once, with a note in the plan, of iterators and queues that planning consumed and cannot restore."""
     if not changes:
         return
     names = ", ".join(map(str, changes))
@@ -74,7 +74,7 @@ def loss_failed(error: Exception) -> LossError:
 
 
 def planning_failed(error: Exception) -> ModelError:
-    """Return the error of a loop that planning cannot handle, for a cause that no check names."""
+    """Return the error for a loop that planning fails on for an unknown cause."""
     return ModelError(
         "plan",
         given=f"a loop that planning fails on ({describe(error)}); the original error is chained",
@@ -93,7 +93,7 @@ class Interrupted(BaseException):
 
 
 def interrupting(progress: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a progress callback whose exceptions end planning, as `Interrupted`."""
+    """Return the progress callback with its exceptions converted to `Interrupted`, which ends planning."""
 
     def report(text: str) -> None:
         try:

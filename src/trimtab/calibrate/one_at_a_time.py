@@ -1,4 +1,4 @@
-"""One planning at a time in a process: it changes process-wide state, and times and counts what runs in the process."""
+"""Lock against concurrent planning in a process: planning changes process-wide state and measures the process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Reentrant: a plan is made by functions that each take it.
+# Reentrant, because planning functions that hold it call each other.
 _planning = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """Make calls from several threads wait for each other.
+    """Decorate a function so that calls from several threads wait for each other.
 
-    Random generators, fp32 modes, the allocator's mode, `torch.compile`'s stance and garbage collection belong to the
-    process. Two measurements at once would restore each other's state, and each would time the other's work.
+    Random generators, fp32 modes, the allocator's mode, `torch.compile`'s stance and garbage collection are
+    process-wide. Two concurrent measurements would restore each other's state and time each other's work.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""A second batch of other values, so that a proof does not hold on the example batch alone."""
+"""A second batch with other values, so that proofs do not rest on the example batch alone."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ _MOST_SCALED = 0.1
 
 
 def other_values(batch: Any, samples: int, wanted: int, batching: Batching = BY_CONTAINERS) -> Any | None:
-    """Return a batch of other values and order, made of the samples of a batch; None if it cannot be indexed.
+    """Return a batch made from the samples of another, with changed values and order; None if it cannot be indexed.
 
-    Samples are taken in another order. Values of floating point are scaled down by up to a tenth, each by its own
-    factor, so that they keep their sign and stay within [0, 1] if they were; masks of 0 and 1 and integers (labels,
-    token ids, lengths) stay as they are.
+    Floating-point values are scaled down by individual factors of up to a tenth, so that they keep their sign and
+    stay within [0, 1] if they were. Masks of 0 and 1, and integers (labels, token ids, lengths), are unchanged.
 
     Args:
-        batch: with `samples` samples.
+        batch: batch with `samples` samples.
         samples: number of samples in `batch`.
         wanted: number of samples of the result.
-        batching: how batches are counted.
+        batching: counts and splits batches.
     """
     if read(batch).samples != samples:
-        return None  # its samples are known to the user's functions alone
+        return None  # Only the user's functions know the samples.
     generator = torch.Generator().manual_seed(samples)
     order = torch.randperm(samples, generator=generator).tolist()
     indices = list(itertools.islice(itertools.cycle(order), wanted))

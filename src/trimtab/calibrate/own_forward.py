@@ -1,4 +1,4 @@
-"""What a loss does with the model, seen once before anything is measured."""
+"""Check of the loss's use of the model, before any measurement."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trimtab.runtime.precision import dtype_of
 
 
 def require_own_forward(subject: Subject, precision: str) -> None:
-    """Take the loss of the batch once, as the loop does, gradients and precision included.
+    """Compute the loss of the batch once, with gradients and in the loop's precision, and check the model's forward.
 
     Raises:
         LossError: the loss function raised, its result is not a loss, it did not call the model itself, the model
-            runs under an autocast of the loop's own (whatever precision is tried, that would run), or the loss has the
-            scale of a `GradScaler`.
+            runs under the loop's own autocast (which would override every precision that is tried), or the loss is
+            multiplied by a `GradScaler`'s scale.
     """
     casts = set[torch.dtype | None]()
     _look(subject, precision, casts)
@@ -31,9 +31,9 @@ def require_own_forward(subject: Subject, precision: str) -> None:
             way_out="Wrap what it calls in a module whose forward computes it.",
         )
     own = casts - {None, dtype_of(precision)}
-    if dtype_of(precision) is not None:  # an autocast of the loop's own to the same is told where there is no other
+    if dtype_of(precision) is not None:  # The loop's own autocast to the same dtype is visible only without the plan's.
         in_fp32 = set[torch.dtype | None]()
-        with contextlib.suppress(Exception):  # a loop that runs in half precision alone is not refused for it
+        with contextlib.suppress(Exception):  # A loop that runs in half precision only is accepted.
             _look(subject, "fp32", in_fp32)
         own |= in_fp32 - {None}
     if own:
@@ -48,7 +48,7 @@ def require_own_forward(subject: Subject, precision: str) -> None:
 
 
 def _look(subject: Subject, precision: str, casts: set[torch.dtype | None]) -> None:
-    """Take the loss, and add what its forwards are cast to; None of one that is not."""
+    """Compute the loss and add the autocast dtype of the model's forwards to `casts`; None without autocast."""
     device = subject.device.type
 
     def note() -> None:

@@ -23,14 +23,14 @@ from trimtab.runtime.user_hooks import GradientHook, gradient_hooks, in_words, r
 def checked(subject: Subject, precision: str, notes: Notes, start: LoopState) -> tuple[Check, tuple[GradientHook, ...]]:
     """Return the verdict on splitting the batch, and the gradient hooks of the model and its forward.
 
-    Splitting is refused for a model with hooks, and, with a note, if the proof itself fails.
+    Splitting is refused for a model with hooks, and, with a note, if the check itself fails.
 
     Args:
-        start: the loop's state, which is restored after the step.
+        start: snapshot of the loop's state, restored after the step.
 
     Raises:
-        LossError: the loop's plain forward or backward fails, or its result is no loss. OptimizerError: its step fails,
-            or steps are taken in the backward.
+        LossError: the loop's plain forward or backward fails, or its result is not a loss.
+        OptimizerError: the optimizer step fails, or the backward takes steps.
     """
     require_plannable(hooks := gradient_hooks(subject.trained))
     hooks += _hooks_of_own_step(subject, precision)
@@ -49,9 +49,9 @@ def checked(subject: Subject, precision: str, notes: Notes, start: LoopState) ->
 
 
 def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, ...]:
-    """Take a plain step of the example batch; returns the gradient hooks registered by the forward.
+    """Run a plain step on the example batch and return the gradient hooks that the forward registered.
 
-    The caller restores the loop. A failing forward or backward is reported by the proof of splitting.
+    The caller restores the state. The splitting check reports a failing forward or backward.
 
     Raises:
         OptimizerError: parameters change in the backward, the step fails, or `zero_grad` keeps gradients.
@@ -62,7 +62,7 @@ def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, 
             loss, *_ = subject.loss(precision=precision)
         versions = [(name, p, p._version) for name, p in subject.trained.named_parameters()]
         loss.backward()
-    except Exception:  # of the user's forward; the proof of splitting has the same failure, and reports it
+    except Exception:  # An error of the user's forward, which the splitting check will raise again and report.
         return ()
     if changed := [name for name, p, version in versions if p._version != version]:
         raise OptimizerError(

@@ -1,4 +1,4 @@
-"""What a step would save if the vocabulary were padded: the head's products timed at both numbers of words."""
+"""Time that a padded vocabulary would save: the matrix products of the head, timed with both numbers of columns."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from trimtab.measure.timing import time_call
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.precision import autocast
 
-MIN_WORDS = 4_096  # of fewer, the head weighs little
+MIN_WORDS = 4_096  # With fewer columns, the head's time is negligible.
 _TOKENS, _PAIRS = 512, 5
 
 
 def padding_saves_s(model: nn.Module, words: int, tokens: int, precision: str) -> float | None:
-    """Return seconds that a step's head would save with its words padded; 0 where that cannot be told from noise.
+    """Return the seconds per step that padding the head's columns would save; 0 if not significant.
 
-    Timed on features that nobody computed and weights of its own, a few hundred tokens at a time, forward and backward.
+    Timed on random features and weights, a few hundred tokens at a time, forward and backward.
 
     Args:
-        words: columns of the logits. tokens: rows of them, in a step.
+        words: columns of the logits.
+        tokens: rows of the logits per step.
 
     Returns:
-        None where there is nothing to pad, nobody's weights have as many rows, or memory does not suffice.
+        None if no padding is needed, no linear layer has this many outputs, or memory runs out.
     """
     head = next((each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features == words), None)
     if head is None or words < MIN_WORDS or words == padded(words):
@@ -49,7 +50,7 @@ def _saved_s(width: int, words: int, tokens: int, precision: str, device: torch.
     for index in range(-1, _PAIRS):
         for n in sorted(arms, reverse=bool(index % 2)):
             took = time_call(functools.partial(_products, rows, arms[n], precision), device)
-            if index >= 0:  # the first of each is for nothing
+            if index >= 0:  # The first round is a warm-up.
                 seconds[n].append(took)
     ours, theirs = seconds[words], seconds[padded(words)]
     is_clear = ratio_interval([a / b for a, b in zip(ours, theirs, strict=True)]).low > 1

@@ -1,14 +1,14 @@
-"""The plan's proof: two optimizer steps of the plain loop and of the plan, from one state, compared tensor by tensor.
+"""The plan's proof: two optimizer steps of the unchanged loop and of the plan, from the same state, are compared.
 
-The plain loop is written out here and shares no code with a run. The plan is applied as `trimtab.start` applies it,
-with everything on: split, recomputation, loss head, memory format, fused step, compiler. Compared are the gradients of
-the first step, and every parameter, buffer and tensor of optimizer state after the second, whose batch has other
+The unchanged loop is written out here and shares no code with a run. The plan is applied as in `trimtab.start`, with
+all settings: split, recomputation, loss head, memory format, fused step, compiler. The gradients of the first step
+are compared, and every parameter, buffer and tensor of optimizer state after the second step, whose batch has other
 values.
 
-The comparison is made in fp32, with a tolerance of rounding (`rounding`), and then in the planned precision, with a
-tolerance that follows from the plain loop in that precision when its weights are moved by their last bit. Random
-numbers are the same in both loops while the plan neither splits, compiles nor changes the memory format (masks are
-drawn in the order in which elements lie in memory); otherwise dropout is held as the identity in both.
+The comparison is made in fp32, within a tolerance of rounding (`rounding`), and then in the planned precision, within
+a tolerance derived from the unchanged loop in that precision with weights perturbed in their last bit. Both loops use
+the same random numbers if the plan neither splits, compiles nor changes the memory format (masks are drawn in memory
+order); otherwise dropout is disabled in both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trimtab.measure.loop_state import LoopState
 from trimtab.runtime.accumulation import or_one
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
-# Settings in the order in which they are suspected: the ones that change most of a step first.
+# Settings in order of suspicion: the ones that change most of a step first.
 SETTINGS = (
     "micro_batch",
     "recompute",
@@ -53,25 +53,26 @@ SETTINGS = (
 _LAST_BIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10}
 _ERROR = "proof.error"
 _NON_FINITE = "proof.nonfinite"
-_MOST_SCALES = 20  # a loss scale of 65536 halves until no gradient overflows
+_MOST_SCALES = 20  # A loss scale of 65536 is halved until no gradient overflows.
 _PLAIN_SCALE = 2.0**12
-_QUICK_S = 0.1  # a step below this is proved on the whole batch
-_SMALLEST = 1e-9  # of the whole gradient
-_MANY_TIMES, _NEAR_ZERO = 30.0, 1e-3  # of its rounding and of the whole gradient: a gradient that is all rounding
+_QUICK_S = 0.1  # Seconds; a shorter step is proved on the whole batch.
+_SMALLEST = 1e-9  # Fraction of the whole gradient.
+# Multiple of its rounding error, and fraction of the whole gradient: a smaller gradient is only rounding.
+_MANY_TIMES, _NEAR_ZERO = 30.0, 1e-3
 _TINY_RATE, _MOVING_RATE = 1e-6, 1e-3
-_MOST_ROUNDING = 0.9  # of the distance moved
-_STATE_OF = " of "  # between the name of a tensor of optimizer state and its parameter's
+_MOST_ROUNDING = 0.9  # Fraction of the distance moved.
+_STATE_OF = " of "  # Joins the names of a tensor of optimizer state and of its parameter.
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two loops may differ.
+    """Largest accepted difference between two loops.
 
     Args:
-        relative: of a gradient's norm.
-        moved: of the distance that two steps move a tensor.
-        times: multiple of the change that moving weights by their last bit causes.
-        most: cap of that, as a share of the distance moved, if the gradient is clearly above its rounding.
+        relative: fraction of a gradient's norm.
+        moved: fraction of the distance that two steps move a tensor.
+        times: multiple of the change caused by perturbing the weights in their last bit.
+        most: cap on this multiple, as a fraction of the distance moved, for gradients clearly above rounding.
     """
 
     relative: float
@@ -85,7 +86,7 @@ _REDUCED = Tolerance(relative=0.02, moved=0.05, times=4.0, most=0.9)
 
 
 class _Copies:
-    """Copies of what two steps of a loop made: gradients of the first, and the state after the second."""
+    """Copies of a loop's results: gradients of the first step, and the state after the second."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, Tensor] = {}
@@ -100,12 +101,12 @@ class _Copies:
         self.after = {name: host_copy(each) for name, each in state.items()}
 
     def clear(self) -> None:
-        """Let the copies go."""
+        """Free the copies."""
         self.gradients, self.after = {}, {}
 
 
 class _Distances:
-    """How far what two steps of a loop made is from copies: nothing is copied."""
+    """Distances of a loop's results from copies, computed without copying."""
 
     def __init__(self, copies: _Copies) -> None:
         self._copies = copies
@@ -127,12 +128,12 @@ _Loop = Callable[[_Seen], None]
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One comparison of a proof.
+    """Configuration of a comparison.
 
     Args:
-        candidate: the plan's settings in it.
-        pieces: samples per forward of the plain loop.
-        drops: whether dropout stays on.
+        candidate: the plan's settings.
+        pieces: samples per forward of the unchanged loop.
+        drops: True if dropout stays on.
     """
 
     candidate: Candidate
@@ -147,17 +148,17 @@ def prove(
     step_s: float | None = None,
     start: LoopState | None = None,
 ) -> Proof:
-    """Return whether a candidate trains as the plain loop does; leaves no trace.
+    """Compare the training of a candidate with the unchanged loop; state is restored.
 
-    Memory beside the loop's own: one copy of gradients, parameters, buffers and optimizer state, on the host; and
-    another one where `start` is not given.
+    Extra memory: a copy of gradients, parameters, buffers and optimizer state on the host, and a second copy if
+    `start` is not given.
 
     Args:
         subject: the user's loop.
         candidate: the settings to prove.
         reference: the loop's own settings.
-        step_s: seconds of a step of the loop; if it is long, fewer samples are used.
-        start: the loop's state, where it is held already.
+        step_s: seconds per step of the loop; a long step is proved on fewer samples.
+        start: snapshot of the loop's state, if available.
     """
     changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
     samples = _samples(subject.rows, candidate, step_s)
@@ -172,7 +173,7 @@ def prove(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        samples //= 2  # outside of the handler, whose error would keep alive what did not fit
+        samples //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
         if samples < 2:
             return Proof(False, "no two samples fit in memory for the proof", "proof.out_of_memory", changed)
 
@@ -184,10 +185,10 @@ def refuted_settings(
     step_s: float | None = None,
     start: LoopState | None = None,
 ) -> tuple[str, ...]:
-    """Return the settings because of which a proof failed: found by leaving settings out.
+    """Return the settings that caused a proof to fail, found by leaving settings out.
 
-    A setting without which the proof holds is the cause. If there is no such setting, several are: every setting that
-    fails alone, and if none does, all of them.
+    If the proof holds without a setting, that setting is the cause. Otherwise the causes are all settings that fail
+    alone, or all changed settings if none does.
     """
     changed = [name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name)]
 
@@ -206,14 +207,14 @@ def refuted_settings(
 def with_proof(
     subject: Subject, profile: Profile, progress: Callable[[str], None], start: LoopState
 ) -> tuple[Profile, bool]:
-    """Prove the candidate that a profile's plan would choose; leaves no trace.
+    """Prove the candidate that a profile's plan would choose; state is restored.
 
     Args:
-        start: the loop's state.
+        start: snapshot of the loop's state.
 
     Returns:
-        The profile with the outcome, and whether the search is over. If the proof failed, the settings that caused it
-        are refused in the profile, and the search goes on without them.
+        The profile with the result, and True if the search is over. After a failed proof, the settings that caused it
+        are refused in the profile, and the search continues without them.
     """
     candidate = chosen_candidate(profile, profile.objective, profile.budget)
     if candidate is None or profile.proof_of(candidate) is not None:
@@ -228,8 +229,8 @@ def with_proof(
         return profile, True
     causes = proof.settings
     if proof.code != _ERROR:
-        with contextlib.suppress(Exception):  # the search for the cause fails: every setting is unproved
-            # A loop that is NaN without any setting proves none of them: no cause is looked for.
+        with contextlib.suppress(Exception):  # If the search for the cause fails, every setting is unproved.
+            # A loop that is NaN without any setting cannot prove any; the cause is not searched for.
             if proof.code != _NON_FINITE or prove(subject, reference, reference, step_s, start).code != _NON_FINITE:
                 causes = refuted_settings(subject, candidate, reference, step_s, start)
     for name in causes:
@@ -245,7 +246,7 @@ def _proof_or_error(
 ) -> Proof:
     try:
         return prove(subject, candidate, reference, step_s, start)
-    except Exception as error:  # nothing is proved: as if the proof had failed
+    except Exception as error:  # Treated like a failed proof.
         changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
         return Proof(False, f"unproved: the proof itself failed ({describe(error)})", _ERROR, changed)
 
@@ -254,9 +255,9 @@ def _proof_or_error(
 
 
 def _samples(rows: int, candidate: Candidate, step_s: float | None) -> int:
-    """Return the number of samples to prove on: a quarter of a batch whose step takes long.
+    """Return the number of samples for a proof: a quarter of the batch if a step takes long.
 
-    A compiled model is proved on the whole batch, because other shapes would be compiled anew.
+    A compiled model is proved on the whole batch, because other shapes would be compiled again.
     """
     if candidate.compiled or step_s is None or step_s < _QUICK_S:
         return rows
@@ -264,7 +265,7 @@ def _samples(rows: int, candidate: Candidate, step_s: float | None) -> int:
 
 
 def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
-    """Return a candidate for fewer samples, which splits and chunks them as it would split and chunk the batch."""
+    """Return a candidate for fewer samples that are split and chunked in the same proportions as the batch."""
     if samples == rows:
         return candidate
     micro = samples if candidate.micro_batch >= rows else _scaled_micro_batch(candidate.micro_batch, rows, samples)
@@ -273,7 +274,7 @@ def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
 
 
 def _scaled_micro_batch(micro_batch: int, rows: int, samples: int) -> int:
-    """Return the micro-batch for fewer samples; its last one is smaller if and only if the plan's is."""
+    """Return the micro-batch for fewer samples; the last one is smaller if and only if the plan's last one is."""
     is_uneven, wanted = rows % micro_batch != 0, micro_batch * samples / rows
     alike = [size for size in range(1, samples) if (samples % size != 0) == is_uneven]
     return min(alike, key=lambda size: abs(size - wanted), default=max(1, int(wanted)))
@@ -299,12 +300,12 @@ def _prove(
         proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
         unusable = isinstance(proof, Proof) and proof.code in ("proof.baseline_failed", _NON_FINITE)
         if unusable and subject.second is None and batches[1] is not subject.batch:
-            start.restore()  # the user's loss may refuse values that were made up, or be infinite there
+            start.restore()  # The user's loss may reject made-up values, or be infinite for them.
             batches = (subject.batch, subject.batch)
             proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
         if isinstance(proof, Proof):
             if proof.code == "proof.baseline_failed" and precision != candidate.precision:
-                continue  # a loop that does not run in fp32 is proved in its own precision
+                continue  # A loop that fails in fp32 is proved in its own precision only.
             return proof
         found.append(proof)
         precisions.append(precision)
@@ -321,20 +322,20 @@ def _prove(
 
 
 def _drawing(subject: Subject) -> set[nn.Module]:
-    """Return the modules that draw masks themselves in a forward; the caller restores the loop."""
-    with contextlib.suppress(Exception):  # the plain loop fails too, and its error is reported
+    """Return the modules that draw their own masks in a forward; the caller restores the state."""
+    with contextlib.suppress(Exception):  # The unchanged loop fails too, and that error is reported.
         return drawing_modules(subject.trained, subject.loss)
     return set()
 
 
 def _comparisons(subject: Subject, candidate: Candidate, own_pieces: int) -> Iterator[tuple[str, _Comparison]]:
-    """Yield the comparisons with the precision of each: fp32, then the planned one.
+    """Yield (precision, comparison): in fp32, then in the planned precision.
 
-    A model that is compiled in another precision is not compiled for fp32 too. If a plan splits or recomputes, it is
-    compared with dropout on as well, with a plain loop that makes the same split: both have to draw the same masks.
+    A model compiled in another precision is not compiled for fp32 too. A plan that splits or recomputes is also
+    compared with dropout on, against an unchanged loop with the same split: both must draw the same masks.
 
     Args:
-        own_pieces: samples per forward of the user's own loop, which may accumulate.
+        own_pieces: samples per forward of the user's own loop, which may accumulate gradients.
     """
     own, pieces = (min(size, subject.rows) for size in (own_pieces, candidate.micro_batch))
 
@@ -361,7 +362,7 @@ def _compared(
     changed: tuple[str, ...],
     drawing: Collection[nn.Module],
 ) -> tuple[Difference, int] | Proof:
-    """Return the largest difference and the number of tensors compared, or a proof that failed."""
+    """Return the largest difference and the number of compared tensors, or a failed proof."""
 
     def steps(loop: _Loop, seen: _Seen) -> None:
         start.restore()
@@ -404,12 +405,12 @@ def _compared(
         if name := judge.not_reproducible(again):
             reason = f"unproved: two runs of the plain loop from one state differ in the gradient of {name}"
             return Proof(False, reason, "proof.not_reproducible", changed)
-        rounding = _Distances(expected)  # each loop's, as long as it may explain more
+        rounding = _Distances(expected)  # The rounding errors of both loops, as long as they may explain more.
         steps(moved(plain), rounding)
         judge.learn(rounding)
         difference = judge.largest(apart)
     if not difference.is_rounding:
-        expected.clear()  # two copies at a time would be held
+        expected.clear()  # Avoids holding two copies at a time.
         steps(planned, found)
         rounding = _Distances(found)
         steps(moved(planned), rounding)
@@ -431,11 +432,12 @@ def _failed(code: str, who: str, error: Exception, changed: tuple[str, ...]) -> 
 
 
 class _Judge:
-    """Compares what two loops made, each tensor by its own tolerance.
+    """Compares the results of two loops, with a tolerance for each tensor.
 
     Args:
-        before: the state that both start from.
-        expected: what the plain loop made; only norms of it are kept.
+        tolerance: relative tolerances.
+        before: state that both loops start from.
+        expected: results of the unchanged loop; only norms are kept.
     """
 
     def __init__(self, tolerance: Tolerance, before: Mapping[str, Tensor], expected: _Copies) -> None:
@@ -443,41 +445,41 @@ class _Judge:
         self._sizes = norms(expected.gradients)
         known = {name: each for name, each in before.items() if name in expected.after}
         self._before = finite_norms(known)
-        # Optimizer state that the first step made moved from zero.
+        # Optimizer state created in the first step moved from zero.
         self._moved = finite_norms(expected.after) | distances(known, expected.after)
         self._epsilons = {name: _epsilon(each) for name, each in expected.after.items()}
         self._of_gradients, self._of_state = (dict.fromkeys(each, 0.0) for each in (self._sizes, self._moved))
 
     @property
     def num_tensors(self) -> int:
-        """Tensors of state that are compared."""
+        """Number of compared tensors of state."""
         return len(self._moved)
 
     def non_finite(self) -> str:
-        """Return what the plain loop made NaN or infinite, a gradient or a parameter that was finite, or "".
+        """Return the gradient or previously finite parameter that the unchanged loop made NaN or infinite, or "".
 
-        Values in buffers do not count: a mask may well hold infinities.
+        Buffers are ignored, because a mask may contain infinities.
         """
         names = (f"the gradient of {name}" for name, size in self._sizes.items() if not math.isfinite(size))
         parameters = (name for name in self._sizes if not math.isfinite(self._moved.get(name, 0.0)))
         return next(itertools.chain(names, parameters), "")
 
     def not_reproducible(self, again: _Distances) -> str:
-        """Return a parameter whose gradient a second run of the plain loop computes differently, or "".
+        """Return a parameter whose gradient differs in a second run of the unchanged loop, or "".
 
-        Atomic additions of a GPU may differ in rounding from one run to the next, which is no difference here.
+        Differences in rounding, as from atomic additions on a GPU, are accepted.
         """
         least = 1e-5 * total(self._sizes)
         found = worst(again.gradients, {name: 1e-4 * size + least for name, size in self._sizes.items()}, self._sizes)
         return "" if found.is_rounding else found.name
 
     def learn(self, rounding: _Distances) -> None:
-        """Learn a loop's rounding errors: its distances to itself from weights whose last bits were moved."""
+        """Record a loop's rounding errors: distances between its results with and without perturbed weights."""
         for known, seen in ((self._of_gradients, rounding.gradients), (self._of_state, rounding.after)):
             known.update({name: max(seen.get(name, 0.0), size) for name, size in known.items()})
 
     def largest(self, apart: _Distances) -> Difference:
-        """Return the largest difference to what another loop made."""
+        """Return the largest difference from another loop, relative to the tolerance."""
         gradients = worst(apart.gradients, self._allowed_of_gradients(), self._sizes)
         after = worst(apart.after, self._allowed_of_state(), self._moved)
         return max(replace(gradients, name=f"the gradient of {gradients.name}"), after, key=lambda each: each.ratio)
@@ -502,10 +504,11 @@ class _Judge:
         return allowed
 
     def _explained(self, rounding: float, size: float, parameter: str) -> float:
-        """Return how much of a tensor's difference rounding explains.
+        """Return the part of a tensor's difference that rounding explains.
 
-        That is a multiple of its own rounding error, up to a share of its size; without that limit if the parameter's
-        gradient is nothing but rounding, as an optimizer such as Adam steps it by its sign all the same.
+        This is a multiple of the tensor's rounding error, capped at a fraction of its size. The cap does not apply if
+        the parameter's gradient is only rounding, because optimizers such as Adam step by its sign regardless of its
+        size.
         """
         explained, gradient = self._tolerance.times * rounding, self._sizes.get(parameter)
         if gradient is not None:
@@ -530,20 +533,20 @@ def _two_batches(subject: Subject) -> tuple[Any, Any]:
 
 
 def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, pieces: int, seen: _Seen) -> None:
-    """Train two steps as a plain loop does.
+    """Train two steps in a plain loop.
 
     Args:
         pieces: samples per forward.
     """
     optimizer, device = subject.optimizer, subject.device
-    # Another scale than a run begins with: a backward that is not linear would compute other gradients under it.
+    # Another scale than a run's initial one: a non-linear backward would compute other gradients with it.
     scaler = torch.amp.GradScaler(device.type, init_scale=_PLAIN_SCALE, enabled=precision == "fp16")
     for index, batch in enumerate(batches):
         held = {name: buffer.clone() for name, buffer in subject.trained.named_buffers()} if precision == "fp16" else {}
         for _ in range(_MOST_SCALES):
             _accumulate(subject, batch, precision, pieces, scaler)
             scaler.unscale_(optimizer)
-            if index == 0:  # of the last try, whose gradients did not overflow
+            if index == 0:  # Gradients of the last attempt, which did not overflow.
                 seen.see_gradients(_gradients(subject))
             if subject.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([p for _, p in _trained(subject)], subject.clip_norm)
@@ -552,7 +555,7 @@ def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, piece
             scaler.update()
             if scaler.get_scale() >= scale:
                 break
-            for name, buffer in subject.trained.named_buffers():  # a run restores those of a skipped step
+            for name, buffer in subject.trained.named_buffers():  # A run also restores the buffers of a skipped step.
                 buffer.copy_(held[name])
     seen.see_state(_state(subject))
 
@@ -578,7 +581,7 @@ def _accumulate(subject: Subject, batch: Any, precision: str, pieces: int, scale
 
 
 def _planned_steps(subject: Subject, candidate: Candidate, batches: Sequence[Any], seen: _Seen) -> None:
-    """Train two steps as a run of the plan does."""
+    """Train two steps in a run of the plan."""
     first, second = batches
     with subject.start(candidate) as run:
         for _ in range(_MOST_SCALES):
@@ -604,9 +607,9 @@ def _gradients(subject: Subject) -> dict[str, Tensor]:
 
 
 def _state(subject: Subject) -> dict[str, Tensor]:
-    """Return parameters, buffers and tensors of optimizer state, by name.
+    """Return parameters, buffers and tensors of optimizer state by name.
 
-    Step counters are left out: a fused step counts in another type.
+    Step counters are left out, because a fused step uses another dtype for them.
     """
     model, optimizer = subject.trained, subject.optimizer
     found: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
@@ -620,7 +623,7 @@ def _state(subject: Subject) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _subject_with_rate(subject: Subject) -> Iterator[None]:
-    """Give groups with a rate that moves nothing (the first step of a warm-up) one that does; undone on leaving."""
+    """Raise learning rates too small to move weights (first step of a warm-up) inside the context."""
     groups = [g for g in subject.optimizer.param_groups if _is_tiny(g.get("lr"))]
     before = [group["lr"] for group in groups]
     for group in groups:

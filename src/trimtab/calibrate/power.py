@@ -1,7 +1,7 @@
-"""Watts of trials: each arm's own steps for a second or more, in turns, beside the blocks that say how long one takes.
+"""Power of candidates in trials, measured in separate windows of a second or more.
 
-Joules of a step are watts times its seconds. A counter says nothing of a block of 0.15 s, and seconds differ by more
-than watts do.
+A candidate's joules per step are watts times seconds per step. A counter cannot resolve a block of 0.15 s, and
+candidates differ more in seconds than in watts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trimtab.runtime.engine import Run
 
 
 class Metered(Protocol):
-    """An arm, as far as its watts are concerned."""
+    """Fields of a trial arm that the power measurement uses."""
 
     candidate: Candidate
     first_s: float
@@ -36,33 +36,34 @@ class Metered(Protocol):
 
 @dataclass(frozen=True)
 class Power:
-    """Reads watts in trials.
+    """Power measurement of trials.
 
     Args:
-        meter: what is read. is_asked: whether energy is weighed or limited; else a window each of a final is all.
+        meter: meter to read.
+        is_asked: True if energy is weighted or limited; otherwise candidates of a final get a single window each.
     """
 
     meter: Meter
     is_asked: bool
 
     def num_windows(self, stage: Stage, *, hurried: bool = False) -> int:
-        """Return how many windows each of a stage's arms gets: in a final that weighs energy a verdict's."""
+        """Return the number of windows per arm; a final that weights energy gets enough for a verdict."""
         decides = is_final(stage.name)
         if stage.name == ALONE or not (self.is_asked or (decides and not hurried)):
             return 0
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 
     def read(self, subject: Subject, arms: Sequence[Metered], start: LoopState, num_windows: int) -> None:
-        """Add each arm's watts, in turns; none of an arm in which the meter was lost once.
+        """Add the watts of each arm, in alternating order; an arm with a missing reading gets none.
 
-        One whose step raises has that error, as in its blocks, and is run no further.
+        An arm whose step raises records the error and is not run again.
         """
         for lap in range(num_windows):
             for arm in [arm for arm in arms if arm.error is None][:: 1 if lap % 2 == 0 else -1]:
                 start.restore()
                 try:
                     watts = self._watts(subject, arm)
-                except Exception as error:  # memory that grew short, above all
+                except Exception as error:  # Most likely out of memory.
                     arm.error, arm.block_s = describe(error), []
                 else:
                     arm.watts.append(math.nan if watts is None else watts)

@@ -1,7 +1,7 @@
-"""A few rows of the batch, stepped through before all of it is risked.
+"""Smoke test of candidates on a few samples, before a step on the whole batch.
 
-A dtype or layout without a kernel of its own can take a hundred times as long (fp16 convolutions on a CPU: 52 s a step
-in place of 0.4 s), and a step that has begun cannot be stopped. One with a fault ends the process it runs in.
+A dtype or memory format without an optimized kernel can take a hundred times as long (fp16 convolutions on a CPU: 52
+s per step instead of 0.4 s), and a running step cannot be stopped. A faulty kernel ends the process.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from trimtab.core.profile import Candidate
 from trimtab.core.units import format_seconds
 from trimtab.measure.timing import time_call
 
-_WORTH_S = 0.1  # of a step: one of a hundred times a shorter one can be borne
-_SHARE, _FEWEST = 32, 2  # one row in so many, and at least so many: batch statistics need two
-_HOPELESS = 10.0  # few rows have fixed costs, casts of the weights above all, that all of them do not
+_WORTH_S = 0.1  # Seconds per step; a hundred times less can be tolerated.
+_SHARE, _FEWEST = 32, 2  # A fraction of 1/32 of the samples, and at least 2 for batch statistics.
+_HOPELESS = 10.0  # Above 1, because fixed costs (mainly casts of weights) dominate with few samples.
 
 
 class Guard:
-    """Tells who ends the process: a few rows go forward and backward in another one, as the incumbent's do, or no more.
+    """Crash test: runs forward and backward of a few samples in a forked child.
 
-    What was told of some kernels is told of them again, and after one that was late nothing is told of others.
+    Finds kernels that end the process, by a segmentation fault for example.
+
+    Results are cached by kernels. After a timeout, no further candidates are tested.
 
     Args:
-        incumbent: where its own do not come to their end there, nothing is told of others either.
+        incumbent: best candidate so far; if its own test does not succeed, no candidate is tested.
     """
 
     def __init__(self, subject: Subject, incumbent: Candidate) -> None:
         rows, few = subject.rows, subject
         self._is_on, self._has_begun = subject.device.type == "cpu" and can_fork(), False
-        with contextlib.suppress(Exception):  # a batch that cannot be split goes whole
+        with contextlib.suppress(Exception):  # A batch that cannot be split is used whole.
             few = few.first(min(rows, max(_FEWEST, rows // _SHARE)))
         self._few, self._rows, self._incumbent = few, rows, incumbent
         self._ends: dict[Candidate, str] = {}
 
     def refusal(self, candidate: Candidate) -> str | None:
-        """Return what ended a process that a candidate was in, or None; also where that cannot be told."""
+        """Return a sentence with the signal that ended a candidate's test process; None if none did."""
         if self._is_on and not self._has_begun:
             self._has_begun, self._is_on = True, self._end_of(self._incumbent) == DONE
         kernels = replace(candidate, micro_batch=1, allocator="keep", fused_optimizer=False, recompute=None)
@@ -52,9 +54,9 @@ class Guard:
 
     def _end_of(self, candidate: Candidate) -> str:
         few, chunk = self._few, candidate.loss_chunk
-        fewer = chunk and max(1, chunk * few.rows // self._rows)  # of as many chunks as the whole batch is in
+        fewer = chunk and max(1, chunk * few.rows // self._rows)  # The same number of chunks as for the whole batch.
 
-        def backward() -> None:  # without a step, which would write to copies of all there is
+        def backward() -> None:  # No optimizer step, which would write to copy-on-write memory of all parameters.
             with few.start(replace(candidate, micro_batch=few.rows, loss_chunk=fewer)) as run:
                 for micro in run.window(few.batch):
                     with run.autocast():
@@ -64,27 +66,27 @@ class Guard:
 
         try:
             return end_of(backward)
-        except Exception:  # no process to be had: nothing can be told
+        except Exception:  # Without a child process, nothing can be concluded.
             return LATE
 
 
 class Probe:
-    """Tells hopeless candidates by a step of a few rows, beside the incumbent's; changes the subject as a step does."""
+    """Speed test: finds hopelessly slow candidates by a step of a few samples. Changes the state like any step."""
 
     def __init__(self, subject: Subject, incumbent: Candidate, step_s: float) -> None:
         self._rows = subject.rows
         few = max(_FEWEST, self._rows // _SHARE)
         self._few: Subject | None = None
         if subject.device.type == "cpu" and step_s >= _WORTH_S and few < self._rows:
-            with contextlib.suppress(Exception):  # a batch that cannot be split: the whole step will tell
+            with contextlib.suppress(Exception):  # If the batch cannot be split, the whole step decides.
                 self._few = subject.first(few)
                 self._base_s = self._seconds(self._few, incumbent)
 
     def refusal(self, candidate: Candidate) -> str | None:
-        """Return why a candidate's whole step is not worth a try, or None; also where a few rows cannot tell."""
+        """Return the reason for not trying a candidate's whole step; None if fast enough or not tested."""
         if self._few is None or self._base_s is None:
             return None
-        for _ in range(2):  # the first may hold what happens once
+        for _ in range(2):  # The first step may include one-time costs.
             seconds = self._seconds(self._few, candidate)
             if seconds is None or seconds <= _HOPELESS * self._base_s:
                 return None
@@ -96,16 +98,17 @@ class Probe:
         try:
             with few.start(replace(candidate, micro_batch=few.rows)) as run:
                 return time_call(lambda: run.train_step(run.window(few.batch), few.loss_fn), few.device)
-        except Exception:  # a model of one batch size, say: the whole step will tell
+        except Exception:  # The model may require a fixed batch size; the whole step decides.
             return None
 
 
 class Door:
-    """What a candidate passes before its whole step is tried: a few rows in another process, then a few of them here.
+    """Smoke test of a candidate: a crash test in a child process, then a speed test in this process.
 
     Args:
-        incumbent: whom it is held against. step_s: seconds of its whole step; None where nobody is thought hopeless.
-        guard: of the whole search; None: one of its own.
+        incumbent: candidate to compare with.
+        step_s: seconds of the incumbent's whole step; None to skip the speed test.
+        guard: crash test shared by the whole search; None for a new one.
     """
 
     def __init__(
@@ -115,5 +118,5 @@ class Door:
         self._probe = None if step_s is None else Probe(subject, incumbent, step_s)
 
     def refusal(self, candidate: Candidate) -> str | None:
-        """Return why a candidate is not tried, or None."""
+        """Return the reason for not trying a candidate, or None."""
         return self._guard.refusal(candidate) or (self._probe and self._probe.refusal(candidate))

@@ -1,4 +1,4 @@
-"""The profile of a loop: facts, phases, counted FLOP, and every trial the search asks for."""
+"""The profile of a loop: facts, phases, counted FLOP, and the trials that the search requests."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ def profile_loop(
     metered: Found | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Measure a loop and the candidates its search asks for; the subject is bit for bit as before, also on error.
+    """Measure a loop and the candidates that the search requests; the loop is restored bit for bit, also on error.
 
-    Threads that call it wait for each other. A stage that fails is left out, and the profile's notes say so.
+    Concurrent calls wait for each other. A failed measurement is left out, with a note in the profile.
 
     Raises:
-        LossError: the loop's plain forward or backward fails. ModelError: parameters are not initialized, or cannot be
-            restored. LoopError: a profiler session is active on this thread.
+        LossError: the loop's plain forward or backward fails.
+        ModelError: parameters are not initialized, or cannot be restored.
+        LoopError: a profiler session is active on this thread.
     """
     _require_no_profiler()
     _require_initialized(subject.trained)
@@ -132,14 +133,14 @@ def _profile(
         if traces:
             profile = _with_traces_for_others(subject, profile, progress, notes)
         report_not_restorable(snapshot.not_restorable(), notes)
-    forget_peak(subject.device)  # of candidates: a run looks at its own
+    forget_peak(subject.device)  # The peak of candidates; a run measures its own.
     if drawn.seconds is not None and phases:
         phases = {"data": waiting_s(drawn.seconds, phases, data)} | phases
     return replace(profile, phases_s=phases, notes=notes.found, profiling_s=time.perf_counter() - start)
 
 
 def _require_no_profiler() -> None:
-    """Raise where a profiler session of the user's is active: trials would be timed with its overhead, and fill it."""
+    """Raise if the user's profiler session is active: it would slow down the trials, and record them."""
     if is_profiled():
         raise LoopError(
             "profiler",
@@ -151,7 +152,7 @@ def _require_no_profiler() -> None:
 
 
 def _require_initialized(model: nn.Module) -> None:
-    """Raise where a lazy module has not run: its parameters have no shape, and an optimizer cannot step them."""
+    """Raise if a lazy module has not run: its parameters have no shape, and an optimizer cannot step them."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ModelError(
@@ -166,7 +167,7 @@ def _require_initialized(model: nn.Module) -> None:
 def _with_traces_for_others(
     subject: Subject, profile: Profile, progress: Callable[[str], None], notes: Notes
 ) -> Profile:
-    """Return the profile with what other devices are planned by."""
+    """Return the profile with traces for target devices."""
 
     def steps() -> tuple[Traced, ...]:
         return trace_for_others(subject, profile, progress)
@@ -191,13 +192,13 @@ def _search(
     power: Power | None,
     notes: Notes,
 ) -> Profile:
-    """Return the profile with every trace and trial that its search asks for."""
+    """Return the profile with all traces and trials that the search requests."""
     objective, budget = profile.objective, profile.budget
     asked: set[Candidate] = set()
-    gc.collect()  # in a forked process what lies in cycles may take long to end, as a loader's workers
+    gc.collect()  # Objects in reference cycles, such as a loader's workers, may take long to end in a forked process.
     guard = Guard(subject, profile.reference_candidate)
     while True:
-        snapshot.restore()  # also of what checks before the first stage left in the loss
+        snapshot.restore()  # Also undoes changes that the checks before the first phase left in the loss.
         spent_s = time.perf_counter() - start
         profile = replace(profile, hurried=profile.hurried or is_hurried(profile, spent_s))
         wanted = [each for each in next_traces(profile, objective, budget, always=traces) if each not in asked]
@@ -234,7 +235,7 @@ def _with_blocks(
     needed: Sequence[Candidate],
     progress: Callable[[str], None],
 ) -> Profile:
-    """Return the profile with the blocks of those that are needed measured, and of the others that they were not."""
+    """Return the profile with the blocks of the needed candidates measured, and the others marked as not measured."""
     splits = profile.check.splittable
 
     def measured(candidate: Candidate) -> Recomputable:
@@ -247,12 +248,12 @@ def _with_blocks(
 
 
 def _block_steps(profile: Profile, number: int) -> int:
-    """Return the loop's steps that measuring the blocks of so many candidates takes."""
+    """Return the number of the loop's steps that measuring the blocks of `number` candidates takes."""
     return number * num_steps((profile.run_s or 0.0) / (profile.total_steps or 1))
 
 
 def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
-    """Return the profile with what padding the vocabulary would save, in the precision that is best so far."""
+    """Return the profile with the time that a padded vocabulary would save, in the best precision so far."""
     if profile.loop.logits is None or profile.hurried:
         return profile
     best = [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
@@ -266,16 +267,16 @@ def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
 
 
 def _phases_or_none(subject: Subject, candidate: Candidate, notes: Notes) -> tuple[dict[str, float], float | None]:
-    """Return phases and page faults of a candidate; none where it cannot run, which its trials will tell."""
+    """Return phases and page faults of a candidate; none if it cannot run, which its trials will report."""
     measured = functools.partial(measure_phases, subject, candidate)
     return notes.attempt("phases.not_timed", "phases of a step were not timed", measured, ({}, None))
 
 
 def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, float], float | None]:
-    """Return seconds per step by phase of a candidate (slicing, forward, backward, optimizer), and its page faults.
+    """Return a candidate's seconds per step by phase (slicing, forward, backward, optimizer), and its page faults.
 
-    "slicing" cuts the batch into micro-batches and moves them to the device; drawing batches is timed apart. The first
-    step is not counted, and fewer steps are where one is long. Leaves no trace.
+    "slicing" splits the batch into micro-batches and moves them to the device; drawing batches is timed separately.
+    The first step is not counted, and long steps are repeated less often. State is restored.
     """
     with LoopState(subject.trained, subject.optimizer), subject.start(candidate) as run:
         run.train_step(run.window(subject.batch), subject.loss_fn)
@@ -285,7 +286,7 @@ def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, fl
             faults.append(page_faults.num_faults())
             steps += 1
     phases = {name: seconds / steps for name, seconds in clock.seconds.items()}
-    # The median: a first step may still fault in memory that every later one keeps.
+    # The median, because the first step may still fault in memory that later steps keep.
     each = [after - before for before, after in itertools.pairwise(faults) if after is not None and before is not None]
     return phases, statistics.median(each) if each else None
 

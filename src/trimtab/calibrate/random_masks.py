@@ -1,8 +1,8 @@
-"""Random numbers drawn in a forward: whether parts of a batch draw masks for their samples alone, and their replay.
+"""Random numbers drawn in a forward: test for masks shared between samples, and replay of masks.
 
-Dropout may be held as the identity because parts of a batch draw masks of the same distribution. That is true only if
-each sample has a mask of its own. A mask of a weight, or one number for the whole batch, is drawn again for each
-micro-batch: the step then averages over several masks.
+Dropout may be disabled in the splitting check because micro-batches draw masks from the same distribution. This
+requires a separate mask for each sample. A mask of a weight, or a single number for the whole batch, is drawn again
+in each micro-batch, and the step averages over several masks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from trimtab.calibrate.dropout_off import own_droppers
 from trimtab.measure.watching import Watching
 
-_IGNORED = ("aten::_cudnn_init_dropout_state",)  # made once per process, of one size
-_FAR = 3.0  # standard deviations
-_OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"  # the user has registered none
+_IGNORED = ("aten::_cudnn_init_dropout_state",)  # Drawn once per process, with a fixed size.
+_FAR = 3.0  # Standard deviations.
+# Warning about global hooks, which are trimtab's own.
+_OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 _EXTREMES = (0, 1)
-VARIANTS = 5  # of numbers that are drawn: the extremes, and three seeds
+VARIANTS = 5  # Variants of drawn numbers: the two extremes, and three seeds.
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers that are drawn in one place.
+    """A place in the code that draws random numbers.
 
     Args:
-        module: the innermost module whose forward runs; None in the loss.
+        module: innermost module with a running forward; None in the loss.
         operator: name of the operator, such as "aten::bernoulli_.float".
     """
 
@@ -41,18 +42,18 @@ class Draw:
     operator: str
 
     def text(self, model: nn.Module) -> str:
-        """Return the place in words."""
+        """Return the place as text."""
         name = next((name for name, each in model.named_modules() if each is self.module), "")
         where = f"{name} ({type(self.module).__name__})" if self.module is not None else "the loss function"
         return f"{self.operator.removeprefix('aten::').partition('.')[0]} in {where}"
 
 
 class UnmatchedMasks(RuntimeError):
-    """A part of a batch draws other random numbers than the whole batch does for these samples."""
+    """A part of a batch draws other random numbers than the whole batch does for the same samples."""
 
 
 class _Modules:
-    """Keeps track of the innermost module whose forward runs."""
+    """Tracks the innermost module with a running forward."""
 
     def __init__(self, entered: Callable[[nn.Module], None] | None = None) -> None:
         self._running: list[nn.Module] = []
@@ -60,12 +61,12 @@ class _Modules:
 
     @property
     def innermost(self) -> nn.Module | None:
-        """The module whose forward runs, or None in the loss."""
+        """Innermost module with a running forward; None in the loss."""
         return self._running[-1] if self._running else None
 
     @contextlib.contextmanager
     def tracked(self, left: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
-        """Follow the forwards of all modules."""
+        """Track the forwards of all modules inside the context."""
 
         def enter(module: nn.Module, _: Any) -> None:
             self._running.append(module)
@@ -89,7 +90,7 @@ class _Modules:
 
 
 class _Seeded(Watching):
-    """Passes each operator that draws random numbers to a function, below autograd.
+    """Dispatch mode that passes operators with random results to a callback, below autograd.
 
     Args:
         drawn: called with the place, the result, a function that draws again, and the operator's arguments; returns
@@ -106,14 +107,15 @@ class _Seeded(Watching):
             return func(*args, **kwargs)
         before = _generators()
         result = func(*args, **kwargs)
-        if all(map(torch.equal, before, _generators())):  # attention without dropout, for example
+        # The operator drew nothing, such as attention without dropout.
+        if all(map(torch.equal, before, _generators())):
             return result
         draw = Draw(self._modules.innermost, func.name())
         return self._drawn(draw, result, lambda: func(*args, **kwargs), args, kwargs)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Intercept operators of this thread, of compiled models too, which run as written meanwhile."""
+        """Intercept operators of this thread inside the context; compiled models run eagerly meanwhile."""
         with self._modules.tracked(), self:
             yield
 
@@ -128,7 +130,7 @@ def _first(result: Any) -> Tensor | None:
 
 @contextlib.contextmanager
 def counted_draws(elements: Counter[Draw]) -> Iterator[None]:
-    """Add the number of elements that are drawn, by place."""
+    """Add the number of drawn elements to a counter, by place."""
 
     def drawn(draw: Draw, result: Any, *_: Any) -> Any:
         first = _first(result)
@@ -140,13 +142,13 @@ def counted_draws(elements: Counter[Draw]) -> Iterator[None]:
 
 
 def shared_draws(few: Mapping[Draw, int], many: Mapping[Draw, int], times: float | None) -> list[Draw]:
-    """Return the draws whose number of elements is not proportional to the number of samples.
+    """Return the draws with a number of elements that is not proportional to the number of samples.
 
     Args:
         few: elements drawn for some samples.
-        many: elements drawn for more samples, these among them.
-        times: the second number of samples divided by the first; None if samples are of different sizes, in which case
-            more samples need more elements.
+        many: elements drawn for more samples, including the first ones.
+        times: ratio of the sample counts; None if samples have different sizes, in which case more samples must draw
+            more elements.
     """
     draws = dict.fromkeys((*few, *many))
     if times is None:
@@ -156,12 +158,12 @@ def shared_draws(few: Mapping[Draw, int], many: Mapping[Draw, int], times: float
 
 @contextlib.contextmanager
 def other_draws(draws: Collection[Draw], variant: int) -> Iterator[None]:
-    """Let some draws return other numbers, while all others draw as from one seed.
+    """Replace the results of some draws inside the context; all others use a fixed seed.
 
     Args:
-        draws: which ones.
-        variant: 0 and 1 are the smallest and the largest values, where they are known: a comparison with any
-            probability turns out differently. Others are seeds.
+        draws: draws to replace.
+        variant: 0 and 1 select the smallest and largest values, if known, so that a comparison with any probability
+            changes. Other numbers are seeds.
     """
 
     def drawn(draw: Draw, result: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -183,7 +185,7 @@ def other_draws(draws: Collection[Draw], variant: int) -> Iterator[None]:
 
 
 def _extremes(operator: str, args: Any, kwargs: Any, result: Tensor) -> tuple[float, float] | None:
-    """Return the smallest and the largest value that an operator draws; None if they are unknown."""
+    """Return the smallest and largest value that an operator draws; None if unknown."""
     name, _, overload = operator.removeprefix("aten::").partition(".")
     name = name.rstrip("_")
     below_one = 1 - torch.finfo(result.dtype).eps if result.is_floating_point() else 1.0
@@ -206,13 +208,13 @@ def _extremes(operator: str, args: Any, kwargs: Any, result: Tensor) -> tuple[fl
 
 
 class OwnMasks:
-    """The masks that modules outside torch draw for a batch, drawn once and sliced for parts of the batch.
+    """Masks that modules outside torch draw for a batch: recorded for the whole batch, and sliced for parts.
 
-    These modules stay in training mode. The first use is recorded, and has to be of the whole batch.
+    These modules stay in training mode. The first use records, and must be on the whole batch.
 
     Args:
-        model: whose modules draw.
-        samples: of the whole batch.
+        model: model with these modules.
+        samples: number of samples in the whole batch.
     """
 
     def __init__(self, model: nn.Module, samples: int) -> None:
@@ -222,10 +224,10 @@ class OwnMasks:
 
     @contextlib.contextmanager
     def of(self, first: int, samples: int) -> Iterator[None]:
-        """Use the masks of some samples.
+        """Use the recorded masks of a range of samples inside the context.
 
         Raises:
-            UnmatchedMasks: masks are not of samples.
+            UnmatchedMasks: a mask does not belong to single samples.
         """
         if not self._own:
             yield
@@ -262,7 +264,7 @@ class _Use:
     counts: Counter[nn.Module] = field(default_factory=Counter)
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor | None:
-        """Return the part of a mask that belongs to these samples; None if there is none of that shape."""
+        """Return the slice of a mask for these samples; None if the shapes do not match."""
         if whole.shape == like.shape:
             return whole
         if whole.dim() != like.dim():
@@ -276,7 +278,7 @@ class _Use:
 
 
 def drawing_modules(model: nn.Module, forward: Callable[[], Any]) -> set[nn.Module]:
-    """Return the modules outside torch that drop something and advance torch's generators in a forward."""
+    """Return the modules outside torch that may drop values and advance torch's generators in a forward."""
     own, before, found = own_droppers(model), dict[nn.Module, list[Tensor]](), set[nn.Module]()
     if not own:
         return found

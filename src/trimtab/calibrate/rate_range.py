@@ -1,4 +1,4 @@
-"""The learning-rate range test: real batches, the rate rising geometrically; puts everything back."""
+"""Learning-rate range test: real batches at geometrically rising rates; state is restored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.runtime.schedule import scaled_rates
 
 NUM_STEPS = 40
 WIDEST = 300.0
-_NO_LIMIT = 1e30  # to a norm: what it multiplies by is 1, to the last bit
+_NO_LIMIT = 1e30  # Limit on the gradient norm that never clips: the factor is exactly 1.
 
 
 def range_test(
@@ -30,14 +30,16 @@ def range_test(
     num_steps: int = NUM_STEPS,
     widest: float = WIDEST,
 ) -> tuple[RatePoint, ...]:
-    """Return loss and norm of gradients at rates rising from the user's own to `widest` times it. Leaves no trace.
+    """Return loss and gradient norm at rates rising from the user's own to `widest` times this rate; state is
+    restored.
 
     Args:
-        batches: training batches; at least `num_steps` of them, or the test ends early. A loader is left as
-            `undisturbed` says.
+        batches: training batches; the test ends early with fewer than `num_steps`. A loader is restored by
+            `undisturbed`.
 
     Raises:
-        ValueGivenError: there are no batches. BatchError: there is nothing to iterate over.
+        ValueGivenError: there are no batches.
+        BatchError: the data are not iterable.
     """
     points: list[RatePoint] = []
     model, optimizer = subject.model, subject.optimizer
@@ -69,7 +71,7 @@ def range_test(
 
 
 def _with_norms(plan: Plan) -> Plan:
-    """Return a plan that has norms computed: they are where something is clipped by them, and here nothing more is."""
+    """Return a plan that computes gradient norms: a run computes them only for clipping, and this limit never clips."""
     if plan.clip_norm.value is not None:
         return plan
     return replace(plan, clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))

@@ -1,4 +1,4 @@
-"""A loop's chain of blocks as schedules are found for: what each takes, in bytes and seconds."""
+"""Measurement of a model's blocks for activation checkpointing: bytes and seconds of the chain of stages."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from trimtab.runtime.activation_checkpoint import use_schedule
 from trimtab.runtime.batches import to_device
 
 NO_BLOCKS = "the model has no blocks that run once in a forward"
-_FORWARDS = 3  # steps in which blocks are timed against each other
+_FORWARDS = 3  # Steps in which the forwards of blocks are timed against each other.
 
 
 def measure_recomputable(subject: Subject, candidate: Candidate, *, splits: bool = True) -> Recomputable:
-    """Return what recomputing the blocks of a candidate's model takes and saves, or why it cannot be told.
+    """Return the costs and savings of recomputing a candidate's blocks, or the reason for failing.
 
-    Trains: the caller puts back what was before.
+    Takes training steps; the caller restores the state.
 
     Args:
-        splits: whether the batch may be split into more micro-batches than the candidate's.
+        splits: True if the batch may be split into more micro-batches than the candidate's.
     """
     try:
         return _measured(subject, candidate, splits=splits)
-    except Exception as error:  # whatever the model does with its blocks, as writing over what goes into one
+    except Exception as error:  # For example, a block overwrites its input.
         return Recomputable(candidate, refusal=describe(error))
 
 
@@ -70,9 +70,9 @@ def _measured(subject: Subject, candidate: Candidate, *, splits: bool) -> Recomp
 
 
 def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], list[ChainModel], list[float]]:
-    """Return the chains, those of blocks kept in part or none where they cannot be, and each block's forward seconds.
+    """Return the chains, the chains with blocks kept in part ([] if not possible), and the blocks' forward seconds.
 
-    The chains of a first micro-batch, and of a later one.
+    Each list of chains holds the first micro-batch of a window and a later one.
     """
     names = subject.blocks.names
     with subject.start(candidate) as run:
@@ -89,26 +89,27 @@ def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], l
 
         chains = trace()
         step_until_applied(run, subject)
-        with_schedule(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
+        # Raises if the blocks cannot be swapped.
+        with_schedule(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)
         if not runs_in_segments(run.model, subject.blocks, step):
             chains = [chain.unlinked() for chain in chains]
         try:
             in_part = in_part_of(len(names))
             parts = trace(prepare=lambda copy: use_schedule(copy, names, in_part), drops=False)
             with_schedule(run.model, names, in_part, step)
-        except (ModelError, RuntimeError):  # as where a block writes over what is kept
+        except (ModelError, RuntimeError):  # For example, a block overwrites a tensor that is kept.
             parts = []
         forward_s = forward_seconds(step, run.model, names, subject.device, steps=_FORWARDS)
     return chains, parts, list(forward_s)
 
 
 def in_part_of(number: int) -> Schedule:
-    """Return the schedule of so many blocks that keeps the dear part of each."""
+    """Return the schedule that keeps only the expensive part of each of `number` blocks."""
     return tuple(Kept(index, in_part=True) for index in range(number))
 
 
 def runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], None]) -> bool:
-    """Return whether segments of several blocks can be made, of blocks without hooks, and a step runs with one."""
+    """Return True if a step runs with a segment of several blocks; blocks with hooks cannot form segments."""
     first = next((index for index, is_linked in enumerate(blocks.links) if is_linked), None)
     if first is None:
         return True
@@ -124,10 +125,11 @@ def runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], 
 def trace_chain(
     model: nn.Module, loss_fn: LossFn, blocks: LinkedBlocks, rows: tuple[int, int], batches: Sequence[Any], **how: Any
 ) -> list[ChainModel]:
-    """Return the chain of a first micro-batch, and of a later one, without seconds; `how` as of `trace_stages`.
+    """Return the chains of the first and of a later micro-batch, without seconds; `how` as of `trace_stages`.
 
     Args:
-        batches: of `rows`, the smaller one first.
+        rows: the two sizes, in samples, in ascending order.
+        batches: batches of these sizes.
 
     Raises:
         ModelError: the step cannot be traced.

@@ -1,8 +1,8 @@
-"""Seconds that recomputing takes: of steps by a schedule beyond those of steps that keep all, run in turns.
+"""Measured time of recomputation: extra seconds of steps with a schedule over steps without, in alternation.
 
-Not those of a block's forward as it runs in a step: what a call of torch's checkpointing does besides (hooks, the
-random numbers' state, weights that autocast casts anew) is in no forward, and is there once a micro-batch however few
-its rows are. So it is measured at two sizes of a micro-batch, and lies on a line in its rows.
+A block's forward time alone would be too low: each checkpointed call has overhead (hooks, saving and restoring random
+state, casting weights again under autocast) per micro-batch, independent of its size. The extra time is therefore
+measured at two micro-batch sizes and interpolated linearly.
 """
 
 from __future__ import annotations
@@ -24,35 +24,37 @@ from trimtab.decide.checkpoint_schedule import keep_all
 from trimtab.runtime.activation_checkpoint import use_schedule
 
 T = TypeVar("T")
-_MEASURING_S = 1.0  # of a schedule's steps, where more than the fewest fit
+_MEASURING_S = 1.0  # Seconds per schedule, if more than the fewest steps fit.
 _MOST = 10
-_OTHERS = 14  # steps in which loss scales are found, blocks tried and their forwards timed
-_SMALLER = 4  # the smaller micro-batch is this share of the other
-# Of the blocks' forward: what computing it again takes at the least, whole and in part, for noise may show nothing.
+_OTHERS = 14  # Steps for finding loss scales, trying blocks and timing their forwards.
+_SMALLER = 4  # Ratio of the larger to the smaller micro-batch.
+# Lower bounds, as fractions of the blocks' forward time, for recomputation of whole blocks and in part, because the
+# measured difference may be lost in noise.
 _LEAST, _LEAST_IN_PART = 0.5, 0.1
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of a micro-batch by its rows."""
+    """Seconds of a micro-batch as a linear function of its samples."""
 
     fixed_s: float
     row_s: float
 
     def at(self, rows: int) -> float:
-        """Return the seconds of a micro-batch of so many rows."""
+        """Return the seconds of a micro-batch of `rows` samples."""
         return self.fixed_s + self.row_s * rows
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> Line:
-    """Return the line through one or two points (rows, seconds), more rows first; it never falls, and is not below 0.
+    """Return the line through one or two points (samples, seconds), larger size first; non-negative and
+    non-decreasing.
 
-    Of one point it goes through zero.
+    A single point gives a line through zero.
     """
     (more, high), (fewer, low) = points[0], points[-1]
     high, low = max(0.0, high), max(0.0, low)
     row_s = high / more if more == fewer else (high - low) / (more - fewer)
-    if row_s <= 0:  # more rows take no longer: a call is all that costs, or it drowns in noise
+    if row_s <= 0:  # More samples take no longer: only the overhead per call counts, or the rest is lost in noise.
         return Line((high + low) / 2, 0.0)
     fixed_s = high - row_s * more
     return Line(fixed_s, row_s) if fixed_s >= 0 else Line(0.0, high / more)
@@ -61,11 +63,13 @@ def line_through(points: Sequence[tuple[int, float]]) -> Line:
 def measure_seconds(
     subject: Subject, candidate: Candidate, schedules: Sequence[Schedule], *, splits: bool, forward_s: float
 ) -> tuple[float, list[Line]]:
-    """Return seconds of a candidate's step that keeps all, and by each schedule those of a micro-batch beyond it.
+    """Return the seconds of a step that keeps all activations, and the extra seconds per micro-batch of each
+    schedule.
 
     Args:
-        schedules: of the subject's blocks, all computed again, then all in part. splits: whether its batch may be split
-            into more micro-batches. forward_s: of the blocks' forward, in a micro-batch.
+        schedules: recomputation of all blocks, then of all blocks in part.
+        splits: True if the batch may be split into more micro-batches.
+        forward_s: forward seconds of the blocks per micro-batch.
     """
     rows = min(candidate.micro_batch, subject.rows)
     sizes = (rows, -(-rows // _SMALLER)) if splits and rows > 1 else (rows,)
@@ -79,8 +83,8 @@ def measure_seconds(
 
 
 def num_steps(step_s: float) -> int:
-    """Return about how many steps measuring the blocks of a candidate takes, of so many seconds."""
-    turns = 2 * 3 * (1 + _turns(step_s))  # two sizes; all kept, computed again, and in part
+    """Return the approximate number of steps for measuring the blocks of a candidate with `step_s` seconds per step."""
+    turns = 2 * 3 * (1 + _turns(step_s))  # Two sizes; everything kept, recomputed, and recomputed in part.
     return turns + _OTHERS
 
 
@@ -89,7 +93,7 @@ def _turns(step_s: float) -> int:
 
 
 def _longer(subject: Subject, candidate: Candidate, schedules: Sequence[Schedule]) -> tuple[float, list[float]]:
-    """Return seconds of a step that keeps all, and how much longer one takes by each schedule."""
+    """Return the seconds of a step that keeps all activations, and the extra seconds of each schedule."""
     names = subject.blocks.names
     with subject.start(candidate) as run:
 
@@ -104,14 +108,14 @@ def _longer(subject: Subject, candidate: Candidate, schedules: Sequence[Schedule
             for turn in range(1 + _turns(timed()))
         ]
     ordered = (each if turn % 2 else each[::-1] for turn, each in enumerate(taken))
-    _, *counted = ordered  # in the first turn the heap grows
+    _, *counted = ordered  # The heap grows in the first round.
     own, *others = zip(*counted, strict=True)
     differences = ([ours - theirs for ours, theirs in zip(each, own, strict=True)] for each in others)
     return statistics.median(own), [statistics.median(each) for each in differences]
 
 
 def with_schedule(model: nn.Module, names: tuple[str, ...], schedule: Schedule, call: Callable[[], T]) -> T:
-    """Return what a call returns that is made while a model's blocks run by a schedule."""
+    """Return the result of a call while the model's blocks use a recomputation schedule."""
     undo = use_schedule(model, names, schedule)
     try:
         return call()

@@ -1,9 +1,9 @@
-"""Comparison of named tensors within the rounding error of the computation that made them.
+"""Comparison of named tensors within the rounding error of their computation.
 
-Rounding is not estimated from a constant alone: a computation is repeated with its inputs moved by about their last
-bit, and the change of each result is the scale of its rounding error. Parameters whose true gradient is zero (a bias in
-front of a normalisation, the key bias of attention) hold nothing but such errors, which a constant relative tolerance
-would call a difference.
+The rounding error is measured, not estimated from a constant: a computation is repeated with inputs perturbed in
+their last bit, and the change of each result is the scale of its rounding error. Parameters with a true gradient of
+zero (a bias before a normalisation, the key bias of attention) contain nothing but such errors, which a constant
+relative tolerance would report as a difference.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from trimtab.measure.held import host_copy
 
 Named = Mapping[str, Tensor]
 Norms = dict[str, float]
-_PART = 2**20  # elements whose signs are drawn at a time
+_PART = 2**20  # Largest number of elements whose signs are drawn at a time.
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The tensor that differs most, in units of its tolerance.
+    """The tensor with the largest difference relative to its tolerance.
 
     Args:
-        name: of the tensor.
-        ratio: norm of the difference, divided by the tolerance; above 1 is a difference beyond rounding.
-        relative: norm of the difference, divided by the norm of what was expected.
+        name: name of the tensor.
+        ratio: norm of the difference divided by the tolerance; above 1, it exceeds rounding.
+        relative: norm of the difference divided by the norm of the expected tensor.
     """
 
     name: str
@@ -39,25 +39,27 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the difference is explained by rounding."""
+        """True if rounding explains the difference."""
         return self.ratio <= 1
 
 
 def norms(tensors: Named) -> Norms:
-    """Return the 2-norm of each tensor, in double precision; one transfer from the device."""
+    """Return the 2-norm of each tensor in double precision, with a single transfer from the device."""
     return _numbers({name: _norm(each) for name, each in tensors.items()})
 
 
 def finite_norms(tensors: Named) -> Norms:
-    """Return the 2-norm of the finite values of each tensor: a mask may well hold infinities."""
-    finite = (torch.nan_to_num(_dense(each), 0.0, 0.0, 0.0) for each in tensors.values())  # one at a time
+    """Return the 2-norm of the finite values of each tensor: a mask may contain infinities."""
+    # A generator, so that a single copy exists at a time.
+    finite = (torch.nan_to_num(_dense(each), 0.0, 0.0, 0.0) for each in tensors.values())
     return _numbers({name: _norm(each) for name, each in zip(tensors, finite, strict=True)})
 
 
 def distances(left: Named, right: Named) -> Norms:
-    """Return the 2-norm of `left - right` by name; infinite for a tensor that is missing or of another shape.
+    """Return the 2-norm of `left - right` by name; infinite for a missing tensor or another shape.
 
-    Equal infinities, and NaN in the same place, are no difference. One pair at a time is brought to one device.
+    Equal infinities, and NaN at the same place, do not count as a difference. A single pair at a time is moved to one
+    device.
     """
     same = [name for name, each in left.items() if name in right and each.shape == right[name].shape]
     found = _numbers({name: _norm(_difference(left[name], right[name])) for name in same})
@@ -90,7 +92,7 @@ def total(sizes: Norms) -> float:
 
 
 def worst(apart: Norms, allowed: Norms, sizes: Norms) -> Difference:
-    """Return the tensor whose difference is the largest multiple of its tolerance.
+    """Return the tensor with the largest ratio of difference to tolerance.
 
     Args:
         apart: norm of the difference, by name.
@@ -115,11 +117,11 @@ def _ratio(error: float, limit: float) -> float:
 
 @contextlib.contextmanager
 def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterator[None]:
-    """Move every parameter by about its last bit, up or down at random; undone on leaving.
+    """Perturb all parameters by about their last bit, randomly up or down, inside the context.
 
     Args:
-        seed: of the draw; the process's generators are left alone.
-        epsilon: relative size of the move; 0: that of each parameter's own type.
+        seed: seed of the perturbation; the process's generators are not used.
+        epsilon: relative size of the perturbation; 0: the machine epsilon of each parameter's dtype.
     """
     held: list[tuple[Tensor, Tensor]] = []
     try:
@@ -127,7 +129,7 @@ def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterat
         yield
     finally:
         with torch.no_grad():
-            # In reverse: a parameter that overlaps an earlier one was copied after that one's move.
+            # In reverse: a parameter that overlaps an earlier one was copied after the earlier one's perturbation.
             for data, before in reversed(held):
                 data.copy_(before)
 
@@ -135,13 +137,13 @@ def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterat
 def move_last_bits(
     model: nn.Module, seed: int, epsilon: float = 0.0, hold: Callable[[Tensor], None] | None = None
 ) -> None:
-    """Move every parameter as `last_bits_moved` does; the caller restores them.
+    """Perturb all parameters as `last_bits_moved` does; the caller restores them.
 
     Args:
-        model: whose parameters are moved.
+        model: model with the parameters.
         seed: as of `last_bits_moved`.
         epsilon: as of `last_bits_moved`.
-        hold: called with each parameter's data before the move.
+        hold: called with each parameter's data before the perturbation.
     """
     generator = torch.Generator().manual_seed(seed)
     moved = set[tuple[object, ...]]()
@@ -150,7 +152,7 @@ def move_last_bits(
             continue
         data = parameter.data
         place = (data.device, data.data_ptr(), data.shape, data.stride())
-        if place in moved and data.numel():  # tied through `.data`: two moves could cancel
+        if place in moved and data.numel():  # Tied through `.data`: two perturbations could cancel.
             continue
         moved.add(place)
         if hold is not None:
@@ -175,7 +177,7 @@ def _parts(data: Tensor) -> Iterator[Tensor]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return a strided tensor that a norm can be taken of: integers and booleans as doubles."""
+    """Return a strided floating-point tensor for taking a norm; integers and booleans become doubles."""
     found = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return found if found.is_floating_point() or found.is_complex() else found.double()
 

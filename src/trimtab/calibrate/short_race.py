@@ -1,4 +1,4 @@
-"""Two plans raced over a few steps of training in pairs, on the user's own data; puts everything back."""
+"""Paired runs of two plans over a few training steps on the user's data; state is restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trimtab.runtime.batches import iterate, to_device
 from trimtab.runtime.engine import Run
 
 NUM_STEPS = 60
-NUM_PAIRS = 5  # fewer have no verdict (math: section 8)
+NUM_PAIRS = 5  # Fewer pairs cannot give a verdict (math: section 8).
 
 
 def short_race(
@@ -40,20 +40,23 @@ def short_race(
     by_unseen: bool = False,
     same_step: bool = False,
 ) -> tuple[ShortPair, ...]:
-    """Return the pairs that were run: all, or until the rival lost one. Leaves no trace.
+    """Return the completed pairs: all, or up to the first that the rival lost. State is restored.
 
-    A schedule by progress is run through whole in each training. Pairs differ in batches, or in their order where there
-    are few, and in random numbers; within one they are the same, but that the plan as it stands, run again, draws
-    others.
+    A schedule by progress is completed in each training. Pairs differ in their batches (in the order of batches, if
+    there are few) and random seeds. Within a pair both are equal, except that the repeated run of the current plan
+    has another seed.
 
     Args:
-        batches: training batches; gone through again where they end. A loader is left as `undisturbed` says.
-        by_unseen: whether what counts is the loss of each batch in evaluation mode before it is trained on, and not
-            that of its own step, in which what is raced may change what a loss is. No training goes over data again.
-        same_step: whether a step of the two takes the same, whatever was measured: samples alone are compared.
+        stands: the current plan.
+        rival: the plan to compare with it.
+        batches: training batches; repeated if they run out. A loader is restored by `undisturbed`.
+        by_unseen: True to compare the loss of each batch in evaluation mode before training on it, for settings that
+            change the training loss itself. No training repeats data then.
+        same_step: True to assume equal step times, so that only samples are compared.
 
     Raises:
-        ValueGivenError: there are too few batches. BatchError: there is nothing to iterate over.
+        ValueGivenError: there are too few batches.
+        BatchError: the data are not iterable.
     """
     pairs: list[ShortPair] = []
     with (
@@ -68,7 +71,8 @@ def short_race(
                 raise ValueGivenError("data", given=given, expected=expected)
 
             if index:
-                random.Random(index).shuffle(data)  # few batches, never shuffled, are the same in each pair
+                # Few batches, never shuffled by the loader, would come in the same order in each pair.
+                random.Random(index).shuffle(data)
 
             def run(name: str, plan: Plan, seed: int, data: list[Any] = data, index: int = index) -> ShortRun:
                 progress(f"race of {name}, pair {index + 1} of {num_pairs}")
@@ -125,7 +129,7 @@ def _evaluated(run: Run, subject: Subject, batch: Any) -> torch.Tensor:
 
 
 def _of_one_pass(data: Iterable[Any], number: int) -> Iterator[Any]:
-    """Yield so many batches at a time, all of one pass; what is left of a pass is dropped. None, where it has fewer."""
+    """Yield groups of `number` batches, each from a single epoch; an incomplete last group is dropped."""
     while True:
         found = 0
         for batches in _batched(iterate("data", data), number):
@@ -141,7 +145,7 @@ def _batched(data: Iterator[Any], number: int) -> Iterator[list[Any]]:
 
 
 def _endless(data: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches, again from the start where they end; none where a whole pass has none, or an iterator ended."""
+    """Yield batches over repeated epochs; ends if an epoch is empty or an iterator is exhausted."""
     while True:
         count = 0
         for batch in iterate("data", data):

@@ -1,4 +1,4 @@
-"""Counts of one plain step: FLOP, terms of the loss, softmaxes. Each is left out if its instrument fails."""
+"""Counts of a plain step: FLOP, terms of the loss, softmaxes. A count is left out if its instrument fails."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class StepCounts(NamedTuple):
     """Counts of the forward and backward of the example batch, in the loop's precision.
 
     Attributes:
-        flops: counted FLOP; None if they were not counted.
-        terms: number of terms of the loss; rows if the loss was not seen.
+        flops: counted FLOP; None if not counted.
+        terms: number of terms of the loss; the number of samples if the loss was not seen.
         kind: "rows" or "tokens".
-        seen: softmaxes of the forward; empty if they were not watched.
+        seen: softmaxes of the forward; empty if not watched.
     """
 
     flops: float | None
@@ -33,12 +33,12 @@ class StepCounts(NamedTuple):
 
 
 def count_step(subject: Subject, precision: str, notes: Notes) -> StepCounts:
-    """Count one step. An instrument that the loop does not run under is left out, and noted. Leaves no trace.
+    """Count a step. An instrument that fails on this loop is left out, with a note. State is restored.
 
     Raises:
-        LossError: the plain forward or backward fails, with no instrument on.
+        LossError: the plain forward or backward fails without any instrument.
     """
-    terms: list[Any] = []  # of each forward that came to its end
+    terms: list[Any] = []  # Counts of all completed forwards.
     flop_error: Exception | str | None = None
     watch_error: Exception | None = None
     for watches, counts in ((True, True), (False, True), (True, False), (False, False)):
@@ -64,10 +64,10 @@ def count_step(subject: Subject, precision: str, notes: Notes) -> StepCounts:
 
 
 def require_plain_step(subject: Subject, precision: str) -> None:
-    """Run the forward and backward of the example batch with no instrument on. Leaves no trace.
+    """Run the forward and backward of the example batch without instruments. State is restored.
 
     Raises:
-        LossError: it fails, for another reason than memory.
+        LossError: the step fails for another reason than memory.
     """
     try:
         _run(subject, precision, [], watches=False, counts=False)
@@ -77,14 +77,14 @@ def require_plain_step(subject: Subject, precision: str) -> None:
 
 
 def is_of_loss(error: Exception) -> bool:
-    """Return whether an error is one that `Subject.loss` made of an exception of the user's code."""
+    """Return True if an error was made by `Subject.loss` from an exception of the user's code."""
     return isinstance(error, LossError) and isinstance(error.__cause__, Exception)
 
 
 def _raise_of_loss(error: Exception) -> NoReturn:
-    """Raise the typed error of a plain forward or backward that failed, with the user's exception as its cause."""
+    """Raise the typed error for a failed forward or backward, with the user's exception as its cause."""
     if isinstance(error, TrimtabError) and not is_of_loss(error):
-        raise error  # a refusal: the result is no loss
+        raise error  # The result was refused, because it is not a loss.
     cause = error.__cause__ if is_of_loss(error) else error
     assert isinstance(cause, Exception)
     raise loss_failed(cause) from cause
@@ -93,7 +93,7 @@ def _raise_of_loss(error: Exception) -> NoReturn:
 def _run(
     subject: Subject, precision: str, terms: list[Any], *, watches: bool, counts: bool
 ) -> tuple[float | None, SoftmaxesSeen]:
-    """Run forward and backward; returns FLOP and softmaxes, and appends the loss's count to the terms."""
+    """Run forward and backward; returns FLOP and softmaxes, and appends the loss's count to `terms`."""
     seen = SoftmaxesSeen()
 
     def forward_backward() -> None:
@@ -110,6 +110,6 @@ def _run(
 
 
 def _terms(subject: Subject, terms: Sequence[Any]) -> tuple[float, str]:
-    """Return the number of terms of the loss and their kind, by the counts of its forwards."""
+    """Return the number and kind of the loss's terms, from the counts of its forwards."""
     count = terms[-1] if terms else None
     return (float(subject.rows), "rows") if count is None else (float(count), "tokens")

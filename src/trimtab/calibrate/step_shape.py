@@ -1,4 +1,4 @@
-"""A step as communication sees it: the bytes of a model's blocks, and the seconds that a profile timed."""
+"""Inputs of the communication model from a profile: bytes of the model's blocks, and seconds of a step's phases."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trimtab.measure.blocks import find_blocks
 
 
 def step_shape(model: nn.Module, profile: Profile, plan: Plan) -> StepShape | None:
-    """Return the shape of a plan's micro-batch; None where its seconds are not known.
+    """Return the times and sizes of a plan's micro-batch; None if its seconds are unknown.
 
-    The forward's and the backward's share of it are those of the loop as it was found, or, where nothing was run, a
-    third and two of what is computed; a block's is that of its parameters among those that are multiplied by: an
-    embedding is looked up.
+    The split between forward and backward is the measured one of the unchanged loop, or 1:2 if nothing was run. A
+    block's fraction of the seconds is its fraction of the parameters used in products; embeddings are looked up, so
+    they do not count.
 
     Args:
-        model: may be without memory.
+        model: the model, possibly on the meta device.
     """
     cost = plan.measured or plan.predicted
     phases = profile.phases_s if profile.trials else _phases_there(profile, plan)
@@ -43,7 +43,7 @@ def step_shape(model: nn.Module, profile: Profile, plan: Plan) -> StepShape | No
 
 
 def _phases_there(profile: Profile, plan: Plan) -> Mapping[str, float]:
-    """Return the phases of a step on a device that is not here, of the plan's precision; none where not known."""
+    """Return the predicted phases of a step on a target device, in the plan's precision; {} if unknown."""
     work = next((t.work for t in profile.traces if t.candidate.precision == plan.precision.value and t.work), None)
     if work is None:
         return {}
@@ -56,7 +56,7 @@ def _phases_there(profile: Profile, plan: Plan) -> Mapping[str, float]:
 
 
 def _blocks(model: nn.Module) -> list[tuple[int, int, float]]:
-    """Return bytes, those that are trained, and a share of the seconds: of the model outside its blocks, then each."""
+    """Return (bytes, trainable bytes, weight in the seconds) of the model outside of its blocks, then of each block."""
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks = [modules[name] for name in find_blocks(model)]
     inside = {parameter for block in blocks for parameter in block.parameters()}

@@ -29,20 +29,28 @@ from trimtab.runtime.precision import autocast
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured. `batch` is one optimizer step's data; `clip_norm` is what the user's loop applies.
+    """A training loop to be measured.
 
-    `frees_batch`: windows may span several batches, so that the first's gradients are beside the next one's forward.
-    `start_bytes`: what a run of it keeps besides, to begin a window anew; trials keep nothing, and end where they fail.
-    `named_blocks`: the modules that may be computed again, by name; none: those of the model's tree. `example`: what a
-    loader yields, where `batch` is the longest it has: splitting has to keep its gradient too. `modules`: trained by
-    the same optimizer, such as a criterion with parameters. `batching`: counts and splits batches. `second`: another
-    batch of the loop's data with as many samples, so that no proof holds on the example alone.
-
-    The loss function is `protected`: it may change its batch, which stays as it is.
+    Args:
+        model: the user's model.
+        optimizer: its optimizer.
+        loss_fn: the loss function; wrapped by `protected`, so that it cannot change the batch.
+        batch: data of an optimizer step; the longest batch, if lengths vary.
+        clip_norm: gradient-norm limit of the user's loop, or None.
+        frees_batch: True if windows may span several batches, so that accumulated gradients are held during a
+            forward.
+        start_bytes: bytes that a run keeps in order to repeat a failed window; trials do not keep them.
+        named_blocks: names of the modules that may be recomputed; (): the blocks found in the module tree.
+        example: batch of usual length if `batch` is the longest; the splitting check covers both.
+        modules: further modules that the same optimizer trains, such as a criterion with parameters.
+        batching: counts and splits batches.
+        second: another batch of the loop's data with as many samples, so that proofs do not rest on the example
+            alone.
 
     Raises:
-        ModelError, OptimizerError, BatchError, ValueGivenError: these do not fit together, or cannot be measured.
-        LoopError: a run holds the model, and no trial could start one of its own.
+        ModelError, OptimizerError, BatchError, ValueGivenError: the objects do not fit together, or cannot be
+            measured.
+        LoopError: a run holds the model, so no trial can start.
     """
 
     model: nn.Module
@@ -77,17 +85,17 @@ class Subject:
 
     @functools.cached_property
     def trained(self) -> nn.Module:
-        """The model, or a container of it and the modules that are trained with it."""
+        """The model, or a container of the model and `modules`."""
         return whole(self.model, self.modules)
 
     @property
     def rows(self) -> int:
-        """Samples of the example batch; 1 if their number is unknown, and the batch is then one unit."""
+        """Samples of the example batch; 1 if unknown, in which case the batch is a single unit."""
         return self.batching.read(self.batch).samples or 1
 
     @property
     def unknown(self) -> str:
-        """Reason why the number of samples is unknown, or ""."""
+        """Reason for an unknown number of samples, or ""."""
         reading = self.batching.read(self.batch)
         return reading.reason if reading.samples is None else ""
 
@@ -107,15 +115,16 @@ class Subject:
 
     @functools.cached_property
     def blocks(self) -> LinkedBlocks:
-        """The model's blocks that run once in a forward, and how they are linked.
+        """Blocks of the model that run once per forward, with their links.
 
         Raises:
-            ModelError: the forward cannot be traced. ValueGivenError: what is named are no such blocks.
+            ModelError: the forward cannot be traced.
+            ValueGivenError: named modules are not such blocks.
         """
         return blocks_of(self.model, self.loss_fn, to_device(self.batch, self.device), self.named_blocks)
 
     def start(self, candidate: Candidate) -> Run:
-        """Return a run of the candidate's settings."""
+        """Return a run with the candidate's settings."""
         plan = Plan.fixed(
             self.rows,
             candidate.micro_batch,
@@ -140,7 +149,8 @@ class Subject:
         )
 
     def loss(self, batch: Any | None = None, precision: str = "fp32") -> tuple[Tensor, Count | None]:
-        """Return (loss, count or None) of one batch, on the model's device, its forward under a precision's autocast.
+        """Return (loss, count or None) of a batch on the model's device, with the forward under a precision's
+        autocast.
 
         Raises:
             LossError: the loss function raised, or its result is not a loss.
@@ -156,13 +166,13 @@ class Subject:
                 given=f"{type(error).__name__}: {error} when called as loss_fn(model, batch)",
                 expected="a function of (model, batch) that fits the example batch",
             ) from error
-        loss, count, _ = as_loss(result, is_auxiliary=is_part)  # what the whole batch's loss is was checked
+        loss, count, _ = as_loss(result, is_auxiliary=is_part)  # The loss of the whole batch was validated before.
         return loss, count
 
     def state(self, *, peak_bytes: int | None = None) -> LoopState:
-        """Return a copy of everything that a step can change, as a context manager that restores it.
+        """Return a snapshot of everything that a step can change, as a context manager that restores it.
 
-        The loss is included: a hidden state that it carries from one batch to the next has the precision of a trial.
+        The loss is included: hidden state that it carries between batches has the precision of a trial.
 
         Args:
             peak_bytes: as of `LoopState`.
@@ -170,13 +180,13 @@ class Subject:
         return LoopState(self.trained, self.optimizer, loss_fn=self.loss_fn, peak_bytes=peak_bytes)
 
     def live_tensors(self) -> Iterator[Tensor]:
-        """Yield what is alive between two steps: parameters, buffers, optimizer state, the batch."""
+        """Yield the tensors alive between two steps: parameters, buffers, optimizer state, the batch."""
         yield from alive_between_steps(self.trained, self.optimizer)
         yield from tensors_in(self.batch)
 
 
 def _check_measured(device: torch.device) -> None:
-    """Raise `ModelError` for a device on which seconds would be those of enqueueing, and bytes those of the host."""
+    """Raise `ModelError` for devices on which only enqueueing could be timed, and only host memory be counted."""
     if device.type not in MEASURED:
         raise ModelError(
             "model",

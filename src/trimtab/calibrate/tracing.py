@@ -1,4 +1,4 @@
-"""Peaks and work of candidates that were not run: traced on fake tensors, at two sizes of a micro-batch."""
+"""Peak memory and operators of candidates without running them: traced on fake tensors at two micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ Told = TypeVar("Told")
 Sizes = tuple[int, int]
 Batches = tuple[Any, Any]
 
-MIN_ROWS = 3  # of a batch: of two sizes the smaller one has two rows, as operators treat one in their own way
+MIN_ROWS = 3  # The smaller of two sizes needs 2 samples, because operators treat a single sample differently.
 HERE = torch.device("cpu")
 
 
 def trace_candidates(
     subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None], guard: Guard, notes: Notes
 ) -> tuple[Traced, ...]:
-    """Return what could be traced; a candidate whose step cannot be, or a batch too small, is left to its trials.
+    """Return the traces of candidates; candidates that cannot be traced, or a batch too small, are left to the
+    trials.
 
-    And one that ends a process: what its operators take for themselves is found by running them. A step that cannot be
-    traced is noted.
+    A candidate that ends its test process is skipped, because operator workspaces are found by running operators. A
+    failed trace is noted.
     """
     found = []
     for candidate in candidates:
@@ -62,7 +63,7 @@ def _trace_candidate(subject: Subject, candidate: Candidate) -> list[Traced]:
 
 
 def _beside(traced: Traced, held_bytes: int) -> Traced:
-    """Return a trace with what is held besides."""
+    """Return a trace with additional bytes held throughout."""
     whole, sliced, step = (m and m.beside(held_bytes) for m in (traced.whole, traced.sliced, traced.step))
     return replace(traced, whole=whole or traced.whole, sliced=sliced, step=step)
 
@@ -75,13 +76,16 @@ def trace_elsewhere(
     candidates: Sequence[Candidate],
     batching: Batching = BY_CONTAINERS,
 ) -> tuple[Traced, ...]:
-    """Return candidates' traces as for a CUDA device; none where the batch is too small to be cut.
+    """Return the candidates' traces as for a CUDA device; () if the batch is too small to be split.
 
     Args:
-        model, optimizer, batch: on this CPU, or without memory. candidates: alike but in precision.
+        model: the model, on the CPU or the meta device.
+        optimizer: its optimizer.
+        batch: a batch, on the CPU or the meta device.
+        candidates: candidates that differ in precision only.
 
     Raises:
-        ModelError: the step cannot be traced, or holds recurrent layers, most of whose memory no tensor shows.
+        ModelError: the step cannot be traced, or has recurrent layers, whose memory is mostly outside of tensors.
     """
     recurrent = recurrent_layer(model)
     if recurrent is not None:
@@ -98,12 +102,12 @@ def trace_elsewhere(
 
 
 def recurrent_layer(model: nn.Module) -> nn.RNNBase | None:
-    """Return a layer whose operators take, and keep for the backward, more than tensors show; None without one."""
+    """Return a layer whose operators use, and save for the backward, memory outside of tensors; None without one."""
     return next((module for module in model.modules() if isinstance(module, nn.RNNBase)), None)
 
 
 def trace_for_others(subject: Subject, profile: Profile, progress: Callable[[str], None]) -> tuple[Traced, ...]:
-    """Return traces of CUDA's operators, for devices that are not here; none where the loop is not on this CPU."""
+    """Return traces of CUDA's operators for target devices; () if the loop is not on the CPU."""
     if subject.device.type != "cpu":
         return ()
     found: list[Traced] = []
@@ -118,7 +122,7 @@ def trace_for_others(subject: Subject, profile: Profile, progress: Callable[[str
 def trace_here(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, candidate: Candidate
 ) -> Traced | None:
-    """Return the trace of a candidate as its own device runs it, and nothing held besides; None of too few rows.
+    """Return the trace of a candidate on the model's own device; None if there are too few samples.
 
     Raises:
         ModelError: the step cannot be traced.
@@ -132,7 +136,7 @@ def trace_here(
 
 @contextlib.contextmanager
 def applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candidate) -> Iterator[None]:
-    """Have a candidate's loss head and optimizer's step while this is open."""
+    """Apply a candidate's loss head and optimizer step inside the context."""
     with contextlib.ExitStack() as undo:
         if candidate.loss_chunk is not None:
             undo.callback(loss_head.use_chunks(model, candidate.loss_chunk))
@@ -155,16 +159,17 @@ def _trace(
 
 
 def has_two_sizes(batch: Any, batching: Batching = BY_CONTAINERS) -> bool:
-    """Return whether a batch can be traced at two sizes."""
+    """Return True if a batch can be traced at two sizes."""
     reading = batching.read(batch)
     return reading.is_splittable and (reading.samples or 0) >= MIN_ROWS
 
 
 def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: Batching = BY_CONTAINERS) -> Told:
-    """Return what a trace tells of two sizes of a micro-batch, smaller ones where an operator is too large to be run.
+    """Return the result of a trace at two micro-batch sizes, reduced if an operator is too large to run.
 
     Raises:
-        ModelError: the step cannot be traced; TooLarge: at no size.
+        ModelError: the step cannot be traced.
+        TooLarge: no size is small enough.
     """
     rows = batching.require(batch)
     while True:
@@ -177,9 +182,9 @@ def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: 
 
 
 def two_sizes(batch: Any, most: int | None = None, batching: Batching = BY_CONTAINERS) -> tuple[Sizes, Batches]:
-    """Return the rows of two micro-batches, and them: a half and all (or `most`), of `MIN_ROWS` rows at the least.
+    """Return two micro-batch sizes and batches of these sizes: half and all of the samples (or of `most`).
 
-    A loss in chunks of a fourth of the tokens is in several at both.
+    A loss in chunks of a quarter of the tokens has several chunks at both sizes.
     """
     rows = batching.require(batch)
     large = rows if most is None else most

@@ -1,4 +1,4 @@
-"""Steps of a candidate on trial, and what shows that it does not train."""
+"""Training steps of a candidate in a trial, with checks that it trains."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from trimtab.calibrate.subject import Subject
 from trimtab.runtime.engine import Run
 
-_MOST_SCALES = 20  # fp16 halves its loss scale after each overflow: from 65536 to 0.125
+_MOST_SCALES = 20  # fp16 halves its loss scale after each overflow, here from 65536 to 0.125.
 
 
 class Unusable(Exception):
-    """A candidate that runs, and does not train."""
+    """A candidate that runs but does not train."""
 
 
 def step(run: Run, subject: Subject) -> None:
@@ -19,16 +19,16 @@ def step(run: Run, subject: Subject) -> None:
 
 
 def heaviest_step(run: Run, subject: Subject) -> None:
-    """Step as a run does where it holds most."""
+    """Run the step with the highest memory use: over two batches if windows may span several."""
     batches = [subject.batch] * (2 if subject.frees_batch else 1)
     run.train_step(run.window(*batches), subject.loss_fn)
 
 
 def step_until_applied(run: Run, subject: Subject) -> None:
-    """Step until the optimizer has stepped: at once, but for fp16, whose loss scale has to be found first.
+    """Step until the optimizer has stepped: once, or in fp16 until a loss scale is found.
 
     Raises:
-        Unusable: its loss is no number, or it overflows at every scale.
+        Unusable: the loss is NaN or infinite, or gradients overflow at every scale.
     """
     for _ in range(_MOST_SCALES):
         if run.applied_steps > 0:

@@ -1,14 +1,15 @@
-"""Trials: candidates of a stage, run interleaved in blocks, in an order that changes from lap to lap (`drawn_turns`).
+"""Trials: candidates of a search phase, run in interleaved blocks, in a random order per round (`drawn_turns`).
 
-A block is a few whole optimizer steps of one candidate through the run that would train. Blocks are paired by index, so
-that a machine whose speed drifts moves all candidates alike, and every block begins alike: from one state, in which the
-optimizer has its moments. Where a step takes a large part of a second planning must not take minutes: what is known
-from an earlier stage is not measured again, and a candidate that lost every one of its first blocks is not run further.
+A block is a few whole optimizer steps of a candidate, through the run that would train. Blocks are paired by index,
+so that a drift in the machine's speed affects all candidates alike. Every block starts from the same state, with the
+optimizer's moments present. To keep planning short with slow steps, known results of earlier phases are not measured
+again, and a candidate that lost all of its first blocks is dropped.
 
-Where something is accepted the number of blocks does not depend on who is winning, or an equal candidate would win by
-patience: the first blocks may only drop losers, and a likely gain inside the noise is looked at once more, at a number
-fixed in advance. A stage that only puts candidates in order ends as soon as that is known (`decide.laps`).
-Where there is no time left for that, a final still takes it if a tenth of what the gain would save in the run pays it.
+In a phase that accepts a choice, the number of blocks does not depend on the current leader, or an equal candidate
+would win by optional stopping. The first blocks may only drop candidates, and a likely gain within the noise gets
+more blocks once, up to a number fixed in advance. A phase that only orders candidates ends when the order is known
+(`decide.laps`). Over the time budget, a final still gets more blocks if they cost less than a tenth of the time that
+the gain would save in the run.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 _MODES = ("modes", SLICED)
-_OTHER_KERNELS = (*_MODES, "head")  # stages whose candidates run kernels that nobody has run yet
+_OTHER_KERNELS = (*_MODES, "head")  # Search phases whose candidates use kernels that have not run yet.
 _FAR_SLOWER = 2.5
-_STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
-_MOST = 3  # times the asked number of blocks, at the most
+_STAGE_S = 2.5  # Seconds of a candidate's blocks, if more than the requested number fit.
+_MOST = 3  # Limit on blocks, as a multiple of the requested number.
 _WORTH_A_LOOK = 1.05
-_PRICE = 0.1  # of what a likely gain would save in the run, that a hurried look once more may take
-_SLOW_S = 0.3  # on CPU a first step this long holds little that happens once
+_PRICE = 0.1  # Fraction of the saved time of the run that additional blocks may take over the time budget.
+_SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long first step.
 
 
 @dataclass
@@ -66,20 +67,25 @@ class _Arm:
     error: str | None = None
     compile_s: float | None = None
     unused_bytes: int | None = None
-    uncounted: Exception | None = None  # why its peak could not be counted
+    uncounted: Exception | None = None  # Reason for an unknown peak.
     watts: list[float] = field(default_factory=list)
     block_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How a stage's blocks are run.
+    """Configuration of a search phase's blocks.
 
     Args:
-        steps: timed steps per block. step_s: seconds of the incumbent's step, as its warm-up found it.
-        num_blocks: blocks asked for. patient: whether more may be run of what is accepted. start: the state that every
-            block begins with.
-        progress: called with a line of text. run_s: seconds of the run that is planned, as the loop is; 0: not known.
+        subject: the user's loop.
+        stage: the search phase.
+        steps: timed steps per block.
+        step_s: seconds of the incumbent's step, from its warm-up.
+        num_blocks: requested blocks.
+        patient: True to allow more blocks in a phase that accepts a choice.
+        start: state at the start of every block.
+        progress: called with a line of text.
+        run_s: seconds of the planned run without changes; 0 if unknown.
     """
 
     subject: Subject
@@ -94,7 +100,7 @@ class _Blocks:
 
     @property
     def enough(self) -> int:
-        """Blocks to run, more of short ones: a single disturbed one then weighs less."""
+        """Number of blocks to run; more of short blocks, which a single disturbance affects more."""
         if self.stage.is_brief:
             return min(self.num_blocks, MIN_BLOCKS)
         block_s = self.steps * self.step_s
@@ -103,24 +109,26 @@ class _Blocks:
 
     @property
     def most(self) -> int:
-        """Blocks to run while a likely gain is in the noise, or an order is open: it ends once it is known."""
+        """Largest number of blocks while a likely gain is within the noise or an order is open."""
         return _MOST * self.num_blocks if self.patient or self.stage.orders else self.num_blocks
 
     def most_for(self, gain: float, num_arms: int) -> int:
-        """Return blocks to run for a gain so likely: the most, where there is time or what it may save is worth it."""
+        """Return the number of blocks for a likely gain: the most, if time allows or the possible saving is worth
+        it.
+        """
         more = _MOST * self.num_blocks
         more_s = (more - self.enough) * num_arms * (self.steps + 1) * self.step_s
         return more if more_s <= _PRICE * (1 - 1 / gain) * self.run_s else self.most
 
     def steps_of(self, arm: _Arm) -> int:
-        """Return an arm's steps per block: fewer of a far slower one, whose block would take many times as long."""
+        """Return an arm's steps per block; fewer for a far slower arm."""
         if not math.isfinite(arm.first_s) or arm.first_s <= _FAR_SLOWER * self.step_s:
             return self.steps
         return max(1, round(self.steps * self.step_s / arm.first_s))
 
     @property
     def slow(self) -> bool:
-        """Whether a step is a large part of a second."""
+        """True if a step takes a large part of a second."""
         return self.step_s >= _SLOW_S
 
 
@@ -137,14 +145,17 @@ def run_stage(
     run_s: float = 0.0,
     notes: Notes | None = None,
 ) -> tuple[Trial, ...]:
-    """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace.
+    """Return the trials of a search phase; a candidate that cannot run has a trial with its error. State is
+    restored.
 
     Args:
-        known: trials of earlier stages. patient: whether more blocks may be run of what is accepted, where they are
-            short or a likely gain is in the noise. guard: what tells kernels that end a process; None: one of this
-            stage's own.
-        power: reads their watts; None: there is no meter. run_s: of a run that is long enough to pay for more blocks,
-            where it is known how long it is. notes: where a peak that could not be counted is noted.
+        known: trials of earlier phases.
+        patient: True to allow more blocks in a phase that accepts a choice, if blocks are short or a likely gain is
+            within the noise.
+        guard: crash test of kernels; None for a new one.
+        power: power measurement; None without a meter.
+        run_s: seconds of the planned run, which may pay for more blocks; 0 if unknown.
+        notes: receives peaks that could not be measured.
     """
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
@@ -152,7 +163,7 @@ def run_stage(
     with _shared_allocator(stage), subject.state() as snapshot:
         door: Door | None = None
         for arm in arms:
-            if arm.control:  # the incumbent again: it has run, or failed, already
+            if arm.control:  # The incumbent's second run: it has run, or failed, already.
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
             elif not _recall(arm, stage, known):
                 progress(f"{stage.name}: {arm.candidate.describe()}")
@@ -161,7 +172,7 @@ def run_stage(
                     door = door or Door(subject, stage.candidates[0], told_s, guard)
                     arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
-                    snapshot.restore()  # a loss may carry state in the precision of the incumbent's few rows
+                    snapshot.restore()  # The smoke test may have left state in the loss, in the incumbent's precision.
                     slowest = _slowest(stage, arms[0].first_s)
                     how = {"measure_memory": stage.name != ALONE, "slowest": slowest, "paces": arm is arms[0]}
                     _warm_up(subject, arm, **how)
@@ -185,14 +196,16 @@ def run_stage(
 
 
 def _slowest(stage: Stage, step_s: float) -> float:
-    """Return above which time per step a candidate gets no blocks: a budget may need one however slow it is."""
+    """Return the largest time per step for which a candidate gets blocks; infinite if a budget may need slow
+    candidates.
+    """
     return _FAR_SLOWER * step_s if stage.name in _MODES else math.inf
 
 
 def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: LoopState) -> LoopState:
-    """Return a state after a step of the first arm that can take one, the incumbent above all; else the one before.
+    """Return a state with optimizer state, after a step of the first arm that can take one; else the state before.
 
-    A block that began without optimizer state would pay for making it, in its timed step where it has but one.
+    A block without optimizer state would pay for creating it, within its only timed step if it has just one.
     """
     for arm in arms:
         before.restore()
@@ -200,16 +213,17 @@ def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: LoopSt
             with subject.start(arm.candidate) as run:
                 step_until_applied(run, subject)
             highest = max((arm.peak_bytes for arm in arms if arm.peak_bytes is not None), default=None)
-            return subject.state(peak_bytes=highest)  # no peak is counted of blocks
-        except Exception:  # it ran in its warm-up; what fails now will do so in its first block, and be kept there
+            return subject.state(peak_bytes=highest)  # Peak memory is not measured in blocks.
+        except Exception:  # The warm-up succeeded; if this fails, the first block will fail too and record the error.
             continue
     return before
 
 
 def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) -> None:
-    """Fill the arms' blocks: as many as asked for, fewer of a sure loser, most where a likely gain is in the noise.
+    """Run the blocks of all arms: as many as requested, fewer for a clear loser, most for a likely gain within the
+    noise.
 
-    A stage that only orders ends once its order is known.
+    A phase that only orders candidates ends when the order is known.
     """
     stage = blocks.stage
     done, last = 0, blocks.enough
@@ -231,7 +245,7 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) 
 
 
 def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
-    """Take a candidate's step time and peak from an earlier stage; returns whether there were any."""
+    """Copy a candidate's step time and peak from an earlier phase; returns False if there were none."""
     whole = [t for t in known if t.candidate == arm.candidate and t.is_whole and not t.control]
     found = next((t for t in reversed(whole) if t.step_s), None)
     if found is None or (found.peak_bytes is None and stage.name != ALONE):
@@ -241,11 +255,11 @@ def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
 
 
 def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: float, paces: bool) -> None:
-    """Run a step, one more unless it says enough, then one under the memory count; a failure becomes the arm's error.
+    """Run a step, a second one if needed, then a step with memory measurement; a failure becomes the arm's error.
 
-    A first step may hold what happens once: kernels compiled, or chosen by trying them. So a figure that would drop the
-    candidate (above `slowest`) is not believed before a second one, nor a short one that says how long blocks are
-    (`paces`), and on CUDA none is.
+    The first step may include one-time costs, such as compiled or autotuned kernels. A second step is therefore run
+    if the first would drop the candidate (above `slowest`) or is short and sets the block length (`paces`), and
+    always on CUDA.
     """
     try:
         with subject.start(arm.candidate) as run:
@@ -264,43 +278,46 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
                 _count_peak(run, subject, arm)
     except Unusable as error:
         arm.error = str(error)
-    except Exception as error:  # the user's model or the device may fail in any way; the reason is kept
+    except Exception as error:  # The user's model or the device may fail in any way; the reason is recorded.
         arm.error = describe(error)
 
 
 def _count_peak(run: Run, subject: Subject, arm: _Arm) -> None:
-    """Count the peak of a step. If that fails though steps run, the peak is unknown, and the arm has the reason."""
+    """Measure the peak memory of a step. If only the measurement fails, the peak is unknown and the arm has the
+    reason.
+    """
     try:
-        subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
+        subject.optimizer.zero_grad(set_to_none=True)  # Gradients alive before the measurement would not be counted.
         counted = peak_bytes(lambda: heaviest_step(run, subject), subject.device, subject.live_tensors)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        take_step(run, subject)  # or it is the step that fails, and the trial with it
+        take_step(run, subject)  # If the step itself fails, so does the trial.
         arm.uncounted = error
         return
     arm.peak_bytes = counted + subject.start_bytes
-    # What is launched whole lies where no tensor is told from none.
+    # In memory of CUDA graphs, tensors cannot be distinguished from unused space.
     arm.unused_bytes = None if is_recorded(arm.candidate.compiled) else unused_bytes(subject.device)
 
 
 def _steps_until_launched(run: Run, subject: Subject, candidate: Candidate) -> list[float]:
-    """Return the seconds of steps after the first in which a model is recorded; none of one that is not."""
+    """Return the seconds of the steps after the first in which CUDA graphs are captured; [] without graphs."""
     number = steps_to_launch(candidate.compiled) - 1
     return [time_call(lambda: take_step(run, subject), subject.device) for _ in range(number)]
 
 
 def _is_over(stage: Stage, arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
-    """Return whether there were rivals, and of all that are left nothing is open that more blocks could change."""
+    """Return True if there were rivals and more blocks could not change the outcome for the remaining arms."""
     left = [arm for arm in running if not arm.control]
     had_rivals = any(not arm.control and (arm.block_s or stage.accepts) for arm in arms[1:])
     return had_rivals and (len(left) < 2 if stage.orders else left == [arms[0]])
 
 
 def _promised(arms: Sequence[_Arm], running: Sequence[_Arm]) -> float | None:
-    """Return how many times as fast a rival looks that would be worth having and is not yet clear of the noise."""
+    """Return the largest speed-up of a rival that is worth having but still within the noise; None without one."""
     incumbent, control = arms[0], next((arm for arm in running if arm.control), None)
-    if control is None or not incumbent.block_s:  # nothing can be resolved, however many blocks there are
+    # Without a control or incumbent, no number of blocks resolves a difference.
+    if control is None or not incumbent.block_s:
         return None
     resolved = ratio_interval(paired_ratios(control.block_s, incumbent.block_s))
     rivals = [arm for arm in running if arm is not incumbent and not arm.control]
@@ -311,7 +328,7 @@ def _promised(arms: Sequence[_Arm], running: Sequence[_Arm]) -> float | None:
 
 @contextlib.contextmanager
 def _shared_allocator(stage: Stage) -> Iterator[None]:
-    """Retain memory across the blocks of a stage all of whose candidates do, as one run would."""
+    """Keep freed host memory across the blocks of a phase whose candidates all do, as a single run would."""
     if any(candidate.allocator != "retain" for candidate in stage.candidates):
         yield
         return
@@ -323,7 +340,7 @@ def _shared_allocator(stage: Stage) -> Iterator[None]:
 
 
 def _run_block(blocks: _Blocks, arm: _Arm) -> None:
-    """Add one block; what ran once may still fail later, memory that grows short above all."""
+    """Add a block; an arm that ran before may still fail, mainly because memory runs out."""
     try:
         arm.block_s.append(_time_block(blocks.subject, blocks.stage, arm.candidate, blocks.steps_of(arm)))
     except Unusable as error:
@@ -336,29 +353,33 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
     with subject.start(candidate) as run:
         if stage.name == ALONE:
             return _time_optimizer(subject, steps)
-        if steps > 1 or subject.device.type == "cuda" or _needs_a_lead(stage):  # its memory is asked for anew
+        # Freed memory has to be requested again.
+        if steps > 1 or subject.device.type == "cuda" or _needs_a_lead(stage):
             step_until_applied(run, subject)
-        for _ in range(max(steps_to_launch(each.compiled) for each in stage.candidates)):  # a run records anew
+        # Every run captures CUDA graphs again.
+        for _ in range(max(steps_to_launch(each.compiled) for each in stage.candidates)):
             take_step(run, subject)
 
         def step() -> None:
             take_step(run, subject)
 
-        if subject.device.type == "cuda":  # a synchronisation after every step would be counted into it
+        if subject.device.type == "cuda":  # A synchronisation after every step would be included in the time.
             return time_call(step, subject.device, steps)
         return statistics.median(timer(candidate)(step, subject.device) for _ in range(steps))
 
 
 def timer(candidate: Candidate) -> Callable[[Callable[[], object], torch.device], float]:
-    """Return what times a step: of one that retains its memory, not one in which its heap grew."""
+    """Return the timing function: for a candidate that keeps freed memory, a step in which the heap grew is
+    repeated.
+    """
     return time_settled if candidate.allocator == "retain" else time_call
 
 
 def _needs_a_lead(stage: Stage) -> bool:
-    """Return whether each arm's block begins with a step that is not timed, whichever arm it is for.
+    """Return True if each block needs an untimed first step, for all arms alike.
 
-    One that retains memory asks again for what another block handed back; one in fp16 steps only once it found its
-    loss scale. An arm that was warmed for it against others that were not would win by the first step alone.
+    An arm that keeps freed memory must first request the memory that another block returned, and fp16 must first find
+    its loss scale. If only those arms were warmed up, the first step would decide in their favour.
     """
     allocators = {candidate.allocator for candidate in stage.candidates}
     return len(allocators) > 1 or any(candidate.precision == "fp16" for candidate in stage.candidates)
