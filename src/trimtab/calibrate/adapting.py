@@ -85,9 +85,7 @@ def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
 
 
 def require_rate(freed: Collection[str]) -> None:
-    """Raise if the schedule may be tuned and the learning rate may not: the plan's schedules scale a tuned peak
-    rate.
-    """
+    """Raise if the schedule may be tuned but not the learning rate: a plan's schedule scales the plan's peak rate."""
     if "schedule" in freed and "learning_rate" not in freed:
         given, expected = "schedule without learning_rate", "both: the user's own schedule is not the plan's to shape"
         raise ValueGivenError("adapt", given=given, expected=expected)

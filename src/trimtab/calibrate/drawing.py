@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
     Attributes:
         seconds: seconds per batch; None with fewer than two batches.
         longest: elements of the largest batch, relative to the example batch.
-        batch: last batch with as many samples as the example, for proofs; or None.
+        batch: last batch with an equal number of samples, for proofs; or None.
     """
 
     seconds: float | None = None
@@ -121,7 +121,7 @@ def _drawn(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
 
 
 def _as_large(subject: Subject, batch: Any) -> Any | None:
-    """Return the batch if it has as many samples as the example and can be split likewise, else None."""
+    """Return the batch if it matches the example in number of samples and in splittability, else None."""
     if batch is None or subject.unknown:
         return None
     reading, own = subject.batching.read(batch), subject.batching.read(subject.batch)

@@ -27,8 +27,8 @@ def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterat
 
     Args:
         model: the model.
-        drawing: modules from `own_droppers` that were seen to draw random numbers. Layers that draw their own masks
-            are put into evaluation mode, and probabilities are set to 0.
+        drawing: modules from `own_droppers` that draw random numbers. Layers with their own masks are put into
+            evaluation mode, and probabilities are set to 0.
     """
     own = own_droppers(model)
     modes = [module for module in drawing if _is_drop_layer(module) and module.training]

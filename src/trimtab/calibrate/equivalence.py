@@ -86,18 +86,18 @@ def check_splitting(subject: Subject, precision: str = "fp32", start: LoopState 
     """Return the verdict on splitting the batch into micro-batches; state is restored.
 
     The longest batch and an example batch are both checked, because a mean over tokens splits exactly if no sample is
-    padded. If the whole batch does not fit in memory, as many of the first samples as fit are used.
+    padded. If the whole batch does not fit in memory, the check uses the largest number of leading samples that fits.
 
     Args:
         subject: the user's loop.
         precision: precision of the loop. The loop runs once in this precision; the comparison is in fp32.
-        start: snapshot of the loop's state, if available; it is restored on exit.
+        start: snapshot of the loop's state, if available; restored on exit.
 
     Returns:
         The verdict, with a code, a reason and the largest relative difference of a parameter's gradient.
 
     Raises:
-        LossError: the loss function raised, or its result is not a loss.
+        LossError: the loss function raised, or the result is not a loss.
     """
     state = start or _held(subject)
     with contextlib.ExitStack() as stack:
@@ -246,7 +246,7 @@ def _state_refusal(subject: Subject, precision: str, start: LoopState) -> Check 
 
 
 def _changes_again(subject: Subject, start: LoopState) -> list[Change] | None:
-    """Return the state that a second forward changes again; None if it fails or its gradient differs from the first."""
+    """Return the state that a second forward changes again; None if the forward fails or gives another gradient."""
     whole = [(subject.batch, subject.rows)]
     masks = OwnMasks(subject.trained, subject.rows)
     with _restoring(start), _as_it_trains(subject.trained), dropout_off(subject.trained):
@@ -487,7 +487,7 @@ def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]], masks: OwnMas
         subject: the user's loop.
         pieces: batches with their numbers of samples.
         masks: recorded masks of modules that draw their own.
-        first: index of the first piece's first sample in the batch.
+        first: index in the batch of the first piece's first sample.
     """
     parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
     for parameter in parameters.values():

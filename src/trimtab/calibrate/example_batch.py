@@ -19,7 +19,7 @@ LossFn = Callable[[nn.Module, Any], Any]
 
 
 class _Look:
-    """Modes in which the loss was called, and a flag for in-place changes of its batch."""
+    """Modes in which the loss was called, and a flag for in-place changes of the batch."""
 
     __slots__ = ("changes", "modes")  # Slots, because a snapshot of the loss's side effects would restore attributes.
 
@@ -46,7 +46,7 @@ def protected(loss_fn: LossFn) -> LossFn:
     """Return the loss function wrapped so that it cannot change the caller's batch.
 
     Containers are copied for every call, so the loss may take items out of them. The first call in each mode receives
-    copies of all tensors. If it changes a tensor in place (detected by version, value or `requires_grad_`), later
+    copies of all tensors. If a tensor is changed in place (detected by version, value or `requires_grad_`), later
     calls receive copies too; otherwise they receive the original tensors.
     """
     if getattr(loss_fn, "_is_protected", False):

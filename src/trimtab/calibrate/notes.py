@@ -1,7 +1,7 @@
 """Fault tolerance of measurements: a failed one is left out, and a note records the reason.
 
 Model, loss and data are the user's, and torch's instruments (dispatch modes, fake tensors, hooks) do not support
-every program. Only the plain training step decides if a loop works: if it fails, planning raises.
+every program. Only the plain training step decides if a loop works: if the step fails, planning raises.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Interrupted(BaseException):
 
 
 def interrupting(progress: Callable[[str], None]) -> Callable[[str], None]:
-    """Return the progress callback with its exceptions converted to `Interrupted`, which ends planning."""
+    """Return the progress callback with exceptions converted to `Interrupted`, which ends planning."""
 
     def report(text: str) -> None:
         try:

@@ -15,10 +15,10 @@ _planning = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that calls from several threads wait for each other.
+    """Decorate a planning function so that concurrent calls run sequentially.
 
     Random generators, fp32 modes, the allocator's mode, `torch.compile`'s stance and garbage collection are
-    process-wide. Two concurrent measurements would restore each other's state and time each other's work.
+    process-wide. Concurrent measurements would restore and time each other.
     """
 
     @functools.wraps(function)

@@ -17,10 +17,10 @@ _MOST_SCALED = 0.1
 
 
 def other_values(batch: Any, samples: int, wanted: int, batching: Batching = BY_CONTAINERS) -> Any | None:
-    """Return a batch made from the samples of another, with changed values and order; None if it cannot be indexed.
+    """Return a batch with the same samples in another order and with changed values; None if indexing fails.
 
-    Floating-point values are scaled down by individual factors of up to a tenth, so that they keep their sign and
-    stay within [0, 1] if they were. Masks of 0 and 1, and integers (labels, token ids, lengths), are unchanged.
+    Floating-point values are scaled down by individual factors of up to a tenth, which preserves signs and the range
+    [0, 1]. Masks of 0 and 1, and integers (labels, token ids, lengths), are unchanged.
 
     Args:
         batch: batch with `samples` samples.

@@ -70,7 +70,7 @@ def profile_loop(
 ) -> Profile:
     """Measure a loop and the candidates that the search requests; the loop is restored bit for bit, also on error.
 
-    Concurrent calls wait for each other. A failed measurement is left out, with a note in the profile.
+    Concurrent calls wait for their turn. A failed measurement is left out, with a note in the profile.
 
     Raises:
         LossError: the loop's plain forward or backward fails.
@@ -140,7 +140,7 @@ def _profile(
 
 
 def _require_no_profiler() -> None:
-    """Raise if the user's profiler session is active: it would slow down the trials, and record them."""
+    """Raise if the user's profiler session is active: trials would be slower, and fill the session's trace."""
     if is_profiled():
         raise LoopError(
             "profiler",
@@ -152,7 +152,7 @@ def _require_no_profiler() -> None:
 
 
 def _require_initialized(model: nn.Module) -> None:
-    """Raise if a lazy module has not run: its parameters have no shape, and an optimizer cannot step them."""
+    """Raise if a lazy module has not run: parameters without a shape cannot be stepped."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ModelError(
@@ -235,7 +235,7 @@ def _with_blocks(
     needed: Sequence[Candidate],
     progress: Callable[[str], None],
 ) -> Profile:
-    """Return the profile with the blocks of the needed candidates measured, and the others marked as not measured."""
+    """Return the profile with the needed candidates' blocks measured, and the remaining ones marked as unmeasured."""
     splits = profile.check.splittable
 
     def measured(candidate: Candidate) -> Recomputable:
@@ -267,13 +267,13 @@ def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
 
 
 def _phases_or_none(subject: Subject, candidate: Candidate, notes: Notes) -> tuple[dict[str, float], float | None]:
-    """Return phases and page faults of a candidate; none if it cannot run, which its trials will report."""
+    """Return phases and page faults of a candidate; none if the step fails, which the trials will report."""
     measured = functools.partial(measure_phases, subject, candidate)
     return notes.attempt("phases.not_timed", "phases of a step were not timed", measured, ({}, None))
 
 
 def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, float], float | None]:
-    """Return a candidate's seconds per step by phase (slicing, forward, backward, optimizer), and its page faults.
+    """Return a candidate's seconds per step by phase (slicing, forward, backward, optimizer), and the page faults.
 
     "slicing" splits the batch into micro-batches and moves them to the device; drawing batches is timed separately.
     The first step is not counted, and long steps are repeated less often. State is restored.

@@ -30,8 +30,7 @@ def range_test(
     num_steps: int = NUM_STEPS,
     widest: float = WIDEST,
 ) -> tuple[RatePoint, ...]:
-    """Return loss and gradient norm at rates rising from the user's own to `widest` times this rate; state is
-    restored.
+    """Return loss and gradient norm at learning rates from 1 to `widest` times the user's own; state is restored.
 
     Args:
         batches: training batches; the test ends early with fewer than `num_steps`. A loader is restored by

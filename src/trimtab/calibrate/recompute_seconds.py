@@ -46,8 +46,7 @@ class Line:
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> Line:
-    """Return the line through one or two points (samples, seconds), larger size first; non-negative and
-    non-decreasing.
+    """Return the non-negative, non-decreasing line through one or two points (samples, seconds), larger size first.
 
     A single point gives a line through zero.
     """
@@ -63,8 +62,7 @@ def line_through(points: Sequence[tuple[int, float]]) -> Line:
 def measure_seconds(
     subject: Subject, candidate: Candidate, schedules: Sequence[Schedule], *, splits: bool, forward_s: float
 ) -> tuple[float, list[Line]]:
-    """Return the seconds of a step that keeps all activations, and the extra seconds per micro-batch of each
-    schedule.
+    """Return the seconds of a step without recomputation, and each schedule's extra seconds per micro-batch.
 
     Args:
         schedules: recomputation of all blocks, then of all blocks in part.

@@ -42,9 +42,9 @@ def short_race(
 ) -> tuple[ShortPair, ...]:
     """Return the completed pairs: all, or up to the first that the rival lost. State is restored.
 
-    A schedule by progress is completed in each training. Pairs differ in their batches (in the order of batches, if
-    there are few) and random seeds. Within a pair both are equal, except that the repeated run of the current plan
-    has another seed.
+    A schedule by progress is completed in every training. Pairs differ in batches (in the order of batches, if there
+    are few) and random seeds. Within a pair, both plans use the same batches and seed; the repeated run of the
+    current plan uses another seed.
 
     Args:
         stands: the current plan.

@@ -1,4 +1,4 @@
-"""Counts of a plain step: FLOP, terms of the loss, softmaxes. A count is left out if its instrument fails."""
+"""Counts of a plain step: FLOP, terms of the loss, softmaxes. A count is left out if the instrument fails."""
 
 from __future__ import annotations
 

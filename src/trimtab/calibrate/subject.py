@@ -33,7 +33,7 @@ class Subject:
 
     Args:
         model: the user's model.
-        optimizer: its optimizer.
+        optimizer: the model's optimizer.
         loss_fn: the loss function; wrapped by `protected`, so that it cannot change the batch.
         batch: data of an optimizer step; the longest batch, if lengths vary.
         clip_norm: gradient-norm limit of the user's loop, or None.
@@ -44,8 +44,7 @@ class Subject:
         example: batch of usual length if `batch` is the longest; the splitting check covers both.
         modules: further modules that the same optimizer trains, such as a criterion with parameters.
         batching: counts and splits batches.
-        second: another batch of the loop's data with as many samples, so that proofs do not rest on the example
-            alone.
+        second: a different batch of the loop's data with an equal number of samples, as a second example for proofs.
 
     Raises:
         ModelError, OptimizerError, BatchError, ValueGivenError: the objects do not fit together, or cannot be
@@ -149,11 +148,10 @@ class Subject:
         )
 
     def loss(self, batch: Any | None = None, precision: str = "fp32") -> tuple[Tensor, Count | None]:
-        """Return (loss, count or None) of a batch on the model's device, with the forward under a precision's
-        autocast.
+        """Return (loss, count or None) of a batch on the model's device; the forward uses the precision's autocast.
 
         Raises:
-            LossError: the loss function raised, or its result is not a loss.
+            LossError: the loss function raised, or the result is not a loss.
         """
         is_part = batch is not None
         batch = to_device(self.batch if batch is None else batch, self.device)
@@ -172,7 +170,7 @@ class Subject:
     def state(self, *, peak_bytes: int | None = None) -> LoopState:
         """Return a snapshot of everything that a step can change, as a context manager that restores it.
 
-        The loss is included: hidden state that it carries between batches has the precision of a trial.
+        The loss is included: hidden state carried between batches has the precision of the trial.
 
         Args:
             peak_bytes: as of `LoopState`.

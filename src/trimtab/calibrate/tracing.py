@@ -37,11 +37,10 @@ HERE = torch.device("cpu")
 def trace_candidates(
     subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None], guard: Guard, notes: Notes
 ) -> tuple[Traced, ...]:
-    """Return the traces of candidates; candidates that cannot be traced, or a batch too small, are left to the
-    trials.
+    """Return the traces of candidates; a candidate that cannot be traced is left to the trials.
 
-    A candidate that ends its test process is skipped, because operator workspaces are found by running operators. A
-    failed trace is noted.
+    So is every candidate if the batch is too small, and a candidate that ends its test process, because operator
+    workspaces are found by running operators. A failed trace is noted.
     """
     found = []
     for candidate in candidates:

@@ -113,9 +113,7 @@ class _Blocks:
         return _MOST * self.num_blocks if self.patient or self.stage.orders else self.num_blocks
 
     def most_for(self, gain: float, num_arms: int) -> int:
-        """Return the number of blocks for a likely gain: the most, if time allows or the possible saving is worth
-        it.
-        """
+        """Return the number of blocks for a likely gain: the most if there is time or the gain pays for them."""
         more = _MOST * self.num_blocks
         more_s = (more - self.enough) * num_arms * (self.steps + 1) * self.step_s
         return more if more_s <= _PRICE * (1 - 1 / gain) * self.run_s else self.most
@@ -145,8 +143,7 @@ def run_stage(
     run_s: float = 0.0,
     notes: Notes | None = None,
 ) -> tuple[Trial, ...]:
-    """Return the trials of a search phase; a candidate that cannot run has a trial with its error. State is
-    restored.
+    """Return the trials of a search phase; a candidate that fails has a trial with the error. State is restored.
 
     Args:
         known: trials of earlier phases.
@@ -196,8 +193,9 @@ def run_stage(
 
 
 def _slowest(stage: Stage, step_s: float) -> float:
-    """Return the largest time per step for which a candidate gets blocks; infinite if a budget may need slow
-    candidates.
+    """Return the largest time per step for which a candidate gets blocks.
+
+    Infinite in phases that may choose a slow candidate in order to meet a budget.
     """
     return _FAR_SLOWER * step_s if stage.name in _MODES else math.inf
 
@@ -220,10 +218,10 @@ def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: LoopSt
 
 
 def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) -> None:
-    """Run the blocks of all arms: as many as requested, fewer for a clear loser, most for a likely gain within the
-    noise.
+    """Run the blocks of all arms.
 
-    A phase that only orders candidates ends when the order is known.
+    A clear loser gets fewer blocks than requested, and a likely gain within the noise gets more. A phase that only
+    orders candidates ends when the order is known.
     """
     stage = blocks.stage
     done, last = 0, blocks.enough
@@ -283,8 +281,9 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
 
 
 def _count_peak(run: Run, subject: Subject, arm: _Arm) -> None:
-    """Measure the peak memory of a step. If only the measurement fails, the peak is unknown and the arm has the
-    reason.
+    """Measure the peak memory of a step.
+
+    If the measurement fails but steps run, the peak stays unknown and the arm records the reason.
     """
     try:
         subject.optimizer.zero_grad(set_to_none=True)  # Gradients alive before the measurement would not be counted.
@@ -369,8 +368,9 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
 
 
 def timer(candidate: Candidate) -> Callable[[Callable[[], object], torch.device], float]:
-    """Return the timing function: for a candidate that keeps freed memory, a step in which the heap grew is
-    repeated.
+    """Return the timing function for a candidate's steps.
+
+    With kept freed memory, a step in which the heap grew does not count.
     """
     return time_settled if candidate.allocator == "retain" else time_call
 
