@@ -8,20 +8,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class Background:
-    """A thread for saves, created by the first one. The caller must pass a copy that no longer changes."""
+    """Worker thread for saves, created at the first save. Callers pass copies of the state that no longer change."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Wait for the previous save, then start the next. If the previous save failed, raise its error instead."""
+        """Wait for the previous save, then start the next. If the previous save failed, raise the error instead."""
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="trimtab-checkpoint")
         self._under_way = self._pool.submit(write)
 
     def wait(self) -> None:
-        """Wait for the save in progress and raise its error, once."""
+        """Wait for the save in progress. An error of the save is raised once."""
         under_way = self._under_way
         if under_way is None:
             return
@@ -32,7 +32,7 @@ class Background:
                 self._under_way = None
 
     def end(self) -> None:
-        """End the thread after the save in progress. `wait` can still raise its error."""
+        """End the thread after the save in progress. A later `wait` still raises an error of the save."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

@@ -33,7 +33,7 @@ class Room:
         self.bytes = self._ends[-1] if self._ends else 0
 
     def part(self, start: int, end: int) -> list[memoryview]:
-        """Return the pieces for bytes `start` to `end`, at most as many as one system call can fill."""
+        """Return the pieces for bytes `start` to `end`, limited to the number of buffers of a system call."""
         index, found = bisect.bisect_right(self._ends, start), []
         while start < end and len(found) < _MOST_PIECES:
             begin = self._ends[index] - len(self._pieces[index])
@@ -50,7 +50,7 @@ def crc32_of_chunks(descriptor: int, size: int, pool: ThreadPoolExecutor, room: 
         descriptor: Open file.
         size: Size of the file in bytes.
         pool: Threads for the chunks.
-        room: Memory that receives the file's contents; None to drop them.
+        room: Memory that receives the file's contents; None to discard the contents.
 
     Raises:
         OSError: Reading failed, or the file is shorter than `size`.
@@ -81,6 +81,6 @@ def _crc32(descriptor: int, at: int, end: int, room: Room | None) -> str:
 
 
 def _again(size: int) -> Callable[[int, int], list[memoryview]]:
-    """Return a function that returns the same buffer for every part, for callers that need only checksums."""
+    """Return a function that reuses a buffer for every part, for callers without need for the contents."""
     buffer = memoryview(bytearray(size))
     return lambda start, end: [buffer[: end - start]]

@@ -59,6 +59,8 @@ def write(
 ) -> Path:
     """Write a folder atomically and return its path. Call `settle` afterwards to sync the name.
 
+    After any error, including an error from `fill`, existing files are unchanged.
+
     Args:
         parent: Existing directory for the new folder.
         name: Name of the new folder.
@@ -71,8 +73,6 @@ def write(
         FormatError: `parent / name` exists, or `fill` created something other than regular files.
         ValueGivenError: `name` is invalid, or `about` has no step or is not JSON-serializable.
         SaveError: The folder could not be written.
-
-        After any error, including an error from `fill`, existing files are unchanged.
     """
     Manifest({}, about).encoded()  # invalid metadata is refused before hours of writing
     if not is_plain(name) or TEMPORARY in name or DAMAGED in name:

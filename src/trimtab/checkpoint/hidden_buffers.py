@@ -42,7 +42,7 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
 
     Raises:
         ModelError: The model has a buffer that was not saved, that had a smaller shape or another dtype when saved, or
-            whose name belongs to something other than a buffer.
+            whose name belongs to a different kind of attribute.
         FormatError: The saved values are not tensors.
     """
     where = "state.model.hidden"
@@ -118,7 +118,7 @@ def _has_grown(own: Tensor, saved: Tensor) -> bool:
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module of a buffer and the buffer's attribute name; raises `ModelError` if there is no such place."""
+    """Return the module and attribute name of a buffer; raises `ModelError` if the model has no such module."""
     path, _, key = name.rpartition(".")
     try:
         module = model.get_submodule(path)

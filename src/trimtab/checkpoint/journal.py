@@ -25,7 +25,7 @@ _LONGEST = 2**20  # maximum bytes of a line; the first line contains a plan
 
 
 class _Fault(NamedTuple):
-    """A damaged line. As lines are ordered, it concerns a window before `before`.
+    """A damaged line. As lines are ordered, the damage concerns a window before `before`.
 
     For a damaged first line, the header with the plan, `before` is 0.
     """
@@ -64,11 +64,11 @@ class Journal:
         self._newest = -1
 
     def follow(self, other: Path) -> None:
-        """Use the decisions of another run instead of this run's.
+        """Use the decisions of a different run.
 
         Raises:
-            ValueGivenError: The other run has no decisions, or used another plan.
-            FormatError: The other log is damaged.
+            ValueGivenError: The run has no decisions, or used another plan.
+            FormatError: The run's log is damaged.
         """
         self._read = _read(other)
         self._decided = self._read.decided

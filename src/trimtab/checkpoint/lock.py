@@ -54,7 +54,7 @@ class Lock:
     """Lock held by this process until `release` or the end of a `with` block. Created by `locked`.
 
     Attributes:
-        recovered: Previous holder if it was killed; None if it released the lock.
+        recovered: Previous holder if killed; None if the lock was released.
     """
 
     def __init__(self, descriptor: int, folder: int, recovered: Holder | None) -> None:
@@ -77,7 +77,7 @@ class Lock:
                 self.forget()
 
     def forget(self) -> None:
-        """Close both descriptors. Used in forked children, whose copies would keep the lock beyond the parent's end."""
+        """Close both descriptors. Forked children call this: their copies would keep the lock beyond the parent's end."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             os.close(self._folder)

@@ -73,13 +73,11 @@ class KeptRanks:
     def together(self, make: Callable[[], T], about: str) -> T:
         """Call `make` on every rank, wait for all ranks, and return the local result.
 
-        There is no time limit for a rank that is alive.
+        There is no time limit for a rank that is alive. An error of the local `make` is raised unchanged.
 
         Raises:
             RankError: A rank shows no sign of life.
             FormatError: `make` failed on another rank.
-
-            An error of the local `make` is raised unchanged.
         """
         if self.num == 1:
             return make()

@@ -43,7 +43,7 @@ class ModelState(Part):
         return {"own": own, _HIDDEN: hidden_of(self._model)}
 
     def made_anew(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the names of non-persistent buffers that `loading` replaces because their shape differs."""
+        """Return the names of non-persistent buffers with a different shape, which `loading` replaces."""
         return made_anew(self._model, state[_HIDDEN])
 
     def _own(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Given(Part):
     """Additional user objects with `state_dict` and `load_state_dict`, such as a scheduler.
 
     Raises:
-        ValueGivenError: An object lacks one of the two methods.
+        ValueGivenError: An object lacks `state_dict` or `load_state_dict`.
     """
 
     def __init__(self, things: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Given(Part):
         return {name: thing.state_dict() for name, thing in self._things.items()}
 
     def early_state(self) -> dict[str, Any]:
-        """Return the states that are available before the first window.
+        """Return the states available before the first window.
 
         Iterables are skipped, because `state_dict()` of a data loader might start an epoch.
         """

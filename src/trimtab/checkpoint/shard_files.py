@@ -94,7 +94,7 @@ def _writer_type() -> Any:
     from torch.futures import Future
 
     class Writer(HuggingFaceStorageWriter):
-        """Writer that stores its exception instead of raising it: the other ranks wait for its result."""
+        """Writer that stores an exception instead of raising: the other ranks wait for a result."""
 
         failure: Exception | None = None
 
@@ -115,7 +115,7 @@ def _reader_type() -> Any:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     class Reader(HuggingFaceStorageReader):
-        """Reader that ignores other files in the folder."""
+        """Reader for sharded files only."""
 
         def __init__(self, path: str) -> None:
             super().__init__(path)

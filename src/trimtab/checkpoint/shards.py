@@ -26,7 +26,7 @@ MERGED = ("members", "others")
 
 
 class WithoutParameters(ModelState):
-    """State of a model without its parameters, which are stored as shards."""
+    """State of a model without parameters, which are stored as shards."""
 
     def _own(self) -> dict[str, Any]:
         # `state_dict` of a wrapper may use other names than `named_parameters`.
@@ -69,7 +69,7 @@ class Shards(Part):
         """Return the optimizer's non-tensor state and the names of its tensors.
 
         Raises:
-            FormatError: A state tensor is sharded differently from its parameter, so ranks would overwrite each other.
+            FormatError: A state tensor is sharded differently from its parameter, so ranks would overwrite values.
             OptimizerError: The optimizer steps a parameter that does not belong to the model.
         """
         self._settle()
@@ -217,7 +217,7 @@ def _found(saved: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _room_like(parameter: Tensor, saved: Any) -> Tensor:
-    """Return an empty tensor for a saved one: sharded like the parameter if the shapes agree, else unsharded."""
+    """Return an empty tensor for saved values: sharded like the parameter if the shapes agree, else unsharded."""
     size, kind = saved.size, saved.properties.dtype
     if size == parameter.shape and len(size):
         return torch.empty_like(parameter.detach(), dtype=kind)

@@ -28,7 +28,7 @@ _SAME_S = 0.1  # `timeout` signals its child and then the child's group, which m
 class Signals:
     """Signal handlers of a run, installed in the main thread only.
 
-    A handler of the user still runs when the first signal arrives. A handler installed later may chain to this one
+    A handler of the user still runs when the first signal arrives. A handler installed later may chain to this handler
     after the run is closed; it then behaves like the handler that was installed before.
 
     Attributes:
@@ -73,7 +73,7 @@ class Signals:
     def _handle_late(self, number: int, frame: FrameType | None) -> None:
         """Call the previous handler. A default handler, which ends the process, is skipped while another run is active.
 
-        The other run then saves before the process ends.
+        That run then saves before the process ends.
         """
         before = self._before_of(number)
         ends = not callable(before) or before is signal.default_int_handler

@@ -58,7 +58,7 @@ class Packer:
         return packed if order == sorted(order) else packed | {"order": order}
 
     def _alone(self, dense: Tensor) -> Tensor:
-        """Return the tensor, or a copy if its storage is already in use: views of one storage may differ in shape."""
+        """Return the tensor, or a copy if another written tensor uses the storage: views may differ in shape."""
         at = dense.untyped_storage().data_ptr()
         if dense.nbytes and at in self._written_from:
             return dense.clone()
@@ -108,7 +108,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def snapshot(state: Any) -> Any:
-    """Return a deep copy of a state with tensors on the CPU. Tensors that share memory share their copy."""
+    """Return a deep copy of a state with tensors on the CPU. Tensors with shared memory share a copy."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(value: Any) -> Any:

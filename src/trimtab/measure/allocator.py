@@ -1,6 +1,6 @@
 """Mode of the C allocator: whether glibc returns freed blocks to the operating system.
 
-A training step on a CPU frees and reallocates the same activations. glibc maps blocks above 32 MiB anew for each
+A training step on a CPU frees and reallocates the same activations. glibc maps blocks above 32 MiB again for each
 allocation and trims the heap, so every step pays page faults for memory it had before. The mode "retain" keeps freed
 memory in the process (`mallopt`). Results do not change, and resident memory stays at its peak between steps.
 

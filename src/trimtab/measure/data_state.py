@@ -1,4 +1,4 @@
-"""Snapshot of the state that drawing batches changes: loaders, samplers, datasets and objects they refer to.
+"""Snapshot of state changed by drawing batches: loaders, samplers, datasets and referenced objects.
 
 The search follows attributes, slots, containers, random generators, open files, attributes of the user's classes, and
 closures and globals of the user's functions. Iterators, queues and threads cannot be restored: data that contain such
@@ -184,7 +184,7 @@ def undisturbed(data: Any) -> Iterator[Any]:
 
 
 def _generator(value: Any) -> _Undo | None:
-    """Return a function that restores a random generator, or None for any other object."""
+    """Return a function that restores a random generator; None for other types."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -198,7 +198,7 @@ def _generator(value: Any) -> _Undo | None:
 
 
 def _file(value: Any) -> _Undo | None:
-    """Return a function that restores the position of an open file; None for an unseekable file or another object."""
+    """Return a function that restores the position of an open file; None for unseekable files and other types."""
     if isinstance(value, io.IOBase):
         with contextlib.suppress(OSError, ValueError):
             if value.readable() and value.seekable():
@@ -207,7 +207,7 @@ def _file(value: Any) -> _Undo | None:
 
 
 def _is_stream(value: Any) -> bool:
-    """Return True for an object that loses items when drawn from: an iterator, a queue or an unseekable file."""
+    """Return True for an iterator, queue, thread or unseekable file: drawing removes items permanently."""
     if isinstance(value, io.IOBase):
         try:
             return value.readable()
@@ -223,7 +223,7 @@ def _parts(container: Any) -> list[Any]:
 
 
 def _refill(held: HeldContainer, container: Any, before: list[Any]) -> None:
-    """Restore a container only if it has changed: clearing an unchanged one could disturb the owner's threads."""
+    """Restore a container only after a change: clearing an unchanged container could disturb the owner's threads."""
     now = _parts(container)
     if len(now) != len(before) or not all(map(operator.is_, now, before)):
         held.restore()
@@ -252,7 +252,7 @@ def _put_back(holder: type, name: str, value: Any) -> None:
 
 @functools.cache
 def _globals(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the globals used by code and its inner functions, and the globals assigned there."""
+    """Return two sets of globals: used, and assigned, by code including inner functions."""
     used, stored = set(code.co_names), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "STORE_GLOBAL":

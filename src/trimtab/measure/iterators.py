@@ -1,4 +1,4 @@
-"""Iterators and queues: comparing positions, copying, and replacing an iterator by its copy."""
+"""Iterators and queues: comparing positions, copying, and replacing an iterator by a copy."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def has_position(value: Any) -> bool:
 
 @functools.cache
 def is_positioned(kind: type) -> bool:
-    """Return True for a class of such iterators or queues."""
+    """Return True for a class of iterators or queues with a known position."""
     return issubclass(kind, _POSITIONED)
 
 
 def position(value: Any) -> Any:
     """Return the position of an iterator or queue in comparable form: it changes when items are taken or put.
 
-    Objects are compared by identity. The position keeps them alive, so that ids are not reused.
+    Objects are compared by identity. The position keeps the objects alive, so ids are not reused.
     """
     if isinstance(value, types.GeneratorType):
         return _of_generator(value)
@@ -94,7 +94,7 @@ def _of_state(value: Any) -> Any:
 
 
 class _Same:
-    """Wrapper that compares its object by identity."""
+    """Wrapper for comparing an object by identity."""
 
     __slots__ = ("value",)
     __hash__ = None  # type: ignore[assignment]
@@ -119,7 +119,7 @@ def _reduced(iterator: Any) -> Any:
 
 
 def _arguments_of(text: str) -> Any:
-    """Return the numbers in a text such as "count(3, 2)", or None if it contains other objects."""
+    """Return the numbers in a text such as "count(3, 2)", or None if other objects occur."""
     try:
         return ast.literal_eval(f"({text.partition('(')[2].rpartition(')')[0]},)")
     except (ValueError, SyntaxError):
@@ -148,7 +148,7 @@ def _copied_part(value: Any) -> Any:
 
 
 def _copied_state(value: Any) -> Any:
-    """Copy an iterator's state, including lists: `itertools.cycle` appends to the list in its state."""
+    """Copy an iterator's state, including lists: `itertools.cycle` appends to a list in the state."""
     if isinstance(value, tuple):
         return tuple(map(_copied_state, value))
     return list(value) if type(value) is list else _copied_part(value)
@@ -193,7 +193,7 @@ class HeldIterator:
 
     @property
     def is_restorable(self) -> bool:
-        """True if a copy and a variable for it exist."""
+        """True if a copy exists and a variable can be bound to it."""
         return self._copy is not None and bool(self.held_by)
 
     def has_changed(self) -> bool:

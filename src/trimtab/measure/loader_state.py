@@ -1,4 +1,4 @@
-"""Temporary use of a data loader: afterwards the order of its next epochs and its workers are unchanged."""
+"""Temporary use of a data loader: afterwards workers and the order of the next epochs are unchanged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def borrowed(data: Any) -> Iterator[Any]:
     """Yield an object to draw from in place of `data`; on exit, restore the loader's torch generators and position.
 
     Covered generators are the `generator` attributes of the loader, its samplers and batch sampler. A loader with
-    `state_dict` and `load_state_dict` restores its position through them. Persistent workers started here end when the
-    yielded object and its iterator are deleted.
+    `state_dict` and `load_state_dict` restores its position through them. Persistent workers started here end when
+    the yielded object and all its iterators are deleted.
 
     Not restored: an iterator, which has advanced; other state of samplers and datasets; random state inside existing
     persistent workers, which only private attributes of the loader could protect.
@@ -43,7 +43,7 @@ def is_stateful(loader: Any) -> bool:
 
 
 def generators_of(data: Any) -> list[torch.Generator]:
-    """Return the torch generators of a loader, its samplers and the loader it wraps, each once."""
+    """Return the distinct torch generators of a loader, including samplers and a wrapped loader."""
     found, seen, waiting = list[torch.Generator](), set[int](), [data]
     while waiting:
         holder = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""Several readers of one meter. A meter reports a loss once, so the readers forward it to each other."""
+"""Several readers of a meter. A meter reports a loss once, so a reader forwards the loss to all readers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ class Reader:
         return tuple(self._meter.limits()) if hasattr(self._meter, "limits") else ()
 
     def joules(self) -> float:
-        """Return the energy in joules.
+        """Return the energy in joules. Errors of the meter are raised unchanged.
 
         Raises:
-            MeterLost: The energy is unknown, or was unknown when another reader read the meter.
-
-            Any error of the meter is raised unchanged.
+            MeterLost: The energy is unknown, or was unknown at a reading by another reader.
         """
         try:
             found = self._meter.joules()

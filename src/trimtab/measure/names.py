@@ -63,7 +63,7 @@ def is_log(code: types.CodeType, name: str) -> bool:
 
 @functools.lru_cache(4096)
 def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the globals and attributes named in a function and its inner functions, and the globals assigned."""
+    """Return the names of globals and attributes used in code including inner functions, and the globals assigned."""
     names, stored = dict.fromkeys(code.co_names), set[str]()
     if any(each in _STORES for each in code.co_code[::2]):
         stored = {each.argval for each in dis.get_instructions(code) if each.opcode in _STORES}

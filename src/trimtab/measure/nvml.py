@@ -42,7 +42,7 @@ def position(ordinal: int, uuids: Sequence[str], names: Sequence[str], environme
         environment: Environment variables.
 
     Raises:
-        MeterLost: The device is ambiguous, or a MIG slice.
+        MeterLost: The device is unknown, ambiguous, or a MIG slice.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     is_by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(set(names)) < 2

@@ -1,4 +1,4 @@
-"""Operator workspace: temporary memory that no tensor shows, measured by running the operator once.
+"""Operator workspace: temporary memory inside an operator, measured by running the operator once.
 
 On a CPU, convolutions and recurrent layers reorder their inputs, matrix products in half precision do too, and softmax
 copies inputs with an unsuitable layout. A trace on fake tensors records such calls. Their workspace is then measured on
@@ -101,7 +101,7 @@ def _like(value: Any) -> Any:
 
 
 def measured(calls: Iterable[Call]) -> dict[Call, Taken]:
-    """Return the memory of each call. The tensors of one call at a time are allocated.
+    """Return the memory of each call. Only the tensors of a single call are allocated at a time.
 
     Raises:
         TooLarge: The tensors of a call exceed `MOST_BYTES`. No call was run.

@@ -45,7 +45,7 @@ def _container_facts(value: Any) -> Iterator[Any]:
 
 
 def _item(value: Any) -> str:
-    """Return a scalar's value or an object's identity. Containers and tensors contribute their own facts."""
+    """Return a scalar's value or an object's identity. Containers and tensors are digested separately."""
     return f"{type(value).__name__} {value!r}" if isinstance(value, _SCALARS) else f"at {id(value)}"
 
 
@@ -63,6 +63,6 @@ def _tensor_facts(tensor: Tensor | None) -> Iterator[Any]:
 def _roots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the attribute dictionaries of modules and optimizer.
 
-    A wrapped optimizer may hold `state` outside its own.
+    `state` of a wrapped optimizer may lie outside these dictionaries.
     """
     return [*map(vars, model.modules()), vars(optimizer), optimizer.state, optimizer.param_groups]

@@ -73,9 +73,9 @@ def trace_stages(
         model: Model, real or fake.
         loss_fn: Loss that returns a mean, or (sum, count).
         batch: Batch, real or fake.
-        blocks: Blocks, each a stage.
+        blocks: Blocks; each becomes a stage.
         autocast: Context of the forward.
-        counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
+        counts_scratch: True to add operator workspace, by running each operator with workspace once on real CPU
             tensors.
         prepare: Called with the copy of the model before tracing.
         drops: True to also trace a forward without saved activations. False uses the figures of the normal forward.
@@ -184,7 +184,7 @@ class _Span:
         most: Peak.
         left: Memory left at the end; for a backward, memory that stays beyond the following backward.
         output_bytes: Size of a forward's results; for a backward, the part of them freed before it begins.
-        beside: Memory added between the end of a forward and the begin of the next one.
+        beside: Memory added between the end of a forward and the start of the next one.
         passing: Part of a forward's memory that is freed when the complete forward ends.
     """
 
@@ -312,7 +312,7 @@ class _Pass:
         return {n: born for n, born in self._indices(1).items() if end <= died.get(n, -1) < backward}
 
     def backwards(self) -> list[_Span]:
-        """Return each stage's backward, which ends at the begin of the preceding stage's backward."""
+        """Return each stage's backward, which ends at the start of the preceding stage's backward."""
         held, most, died, count = self._held(), self._most(), self._indices(-1), len(self._seen.events)
         spans, end = [], count
         for mark, left in zip(self._marks, self._left(), strict=True):
@@ -325,14 +325,14 @@ class _Pass:
     def _left(self) -> list[int]:
         """Return the memory left by each backward.
 
-        Counted are storages still alive after the following backward, minus such storages of earlier backwards freed in
-        it.
+        Memory counts if it is still alive after the following backward. Memory left by an earlier backward and freed in
+        this one is subtracted.
         """
         born, died, count = self._indices(1), self._indices(-1), len(self._seen.events)
         ends = [count]
         for mark in self._marks:
             ends.append(ends[-1] if mark.backward is None else mark.backward)
-        overs = [count, *ends]  # of each stage, where the backward of the one before it is over
+        overs = [count, *ends]  # end of the backward of the stage before, for each stage
         left, rising = [0] * len(self._marks), ends[::-1]
 
         def stage_at(event: int) -> int | None:

@@ -41,7 +41,7 @@ def _step(optimizer: Optimizer, storages: Storages) -> None:
 
 
 def _as_usual(*, last: bool) -> None:
-    """Do nothing at the begin of a micro-batch."""
+    """Do nothing at the start of a micro-batch."""
 
 
 def cannot_trace(error: Exception) -> ModelError:

@@ -1,4 +1,4 @@
-"""Times of a window: drawing data, begin of each loader batch, and end of the optimizer step.
+"""Times of a window: drawing data, start of each loader batch, and end of the optimizer step.
 
 Times are CUDA events or host times and never synchronize the device. An interval between events includes time in which
 the stream waits for the host, for example for data.
@@ -51,11 +51,11 @@ class WindowClock:
         self._drawing = [start, self._now()]
 
     def open(self) -> None:
-        """Mark the begin of a window."""
+        """Mark the start of a window."""
         self._stamps, self._aside = [self._now()], []
 
     def begin(self) -> None:
-        """Mark the begin of a loader batch."""
+        """Mark the start of a loader batch."""
         self._stamps.append(self._now())
 
     @contextlib.contextmanager
