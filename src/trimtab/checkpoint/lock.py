@@ -77,7 +77,7 @@ class Lock:
                 self.forget()
 
     def forget(self) -> None:
-        """Close both descriptors. Forked children call this: their copies would keep the lock beyond the parent's end."""
+        """Close both descriptors. Forked children call this: their copies would prolong the lock beyond the parent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             os.close(self._folder)
