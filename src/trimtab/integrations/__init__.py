@@ -1,1 +1,1 @@
-"""Adapters for trainers, trackers and web services of other projects. No other package imports this one."""
+"""Adapters for trainers, experiment trackers and web services, used by the command line and experiments only."""

@@ -71,7 +71,7 @@ def refuse_running(running: Mapping[str, Any] | None) -> None:
 
 
 def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int | None] = STAGES) -> None:
-    """Raise `ValueGivenError` if a plan does not distribute the model, so that each process would train its own.
+    """Raise `ValueGivenError` if a plan does not distribute the model over the trainer's processes.
 
     Args:
         plan: the plan, or None.

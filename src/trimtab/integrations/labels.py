@@ -31,8 +31,10 @@ class WindowLabels:
         self.batch_rows = max((len(batch["labels"]) for batch in batches if "labels" in batch), default=0)
 
     def is_whole(self, rows: int) -> bool:
-        """Return True if a micro-batch of `rows` samples is the whole window. The trainer itself then handles a count
-        of 0."""
+        """Return True if `rows` samples are the whole window.
+
+        The trainer itself then handles a window without labels that count.
+        """
         return len(self._batches) <= 1 and rows >= self.batch_rows
 
     @functools.cached_property
@@ -83,7 +85,9 @@ def has_ignored(labels: Sequence[Tensor]) -> bool:
 
 
 def counts_unpredicted(labels: Sequence[Tensor]) -> bool:
-    """Return True if first labels of sequences count, which causal models do not predict, and other labels are
-    ignored."""
+    """Return True if batches have ignored labels, and first labels of sequences count.
+
+    A causal model does not predict the first label.
+    """
     firsts = any(each.dim() > 1 and bool(each[:, 0].ne(IGNORED).any()) for each in labels)
     return firsts and has_ignored(labels)

@@ -38,8 +38,7 @@ _UNREPORTED = {"mlflow": ("MLFLOW_DISABLE_TELEMETRY", "true"), "wandb": ("WANDB_
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Destination for the values of a run. A single thread calls these methods in this order; each may block or
-    raise."""
+    """Destination for the values of a run. A single thread makes all calls, in this order; each may block or raise."""
 
     def begin(self, name: str, parameters: Mapping[str, str]) -> None:
         """Open a run; `parameters` are its plan and environment, by dotted names."""

@@ -122,8 +122,11 @@ class TrimtabTrainer(Trainer):
         self._labels = WindowLabels(())
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Collect a batch; at the last batch of a window, train on it up to the optimizer step. Returns the mean
-        loss."""
+        """Collect a batch; at the last batch of a window, train on the window up to the optimizer step.
+
+        Returns:
+            Mean loss of the window; zero before the last batch.
+        """
         self._collected.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -178,8 +181,7 @@ class TrimtabTrainer(Trainer):
             self.args.average_tokens_across_devices = before
 
     def _counted_loss(self, model: nn.Module, micro: Any) -> Any:
-        """Return the Trainer's loss of a micro-batch: a `Summed`, or a mean over samples if it does not count
-        tokens."""
+        """Return the Trainer's loss of a micro-batch: a `Summed`, or a mean over samples without a token count."""
         count = self._count(micro)
         micro = {**micro}  # A copy: the Trainer removes labels from its inputs, and a window may be repeated.
         with self._alone():
@@ -219,8 +221,7 @@ class TrimtabTrainer(Trainer):
         return self._checked(self._window.planned(batches, make, is_alone=self._num_ranks == 1))
 
     def _refuse_means(self, plan: Plan, labels: Sequence[Tensor], *, is_mean: bool) -> None:
-        """Raise `ValueGivenError` if the plan splits batches whose loss is a mean over something that is not
-        counted."""
+        """Raise `ValueGivenError` if the plan splits batches with a mean loss over something that is not counted."""
         if not plan.splits:
             return
         if is_mean:
@@ -290,8 +291,7 @@ class StepsRun(AcceleratedOptimizer):
 
 @contextlib.contextmanager
 def _left_bare(model: nn.Module, num_ranks: int) -> Iterator[None]:
-    """Mark the model as prepared within the block, so that Accelerate does not wrap it: with several ranks the run
-    does."""
+    """Mark the model as prepared within the block: with several ranks the run wraps the model, not Accelerate."""
     if num_ranks == 1:
         yield
         return

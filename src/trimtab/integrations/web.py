@@ -1,5 +1,4 @@
-"""JSON from a public web service: https only, with time and size limits; error messages contain no text or token of
-it."""
+"""JSON from a public web service: https only, with time and size limits, and no secrets in error messages."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ class WindowBatches:
         self._are_apart = are_apart or "longest_batch" in planning or has_batch_statistics(model)
 
     def planned(self, batches: Sequence[Any], make: Callable[[Any, int], Plan], *, is_alone: bool = True) -> Plan:
-        """Return a plan for the joined batches if the plan proves that joining keeps the numerics; else for the first
-        batch.
+        """Return a plan for the joined batches if joining provably keeps the numerics; else for the first batch.
 
         All ranks decide alike, since they have the same plan and equally many batches.
 
@@ -58,10 +57,9 @@ class WindowBatches:
         return plan if plan.proves_splitting else make(batches[0], 1)
 
     def joined(self, batches: Sequence[Any], plan: Plan) -> list[Any]:
-        """Return the batches joined into one if this keeps the numerics; else unchanged.
+        """Return the batches joined into one if joining keeps the numerics; else unchanged.
 
-        Joining keeps the numerics if the plan proved it. It is also done for plans set by hand for more samples than
-        one batch has.
+        The plan's check proves this. A plan set by hand for more samples than a batch has is followed without proof.
         """
         if self._are_apart or len(batches) == 1:
             return list(batches)

@@ -1,4 +1,4 @@
-"""A zero loss in place of a mean over no terms, which is NaN with NaN gradients even at weight 0."""
+"""A zero loss in place of a mean over no terms, whose value and gradients are NaN even at weight 0."""
 
 from __future__ import annotations
 

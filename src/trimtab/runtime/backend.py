@@ -1,4 +1,4 @@
-"""Interface between a run and the devices that hold its model; packages above implement it for several ranks."""
+"""Interface between a run and the devices of its model; implemented for several ranks by `trimtab.distributed`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Backend(Protocol):
     optimizer: torch.optim.Optimizer
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Shard a model and its optimizer state in place. Raises before any change, or undoes its changes."""
+        """Shard a model and its optimizer state in place. On an error, nothing has changed."""
 
     def settle(self) -> None:
         """Run collective preparations; called on every rank before a window is drawn."""
@@ -55,8 +55,11 @@ class Backend(Protocol):
         """Multiply the window's gradient by a factor."""
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Multiply the window's gradient by `factor` and clip it; return the norm before clipping, or None if
-        unneeded."""
+        """Multiply the window's gradient by `factor`, then clip.
+
+        Returns:
+            Gradient norm before clipping; None if unneeded.
+        """
 
     def step(self, precision: MixedPrecision) -> bool:
         """Step the optimizer; return True if it stepped."""
@@ -65,7 +68,7 @@ class Backend(Protocol):
         """Return a context manager for the optimizer's step, in which the user's parameter groups are in effect."""
 
     def gather(self, error: BaseException | None) -> None:
-        """Undo `spread`, keeping trained weights. After an error, skip everything that needs other ranks."""
+        """Undo `spread`, keeping trained weights. After an error, skip steps that need other ranks."""
 
 
 def may_retry(backend: Backend, plan: Plan) -> bool:
@@ -96,8 +99,11 @@ class Torch:
         gradients.multiply(self.optimizer, factor)
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Multiply the window's gradient by `factor` and clip it; return the norm before clipping, or None if
-        unneeded."""
+        """Multiply the window's gradient by `factor`, then clip.
+
+        Returns:
+            Gradient norm before clipping; None if unneeded.
+        """
         return gradients.finish(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
 
     def step(self, precision: MixedPrecision) -> bool:

@@ -354,15 +354,15 @@ def _map(
 
 
 def _rebuild_dataclass(original: Any, each: Callable[[Any], Any], *, is_part: bool) -> Any:
-    """Return a copy of a dataclass instance with new field values, without calling its constructor.
+    """Return a copy of a dataclass instance with new field values, without calling the constructor.
 
     Args:
-        is_part: True if the copy has a part of the samples. It then lacks cached properties and tensors that are not
-            fields, as these belong to the whole batch. Losses that need such a tensor compute it again or fail; the
-            user is warned.
+        is_part: True if the copy has a part of the samples. Cached properties and tensors outside of fields belong to
+            the whole batch and are left out, with a warning. A loss that needs such a tensor computes a new one or
+            fails.
 
     Raises:
-        BatchError: the class has an attribute of the same name, which would silently replace such a tensor.
+        BatchError: a class attribute of the same name would silently replace a tensor that is left out.
     """
     made, fields = copy.copy(original), set_fields(original)
     for name, value in list(getattr(made, "__dict__", {}).items()):

@@ -1,6 +1,6 @@
-"""Detection of optimizers that require a closure although their signature makes it optional, as many SAM versions do.
+"""Detection of optimizers, such as many SAM versions, with an optional closure in the signature but not in fact.
 
-A user-defined step that reads its closure is tried on a copy of the optimizer with small substitute parameters.
+A user-defined step that reads the closure is tried on a copy of the optimizer with small substitute parameters.
 """
 
 from __future__ import annotations

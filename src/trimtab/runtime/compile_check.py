@@ -78,8 +78,10 @@ class CompileCheck:
             self._note("account", self._figures() | {"pays": False})
 
     def _measured(self) -> Interval | None:
-        """Return the interval of uncompiled time over compiled time, from pairs with equal input shapes; None below two
-        pairs."""
+        """Return the interval of the speed ratio (uncompiled time over compiled time).
+
+        Pairs with different input shapes are skipped. None if fewer than two pairs remain.
+        """
         ratios = []
         wait_for(self._stamps[-1])  # The host may be many windows ahead of the device.
         for first in range(WARM_UP + 2, WARM_UP + 2 * PAIRS, 2):
@@ -89,8 +91,7 @@ class CompileCheck:
         return ratio_interval(ratios) if len(ratios) > 1 else None
 
     def _figures(self) -> dict[str, Any]:
-        """Return the first compilation's fraction of the run's time so far, and the fraction of step time that it
-        saves."""
+        """Return cost (first compilation as a fraction of run time) and gain (fraction of step time saved)."""
         price, began = None, self._call.began
         if began is not None and len(self._host) > 2:
             usual = statistics.median(after - before for before, after in itertools.pairwise(self._host))

@@ -1,5 +1,4 @@
-"""In-place compilation of a model's calls by torch.compile, by CUDA graphs, or both; the model object stays the
-same."""
+"""In-place compilation of a model's calls by torch.compile, CUDA graphs or both."""
 
 from __future__ import annotations
 

@@ -112,8 +112,7 @@ class Recorder:
             torch.cuda.empty_cache()
 
     def _is_waited_for(self) -> bool:
-        """Return True if the backward of the last replay may still come, since another replay would overwrite its
-        tensors."""
+        """Return True if the last replay awaits its backward, whose tensors another replay would overwrite."""
         token = self._last()
         return token is not None and token.is_open
 

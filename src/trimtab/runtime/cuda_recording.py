@@ -29,7 +29,7 @@ class Unrecordable(Exception):
 
 
 class Token:
-    """Marker of one replayed forward, alive while its backward may come.
+    """Marker for a replayed forward, alive while its backward may come.
 
     Attributes:
         is_open: True until the backward has run.
@@ -91,8 +91,10 @@ class Recording:
 
     @contextlib.contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture kernels launched inside. Thread-local mode permits CUDA calls of other threads, such as pinning
-        loaders."""
+        """Capture the kernels launched in the block.
+
+        Thread-local capture mode permits CUDA calls of other threads, such as loaders that pin memory.
+        """
         before = torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -171,7 +173,7 @@ def written(tensor: Tensor) -> Tensor:
 
 
 class _Launch(torch.autograd.Function):
-    """Autograd function of one replay."""
+    """Autograd function for a replay."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -243,8 +245,7 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
 
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """Return the capture stream of a device; a single one, as cuBLAS keeps a workspace per stream until the process
-    ends."""
+    """Return the single capture stream of a device: cuBLAS keeps a workspace per stream until the process ends."""
     return torch.cuda.Stream(device)
 
 

@@ -69,8 +69,7 @@ class DataPosition(Part):
         return self._stays
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Return an iterator over the batches of an epoch; after loading a state, over the rest of the interrupted
-        epoch.
+        """Return an iterator over an epoch's batches, or after loading a state over the rest of the interrupted epoch.
 
         An epoch that the loop left early is completed at once, before any batch is drawn, since a checkpoint may be
         saved in between.
@@ -128,7 +127,7 @@ class DataPosition(Part):
             self._forget()
 
     def left(self, number: int) -> None:
-        """Record that the loop left epoch `number`. The epoch is then complete, unless an exception ended it."""
+        """Record that the loop left epoch `number`, which completes the epoch unless an exception ended it."""
         self._is_left = self._is_open and number == self._over
 
     def stays(self) -> None:
@@ -194,8 +193,7 @@ class DataPosition(Part):
             back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epochs, batches of the current epoch, generator states at its start and now, and the loader's own
-        state.
+        """Return epoch, batches drawn, generator states at the start of the epoch and now, and the loader's state.
 
         Raises:
             ValueGivenError: the position is not recorded, because the run has no checkpoints.
@@ -257,10 +255,7 @@ def _is_fit(batch: Any) -> bool:
 
 
 def _is_stream(loader: Any) -> bool:
-    """Return True if a loader is its own iterator, so that the next epoch draws the batches left by a previous one.
-
-    Iterators that have a length start again in each epoch and are not streams.
-    """
+    """Return True for a stream: an iterator without length, whose next epoch draws the batches left by the previous."""
     inner = innermost(loader)
     return isinstance(inner, Iterator) and length_of(inner) is None
 
@@ -275,10 +270,10 @@ def innermost(loader: Any) -> Any:
 
 
 def require_state_kept(loader: Any) -> None:
-    """Raise `ValueGivenError` for a loader with persistent workers, whose random states continue between epochs.
+    """Raise `ValueGivenError` for persistent workers, whose random states continue between epochs.
 
-    After a resume, new workers would have other random states and another sample order. Loaders with `load_state_dict`
-    restore these themselves.
+    New workers after a resume would have different random states and another sample order. Loaders with
+    `load_state_dict` restore their own states.
     """
     if has_lasting_workers(innermost(loader)) and not is_stateful(loader):
         raise ValueGivenError(

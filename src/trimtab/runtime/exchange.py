@@ -19,7 +19,7 @@ class Exchange(Protocol):
 
     Attributes:
         num_ranks: number of ranks.
-        has_peers: True if other processes exist whose values, such as the loss, may differ from this rank's.
+        has_peers: True if the user's own code reduces gradients over several processes, with different losses.
     """
 
     num_ranks: int
@@ -44,10 +44,10 @@ class Exchange(Protocol):
         """Return the sum of a scalar tensor over all ranks, without synchronising with the device."""
 
     def failed(self, error: BaseException) -> BaseException:
-        """Report to the other ranks the error that ends this rank.
+        """Report the error that ends this rank to the other ranks.
 
         Returns:
-            The root cause: `error`, or the error of another rank that caused it.
+            The root cause: `error`, or an error of another rank.
         """
 
     def recovered(self) -> None:

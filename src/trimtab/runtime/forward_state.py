@@ -1,4 +1,4 @@
-"""State that a checkpointed forward reads or changes besides graph tensors, restored for its recomputation.
+"""State of a checkpointed forward other than graph tensors, restored for the recomputation.
 
 Attributes and parameters of modules are recorded by reference at every forward, so that `functional_call` and
 assignments between forward and backward do not affect the recomputation. The first forwards of a block are watched
@@ -35,11 +35,11 @@ _REFUSED = "a forward whose recomputation changes nothing but buffers, attribute
 
 @dataclass
 class _Seen:
-    """Changes observed in forwards of one mode (training or evaluation), independent of the schedule.
+    """Changes observed in forwards of a mode (training or evaluation), independent of the schedule.
 
     Attributes:
         calls: number of forwards since the first.
-        holds: for each changed object, by key, a function that records the object's current state.
+        holds: for each changed object, by key, a function that records the current state.
     """
 
     calls: int = 0
@@ -48,11 +48,11 @@ class _Seen:
 
 @dataclass
 class _LookedAt:
-    """Objects compared around every forward, because only some calls may change them.
+    """Objects compared around every forward, because only some calls may change the objects.
 
     Attributes:
-        holds: for each object, by key, a function that records the object's current state.
-        tensors: tensors with their paths. Their version counters show in-place changes, which cannot be undone.
+        holds: for each object, by key, a function that records the current state.
+        tensors: tensors with paths. Version counters show in-place changes, which cannot be undone.
     """
 
     holds: dict[Any, Callable[[], Replayed | None]] = field(default_factory=dict)
@@ -182,10 +182,11 @@ class Forwards:
 
 
 class ForwardState:
-    """References, variables and generator states at the start of one forward.
+    """References, variables and generator states at the start of a forward.
 
     Attributes:
-        is_watched: True if changes by this forward are searched for and its recomputation is compared with it.
+        is_watched: True if changes by this forward are searched for, and the recomputation is compared with the
+            forward.
     """
 
     def __init__(self, forwards: Forwards, seen: _Seen, watch: LoopState | None) -> None:
@@ -195,10 +196,10 @@ class ForwardState:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Record the state before the enclosed forward, and its changes if the forward is watched.
+        """Record the state before the enclosed forward, and the changes if the forward is watched.
 
         Raises:
-            ModelError: the forward made a change that its recomputation would repeat.
+            ModelError: the forward made a change that the recomputation would repeat.
         """
         self._before = [dict(table) for table in self._tables]
         self._replayed = [held for hold in self._seen.holds.values() if (held := hold()) is not None]
@@ -282,7 +283,8 @@ def _is_small(held: Replayed) -> bool:
 
 
 def holding(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Replayed | None]]:
-    """Return a key for a recorded object, and a function that records its current state or its replacement's."""
+    """Return a key for a recorded object, and a function that records the current state of the object or its
+    replacement."""
     if holder is None or isinstance(held, HeldBinding):
         return held.key, held.again
     where, get = holder

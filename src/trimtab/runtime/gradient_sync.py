@@ -94,7 +94,7 @@ class GradientSync:
             )
 
     def begin(self, *, last: bool) -> None:
-        """Prepare a micro-batch: enable the reduction for the last micro-batch, disable it for others."""
+        """Prepare a micro-batch: the gradient is reduced in the last micro-batch only."""
         if self._model is None:
             return
         self._has_begun, self._is_last = True, last
@@ -105,10 +105,10 @@ class GradientSync:
             self._sent = _num_collectives(self._model)
 
     def complete(self) -> None:
-        """After the last backward of a window, mark the parameters without gradient as ready, so that DDP reduces.
+        """After the last backward of a window, mark parameters without gradient as ready, so that DDP reduces.
 
-        A parameter that no rank used keeps the gradient None, so that the optimizer skips it as in a plain loop. Ranks
-        that used all of their layers do not wait for other ranks here.
+        A parameter unused on all ranks keeps the gradient None, and the optimizer skips the parameter as in a plain
+        loop. Ranks that used all layers do not wait for other ranks here.
 
         Raises:
             RankError: gradients are still not reduced.
@@ -139,7 +139,7 @@ class GradientSync:
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """After the first window, have DDP rebuild its buckets on every rank at the same point.
 
-        DDP would do so in its next forward, which a rank without data enters only if other ranks have data.
+        DDP would otherwise do so in its next forward, which ranks without data may never enter.
         """
         if self._model is None or self._is_settled or not self._has_begun:
             return

@@ -20,10 +20,10 @@ _FEW_CHANNELS = 16
 
 
 def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Convert 4-dimensional parameters and buffers to channels_last, in place; return a function that restores all
-    strides.
+    """Convert 4-dimensional parameters and buffers to channels_last, in place; return an undo function.
 
-    Until then, `optimizer.state_dict()` returns state with the original strides, because a checkpoint outlives the run.
+    Until the undo, `optimizer.state_dict()` returns state with the original strides, because a checkpoint outlives the
+    run.
     """
     if hazard := channels_last_hazard(model):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Process-wide flags shared by runs: set by the first run that needs a flag, restored by the last to close."""
+"""Process-wide flags shared by runs: set by the first run that needs a flag, restored by the last run to close."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Undo = Callable[[], None]
 
 
 class SharedMode:
-    """Reference-counted flag that several runs may hold at once and release in any order.
+    """Reference-counted flag for several concurrent runs, released in any order.
 
     Args:
-        apply: sets the flag, even if it is set already; returns a function that restores the previous value.
+        apply: sets the flag, even if already set; returns a function that restores the previous value.
     """
 
     def __init__(self, apply: Callable[[], Undo]) -> None:
@@ -22,9 +22,9 @@ class SharedMode:
         self._holders = 0
 
     def hold(self) -> Undo:
-        """Set the flag and count a holder; return a function that releases it.
+        """Set the flag and count a holder; return a function that releases the flag.
 
-        The flag is set even with other holders, since it may have been suspended.
+        The flag is set even with other holders, since a suspension may have cleared the flag.
         """
         undo = self._apply()
         if self._holders == 0:

@@ -1,4 +1,4 @@
-"""Model state, other than inputs, that a captured forward depends on: addresses of tensors, attributes of modules."""
+"""Model state that a captured forward depends on: addresses of tensors, and attributes of modules."""
 
 from __future__ import annotations
 

@@ -89,12 +89,11 @@ class Figures:
 
 
 class NoiseMonitor:
-    """Measures gradient norms of a window's micro-batches, or norms of partial sums where single gradients are not
-    visible.
+    """Measures gradient norms of a window's micro-batches, or of partial sums if single gradients are not visible.
 
     Raises:
-        ValueGivenError: the model is under FSDP1, or under FSDP2 with trained parameters outside of it or with a mesh
-            of several dimensions.
+        ValueGivenError: the model is under FSDP1, or under FSDP2 with trained parameters outside or a mesh of several
+            dimensions.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -179,8 +178,10 @@ class NoiseMonitor:
         return found.noise_of_sums() if isinstance(self._norms, PartialNorms) else found.noise()
 
     def _each(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Tensor:
-        """Return this rank's values of each micro-batch. With shards, a micro-batch extends over all ranks, whose term
-        counts are unknown here."""
+        """Return this rank's values of each micro-batch of a sharded model.
+
+        A micro-batch then extends over all ranks, and no rank knows the term counts of the others.
+        """
         whole = self._norm2() * (correction / scale) ** 2
         device = whole.device
         seen = torch.stack([each.to(device) for each, _, _ in self._seen]).double() * (divisor / scale) ** 2

@@ -314,10 +314,10 @@ def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Ca
 def make_state(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Allocate the state of the first step as zeros, so that the step itself allocates none.
 
-    Does nothing for other optimizers and for SGD with dampening, whose first step does not start from zeros.
+    Does nothing for unknown optimizers, and for SGD with dampening, whose first step does not start from zeros.
 
     Returns:
-        A function that removes state that no step has changed.
+        A function that removes the state of parameters that have not been stepped.
     """
     made: list[Tensor] = []
     if type(optimizer) not in _FUSED_CLASSES:

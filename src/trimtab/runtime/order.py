@@ -70,7 +70,7 @@ class LoopOrder:
             )
 
     def require_micro_batch(self) -> None:
-        """Check that a micro-batch is open and that the model ran forward on it."""
+        """Check that a micro-batch is open and has had a forward of the model."""
         if not self._awaiting_backward:
             raise LoopError(
                 "run.backward", given="no open micro-batch", expected="one call per micro-batch", way_out=_WAY_OUT
@@ -115,8 +115,7 @@ class LoopOrder:
 
 
 class ForwardSeen:
-    """Forward pre-hook that records calls of the watched model. A copy of the model, such as an EMA, is not
-    recorded."""
+    """Forward pre-hook that records calls of the watched model, but not of copies such as an EMA."""
 
     def __init__(self) -> None:
         self.seen = False

@@ -95,10 +95,10 @@ class Passes(RunView):
         self._keeper.save()
 
     def interrupt(self) -> None:
-        """End the run at a point where it can be resumed: now, or with several ranks after their next window.
+        """End the run at a point from which it can be resumed: now, or with several ranks after their next window.
 
-        The current epoch counts as unfinished even if the loop leaves it. With several ranks, call it on every rank and
-        continue iterating: `windows` ends by itself.
+        The current epoch counts as unfinished even if the loop leaves it. With several ranks, every rank must make this
+        call and continue iterating: `windows` ends by itself.
         """
         self._position.stays()
         self.ask_to_end()

@@ -1,8 +1,8 @@
-"""Per-window metadata exchanged between ranks, once, before the gradient reduction: term counts, end of data, stops.
+"""Metadata exchanged between ranks once per window, before the gradient reduction: term counts, end of data, stops.
 
-A rank sends its metadata before its last backward and reads the others' in its step, so no rank waits longer than for
-the reduction. A rank at the end of its data sends this in place of a window's metadata. If other ranks continue, it
-joins them with zero-weight micro-batches, so that no data are lost and all ranks end together.
+A rank sends its metadata before its last backward and reads the answer in its step, so no rank waits longer than for
+the reduction. A rank without data sends a message too. If another rank continues, the rank without data joins with
+zero-weight micro-batches, so that no data are lost and all ranks end together.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _REASONS = tuple(StopReason)
 
 
 class _Said(NamedTuple):
-    """Message of a rank. All messages have the same width, because a rank may not know the kind of the others'
-    messages.
+    """Message of a rank, of the same width for all kinds, because a rank does not know the other ranks' kinds.
 
     Attributes:
         kind: kind of loss or request.
@@ -136,7 +135,7 @@ class Peers:
 
     @property
     def count_on_this(self) -> bool:
-        """True if other ranks will reduce their gradients with this rank's, so that it cannot repeat the window."""
+        """True if the gradient reduction includes this rank's gradient, so that the window cannot be repeated."""
         return self.num_ranks > 1 and self.has_told
 
     def drew(self, batch: Any) -> None:
@@ -169,11 +168,10 @@ class Peers:
         self._answer = self._exchange.ask(said if share.limit is None else said._replace(limit=share.limit))
 
     def others_go_on(self, reason: StopReason | None) -> int:
-        """Return the number of micro-batches in which this rank, without data, joins the others; 0 if all ranks are
-        done.
+        """Return the number of micro-batches in which this rank, without data, joins other ranks; 0 at the end.
 
         Args:
-            reason: stop reason of this rank, which all ranks adopt after the window; None at the end of its data.
+            reason: stop reason of this rank, adopted by all ranks after the window; None at the end of the data.
         """
         absent = _Said(_NOTHING, self._counted, stop=_code_of(reason))
         if self.in_step:
@@ -303,7 +301,7 @@ def _require_one_kind(kinds: list[float]) -> None:
 
 
 def _require_together(counted: list[int]) -> None:
-    """Raise `RankError` if ranks have stepped different numbers of windows, which means that their weights differ."""
+    """Raise `RankError` if ranks have stepped different numbers of windows, and therefore have different weights."""
     if len(set(counted)) > 1:
         fewest = counted.index(min(counted))
         raise RankError(

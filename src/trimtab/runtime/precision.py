@@ -105,8 +105,11 @@ class MixedPrecision(Part):
         return self._scale >= self._before
 
     def keep_scale(self, *, where: bool) -> None:
-        """Restore the loss scale from before the last step if `where` is True, because the scale did not cause the
-        overflow."""
+        """Restore the loss scale from before the last step.
+
+        Args:
+            where: False does nothing; True if the skipped step was not caused by the loss scale.
+        """
         if where and self._scaler is not None:
             self._scaler.update(self._before)
             self._scale = self._before

@@ -106,8 +106,8 @@ def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
 def _casts_each_time() -> Iterator[None]:
     """Disable autocast's weight cache within the block.
 
-    For a weight that another block has cast before, the cache would omit a cast that the recomputation then contains.
-    Selective checkpointing identifies operators by their order, which must be equal in both runs.
+    Selective checkpointing identifies operators by their order, which must be equal in forward and recomputation. With
+    the cache, only the recomputation would contain the cast of a weight that an earlier block has cast already.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

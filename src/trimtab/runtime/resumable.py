@@ -1,4 +1,4 @@
-"""State of a run for checkpoints, besides model, optimizer and data position."""
+"""State of a run for checkpoints, in addition to model, optimizer and data position."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class Resumable:
         return self._optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, precision and loss scaler, non-finite and stop state, memory limit, adaptive batch size,
-        momentum.
+        """Return the state of all parts of the run: counters, precision, memory limit, adaptive batch size and more.
 
         All values are plain numbers, except the momentum tensors of a plan with Muon.
         """

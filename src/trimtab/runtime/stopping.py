@@ -25,7 +25,7 @@ class StopTest(Part):
 
     Attributes:
         reason: the condition that was met; None while the run continues.
-        asked: reason for which this rank asks all ranks to stop, sent with its next window.
+        asked: this rank's request to stop all ranks, sent with the next window.
     """
 
     def __init__(self, stop: Stop | None) -> None:

@@ -1,4 +1,4 @@
-"""Detection of a slow rank (straggler) that the other ranks wait for."""
+"""Detection of slow ranks (stragglers)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Straggler:
         self._named: set[int] = set()
 
     def add(self, seconds: Sequence[float]) -> Late | None:
-        """Add the time of each rank for a window, in seconds; return a slow rank once it is detected, else None."""
+        """Add a window's time in seconds of each rank; return a newly detected slow rank, else None."""
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         others = statistics.median(each for rank, each in enumerate(seconds) if rank != slowest)
         is_late = seconds[slowest] > max(_SHARE * others, others + _LEAST_S)

@@ -66,13 +66,13 @@ class Reached:
     def require_alike(
         self, loss: Tensor, exchange: Exchange, way_out: str, groups: Sequence[int] | None = None
     ) -> None:
-        """Check before a backward that it will reach the same parameters on every rank; walks the autograd graph.
+        """Check before a backward that every rank will reach the same parameters; walks the autograd graph.
 
         Args:
             loss: the loss to call backward on.
             exchange: metadata exchange with the other ranks.
             way_out: hint for the error message.
-            groups: group number of each parameter; parameters of one group are interchangeable.
+            groups: group number of each parameter; parameters with equal numbers are interchangeable.
 
         Raises:
             RankError: ranks differ; raised on every rank.
@@ -161,10 +161,10 @@ class EveryParameter:
 class ShardedUse:
     """The parameters reached in a window of a model under FSDP2.
 
-    A parameter that a rank did not use, in a block that it ran, is reduced as zeros with the other ranks' gradients. A
-    parameter that no rank used gets no gradient, so that the optimizer skips it. Ranks that run different blocks raise
-    an error before the step. torch before 2.13 cannot reduce zeros; there, ranks raise an error if they used different
-    parameters.
+    If a rank ran a block without using one of the block's parameters, zeros are reduced with the other ranks'
+    gradients. A parameter unused on all ranks gets no gradient, and the optimizer skips the parameter. Ranks that run
+    different blocks raise an error before the step. torch before 2.13 cannot reduce zeros; ranks then raise an error if
+    they used different parameters.
 
     Args:
         model: the model; nothing is done without FSDP2 modules, or with an unknown version of FSDP2.

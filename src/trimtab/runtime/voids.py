@@ -94,7 +94,7 @@ class Voids(Part):
         return not found
 
     def is_no_overflow(self, loss: Tensor) -> bool:
-        """Return True if a step was skipped because the loss is non-finite, rather than by an overflow of scaled
+        """Return True if a step was skipped because of a non-finite loss, rather than an overflow of scaled
         gradients."""
         return not self._skips and self._is_alone and not bool(torch.isfinite(loss))
 

@@ -16,10 +16,10 @@ _SAVES = ("state_dict", "load_state_dict")
 
 
 def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable[[], None]:
-    """Set the weight decay of all groups that have one; return a function that restores the previous values.
+    """Set the weight decay of all groups with weight decay; return a function that restores the previous values.
 
     Raises:
-        OptimizerError: no group has weight decay, or the optimizer overrides `state_dict` or `load_state_dict`, which
+        OptimizerError: no group has weight decay, or the optimizer overrides `state_dict` or `load_state_dict` and
             would save the plan's value.
     """
     given, mine = type(optimizer).__name__, _decaying(optimizer)
