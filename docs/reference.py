@@ -1,6 +1,6 @@
-"""Writes what would be told twice: docs/api.md from docstrings, docs/commands.md from what the commands say.
+"""Generate docs/api.md from docstrings and docs/commands.md from the help texts of the commands.
 
-`python docs/reference.py`, which `make docs` runs; a test holds both pages to it.
+`python docs/reference.py`, part of `make docs`; a test checks that both pages are current.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 from definitions import first_line
 
-API = """# Reference
+API = """# Python reference
 
-Every public name by the first line of its docstring. The site has the whole of it below each table, and so has
-`help(trimtab.plan)`. How a plan comes about is in [planning](planning.md), what may go wrong in `trimtab.errors`.
+All public names with the first line of their docstrings. Full docstrings are below each table on the site, and in
+`help(trimtab.plan)`. [Planning](planning.md) describes how a plan is made; all errors are in `trimtab.errors`.
 
 <!-- made by `make docs` from docstrings -->
 """
-COMMANDS = """# The command
+COMMANDS = """# Command line
 
-What each command says of itself. Figures go to standard output, progress to standard error; `--json` prints one JSON
-object. Exit status: 0 done, 1 an error that was explained, 2 a command line that does not parse, 130 interrupted.
-`TRIMTAB_TRACEBACK=1` shows where an error is from. `python -m trimtab.cli` is the same command.
+All commands and options. Results go to standard output and progress to standard error; `--json` prints one JSON
+object. Exit status: 0 success, 1 error with explanation, 2 invalid command line, 130 interrupted.
+`TRIMTAB_TRACEBACK=1` adds a traceback to errors. `python -m trimtab.cli` is the same command.
 
 <!-- made by `make docs` from the commands -->
 """
@@ -39,13 +39,13 @@ def _of(module: str, *names: str) -> tuple[str, ...]:
 
 GROUPS = {
     "Plan and train": _of("trimtab", *_RUN),
-    "What is asked of a plan or a run": _of("trimtab", *_ASKED),
+    "Options of plans and runs": _of("trimtab", *_ASKED),
     "Records": _of("trimtab", "RecordWriter", "Header", "RunRecord", "read_record"),
     "Several ranks": _of("trimtab", "joined", "shard"),
     "Errors": _of("trimtab", "errors", "UnprovedSplitWarning"),
-    "A module that a model may adopt": _of("trimtab.nn", "LossHead"),
+    "Modules": _of("trimtab.nn", "LossHead"),
     "Tasks": _of("trimtab.tasks", *_TASKS),
-    "In others' loops": (
+    "Frameworks": (
         *_of("trimtab.integrations.transformers", "TrimtabTrainer"),
         *_of("trimtab.integrations.lightning", "TrimtabStrategy", "start"),
         *_of("trimtab.integrations.accelerate", "plan", "start"),
@@ -70,7 +70,7 @@ def api_page() -> str:
     parts = [API]
     for title, names in GROUPS.items():
         rows = ((f"`{name}`", first_line(name)) for name in names)
-        parts += [f"## {title}\n", *_table(("name", "what it is"), rows), ""]
+        parts += [f"## {title}\n", *_table(("name", "description"), rows), ""]
     return "\n".join(parts)
 
 
@@ -94,7 +94,7 @@ def _commands(name: str, command: Any) -> Iterator[str]:
     yield f"`{' '.join([name, *needed, '[options]'])}`\n"
     yield f"{command.help}\n"
     if shown:
-        yield from _table(("argument or option", "what it is", "default"), map(_row, shown))
+        yield from _table(("argument or option", "description", "default"), map(_row, shown))
         yield ""
 
 

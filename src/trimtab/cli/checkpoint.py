@@ -10,7 +10,7 @@ import typer
 from trimtab.cli.options import Json
 from trimtab.cli.printing import print_json, print_text
 
-app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Inspect the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
@@ -20,7 +20,7 @@ def checkpoint() -> None:
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
+    folder: Annotated[Path, typer.Argument(help="folder of a run, or a single checkpoint")],
     as_json: Json = False,
 ) -> None:
     """Verify all bytes of a run's checkpoints and list the results. Fails if a checkpoint is damaged or none exists."""

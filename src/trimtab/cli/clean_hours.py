@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 WhenClean = Annotated[
     str | None,
     typer.Option(
-        help="train when this forecast says that energy is clean: a CSV file (time, g_per_kwh), great-britain, "
+        help="train at low carbon intensity by this forecast: a CSV file (time, g_per_kwh), great-britain, "
         "electricity-maps:ZONE or watttime:REGION"
     ),
 ]
-By = Annotated[str | None, typer.Option(help="when it is to be done: 2026-03-02T06:00+01:00, or 36h from now")]
-Pauses = Annotated[str | None, typer.Option(help="it may pause, by --checkpoints, where one loses so long: 90s, 10min")]
-Takes = Annotated[str | None, typer.Option(help="what the whole run takes, such as 5h; else by the plan's seconds")]
-IdleWatts = Annotated[float | None, typer.Option(min=0, help="of what is held while it waits")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="say when it would train, and train nothing")]
+By = Annotated[str | None, typer.Option(help="deadline: 2026-03-02T06:00+01:00, or 36h from now")]
+Pauses = Annotated[
+    str | None, typer.Option(help="allow pauses; time lost per pause, such as 90s or 10min (needs --checkpoints)")
+]
+Takes = Annotated[
+    str | None, typer.Option(help="duration of the whole run, such as 5h; default: from the plan's step time")
+]
+IdleWatts = Annotated[float | None, typer.Option(min=0, help="power of held devices while waiting")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the schedule and exit")]
 
 
 def clean_hours(

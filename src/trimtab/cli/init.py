@@ -16,7 +16,7 @@ _NAME = "my_task.py"
 
 
 def init(
-    file: Annotated[Path, typer.Argument(help="a new Python file for a task of yours")] = Path(_NAME),
+    file: Annotated[Path, typer.Argument(help="new Python file for your task")] = Path(_NAME),
 ) -> None:
     """Write a working task file, with three parts to replace by your own code."""
     if file.suffix != ".py" or not file.stem.isidentifier():

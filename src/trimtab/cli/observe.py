@@ -81,7 +81,7 @@ def profile(
 
 
 def plan(
-    task: Annotated[str, typer.Argument(help="a task, or a profile written by `trimtab profile TASK -o FILE.json`")],
+    task: Annotated[str, typer.Argument(help="task, or profile from `trimtab profile TASK -o FILE.json`")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="write the plan as JSON")] = None,
     memory: Memory = None,
     step_time: StepTime = None,
@@ -89,15 +89,17 @@ def plan(
     energy_weight: EnergyWeight = 0.0,
     energy_watts: EnergyWatts = None,
     without_meter: WithoutMeter = "refuse",
-    device: Annotated[str | None, typer.Option(help="one not here, such as 'H100 SXM': all is predicted")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="processes to plan for, none of them here: all is predicted")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="plan for another device, such as 'H100 SXM', by prediction")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="plan for this number of ranks, by prediction")] = 1,
     link: Annotated[
         str | None,
-        typer.Option(help="what joins them: nvlink, ib, ethernet, ib:HDR and the like, or nodes: 8 x nvlink + ib"),
+        typer.Option(help="link between ranks: nvlink, ib, ethernet, ib:HDR, or nodes: 8 x nvlink + ib"),
     ] = None,
-    engine: Annotated[str, typer.Option(help="what shares the model between ranks: torch, deepspeed")] = "torch",
+    engine: Annotated[str, typer.Option(help="sharding backend: torch, deepspeed")] = "torch",
     adapt: Adapt = None,
-    explain: Annotated[bool, typer.Option("--explain", help="all that was considered, and all that was tried")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="print all combinations and trials")] = False,
     as_json: Json = False,
 ) -> None:
     """Choose settings for a task and explain the choices."""

@@ -13,63 +13,63 @@ if TYPE_CHECKING:
     from trimtab.checkpoint.settings import Checkpoints
     from trimtab.core.carbon import Intensity
 
-TaskName = Annotated[str, typer.Argument(help="a built-in task, my_module:task or path/to/file.py:task")]
+TaskName = Annotated[str, typer.Argument(help="built-in task, my_module:task or path/to/file.py:task")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
-Memory = Annotated[str | None, typer.Option(help="hard limit on a step's peak memory, such as 8GiB")]
+Memory = Annotated[str | None, typer.Option(help="hard limit on the peak memory of a step, such as 8GiB")]
 StepTime = Annotated[float | None, typer.Option("--time", help="hard limit on seconds per optimizer step")]
-Weight = Annotated[float, typer.Option(help="of peak memory, beside 1 of time, in what a plan makes small")]
-EnergyWeight = Annotated[float, typer.Option(min=0, help="of energy, beside 1 of time, in what a plan makes small")]
+Weight = Annotated[float, typer.Option(help="weight of peak memory in the objective (time has weight 1)")]
+EnergyWeight = Annotated[float, typer.Option(min=0, help="weight of energy in the objective (time has weight 1)")]
 EnergyWatts = Annotated[
-    float | None, typer.Option(help="of the whole machine: energy is estimated by them, and labelled so, not measured")
+    float | None, typer.Option(help="power of the whole machine; energy is then estimated and labelled as an estimate")
 ]
 WithoutMeter = Annotated[
-    str, typer.Option(help="where energy is weighed and nothing counts it: refuse, or renormalise (it is left out)")
+    str, typer.Option(help="energy weight without a meter: refuse (an error), or renormalise (ignore energy)")
 ]
 Carbon = Annotated[
     str | None,
-    typer.Option(help="grams of CO2e per kWh, or a CSV file of them (time, g_per_kwh): tells the run's carbon"),
+    typer.Option(help="g CO2e per kWh, or a CSV file (time, g_per_kwh), to report the carbon of the run"),
 ]
 CarbonKind = Annotated[
-    str | None, typer.Option(help="of --carbon and --when-clean: average or marginal, which do not add up")
+    str | None, typer.Option(help="kind of intensity for --carbon and --when-clean: average or marginal")
 ]
-Record = Annotated[Path | None, typer.Option(help="write a line per step (JSON lines, a new file)")]
+Record = Annotated[Path | None, typer.Option(help="new file for the record of the run (JSON lines, one line per step)")]
 Track = Annotated[
     list[str] | None,
-    typer.Option(help="what shows that record: tensorboard=FOLDER, mlflow=EXPERIMENT, wandb=PROJECT, trackio=PROJECT"),
+    typer.Option(help="tracker for the record: tensorboard=FOLDER, mlflow=EXPERIMENT, wandb=PROJECT, trackio=PROJECT"),
 ]
 KeptIn = Annotated[
-    Path | None, typer.Option("--checkpoints", help="folder that the run is kept in, and gone on from (see --resume)")
+    Path | None, typer.Option("--checkpoints", help="folder for checkpoints, and to resume from (see --resume)")
 ]
-Every = Annotated[int | None, typer.Option(min=1, help="steps between checkpoints; without it, ten minutes")]
+Every = Annotated[int | None, typer.Option(min=1, help="steps between checkpoints; default: every ten minutes")]
 Resume = Annotated[
     str | None,
     typer.Option(
-        help="auto (by default where the run is kept): from the newest checkpoint that is whole; always: there must be "
-        "one; never. Without --checkpoints, the run is kept in runs/train-TASK"
+        help="auto (default with --checkpoints): resume from the newest valid checkpoint, if any; always: fail "
+        "without a checkpoint; never: require an empty folder. Default folder: runs/train-TASK"
     ),
 ]
 Accept = Annotated[
-    str | None, typer.Option(help="what may have changed since: torch,threads,device,fp32,ranks,plan,optimizer,data")
+    str | None, typer.Option(help="accepted differences on resume: torch,threads,device,fp32,ranks,plan,optimizer,data")
 ]
 NonFinite = Annotated[
     str,
     typer.Option(
-        help="on a non-finite loss or parameter: error (the default; seen one step later), stop (before the step is "
-        "applied; waits for each step), skip (drop the step), warn or continue"
+        help="on a non-finite loss or parameter: error (one step later), stop (before the step is applied; "
+        "synchronises each step), skip (drop the step), warn or continue"
     ),
 ]
-TrialRows = Annotated[int | None, typer.Option(min=1, help="rows a step, in place of the task's: a trial run")]
-Judged = Annotated[int | None, typer.Option(min=1, help="held-out batches to judge by; all by default")]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")]
-Ranks = Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")]
+TrialRows = Annotated[int | None, typer.Option(min=1, help="batch size for a trial run, instead of the task's")]
+Judged = Annotated[int | None, typer.Option(min=1, help="number of validation batches; default: all")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="JSON file of a plan; default: make a plan")]
+Ranks = Annotated[int, typer.Option(min=1, help="processes on this machine; under a launcher its ranks are used")]
 Rehearse = Annotated[
-    bool, typer.Option(help="whether several ranks run plans before one is chosen; else by what is predicted")
+    bool, typer.Option(help="on several ranks: dry runs of plans before the choice, or predictions only")
 ]
 Adapt = Annotated[
     str | None,
     typer.Option(
-        help="what a plan may change beyond the same maths: learning-rate, schedule, optimizer, dropout, batch; "
-        "a,b for several"
+        help="training settings that the plan may tune, separated by commas: learning-rate, schedule, "
+        "optimizer, dropout, batch"
     ),
 ]
 TRAINED = ("learning-rate", "schedule", "optimizer", "dropout")  # settings that planning tests by short trainings

@@ -29,33 +29,34 @@ from trimtab.experiments.progress_bar import ProgressBar
 
 def compare(
     task: TaskName,
-    pairs: Annotated[int, typer.Option(min=1, help="races, one per seed: 5 for a verdict, 8 for a claim")] = 5,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="paired runs, each with its own seed: 5 for a verdict, 8 for a claim")
+    ] = 5,
     whole: Annotated[
-        int | None, typer.Option(min=0, help="races that run to the end of the budget; the others time a few steps")
+        int | None, typer.Option(min=0, help="pairs that train for the whole budget; the rest only times steps")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="a first look in about two minutes: throughput and memory of tier S")
+        bool,
+        typer.Option("--quick", help="first impression in two minutes: throughput and memory of the equivalent plan"),
     ] = False,
     adapt: Annotated[
         str | None,
         typer.Option(
-            help=f"tier F beside tier S: {', '.join(TRAINED)}, batch (default: learning-rate); a,b for several, or none"
+            help=f"tuned settings, separated by commas: {', '.join(TRAINED)}, batch, or none (default: learning-rate)"
         ),
     ] = None,
     peers: Annotated[
-        bool | None, typer.Option("--peers/--no-peers", help="race the paper's and the strong recipe (the default)")
+        bool | None, typer.Option("--peers/--no-peers", help="also run the paper's and the hand-tuned recipe (default)")
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="which peers: paper (P1), strong (P2), muon (P3), strict (P0 without TF32); a,b for several"),
+        typer.Option(help="recipes, separated by commas: paper (P1), strong (P2), muon (P3), strict (P0 without TF32)"),
     ] = None,
-    cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),
-    reference_cap: Annotated[
-        float | None, typer.Option(help="the same of the reference, where it may train for longer than the others")
-    ] = None,
+    cap: Annotated[float, typer.Option(help="limit on the training seconds of each arm")] = float("inf"),
+    reference_cap: Annotated[float | None, typer.Option(help="separate limit for the baseline, if longer")] = None,
     memory: Memory = None,
     plan_file: PlanFile = None,
-    out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison goes on there")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison continues there")] = None,
     ranks: Ranks = 1,
     energy_watts: EnergyWatts = None,
     as_json: Json = False,
@@ -94,24 +95,24 @@ def compare(
 
 def ablate(
     task: TaskName,
-    seeds: Annotated[int, typer.Option(min=1, help="races, one per seed: 5 for a verdict, 8 for a claim")] = 5,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="paired runs, each with its own seed: 5 for a verdict, 8 for a claim")
+    ] = 5,
     whole: Annotated[
         int | None,
         typer.Option(
-            min=0, help="of them, those that run to the end of the budget, for quality (all); 0 leaves it out"
+            min=0, help="seeds that train for the whole budget, for quality (default: all); 0: only time steps"
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="a first look in about two minutes: throughput and memory")
+        bool, typer.Option("--quick", help="first impression in two minutes: throughput and memory")
     ] = False,
-    pairwise: Annotated[bool, typer.Option("--pairwise", help="run each two changes together too")] = False,
-    adapt: Annotated[
-        str | None, typer.Option(help="learning-rate: the plan may change it and its schedule (tier F)")
-    ] = None,
-    cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),
+    pairwise: Annotated[bool, typer.Option("--pairwise", help="also run each pair of changes")] = False,
+    adapt: Annotated[str | None, typer.Option(help="learning-rate: also tune learning rate and schedule")] = None,
+    cap: Annotated[float, typer.Option(help="limit on the training seconds of each arm")] = float("inf"),
     memory: Memory = None,
     plan_file: PlanFile = None,
-    out: Annotated[Path | None, typer.Option(help="folder; an interrupted ablation goes on there")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted ablation continues there")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure each change of a plan alone, by adding it to the baseline and by removing it from the plan."""
@@ -147,18 +148,21 @@ def ablate(
 def scale(
     task: TaskName,
     ranks: Annotated[str | None, typer.Option(help="numbers of processes on this machine, such as 1,2,4")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="jobs of each number of ranks: 5 for a verdict")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="jobs per number of ranks: 5 for a verdict")] = None,
     scaling: Annotated[
-        str | None, typer.Option(help="weak (a batch for every rank), strong (shared), or weak,strong")
+        str | None,
+        typer.Option(help="weak (constant batch size per rank), strong (constant global batch size), or weak,strong"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a first look: two short rounds of weak scaling")] = False,
-    adapt: Annotated[str | None, typer.Option(help="batch: also a plan whose batch is freed (tier F)")] = None,
-    memory: Annotated[str | None, typer.Option(help="hard limit of each rank, by which it chooses its stage")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="first impression: two short rounds of weak scaling")] = False,
+    adapt: Annotated[str | None, typer.Option(help="batch: also a plan with an adaptive batch size")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="hard limit on the memory of each rank, for the choice of the ZeRO stage")
+    ] = None,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="a plan's JSON, whose settings run on each number of ranks")
+        Path | None, typer.Option("--plan", help="JSON file of a plan to run on each number of ranks")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder; an interrupted table goes on there")] = None,
-    job: Annotated[int | None, typer.Option(hidden=True, help="time one job of the ranks there are")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted table continues there")] = None,
+    job: Annotated[int | None, typer.Option(hidden=True, help="run a single job on the present ranks")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure baseline and plan on several numbers of ranks; under a launcher, run a single job on its ranks."""
@@ -192,12 +196,14 @@ def scale(
 def phases(
     sources: Annotated[
         list[str],
-        typer.Argument(help="tasks to measure; or folders of comparisons, or files of --out, which were: side by side"),
+        typer.Argument(help="tasks to measure, or folders of comparisons and files of --out to show side by side"),
     ],
-    rounds: Annotated[int | None, typer.Option(min=2, help="laps of each loop: 8, or what two minutes hold")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="rounds per loop; default: 8, or fewer within two minutes")
+    ] = None,
     memory: Memory = None,
     plan_file: PlanFile = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="write what was found as JSON")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the result as JSON")] = None,
     ranks: Ranks = 1,
     as_json: Json = False,
 ) -> None:
@@ -220,13 +226,13 @@ def phases(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="folders or files of compare, ablate, scale or phases, or runs' records (.jsonl)"),
+        typer.Argument(help="folders or files of compare, ablate, scale or phases, or records (.jsonl)"),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="folder; default: where one run came from, runs/report of more")
+        Path | None, typer.Option(help="folder; default: the folder of a single run, or runs/report")
     ] = None,
     paper: Annotated[
-        bool, typer.Option("--paper", help="of one run too the page that several get: beside the paper's claims")
+        bool, typer.Option("--paper", help="for a single run, also write the page with the paper's claims")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -43,7 +43,7 @@ def train(
     task: TaskName,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 100,
     plan_file: PlanFile = None,
-    seed: Annotated[int, typer.Option(help="weights and data order")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of weights and data order")] = 0,
     record: Record = None,
     track: Track = None,
     memory: Memory = None,
