@@ -177,7 +177,7 @@ def gain(rule: BatchRule, standing: Standing, base_k: int) -> float | None:
     """
     if rule.policy != "goodput":
         return None
-    if most(rule, standing.unit) == standing.unit:  # there is no other
+    if most(rule, standing.unit) == standing.unit:  # there is no alternative
         return 0.0
     if _missing(rule, standing) is not None:
         return None

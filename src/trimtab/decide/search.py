@@ -98,7 +98,7 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
         if not profile.stage(name) and not _is_left_out(name, profile, budget):
             candidates = _CANDIDATES[name](profile, budget)
             if len(candidates) > 1 or (name == "modes" and candidates):
-                accepts = name == ALONE  # whose gain no final would show
+                accepts = name == ALONE  # a whole step in a final would not show its gain
                 is_brief = name in ("modes", SLICED) and compiling.takes_many_times_its_products(profile)
                 fits = (budget.memory_bytes or _MOST_BYTES) if name == "sizes" and objective.memory == 0 else None
                 return Stage(name, candidates, accepts, accepts, is_brief=is_brief, fits_bytes=fits)
@@ -165,7 +165,7 @@ def next_traces(
     if budget.memory_bytes is None and objective.memory == 0 and not always:
         return ()
     chunks = [trial.candidate for trial in profile.stage("head") if not trial.control]
-    if chunks:  # of the fastest mode too, where what would be recorded is another
+    if chunks:  # for the fastest mode too, if the mode to capture differs
         fastest = _fastest(profile)
         chunks += [replace(fastest, micro_batch=c.micro_batch, loss_chunk=c.loss_chunk) for c in chunks[1:]]
     wanted = dict.fromkeys((*mode_candidates(profile), *chunks))

@@ -75,7 +75,7 @@ def _is_told(profile: Profile, reference: Candidate) -> bool:
 def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Candidate]:
     chunks = {trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s}
     fused = {profile.reference_candidate.fused_optimizer} if not fuses(profile) else {True}
-    if not profile.trials:  # nothing was tried: by what was traced
+    if not profile.trials:  # without trials, candidates come from the traces
         chunks = {traced.candidate.loss_chunk for traced in profile.traces}
         fused = {traced.candidate.fused_optimizer for traced in profile.traces}
     for mode in model.modes:

@@ -1,1 +1,1 @@
-"""COMMUNICATE: the only layer that calls collectives."""
+"""Training on several ranks: process groups, sharding backends and collectives."""

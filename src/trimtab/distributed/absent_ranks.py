@@ -1,6 +1,6 @@
-"""A process group whose other ranks are not there, for the time of a trace; a job's own groups are as before after it.
+"""A fake process group for tracing, without real ranks; the job's groups are restored afterwards.
 
-torch keeps its groups in one place of a process. What is private of it is used here alone.
+torch keeps process groups in module globals. Only this file uses the private names.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.core.errors import DependencyError, ValueGivenError
 
-# Groups are named by their number, the job's from 0 on, and are looked up by that name outside of what is put aside.
+# Groups are named by a running number, from 0 in the job, and looked up by name outside of the replaced tables.
 _NUMBER = 10**6
-# DTensor remembers results by their mesh, and takes meshes of one shape and the same names for one.
+# DTensor caches results by mesh, and treats meshes of the same shape and names as equal.
 _MESH_NAMES = ("ranks_that_are_absent",)
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
 _NEEDED = ("_World", "_update_default_pg", "_unregister_process_group", "_backend", "_default_pg_init_method")
@@ -27,12 +27,13 @@ _NEEDED = ("_World", "_update_default_pg", "_unregister_process_group", "_backen
 
 @contextlib.contextmanager
 def absent_ranks(ranks: int) -> Iterator[None]:
-    """Be rank 0 of so many, the others of which are not there, also where this process is one of a job's ranks.
+    """Act as rank 0 of a fake process group inside the block, also if this process is a rank of a real job.
 
-    The job's groups are put aside meanwhile, not ended: nothing may be asked of them inside.
+    The job's groups are set aside, not destroyed, and must not be used inside the block.
 
     Raises:
-        ValueGivenError: one rank. DependencyError: a torch that has no group without peers, or its groups elsewhere.
+        ValueGivenError: a single rank.
+        DependencyError: torch has no fake process group, or its groups in an unknown place.
     """
     if ranks < 2:
         raise ValueGivenError("ranks", given=str(ranks), expected="2 or more")
@@ -47,11 +48,11 @@ def absent_ranks(ranks: int) -> Iterator[None]:
                 _forget()
     finally:
         sys.excepthook = hook
-        c10d._update_default_pg(c10d._world.default_pg)  # the rank is kept outside of what was put aside
+        c10d._update_default_pg(c10d._world.default_pg)  # torch stores the rank outside of the replaced tables.
 
 
 def mesh_of_all(kind: str, ranks: int) -> DeviceMesh:
-    """Return a mesh of ranks that are absent, which is told from the job's own."""
+    """Return a mesh of the fake ranks, distinct from the job's meshes."""
     return init_device_mesh(kind, (ranks,), mesh_dim_names=_MESH_NAMES)
 
 
@@ -71,7 +72,7 @@ def _begin(store: Any, ranks: int) -> None:
 
 
 def _emptied() -> dict[str, Any]:
-    """Return what stands for torch's groups: none."""
+    """Return empty replacements for torch's tables of process groups."""
     if not all(hasattr(c10d, name) for name in (*_TABLES, *_NEEDED, "_world", "_group_count")):
         raise _unknown_torch()
     kept = {name: getattr(c10d, name) for name in ("_backend", "_default_pg_init_method")}
@@ -79,7 +80,7 @@ def _emptied() -> dict[str, Any]:
 
 
 def _forget() -> None:
-    """Take the groups made meanwhile out of what is looked up by name; ended torch's way, all of a job's would be."""
+    """Unregister the groups made in the block; torch's own function would destroy all of the job's."""
     for group, name in list(c10d._world.pg_names.items()):
         group.shutdown()
         c10d._unregister_process_group(name)

@@ -1,4 +1,4 @@
-"""What has to be the same on every rank is compared once, when a job starts: plans, loops, weights and data."""
+"""Consistency checks between ranks at the start of a job: plans, loops, weights and data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DIFFER = "ranks.differ"
 KIND = "the optimizer's kind"
 _WIDEST = 60  # characters of a value in a message
 _MOST_FIELDS = 8  # in a message
-_LARGE, _SPREAD = 2**28, 1024  # bytes of a tensor that is compared whole; else rows of it
-# Of torch's integer types, by their bytes: values are compared bit by bit.
+_LARGE, _SPREAD = 2**28, 1024  # Larger tensors (bytes) are compared by this number of rows.
+# Integer type by element size: values are compared bit by bit.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,14 +36,19 @@ def require_alike(
     way_out: str,
     error: type[UsageError] = ValueGivenError,
 ) -> None:
-    """Require that values are the same on every rank; all of them call it.
+    """Raise if values differ between ranks; a collective.
 
     Args:
+        field: field of the error.
         own: this rank's values, by name.
-        what: what the values are of ("plans"), for the message.
+        exchange: connection to the ranks.
+        what: plural noun for the owner of the values ("plans"), for the message.
+        expected: text of the error.
+        way_out: text of the error.
+        error: class of the error.
 
     Raises:
-        UsageError: of the type `error`, on every rank: the values that differ, and on which ranks.
+        UsageError: of class `error`, on every rank: the differing values and their ranks.
     """
     if exchange.num_ranks == 1:
         return
@@ -52,7 +57,8 @@ def require_alike(
     names = list(dict.fromkeys(name for found in each for name in found))
     unlike = [name for name in names if len({found.get(name) for found in each}) > 1]
     if unlike:
-        unlike = [name for name in unlike if name == KIND] or unlike  # another class has other options
+        # A different optimizer class implies different options.
+        unlike = [name for name in unlike if name == KIND] or unlike
         more = f" and {len(unlike) - _MOST_FIELDS} more" if len(unlike) > _MOST_FIELDS else ""
         listed = ", ".join(unlike[:_MOST_FIELDS]) + more
         texts_of_first = [found.get(unlike[0], "absent") for found in each]
@@ -61,13 +67,16 @@ def require_alike(
 
 
 def require_same_loop(model: nn.Module, optimizer: torch.optim.Optimizer, exchange: Exchange, *, spreads: bool) -> None:
-    """Require one model and one optimizer on all ranks.
+    """Raise if the model or optimizer differs between ranks; a collective.
 
     Args:
-        spreads: whether the run makes rank 0's weights those of every rank; else they have to be equal already.
+        model: model of this rank.
+        optimizer: optimizer of this rank.
+        exchange: connection to the ranks.
+        spreads: the run broadcasts rank 0's weights; otherwise the weights must already be equal.
 
     Raises:
-        ValueGivenError: on every rank: what differs, and on which ranks.
+        ValueGivenError: on every rank: the differing values and their ranks.
     """
     if exchange.num_ranks == 1:
         return
@@ -89,10 +98,10 @@ def require_same_loop(model: nn.Module, optimizer: torch.optim.Optimizer, exchan
 
 
 def require_same_over_job(field: str, own: Mapping[str, Any], way_out: str) -> None:
-    """Require that values are the same on all ranks of this process's job, before any run has started.
+    """Raise if values differ between the ranks of this job, before any run has started; a collective.
 
     Raises:
-        ValueGivenError: on every rank: what differs, and on which ranks.
+        ValueGivenError: on every rank: the differing values and their ranks.
     """
     if not has_peers():
         return
@@ -104,7 +113,7 @@ def require_same_over_job(field: str, own: Mapping[str, Any], way_out: str) -> N
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the class of an optimizer, and of each group the options and the shapes of its parameters."""
+    """Return an optimizer's class, and the options and parameter shapes of its groups."""
     found: dict[str, Any] = {KIND: type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
@@ -114,14 +123,14 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
-    """Return names, shapes and types of a model's parameters and buffers, and which parameters are trained."""
+    """Return names, shapes and dtypes of a model's parameters and buffers, and `requires_grad` of its parameters."""
     parameters = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()}
     buffers = {name: (tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()}
     return {"model": type(model).__name__, "parameters": parameters, "buffers": buffers}
 
 
 def dataset_facts(dataset: Any) -> dict[str, Any]:
-    """Return what ranks that share a dataset have to agree on: its length, and its values if they are in tensors."""
+    """Return the properties of a dataset that must agree between ranks: length, and values if stored in tensors."""
     found: dict[str, Any] = {}
     if hasattr(dataset, "__len__"):
         found["samples"] = len(dataset)
@@ -135,13 +144,13 @@ def dataset_facts(dataset: Any) -> dict[str, Any]:
 
 
 def _some_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor, or rows spread over it if it is large: it may be mapped from a file."""
+    """Return a tensor, or evenly spaced rows of a large tensor, which may be memory-mapped from a file."""
     is_large = tensor.dim() > 0 and tensor.numel() * tensor.element_size() > _LARGE
     return tensor[:: -(-len(tensor) // _SPREAD)] if is_large else tensor
 
 
 def digest(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a sum of the bits of each tensor, as integers: equal for equal values. Waits for the device once."""
+    """Return a checksum per tensor, equal for equal values. Synchronises with the device once."""
     sums = [_sum_of_bits(each.detach()) for each in tensors]
     at = {each.device for each in sums}
     if len(at) > 1:
@@ -151,7 +160,7 @@ def digest(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's values as integers, each weighted by its place."""
+    """Return a position-weighted sum of a tensor's bits, read as integers."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized or hasattr(tensor, "full_tensor"):
         return torch.zeros((), dtype=torch.int64)
     if tensor.is_complex():
@@ -163,20 +172,20 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value says something of itself that is the same in every process."""
+    """Return True if a value's text is the same in every process."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | complex | str | Tensor)
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text; a long one is cut, with a checksum of the whole."""
+    """Return a value as text; a long text is shortened, with a checksum of the whole."""
     whole = repr(_numbers(value))
     return whole if len(whole) <= _WIDEST else f"{whole[:_WIDEST]}... (checksum {zlib.crc32(whole.encode()):08x})"
 
 
 def _numbers(value: Any) -> Any:
-    """Return a value whose tensors are numbers, as an lr may be a tensor."""
+    """Return a value with tensors replaced by numbers, because a learning rate may be a tensor."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else digest([value])
     if isinstance(value, tuple | list):
@@ -193,7 +202,7 @@ def _split(text: str) -> Sequence[str]:
 
 
 def told(name: str, texts: Sequence[str]) -> str:
-    """Return a value's texts that differ from the most frequent one, with their ranks."""
+    """Return the texts different from the most frequent text, with their ranks, in words."""
     usual = Counter(texts).most_common(1)[0][0]
     odd = "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts) if text != usual)
     return f"{name} is {odd}, and {usual} on rank {texts.index(usual)}"

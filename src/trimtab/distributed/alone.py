@@ -1,4 +1,4 @@
-"""What is asked of the ranks of a comparison, and how one process answers: it agrees with itself."""
+"""Interface for coordination between ranks, and its single-process implementation."""
 
 from __future__ import annotations
 
@@ -14,62 +14,64 @@ M = TypeVar("M")
 
 
 class Pace:
-    """How many steps a block has.
+    """Length of a block in steps.
 
     Args:
-        least_steps: at the least. seconds: that it lasts, about.
+        least_steps: minimum number of steps.
+        seconds: approximate duration.
     """
 
     def __init__(self, least_steps: int, seconds: float) -> None:
         self._least_steps, self._seconds = least_steps, seconds
 
     def goes_on(self, steps: int, seconds: float) -> bool:
-        """Return whether a block of so many steps and seconds has another one."""
+        """Return True if a block with this number of steps and seconds needs another step."""
         return steps < self._least_steps or seconds < self._seconds
 
     def ended(self, steps: int, seconds: float) -> None:
-        """Note what a block took."""
+        """Record the length of a finished block."""
 
 
 class Together:
-    """One process, which agrees with itself.
+    """Coordinator of a single process.
 
     Attributes:
-        rank: this one; 0 alone writes and tells. crowded: what ranks share that should have one
-            each, "cores" or "devices"; or "".
+        num_ranks: world size.
+        rank: this rank; only rank 0 writes files and prints.
+        crowded: oversubscribed resource, "cores" or "devices"; or "".
     """
 
     num_ranks, rank, crowded = 1, 0, ""
 
     def each(self, figure: float) -> list[float]:
-        """Return a figure of every rank, by rank; waits for all of them."""
+        """Return a number of every rank, by rank; a collective."""
         return [figure]
 
     def made(self, kind: type[T], make: Callable[[], M]) -> M:
-        """Return a value that rank 0 makes, on all: one of a kind, or None."""
+        """Return a value created on rank 0 to all ranks; of type `kind`, or None."""
         return make()
 
     def read(self, kind: type[T], path: Path) -> T | None:
-        """Return the value of a file as rank 0 finds it; None where there is no file."""
+        """Return the contents of a file on rank 0 to all ranks; None if there is no file."""
         return self.made(kind, lambda: read_json(kind, path) if path.exists() else None)
 
     def write(self, path: Path, value: object, indent: int | None = None) -> None:
-        """Have rank 0 write a value to a file."""
+        """Write a value to a file on rank 0."""
         write_whole(path, to_json(value, indent=indent))
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """Return what each rank makes for itself, rank 0 before the others: what it fetches, they find."""
+        """Call `make` on rank 0 first, then on all ranks, so that rank 0's downloads are available to the rest."""
         return make()
 
     def pace(self, least_steps: int, seconds: float) -> Pace:
-        """Return what says how long blocks are, the same on every rank."""
+        """Return the block length controller; block lengths agree on all ranks."""
         return Pace(least_steps, seconds)
 
     def draw_apart(self, seed: int) -> None:
-        """Have each rank draw its own random numbers from here on, where all have drawn the same until now."""
+        """Seed random generators differently per rank from here on."""
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return what each rank makes, by steps of all of them; None on all where it raised on one."""
+        """Return the result of `make`, possibly with collectives; None on all ranks after an exception on any rank."""
         try:
             return make()
         except Exception:
@@ -81,11 +83,11 @@ class Together:
         yield
 
     def may_leave(self, error: Exception) -> bool:
-        """Return whether an arm that raised this leaves, and the others go on."""
+        """Return True if an arm with this error may be dropped while the others continue."""
         return True
 
     def ended(self, error: BaseException) -> BaseException:
-        """Tell the others what this rank ends with; returns what is behind it: the error, or another rank's end."""
+        """Publish the error that ends this rank; return the root cause, possibly the error of a different rank."""
         return error
 
 

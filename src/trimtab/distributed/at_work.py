@@ -1,4 +1,4 @@
-"""What every rank does by itself and may take long at, each in its own time: all wait while the others live."""
+"""Gather results of long, independent work on every rank, with heartbeats instead of a fixed timeout."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from trimtab.distributed.process_group import from_first, job_store, time_limit_
 
 
 def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
-    """Return what each rank makes, on all of them; waits for as long as the slowest takes.
+    """Return the results of `make` of all ranks; waits for the slowest.
 
-    Rank 0 hears the others and tells them all, so that what goes over the store grows with the ranks, not their square.
+    Rank 0 collects and redistributes the results, so store traffic grows linearly with the number of ranks.
 
     Args:
-        topic: asked of once in a job.
+        make: called on every rank.
+        topic: unique name within a job.
 
     Raises:
-        RankError: a rank gives no sign of life for longer than the time limit, or failed.
+        RankError: a rank failed, or sent no heartbeat within the time limit.
     """
     store, limit_s, rank = job_store(), time_limit_s(), dist.get_rank()
     keys = [f"trimtab/at_work/{topic}/{each}" for each in range(dist.get_world_size())]

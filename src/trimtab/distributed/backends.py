@@ -1,4 +1,4 @@
-"""Which backend a plan's model is spread by."""
+"""Selection of the sharding backend for a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimtab.runtime.backend import Backend, Given
 from trimtab.runtime.exchange import Alone, Exchange
 from trimtab.runtime.gradient_sync import data_parallel
 
-# Of each stage, imported where it is wanted: torch's sharded optimizer alone takes a second.
+# Backend by ZeRO stage, imported on demand: torch's sharded optimizer alone takes a second to import.
 _BACKENDS = {
     0: ("trimtab.distributed.data_parallel", "DataParallel"),
     1: ("trimtab.distributed.zero", "ShardedState"),
@@ -29,14 +29,16 @@ _DEEPSPEED = ("trimtab.distributed.deepspeed_zero", "DeepSpeedZero")
 
 
 def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Backend:
-    """Return what spreads a model over the ranks there are, or what takes it as the loop has it.
+    """Return the backend that distributes a model by its plan, or keeps the loop's own wrapper.
 
     Args:
-        options: the loop's own, that are to be the same on every rank.
+        model: model of the loop.
+        plan: plan to apply.
+        options: options of the run, required to agree between ranks.
 
     Raises:
-        ValueGivenError: the plan is for other ranks, or for a model that the loop has not wrapped itself, or has in
-            FSDP1; or the ranks' plans differ: on every one of them.
+        ValueGivenError: the plan is for a different world size, the model is already wrapped or uses FSDP1, or plans
+            differ between ranks (on every rank).
     """
     _require_no_flat_shards(model)
     stage = plan.zero_stage.value
@@ -79,7 +81,7 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
 def _require_no_flat_shards(model: nn.Module) -> None:
     """Raise `ValueGivenError` for a model in FSDP1 on several ranks.
 
-    Each would clip by its shards' norm, and decide by it alone whether a gradient is a number.
+    Every rank would use the norm of the local shard for clipping and for detecting non-finite gradients.
     """
     if has_peers() and is_flat_sharded(model):
         raise ValueGivenError(
@@ -93,7 +95,7 @@ def _require_no_flat_shards(model: nn.Module) -> None:
 def _require_no_layout(model: nn.Module, plan: Plan) -> None:
     """Raise `ValueGivenError` for parameters that are not, or would not be, contiguous.
 
-    FSDP2 and DeepSpeed shard no other, and would say so themselves with others sharded already.
+    FSDP2 and DeepSpeed shard only contiguous parameters, but would raise after sharding a part of the model.
     """
     sharer = f"stage {plan.zero_stage.value} of {'DeepSpeed' if plan.engine.value == 'deepspeed' else 'FSDP2'}"
     if plan.memory_layout.value != "keep":
@@ -113,14 +115,15 @@ def _require_no_layout(model: nn.Module, plan: Plan) -> None:
 
 
 def is_to_share(model: nn.Module) -> bool:
-    """Return whether this is one of several ranks, of a model that the loop has not wrapped for them."""
+    """Return True for a model on several ranks without a wrapper by the loop."""
     return has_peers() and data_parallel(model) is None and not is_sharded(model) and not is_flat_sharded(model)
 
 
 def require_plannable(model: nn.Module) -> None:
-    """Raise `ValueGivenError` where planning on several ranks would wait for ranks that do not come.
+    """Raise `ValueGivenError` if planning on several ranks would deadlock.
 
-    What is measured is measured on one of them, or on each for as many steps as its own clock says.
+    Measurements run on a single rank, or for different numbers of steps per rank, so the model must not use
+    collectives.
     """
     if not has_peers():
         return
@@ -144,7 +147,7 @@ def require_plannable(model: nn.Module) -> None:
 
 
 def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: Exchange) -> None:
-    """Raise `ValueGivenError` on every rank where the values of their plans differ, or the loops' options."""
+    """Raise `ValueGivenError` on every rank if plans or options differ between ranks."""
     values = {name: getattr(plan, name).value for name in Plan.marks()}
     values |= {"batch_rows": plan.batch_rows, "batch_rule": plan.batch_rule, "recompute_blocks": plan.recompute_blocks}
     values |= options

@@ -1,4 +1,4 @@
-"""A model and its optimizer once more, tied to each other as they are and to nothing of the user's."""
+"""Independent copies of a model and its optimizer for a dry run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch.optim import Optimizer
 
 
 def copied_together(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Return copies of both, without gradients; the optimizer's hold the model's.
+    """Return copies of a model and its optimizer without gradients; the optimizer's copy refers to the model's copy.
 
-    Hooks on the optimizer's step are not copied, as torch's own copies of one have none: what they do is in no window.
+    Step hooks of the optimizer are not copied, as in `copy.deepcopy`, so dry runs exclude hooks.
 
     Raises:
-        Exception: they cannot be copied: a tensor that was computed, for one, or what holds a lock.
+        Exception: an object cannot be copied, for instance a non-leaf tensor or a lock.
     """
     memo: dict[int, Any] = {}
     own, its = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
-    # torch copies its own of an optimizer alone. Functions are left out: a scheduler's `step` would step the original.
+    # deepcopy of an optimizer copies torch's attributes only. Functions are left out: a scheduler's `step` wrapper
+    # would step the original.
     for name, value in vars(optimizer).items():
         if name not in vars(its) and not callable(value):
             setattr(its, name, copy.deepcopy(value, memo))

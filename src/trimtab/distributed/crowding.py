@@ -1,4 +1,4 @@
-"""Whether ranks share what each should have for itself: then their times say nothing of how they scale."""
+"""Oversubscription: detects ranks on shared cores or a shared GPU, where scaling measurements are meaningless."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from trimtab.measure.cores import node, own_cores, quotas
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs.
+    """Placement of a rank.
 
     Args:
-        node: the machine. cores: numbers of those it is bound to. threads: that it computes with. device: its GPU's own
-            name; "" where it has none. quotas: cores by the control group that is allowed no more.
+        node: machine.
+        cores: indices of the allowed cores (CPU affinity).
+        threads: number of compute threads.
+        device: unique name of the GPU; "" without a GPU.
+        quotas: core limits by control group.
     """
 
     node: str
@@ -30,7 +33,7 @@ class Seat:
 
 
 def crowded() -> str:
-    """Return what ranks share that should have one each: "cores", "devices", or ""; all ranks call it, and wait."""
+    """Return the oversubscribed resource, "cores" or "devices", or ""; a collective."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return shared([_own()])
     seats: list[Any] = [None] * dist.get_world_size()
@@ -39,7 +42,7 @@ def crowded() -> str:
 
 
 def shared(seats: Sequence[Seat]) -> str:
-    """Return what ranks in these seats share: "cores", "devices", or ""."""
+    """Return the oversubscribed resource for these placements: "cores", "devices", or ""."""
     nodes = {seat.node: [each for each in seats if each.node == seat.node] for seat in seats}
     if any(seat.device for seat in seats):
         return "devices" if any(len({each.device for each in own}) < len(own) for own in nodes.values()) else ""
@@ -47,7 +50,7 @@ def shared(seats: Sequence[Seat]) -> str:
 
 
 def _share_cores(seats: Sequence[Seat]) -> bool:
-    """Return whether threads of one machine outnumber some cores that they cannot leave, or a quota."""
+    """Return True if a machine has more threads than cores, within the allowed cores or a quota."""
     bound = [frozenset(seat.cores) for seat in seats]
     for room in {*bound, frozenset[int]().union(*bound)}:
         if sum(seat.threads for seat, own in zip(seats, bound, strict=True) if own <= room) > len(room):
@@ -62,9 +65,9 @@ def _own() -> Seat:
 
 
 def _device() -> str:
-    """Return the current device's own name, which is the same whatever number a process sees it by."""
+    """Return the current GPU's unique name, independent of its index in this process."""
     index = torch.cuda.current_device()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    # A part of a device may have the whole one's.
+    # A MIG partition may have the UUID of the whole device.
     part = visible[index] if index < len(visible) and visible[index].startswith("MIG-") else ""
     return f"{torch.cuda.get_device_properties(index).uuid}{part}"

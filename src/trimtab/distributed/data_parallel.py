@@ -1,4 +1,4 @@
-"""Stage 0: every rank holds the model, and gradients are reduced once a window (torch's DDP)."""
+"""ZeRO stage 0: data parallelism with torch's DDP; gradients are reduced once per step."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from trimtab.runtime.backend import Torch
 from trimtab.runtime.gradient_sync import GradientSync
 
 _MIB = 2**20
-# Under which name DDP is told to leave buffers alone: torch 2.13 renamed it.
+# DDP's argument for buffer synchronisation; torch 2.13 renamed it.
 _NAMES = inspect.signature(DistributedDataParallel).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP looks for names, on the model
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # model attribute with names for DDP to ignore
 _WHOLE_MIB = 2**30 // _MIB
-# Windows that PowerSGD sends gradients whole in, at first: factors of early gradients tell least (its own default
-# of 1,000 would be all of a short run).
+# First steps in which PowerSGD sends full gradients, because low-rank factors of early gradients are the least accurate
+# (the default of 1,000 would cover a whole short run).
 _WHOLE_WINDOWS = 10
 
 
 class DataParallel(Torch):
-    """A run's backend: replicas of the model.
+    """Backend that replicates the model.
 
-    Buffers are each rank's own while the run lasts, so that a rank may begin its window anew without the others; those
-    of rank 0 are everybody's afterwards.
+    Buffers are local during the run, so that a rank can repeat a step alone; rank 0's buffers are broadcast at the end.
     """
 
     in_step = False
@@ -43,7 +42,7 @@ class DataParallel(Torch):
         self.exchange = RankExchange(None)
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Hold the model in DDP: parameters and buffers become rank 0's."""
+        """Wrap the model in DDP; parameters and buffers are broadcast from rank 0."""
         self._inner, self.optimizer = model, optimizer
         if plan.memory_layout.value == "channels_last":
             _settle_strides(model)
@@ -59,26 +58,26 @@ class DataParallel(Torch):
             self.model.register_comm_hook(None, reduce_in_bf16)
 
     def settle(self) -> None:
-        """Have buckets laid out anew; names a rank that is lost in it."""
+        """Have DDP rebuild its buckets; errors name a lost rank."""
         with self.exchange.explaining():
             self._sync.settle(self.optimizer)
 
     def begin(self, *, last: bool) -> None:
-        """Have its backward reduce, or not."""
+        """Enable or disable gradient reduction for the next micro-batch."""
         self._sync.begin(last=last)
 
     def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward, complete the reduction after a window's last; names a rank that is lost."""
+        """Run a micro-batch's backward, and complete the reduction after the last; errors name a lost rank."""
         with self.exchange.explaining():
             super().backward(loss)
             self._sync.complete()
 
     def end(self) -> None:
-        """Reduce again."""
+        """Enable gradient reduction again."""
         self._sync.end()
 
     def gather(self, error: BaseException | None) -> None:
-        """Let go of the model."""
+        """Broadcast buffers and unwrap the model."""
         if error is None:
             with self.exchange.explaining():
                 broadcast_buffers(self._inner)
@@ -90,7 +89,7 @@ class DataParallel(Torch):
 
 @contextlib.contextmanager
 def _without_buffers(model: nn.Module) -> Iterator[None]:
-    """Have DDP leave buffers alone as it is made: it writes rank 0's into one that is expanded, and raises."""
+    """Hide buffers from DDP's constructor, which would write rank 0's values into expanded buffers and raise."""
     before = getattr(model, _IGNORED, None)
     setattr(model, _IGNORED, {*(before or ()), *(name for name, _ in model.named_buffers())})
     try:
@@ -102,7 +101,7 @@ def _without_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def _settle_strides(model: nn.Module) -> None:
-    """Give kernels of one element the strides that their gradients come in: DDP's buckets are laid out as they are."""
+    """Give 1x1 convolution kernels the strides of their gradients: DDP lays out buckets by the parameters."""
     for parameter in model.parameters():
         if parameter.dim() == 4 and parameter.shape[2:].numel() == 1:
             laid_out = torch.empty_like(parameter.data, memory_format=torch.channels_last)
@@ -110,15 +109,15 @@ def _settle_strides(model: nn.Module) -> None:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Make rank 0's buffers everybody's."""
+    """Broadcast rank 0's buffers."""
     broadcast_first(model.buffers())
 
 
 def broadcast_first(tensors: Iterable[Tensor]) -> None:
-    """Make rank 0's values of tensors everybody's, whatever the strides on each rank.
+    """Broadcast rank 0's values of tensors; strides may differ between ranks.
 
-    One that is not contiguous goes as a copy: gloo sends memory as it lies, beyond what an expanded tensor has, and
-    NCCL refuses strides.
+    Non-contiguous tensors are sent as contiguous copies: gloo sends raw memory, beyond the elements of an expanded
+    tensor, and NCCL refuses strides.
     """
     with torch.no_grad():
         for tensor in tensors:
@@ -130,7 +129,7 @@ def broadcast_first(tensors: Iterable[Tensor]) -> None:
 
 
 def _each_once(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a view of the elements that have a place of their own in another tensor of the same shape."""
+    """Return a view of a tensor without the elements that share memory in `like`."""
     for dim, stride in enumerate(like.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -138,12 +137,12 @@ def _each_once(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def reduce_in_bf16(state, bucket):  # type: ignore[no-untyped-def]
-    """Reduce a bucket of gradients as bf16: half of the bytes, and a mean rounded to 8 bits (torch's refuses CPUs)."""
+    """Reduce a bucket of gradients in bf16: half the bytes, and 8 bits of precision (torch's own hook refuses CPUs)."""
     return mean_in_bf16(bucket.buffer())
 
 
 def mean_in_bf16(whole: Tensor) -> torch.futures.Future[Tensor]:
-    """Reduce a tensor over ranks to its mean, in place, each rank's share of it rounded to bf16 once."""
+    """Average a tensor over ranks in place; each rank's contribution is rounded to bf16 once."""
     sent = torch.div(whole, dist.get_world_size(), out=torch.empty_like(whole, dtype=torch.bfloat16))
     future: torch.futures.Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda done: whole.copy_(done.value()[0]))
@@ -151,7 +150,7 @@ def mean_in_bf16(whole: Tensor) -> torch.futures.Future[Tensor]:
 
 def _bucket_mib(plan: Plan) -> float | None:
     if plan.powersgd_rank.value is not None:
-        return _WHOLE_MIB  # with more than one bucket its collectives have no order over gloo
+        return _WHOLE_MIB  # with several buckets, PowerSGD's collectives have no fixed order over gloo
     size = plan.bucket_bytes.value
     return None if size is None else int(size) / _MIB
 

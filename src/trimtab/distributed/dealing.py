@@ -1,4 +1,4 @@
-"""Data dealt out to ranks: each takes its rows of every batch that a loader yields, none twice and none lost."""
+"""Sharded loader: every rank takes its samples of every batch of a common loader, without duplicates or losses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trimtab.runtime.joining import NoRows
 
 
 def rows_of_rank(rows: int, rank: int, num_ranks: int) -> slice:
-    """Return the rows of one rank, in order: as many on each, or one more on the first ones."""
+    """Return the slice of a rank's samples in a batch; sizes differ by at most 1, with larger ones first."""
     each, more = divmod(rows, num_ranks)
     start = rank * each + min(rank, more)
     return slice(start, start + each + (rank < more))
 
 
 class Dealt:
-    """A loader of whole batches, of which this rank loads or keeps its own rows."""
+    """Loader that splits whole batches and keeps this rank's samples."""
 
     def __init__(self, loader: Iterable[Any], rank: int, num_ranks: int, batching: Batching = BY_CONTAINERS) -> None:
         self.wrapped, self._rank, self._num_ranks, self._batching = loader, rank, num_ranks, batching
@@ -37,7 +37,7 @@ class Dealt:
         return len(self.wrapped)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._dealt(iterate("loader", self.wrapped))  # begun at once, as the loader itself would be
+        return self._dealt(iterate("loader", self.wrapped))  # Iteration begins at once, as with the loader itself.
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -48,21 +48,21 @@ class Dealt:
 
 
 class _DealtWithPlace(Dealt):
-    """One that tells its place, and can be told where to go on, as the loader that it deals out can."""
+    """Sharded loader with a data position: `state_dict` and `load_state_dict` of the wrapped loader."""
 
     wrapped: Any
 
     def state_dict(self) -> Any:
-        """Return the loader's own."""
+        """Return the wrapped loader's state."""
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Have the loader go on from there."""
+        """Restore the wrapped loader's state."""
         self.wrapped.load_state_dict(state)
 
 
 class _Share:
-    """Batches of indices, of which only this rank's are loaded."""
+    """Batch sampler that yields only this rank's indices."""
 
     def __init__(self, batches: Iterable[Sequence[int]], dataset: Any, rank: int, num_ranks: int) -> None:
         self.wrapped, self._rank, self._num_ranks = batches, rank, num_ranks
@@ -76,13 +76,13 @@ class _Share:
         for batch in self.wrapped:
             if is_first:
                 _require_one_order(batch, self._facts)
-                self._facts = {}  # of the first epoch alone
+                self._facts = {}  # compared in the first epoch only
             is_first = False
             yield batch[rows_of_rank(len(batch), self._rank, self._num_ranks)]
 
 
 class _Collate:
-    """A loader's own, of batches that have rows."""
+    """The loader's `collate_fn`, extended to empty batches."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -92,10 +92,10 @@ class _Collate:
 
 
 class _DrawApart:
-    """A loader's own `worker_init_fn`, run once a worker draws other random numbers than those of the other ranks.
+    """The loader's `worker_init_fn`, preceded by a rank-dependent seed of the worker's random generators.
 
-    torch seeds workers by a number that the ranks, seeded alike for one order, have in common: row j of a batch would
-    be augmented alike on all of them. What rank 0's workers draw is left as it is.
+    With equally seeded ranks, torch seeds workers equally: sample j of a batch would get the same augmentation on all
+    ranks. Rank 0's workers keep torch's seeds.
     """
 
     def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
@@ -104,7 +104,7 @@ class _DrawApart:
     def __call__(self, worker: int) -> None:
         found = get_worker_info()
         if self._rank and found is not None:
-            seed = torch.initial_seed() + self._rank * found.num_workers  # of workers of one rank they are consecutive
+            seed = torch.initial_seed() + self._rank * found.num_workers  # workers of a rank have consecutive seeds
             torch.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
@@ -120,19 +120,23 @@ def shard(
     count: Callable[[Any], int] | None = None,
     split: Callable[[Any, int, int], Any] | None = None,
 ) -> Iterable[Any]:
-    """Return a loader of this rank's rows of every batch of another, which all ranks make alike.
+    """Return a loader of this rank's samples of every batch; all ranks construct the same loader.
 
-    Of a `DataLoader` over a dataset with indices only these rows are loaded, by as many workers, each of which draws
-    random numbers of its own; its order must be the same on every rank, and is compared once an epoch. Of any other,
-    one of a class derived from it too, whole batches are drawn, and the rest is dropped; its order is not compared.
-    Where the loader has `state_dict` and `load_state_dict`, what is returned has them.
+    For a `DataLoader` over a map-style dataset, only this rank's samples are loaded, with the same number of workers;
+    worker seeds differ between ranks. The order must be the same on every rank, and is compared in the first epoch. For
+    any different loader, including subclasses, whole batches are drawn and split, and the order is not compared.
+    `state_dict` and `load_state_dict` are forwarded if present.
 
     Args:
-        loader: yields batches of the whole job. rank, num_ranks: this process's; by default its process group's.
-        count, split: functions that count and split whole batches, as in `trimtab.plan`.
+        loader: yields batches of the whole job.
+        rank: this process's rank; default: from its process group.
+        num_ranks: world size; default: from its process group.
+        count: returns the number of samples in a batch, as in `trimtab.plan`.
+        split: returns a part of a batch, as in `trimtab.plan`.
 
     Raises:
-        ValueGivenError: a rank that is none of so many. BatchError: while iterating, another order than on other ranks.
+        ValueGivenError: `rank` is not below `num_ranks`, or the loader has a `DistributedSampler`.
+        BatchError: while iterating, the order differs between ranks.
     """
     batching = Batching(count, split)
     is_one_of_several = dist.is_available() and dist.is_initialized()
@@ -150,7 +154,7 @@ def shard(
             expected="the loader that one process would have",
             way_out="Take the sampler out (shuffle=True, with a generator seeded alike), or leave trimtab.shard out.",
         )
-    # One that iterates in a way of its own, or keeps a place, has more than can be read off.
+    # A loader with a custom iteration or a data position cannot be rebuilt from its attributes.
     is_known = getattr(type(loader), "__iter__", None) is DataLoader.__iter__ and not is_stateful(loader)
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not isinstance(loader, DataLoader) or not (is_known and has_indices) or loader.batch_sampler is None:
@@ -172,10 +176,11 @@ def shard(
 
 
 def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
-    """Raise `BatchError` on every rank if the order of an epoch's first batch differs, or the dataset does.
+    """Raise `BatchError` on every rank if the first batch's order or the dataset differs; a collective.
 
     Args:
-        facts: of the dataset, by name.
+        batch: indices of an epoch's first batch.
+        facts: properties of the dataset, by name.
     """
     if not (dist.is_available() and dist.is_initialized()) or is_apart():
         return

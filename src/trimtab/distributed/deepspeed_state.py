@@ -1,4 +1,4 @@
-"""What DeepSpeed has no way for: an optimizer's state into its shards and back, and its leavings off a model."""
+"""Additions to DeepSpeed: transfer of optimizer state into shards and back, and removal of DeepSpeed from a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEFT = {"_external_params", "all_parameters", "applied_pre_backward_ref_cnt", "
 
 
 def put_state(zero: Any, had: State) -> None:
-    """Give the shards the state that whole parameters had: DeepSpeed begins without."""
+    """Copy existing optimizer state into the shards; DeepSpeed starts without state."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     kinds = next(iter(had.values()))
@@ -23,7 +23,7 @@ def put_state(zero: Any, had: State) -> None:
     _link(zero)
     for parameter, state in had.items():
         for key in filter(lambda key: _is_whole(state[key]), state):
-            if sharded:  # the setter of whole state forgets the last rank's padding, and raises
+            if sharded:  # DeepSpeed's setter for full state ignores the last rank's padding and raises
                 safe_set_local_optimizer_state(parameter, _own_part(parameter, state[key]), key)
             else:
                 safe_set_full_optimizer_state(parameter, state[key], key)
@@ -36,7 +36,7 @@ def _own_part(parameter: Any, whole: Tensor) -> Tensor:
 
 
 def take(zero: Any, parameters: list[Tensor]) -> tuple[dict[Tensor, Tensor], State]:
-    """Return whole parameters and their whole state: a collective, on every rank."""
+    """Return full parameters and their full optimizer state; a collective."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     _link(zero)
@@ -54,7 +54,7 @@ def take(zero: Any, parameters: list[Tensor]) -> tuple[dict[Tensor, Tensor], Sta
 
 
 def clean(model: nn.Module, full: dict[Tensor, Tensor]) -> None:
-    """Make a destroyed engine's module torch's own again, with the same parameter objects."""
+    """Turn a destroyed engine's model back into a plain torch model, with the same parameter objects."""
     for parameter, value in full.items():
         parameter.data = value.to(parameter.dtype)
         for name in [name for name in vars(parameter) if name not in ("requires_grad", "data", "grad")]:
@@ -67,7 +67,8 @@ def clean(model: nn.Module, full: dict[Tensor, Tensor]) -> None:
 
 
 def _link(zero: Any) -> None:
-    if hasattr(zero, "_hp_optimizer_states_linked"):  # it links after the first group's step, and not the others'
+    # DeepSpeed links only the first group's state, after its first step
+    if hasattr(zero, "_hp_optimizer_states_linked"):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
 

@@ -1,8 +1,8 @@
-"""Stages 1 to 3 by DeepSpeed: it holds the shards, and the user's own optimizer object steps them.
+"""ZeRO stages 1 to 3 with DeepSpeed: DeepSpeed holds the shards and steps the user's own optimizer object.
 
-DeepSpeed is told which backward is a window's last, and by what gradients are divided before their norm is taken; the
-loop keeps counts, learning rates and precision. The model is called itself, not through DeepSpeed's engine, which would
-switch an outer autocast off on CUDA.
+trimtab marks a step's last micro-batch and passes the divisor of gradients before the norm; the loop keeps counts,
+learning rates and precision. The model is called directly, because DeepSpeed's engine would disable an outer autocast
+on CUDA.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from trimtab.runtime.used_parameters import EveryParameter
 
 
 class DeepSpeedZero:
-    """A run's backend: DeepSpeed's ZeRO.
+    """Backend that shards with DeepSpeed's ZeRO.
 
     Attributes:
-        config: what DeepSpeed was configured with.
+        config: DeepSpeed configuration.
     """
 
     in_step = True
@@ -42,7 +42,7 @@ class DeepSpeedZero:
         self._window = contextlib.ExitStack()
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Hand both to DeepSpeed: parameters become rank 0's, the optimizer's groups then hold flat shards.
+        """Pass model and optimizer to DeepSpeed: parameters are broadcast from rank 0; groups then hold flat shards.
 
         Raises:
             DependencyError: DeepSpeed is not installed.
@@ -68,59 +68,59 @@ class DeepSpeedZero:
         """Do nothing."""
 
     def begin(self, *, last: bool) -> None:
-        """Say, before its forward, whether the micro-batch is its window's last."""
+        """Mark, before the forward, the last micro-batch of a step."""
         self._is_last = last
-        self._zero.clear_backward_seen_flag()  # as the engine's own forward does
+        self._zero.clear_backward_seen_flag()  # as DeepSpeed's own forward does
         if not self._once:
             self._engine.set_gradient_accumulation_boundary(last)
         elif not self._engine.inside_no_sync_ctxt:
             self._window.enter_context(self._engine.coalesce_grad_reduction())
 
     def begin_backward(self, loss: Tensor) -> None:
-        """In the first windows, require that ranks used the same parameters."""
+        """Check in the first steps that all ranks use the same parameters."""
         self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Run it, of the loss as it is; after a window's last every parameter has a gradient on every rank."""
+        """Run the backward of the unscaled loss; after the last, all parameters have gradients on all ranks."""
         self._engine.backward(loss, scale_wrt_gas=False)
         self._used.end_backward(last=self._is_last)
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Refuse: the window's gradient lies in DeepSpeed's shards, where no loop can look at it."""
+        """Raise `LoopError`: the gradient is in DeepSpeed's shards and not accessible to the loop."""
         raise LoopError("run.unscale", given="DeepSpeed, which holds the gradient", expected="run.step() alone")
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Note what the gradient is to be multiplied by, and its limit; return its norm, which the step fills in."""
-        self._zero.loss_scale = 1.0 / float(factor)  # which gradients are divided by
+        """Set the factor on the gradient and the clipping limit; return the norm, a tensor that the step fills."""
+        self._zero.loss_scale = 1.0 / float(factor)  # DeepSpeed divides gradients by its loss scale
         self._zero.clip_grad = clip_norm or 0.0
         self._norm = torch.zeros(()) if clip_norm is not None or wants_norm else None
         return self._norm
 
     def step(self, precision: MixedPrecision) -> bool:
-        """Step the shards; returns whether it did: not by a gradient that is no number."""
+        """Step the shards; return False if the step was skipped because of a non-finite gradient."""
         self._window.close()
         self._engine.set_gradient_accumulation_boundary(True)
         try:
             with _quiet():
                 self._engine.step()
         finally:
-            self._zero.loss_scale = 1.0  # or the next backward would multiply by it
+            self._zero.loss_scale = 1.0  # The next backward would multiply by it.
         self._forget()
         if self._norm is not None:
             self._norm.fill_(float(self._engine.get_global_grad_norm()))
         return bool(self._engine.was_step_applied())
 
     def end(self) -> None:
-        """Give the window up, on every rank between the same two micro-batches."""
+        """Discard the step's gradients, on every rank between the same two micro-batches."""
         self._used.reset()
         self.model.zero_grad(set_to_none=True)
-        self._window.close()  # finds no gradient, and reduces nothing
+        self._window.close()  # Without gradients, leaving the context reduces nothing.
         zero = self._zero
         zero.zero_grad(set_to_none=True)
-        done = zero.params_already_reduced  # flags in a list at stages 1 and 2, in a dict at stage 3
+        done = zero.params_already_reduced  # flags are a list at stages 1 and 2, and a dict at stage 3
         for key in range(len(done)) if isinstance(done, list) else done:
             done[key] = False
-        zero._backward_active_depth = 0  # a backward that raised has not left
+        zero._backward_active_depth = 0  # A backward that raised did not decrement it.
         zero.clear_backward_seen_flag()
         if self._stage < 3:
             for held in (zero.averaged_gradients, zero.all_grad_tensors):
@@ -135,15 +135,15 @@ class DeepSpeedZero:
         self._forget()
 
     def _forget(self) -> None:
-        if self._stage == 3:  # a parameter without a gradient would have that of an earlier window
+        if self._stage == 3:  # A parameter without a gradient would keep that of an earlier step.
             self._zero.grad_partitions_flat_buffer.zero_()
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return nothing more: DeepSpeed steps by the user's groups themselves."""
+        """Return a null context: DeepSpeed steps with the user's own groups."""
         return contextlib.nullcontext()
 
     def gather(self, error: BaseException | None) -> None:
-        """Take DeepSpeed off the model and the optimizer, which have whole parameters and state again."""
+        """Remove DeepSpeed from model and optimizer, and restore full parameters and state."""
         self._used.close()
         if error is not None:
             self.exchange.failed(error)
@@ -166,32 +166,33 @@ class DeepSpeedZero:
 
 
 def config_for(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """Return what DeepSpeed is configured with for a model; raises as `config_of`."""
+    """Return the DeepSpeed configuration for a model; raises as `config_of`."""
     return config_of(plan, sum(p.numel() for p in model.parameters()))
 
 
 def _ready() -> Any:
-    """Return the package, on the process group there is."""
+    """Return the deepspeed package, initialised on the existing process group."""
     os.environ.setdefault("LOCAL_RANK", str(dist.get_node_local_rank(fallback_rank=dist.get_rank())))
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it looks for one, and says on standard output what it found
+        # otherwise DeepSpeed searches for an accelerator and prints the result
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import deepspeed
     except ImportError as error:
         way_out = "pip install 'trimtab[deepspeed]'"
         raise DependencyError("deepspeed", given="a plan that needs it", expected="it", way_out=way_out) from error
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled on first use
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise compiled on first use
     with _quiet():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
     backend = deepspeed.comm.comm.cdb
-    if hasattr(dist, "all_gather_single"):  # torch's names since 2.13, which warns of the old ones at each call
+    if hasattr(dist, "all_gather_single"):  # Names since torch 2.13, which warns about the old ones at every call.
         backend.all_gather_function = dist.all_gather_single
         backend.reduce_scatter_function = dist.reduce_scatter_single
     return deepspeed
 
 
 def _let_go() -> None:
-    """Have DeepSpeed forget the process group, which may be another one in the next run."""
+    """Have DeepSpeed release the process group, which may differ in the next run."""
     import deepspeed
     from deepspeed.utils import groups
 
@@ -201,7 +202,7 @@ def _let_go() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Have DeepSpeed say errors alone: it logs to standard output."""
+    """Restrict DeepSpeed's log, which goes to standard output, to errors."""
     logger = logging.getLogger("DeepSpeed")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Joules of several ranks: which of them reads which meter, so that each is read once, and one reduction."""
+"""Energy of several ranks: assigns every meter to a single rank, and sums the readings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank reads from: its machine, its rank there, and its GPU's own name, or ""."""
+    """Placement of a rank: machine, local rank, and unique name of its GPU, or ""."""
 
     node: str
     local_rank: int
@@ -31,12 +31,13 @@ class Seat:
 
 @dataclass(frozen=True)
 class RankMeter:
-    """What a rank counts, and what all of them do.
+    """Meter of a rank, with descriptions of the rank's and the job's measurement.
 
     Args:
-        meter: this rank's; one that counts nothing where others read all that it could. own: what is said of it alone,
-            with what others count named as not in it. job: what is said of all ranks' together, the same on each.
-        is_reader: whether it reads anything.
+        meter: this rank's meter; a null meter if other ranks read all of the counters.
+        own: description of this rank's measurement, with counters of other ranks listed as uncounted.
+        job: description of all ranks' measurement, the same on every rank.
+        is_reader: this rank reads a counter.
     """
 
     meter: Meter
@@ -45,12 +46,13 @@ class RankMeter:
     is_reader: bool = True
 
     def of_all(self, own: Energy, total: Callable[[float], float]) -> Energy:
-        """Return what all ranks took together; absent as soon as one that reads does not know its part.
+        """Return the energy of all ranks together; absent if a reading rank has no value.
 
         Args:
-            own: what this rank read. total: the sum of a figure over ranks, which waits for all of them.
+            own: energy read by this rank.
+            total: returns the sum of a number over ranks; a collective.
         """
-        if self.job.is_absent:  # on all of them: nobody waits
+        if self.job.is_absent:  # the same on all ranks, so no rank waits in the collective
             return absent(self.job.reason, own.seconds)
         part = 0.0 if not self.is_reader else math.nan if own.joules is None else own.joules
         joules = total(part)
@@ -60,10 +62,12 @@ class RankMeter:
 
 
 def meter_of_rank(device: torch.device, metering: Metering | None = None, *, idle: bool = False) -> RankMeter:
-    """Return what this rank counts, so that each counter of a machine is read by one rank; all call it, and wait.
+    """Return this rank's meter, with every counter of a machine read by a single rank; a collective.
 
     Args:
-        idle: whether a second in which all of them do nothing tells the watts of that.
+        device: device of this rank.
+        metering: options of the measurement.
+        idle: measure idle power during a second in which all ranks do nothing.
     """
     metering = metering or Metering()
     seats = _of_ranks(Seat(node(), place().local_rank, _name(device)))
@@ -79,9 +83,9 @@ def meter_of_rank(device: torch.device, metering: Metering | None = None, *, idl
 
 
 def reads_of(seats: Sequence[Seat], rank: int, metering: Metering | None = None) -> Reads:
-    """Return what a rank of several reads: the lowest on a machine its processor, the lowest on a GPU that GPU.
+    """Return the counters to read on a rank: the lowest rank of a machine reads the CPU, the lowest of a GPU the GPU.
 
-    Of what is of a whole machine, such as given watts, the lowest there is the one that counts.
+    A quantity of the whole machine, for instance given watts, is counted by the machine's lowest rank.
     """
     own = seats[rank]
     order = sorted(range(len(seats)), key=lambda i: (seats[i].local_rank, i))
@@ -92,7 +96,7 @@ def reads_of(seats: Sequence[Seat], rank: int, metering: Metering | None = None)
 
 
 def _name(device: torch.device) -> str:
-    """Return the GPU's own name, or what comes nearest to one; "" of a processor."""
+    """Return the GPU's unique name, or the closest substitute; "" for a CPU."""
     if device.type != "cuda":
         return ""
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -100,7 +104,7 @@ def _name(device: torch.device) -> str:
 
 
 def _of_ranks(own: T) -> list[T]:
-    """Return what every rank says, by rank."""
+    """Return the values of all ranks, by rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [own]
     said: list[T] = [own] * dist.get_world_size()
@@ -109,7 +113,7 @@ def _of_ranks(own: T) -> list[T]:
 
 
 def _together(readers: Sequence[tuple[str, MeterFacts]]) -> MeterFacts:
-    """Return what is said of the meters of ranks on their machines: absent as soon as one is."""
+    """Return the joint description of the ranks' meters: absent if any is absent."""
     facts = [each for _, each in readers]
     if len(facts) == 1:
         return facts[0]

@@ -1,4 +1,4 @@
-"""Host figures shared between ranks by small collectives, sent without waiting."""
+"""All-gather of small host values between ranks, sent without waiting."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trimtab.runtime.gradient_sync import data_parallel
 
 
 def connect(model: nn.Module) -> RankExchange | None:
-    """Return the exchange between the ranks that reduce a model's gradients together; None where there is one alone.
+    """Return the exchange between the ranks that reduce a model's gradients; None for a single rank.
 
-    A model that neither DDP nor FSDP2 holds trains alone, as far as can be seen: `has_peers` says whether that is sure.
+    None also for a model without DDP or FSDP2, which may still reduce gradients by hand if `has_peers` is True.
     """
     if not has_peers():
         return None
@@ -38,7 +38,7 @@ def connect(model: nn.Module) -> RankExchange | None:
 
 
 def has_peers() -> bool:
-    """Return whether this process is one of several, with which a loop may reduce gradients by hand."""
+    """Return True if this process is a rank of several; the loop may then reduce gradients by hand."""
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
@@ -46,14 +46,13 @@ _numbers = itertools.count()
 
 
 class RankExchange:
-    """Gathers every rank's figures: they are on the host, and no device has to wait for them.
+    """Gathers values of all ranks on the host, without waiting for a device.
 
-    Ranks of one machine send them by sockets, others over gloo, through a group of their own, which the first figures
-    make: their order among the model's collectives is then free, and a rank that is waited for has our time limit,
-    whatever the model's group allows.
+    Ranks on a single machine use sockets, others a separate gloo group, created on first use. The order relative to the
+    model's collectives is therefore free, and trimtab's time limit applies instead of the model's group's.
 
     Args:
-        group: of the ranks; None: all there are.
+        group: process group of the ranks; None: all ranks.
     """
 
     has_peers = True
@@ -68,7 +67,7 @@ class RankExchange:
         self._put: Callable[[], Gathered] | None = None
 
     def ask(self, figures: Figures) -> Callable[[], Gathered]:
-        """Send this rank's figures without waiting; returns what waits for those of every rank."""
+        """Send this rank's values without waiting; return a function that waits for the values of all ranks."""
         self._meet()
         if self._mesh is not None and len(figures) <= WIDEST:
             answer: Callable[[], Gathered] = self._mesh.ask(figures)
@@ -78,7 +77,7 @@ class RankExchange:
         def wait() -> Gathered:
             try:
                 return answer()
-            except RuntimeError as error:  # a rank is gone, or was waited for too long
+            except RuntimeError as error:  # a rank is gone or exceeded the time limit
                 raise self.failed(error) from error
 
         return wait
@@ -89,7 +88,7 @@ class RankExchange:
             self._mesh = host_mesh(self._group, self._timeout_s)
 
     def texts(self, own: str) -> list[str]:
-        """Return a text of every rank; waits for all of them."""
+        """Return a text from every rank; a collective."""
         said: list[Any] = [None] * self.num_ranks
         try:
             self._meet()
@@ -110,33 +109,33 @@ class RankExchange:
         return wait
 
     def put(self, figures: Figures) -> None:
-        """Send this rank's figures; does not wait for the others."""
+        """Send this rank's values without waiting."""
         self._put = self.ask(figures)
 
     def take(self) -> Gathered | None:
-        """Return the figures of every rank that were put last, once; waits for ranks that are late."""
+        """Return all ranks' values of the last `put`, once; waits for late ranks. None if nothing was put."""
         put, self._put = self._put, None
         return None if put is None else put()
 
     def share(self, figures: Figures) -> Gathered:
-        """Return the figures of every rank; waits for all of them, but not for a device."""
+        """Return the values of all ranks; waits for all ranks, but not for a device."""
         return self.ask(figures)()
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks of a scalar on its device, in the order of that device's work."""
+        """Return the sum over ranks of a scalar tensor, ordered with the device's other work."""
         total = value.detach().clone()
         dist.all_reduce(total, group=self._of)
         return total
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the others what this rank ends with; returns what is behind it: the error, or another rank's end."""
+        """Publish the error that ends this rank; return the root cause, possibly the error of a different rank."""
         reason = self._trouble.explained(error)
         self._trouble.tell(reason)
         return reason
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Say which rank is behind it where what runs inside loses one; any other error passes."""
+        """Raise a `RankError` with the lost rank in place of torch's error from a collective; unrelated errors pass."""
         try:
             yield
         except RuntimeError as error:
@@ -147,11 +146,11 @@ class RankExchange:
             raise reason from error
 
     def recovered(self) -> None:
-        """What this rank told did not end it."""
+        """Withdraw the published error, because it did not end this rank."""
         self._trouble.recovered()
 
     def close(self) -> None:
-        """Give up the group that was made, and what is still under way."""
+        """Destroy the group and drop pending exchanges."""
         self._put = None
         if self._mesh is not None:
             self._mesh.close()
@@ -162,7 +161,8 @@ class RankExchange:
     def _connected(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self._of or dist.group.WORLD)
         limit = timedelta(seconds=self._timeout_s)
-        # Where some of the ranks meet alone, their group is named after them, and so would be a second one.
+        # Only for part of the ranks: local synchronisation names a group after its members, so that a second group of
+        # all ranks would have the same name.
         is_part = len(ranks) < dist.get_world_size()
         made: dist.ProcessGroup = dist.new_group(ranks, limit, "gloo", use_local_synchronization=is_part)
         return made

@@ -1,4 +1,4 @@
-"""Stages 2 and 3: gradients and optimizer state are sharded, and parameters, by block (torch's FSDP2)."""
+"""ZeRO stages 2 and 3 with torch's FSDP2: gradients, optimizer state and parameters are sharded by block."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from trimtab.runtime.used_parameters import ShardedUse
 
 
 class Shards:
-    """A model in shards, and what becomes of them in a window.
+    """Sharding of a model, and its behaviour within a step.
 
     Args:
-        zero_stage: 2 or 3. mesh: of the ranks. reduces_once, reduce_dtype: as of a plan. gather_dtype: as of a
-            `Parallelism`; a plan has none, its parameters are gathered as they are.
+        zero_stage: 2 or 3.
+        mesh: device mesh of the ranks.
+        reduces_once: reduce gradients once per step, as in a plan.
+        reduce_dtype: dtype of gradient reduction, as in a plan.
+        gather_dtype: dtype of parameter all-gather, as in `Parallelism`; plans always gather in the parameters' dtype.
     """
 
     def __init__(
@@ -36,12 +39,12 @@ class Shards:
     ) -> None:
         self._stage, self._mesh, self._reduces_once = zero_stage, mesh, reduces_once
         self._gather_dtype = torch.bfloat16 if gather_dtype == "bf16" else None
-        # As they are; but where parameters are gathered in less, gradients would be added up in that.
+        # The parameters' dtype; with a smaller gather dtype, gradients would be accumulated in that dtype.
         self._adds_in = None if self._gather_dtype is None else torch.float32
         self._sends_bf16 = reduce_dtype == "bf16"
 
     def make(self, model: nn.Module, named: tuple[str, ...] = ()) -> None:
-        """Shard the model's blocks and the rest of it; blocks are found, or `named`."""
+        """Shard the model's blocks and the remaining parameters; blocks are detected or given by name."""
         how: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self._stage == 3,
@@ -54,7 +57,7 @@ class Shards:
             send_in_bf16(model)
 
     def begin(self, *, last: bool) -> None:
-        """Say before a micro-batch what becomes of parameters and gradients after its backward."""
+        """Set, before a micro-batch, the handling of parameters and gradients after its backward."""
         if self._reduces_once:
             self._model.set_requires_gradient_sync(last)
         if self._stage == 2:
@@ -62,14 +65,14 @@ class Shards:
 
 
 class _InBf16:
-    """torch's reduce-scatter, from and to memory of bf16, into which FSDP2 casts what it sends and back what has come.
+    """Reduce-scatter in bf16: FSDP2 casts gradients into its buffers, and the result back.
 
-    FSDP2's own `reduce_dtype` is what it adds up the micro-batches of a window in, too (its FSDPParam), and bf16 loses
-    all that is less than a 256th of the sum.
+    FSDP2's own `reduce_dtype` also sets the dtype for accumulation over micro-batches (see FSDPParam), and bf16 drops
+    contributions below 1/256 of the sum.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for so many elements, whatever type is asked for."""
+        """Return a bf16 buffer, whatever the requested dtype."""
         return torch.empty(*size, dtype=torch.bfloat16, device=device)
 
     def __call__(
@@ -80,19 +83,19 @@ class _InBf16:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce, each rank its part."""
+        """Run the reduce-scatter."""
         return _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-# torch 2.13 has another name for it, and warns of the one before.
+# torch 2.13 renamed it, and warns about the old name.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def send_in_bf16(model: nn.Module) -> None:
-    """Have a sharded model's gradients sent in bf16, and added up as they are.
+    """Send a sharded model's gradients in bf16, with accumulation in the original dtype.
 
     Raises:
-        DependencyError: a torch whose FSDP2 takes no way to send of ours.
+        DependencyError: torch's FSDP2 has no custom reduce-scatter.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -103,10 +106,10 @@ def send_in_bf16(model: nn.Module) -> None:
 
 
 class FullySharded(Torch):
-    """A run's backend: each rank holds a shard of every parameter, and gathers a block's when it runs.
+    """Backend with FSDP2: every rank holds a shard of every parameter, gathered while a block runs.
 
-    At stage 2 parameters stay gathered from a window's first forward to its last backward, at stage 3 as long as their
-    block runs. The model stays sharded after the run: torch has no way back.
+    At stage 2, parameters stay gathered from a step's first forward to the last backward; at stage 3, only while the
+    block runs. The model stays sharded after the run, because torch cannot undo `fully_shard`.
     """
 
     in_step = True
@@ -116,10 +119,10 @@ class FullySharded(Torch):
         self.exchange = RankExchange(None)
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Shard the model's blocks and the rest of it; the user's optimizer then holds the shards, with their state.
+        """Shard the model, and replace the optimizer's parameters by shards together with their state.
 
         Raises:
-            OptimizerError: torch cannot step shards by it.
+            OptimizerError: torch has no step of this optimizer for shards.
         """
         require_step_of_shards(optimizer, fused=bool(plan.fused_optimizer.value))
         names, device = names_of(model, optimizer), next(model.parameters()).device
@@ -138,26 +141,26 @@ class FullySharded(Torch):
         self.optimizer = optimizer
 
     def begin(self, *, last: bool) -> None:
-        """Say what becomes of parameters and gradients after the micro-batch's backward."""
+        """Set the handling of parameters and gradients after the micro-batch's backward."""
         self._shards.begin(last=last)
         self._used.begin(last=last)
 
     def begin_backward(self, loss: Tensor) -> None:
-        """In the first windows, require that ranks used the same layers."""
+        """Check in the first steps that all ranks use the same layers."""
         self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward; names a rank that is lost in it."""
+        """Run a micro-batch's backward; errors name a lost rank."""
         with self.exchange.explaining():
             self._used.backward(lambda: super(FullySharded, self).backward(loss))
 
     def end(self) -> None:
-        """Be as for the last micro-batch."""
+        """Return to the state before a last micro-batch."""
         self.begin(last=True)
         self._used.reset()
 
     def gather(self, error: BaseException | None) -> None:
-        """Leave the model sharded."""
+        """End the run; the model stays sharded."""
         self.end()
         self._used.close()
         if error is not None:
@@ -166,10 +169,11 @@ class FullySharded(Torch):
 
 
 def require_step_of_shards(optimizer: torch.optim.Optimizer, *, fused: bool = False) -> None:
-    """Raise `OptimizerError` for a fused step that torch has for whole parameters alone.
+    """Raise `OptimizerError` for a fused step that torch supports only for whole parameters.
 
     Args:
-        fused: whether the step is to be switched to the fused one.
+        optimizer: optimizer of the loop.
+        fused: the plan switches the fused step on.
     """
     name, is_fused = type(optimizer).__name__, any(group.get("fused") for group in optimizer.param_groups)
     if (fused or is_fused) and not steps_shards_fused(name):
@@ -182,7 +186,7 @@ def require_step_of_shards(optimizer: torch.optim.Optimizer, *, fused: bool = Fa
 
 
 def blocks_apart(model: nn.Module, named: tuple[str, ...]) -> list[nn.Module]:
-    """Return a model's blocks that share no parameter with what is outside of them: a shared one stays the model's."""
+    """Return a model's blocks without parameters shared with other modules; the root module keeps shared parameters."""
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks = [modules[name] for name in find_blocks(model, named)]
     uses: dict[Tensor, int] = {}

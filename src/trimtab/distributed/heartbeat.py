@@ -1,4 +1,4 @@
-"""A rank that works while the others wait says that it lives, so that work may take long and a dead rank may not."""
+"""Heartbeats in the job's store: work of any length is awaited while its rank is alive, and a dead rank is detected."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 _BEAT_S = 2.0
-_SOONEST_S, _LATEST_S = 0.001, 0.25  # between two looks, which are made less often the longer it takes
+_SOONEST_S, _LATEST_S = 0.001, 0.25  # seconds between two polls, increasing with the waiting time
 _HEAR_S = 4 * _LATEST_S
-# What this rank has written, and how many read it; of each job, whose store must be free to end.
+# Keys written by this rank with their number of readers, per store; weak, because a store must be free to end.
 _written: weakref.WeakKeyDictionary[dist.Store, list[tuple[str, int]]] = weakref.WeakKeyDictionary()
 
 
 class Silence(Exception):
-    """Nothing was heard for longer than the limit."""
+    """No heartbeat within the time limit."""
 
 
 @contextlib.contextmanager
 def beating(store: dist.Store, key: str, limit_s: float) -> Iterator[None]:
-    """Count a key up every few seconds while the block runs, several times within the limit.
+    """Increment a heartbeat counter while the block runs, several times per time limit.
 
     Args:
-        store: that the others look into. key: of what they wait for. limit_s: as they have it.
+        store: store of the job.
+        key: key awaited by the readers.
+        limit_s: time limit of the readers.
     """
     is_over = threading.Event()
 
     def beat() -> None:
-        with contextlib.suppress(RuntimeError):  # a store that is gone is found by what the block's end says there
+        with contextlib.suppress(RuntimeError):  # a lost store raises at the next write of the caller
             while not is_over.wait(min(_BEAT_S, limit_s / 4)):
                 store.add(_beats(key), 1)
 
@@ -46,17 +48,19 @@ def beating(store: dist.Store, key: str, limit_s: float) -> Iterator[None]:
 
 
 def awaited(store: dist.Store, key: str, limit_s: float) -> str:
-    """Return what is written under a key, however long it takes, while its writer's heart beats.
+    """Return the value of a key, waiting as long as its writer sends heartbeats.
 
     Args:
-        limit_s: seconds between two signs of life, at the most.
+        store: store of the job.
+        key: key to wait for.
+        limit_s: maximum seconds between two heartbeats.
 
     Raises:
-        Silence: no sign for longer, or the store is gone.
+        Silence: no heartbeat within the limit, or the store is gone.
     """
     news: queue.SimpleQueue[str | RuntimeError | None] = queue.SimpleQueue()
     is_over = threading.Event()
-    # Apart, as a store that lies in a process that was stopped answers nothing, not even that time is over.
+    # In a thread, because a store in a stopped process does not even return a timeout.
     threading.Thread(target=_look, args=(store, key, news, is_over), name="trimtab listener", daemon=True).start()
     try:
         while (found := news.get(timeout=limit_s)) is None:
@@ -73,7 +77,7 @@ def awaited(store: dist.Store, key: str, limit_s: float) -> str:
 def _look(
     store: dist.Store, key: str, news: queue.SimpleQueue[str | RuntimeError | None], is_over: threading.Event
 ) -> None:
-    """Put what is written, once; None whenever the count has changed; an error of the store."""
+    """Put the value once found, None for every new heartbeat, or an error of the store."""
     wait_s, last = _SOONEST_S, -1
     try:
         while not is_over.is_set():
@@ -93,14 +97,14 @@ def _look(
 
 
 def say(store: dist.Store, key: str, text: str, readers: int) -> None:
-    """Write under a key what so many ranks await, and remove what was written before and all of them have heard."""
+    """Write a value for a number of readers, and delete earlier values that all readers have fetched."""
     store.set(key, text)
     before = _written.get(store, [])
     _written[store] = [each for each in before if not _is_removed(store, *each)] + [(key, readers)]
 
 
 def _is_removed(store: dist.Store, key: str, readers: int) -> bool:
-    """Return whether a key is no longer there: nobody who has heard it looks again."""
+    """Delete a key if all readers have fetched it; return True if deleted."""
     if store.add(_heard(key), 0) < readers:
         return False
     for each in (key, _beats(key), _heard(key)):
@@ -109,9 +113,9 @@ def _is_removed(store: dist.Store, key: str, readers: int) -> bool:
 
 
 def last_words(store: dist.Store, key: str, text: str, others: int) -> None:
-    """Write under a key, and give so many ranks that look a moment to hear it: the store may end with this process."""
+    """Write a value, and wait briefly for its readers, because the store may end with this process."""
     end = time.monotonic() + _HEAR_S
-    with contextlib.suppress(RuntimeError):  # where the store is gone, nobody hears them
+    with contextlib.suppress(RuntimeError):  # Without a store there are no readers.
         store.set(key, text)
         while store.add(_heard(key), 0) < others and time.monotonic() < end:
             time.sleep(_SOONEST_S)

@@ -1,7 +1,7 @@
-"""Figures between ranks of one machine, over sockets of their own: a few words that wake no thread.
+"""All-gather of small values between ranks of a machine over Unix sockets, without waking threads.
 
-A collective of gloo is made by its threads. Beside a computation that has every core they run in its place: to two
-ranks of one thread each, on two cores, asking by one cost some tenths of a millisecond a window (docs/LOG.md).
+gloo runs collectives in threads. If the computation uses all cores, gloo's threads compete for them: for two ranks with
+a single thread each on two cores, a gloo collective cost some tenths of a millisecond per step (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ import torch.distributed as dist
 from trimtab.measure.cores import node
 from trimtab.runtime.exchange import Figures, Gathered
 
-# Of more ranks each would send by itself for longer than a collective takes.
+# With more ranks, sending to each takes longer than a collective.
 MOST_RANKS = 16
-# Figures of a message: what is under way at once fits a socket's buffer, so that nobody waits to send.
+# Maximum values per message: pending messages fit a socket's buffer, so sending never blocks.
 WIDEST = 1024
-_HEAD = struct.Struct("=QI")  # the number of a message, and of its figures
+_HEAD = struct.Struct("=QI")  # message number, number of values
 _WHO = struct.Struct("=I")
-_MEETING_S = 10.0  # for a rank to connect in, once all are known to be there
-# Of each job, as the group of all its ranks: ranks, by their numbers in it, that could not be connected.
+_MEETING_S = 10.0  # seconds for a rank to connect, once all are present
+# Per job (its world group): sets of ranks that could not be connected.
 _apart: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 class HostMesh:
-    """What one rank says to each of the others, and they to it; each as often.
+    """Sockets from a rank to the other ranks on a machine; all ranks send the same number of messages.
 
     Args:
-        peers: a connected socket for each other rank. rank: of this one. timeout_s: after which one that is waited for
-            is given up.
+        peers: a connected socket per rank.
+        rank: this rank.
+        timeout_s: time limit for a message.
     """
 
     def __init__(self, peers: Mapping[int, socket.socket], rank: int, timeout_s: float) -> None:
@@ -50,9 +51,9 @@ class HostMesh:
         self._lost: set[int] = set()
 
     def ask(self, figures: Figures) -> Answer:
-        """Send this rank's figures without waiting; returns what waits for those of every rank.
+        """Send this rank's values without waiting; return a function that waits for the values of all ranks.
 
-        A peer that is gone is noticed by who waits for it.
+        A lost rank raises only in the returned function.
         """
         own, number = list(map(float, figures)), self._asked
         self._asked += 1
@@ -66,10 +67,14 @@ class HostMesh:
         return answer
 
     def complete(self, number: int, said: dict[int, list[float]]) -> Gathered:
-        """Return a message's figures of every rank; waits for those that are not in `said`.
+        """Return the values of all ranks for a message; waits for missing values.
+
+        Args:
+            number: message number.
+            said: values received so far, by rank.
 
         Raises:
-            DistNetworkError: a rank is gone, or was waited for too long.
+            DistNetworkError: a rank is gone or exceeded the time limit.
         """
         for peer in self._peers:
             while peer not in said:
@@ -77,7 +82,7 @@ class HostMesh:
         return [said[rank] for rank in sorted(said)]
 
     def _receive(self, peer: int) -> None:
-        """Read a peer's next message, and keep it where somebody may yet ask for it."""
+        """Read the next message of a rank; messages that nobody can request any more are dropped."""
         try:
             number, count = _HEAD.unpack(self._bytes(peer, _HEAD.size))
             figures = struct.unpack(f"={count}d", self._bytes(peer, 8 * count))
@@ -93,33 +98,34 @@ class HostMesh:
         return found
 
     def close(self) -> None:
-        """Close the sockets; what was sent can still be read."""
+        """Close the sockets; sent messages can still be read."""
         for each in (*self._read.values(), *self._peers.values()):
             each.close()
 
 
 class Answer:
-    """What ranks say in one message, waited for when it is called. `said`: what has come."""
+    """Pending values of a message, with the values received so far."""
 
     def __init__(self, mesh: HostMesh, number: int, said: dict[int, list[float]]) -> None:
         self._mesh, self._number, self.said = mesh, number, said
 
     def __call__(self) -> Gathered:
-        """Return every rank's figures, by rank."""
+        """Return the values of all ranks, by rank."""
         return self._mesh.complete(self._number, self.said)
 
 
 def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> HostMesh | None:
-    """Connect the ranks of a group that are on one machine; None on all where they are not, or cannot be connected.
+    """Connect the ranks of a group on a single machine; None on all ranks if impossible. A collective.
 
-    Every rank calls it. Ranks that once could not be connected are not asked again in their job.
+    After a failure, the same ranks are not tried again in the job.
 
     Args:
-        group: of gloo.
+        group: gloo process group.
+        timeout_s: time limit for a message.
     """
     if dist.get_world_size(group) > MOST_RANKS:
         return None
-    # All members of a group know the same of it, while two groups may share but a few of them.
+    # Keyed by members: all members of a group agree on its entry, while different groups may overlap.
     ranks, apart = tuple(dist.get_process_group_ranks(group)), _apart.setdefault(dist.group.WORLD, set())
     if ranks in apart:
         return None
@@ -131,7 +137,7 @@ def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> HostMesh | None:
 
 
 def _met(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
-    """Return a socket for each other rank; None on all ranks where one of them lacks any."""
+    """Return a socket per other rank; None on all ranks if any socket is missing on any rank."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as held:
         listener, path = _listening(meeting, ranks)
@@ -139,7 +145,7 @@ def _met(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
         paths = [each for _, each in seats]
         if len({machine for machine, _ in seats}) > 1 or not all(paths):
             return None
-        # Containers of one machine have folders of their own: who is called there would wait for nobody.
+        # Containers on a machine have separate folders, in which a connection would wait forever.
         if not all(_said_by_all(all(os.access(each, os.W_OK) for each in paths), group)):
             return None
         assert listener is not None
@@ -159,22 +165,22 @@ def _said_by_all(own: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _listening(meeting: contextlib.ExitStack, ranks: int) -> tuple[socket.socket | None, str]:
-    """Return a socket that others can find by a path, which this user alone may; no path where there can be none."""
+    """Return a listening socket and its path, accessible to this user only; an empty path if not possible."""
     try:
         folder = meeting.enter_context(tempfile.TemporaryDirectory(prefix="trimtab-"))
         listener = meeting.enter_context(socket.socket(socket.AF_UNIX))
         path = str(Path(folder) / "meet")
         listener.bind(path)
         listener.listen(ranks)
-    except (OSError, AttributeError):  # a path that is too long, or a system without such sockets
+    except (OSError, AttributeError):  # the path is too long, or the system has no Unix sockets
         return None, ""
     return listener, path
 
 
 def _connected(listener: socket.socket, paths: list[str], rank: int) -> dict[int, socket.socket]:
-    """Return a socket for each other rank: this one calls those before it, and is called by those after it.
+    """Return a socket per other rank: connects to lower ranks, and accepts connections from higher ranks.
 
-    Fewer, where a rank cannot be called, does not call, or does not say who it is.
+    Incomplete if a rank cannot be reached, does not connect, or does not identify itself.
     """
     found: dict[int, socket.socket] = {}
     listener.settimeout(_MEETING_S)
@@ -193,7 +199,7 @@ def _connected(listener: socket.socket, paths: list[str], rank: int) -> dict[int
 
 @contextlib.contextmanager
 def _unless_failed(made: socket.socket) -> Iterator[socket.socket]:
-    """Give a socket the time of a meeting; it is closed where that fails."""
+    """Set the connection timeout of a socket, and close the socket if the block raises."""
     try:
         made.settimeout(_MEETING_S)
         yield made

@@ -1,4 +1,4 @@
-"""Several ranks in step: what rank 0 finds in files and what clocks decide is said to all, so that all do the same."""
+"""Coordination of several ranks: rank 0's files and all clock-dependent decisions are shared with all ranks."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.launched import ENDED
 from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
 
-# Apart by more than any two seeds of races are.
+# Larger than the difference between any two seeds of paired runs.
 _STREAMS = 1_000_003
-_turns = itertools.count()  # the same on every rank, which take them in the same order
+_turns = itertools.count()  # the same on all ranks, because they call in the same order
 
 
 class _Ahead(Pace):
-    """A number of steps that is known before a block begins, by what the one before took on the slowest rank."""
+    """Block length fixed before the block begins, from the slowest rank's time for the previous block."""
 
     def __init__(self, least_steps: int, seconds: float) -> None:
         super().__init__(least_steps, seconds)
         self._steps = least_steps
 
     def goes_on(self, steps: int, seconds: float) -> bool:
-        """Return whether a block of so many steps has another one, whatever this rank's clock says."""
+        """Return True if a block with this number of steps needs another step; ignores the local clock."""
         return steps < self._steps
 
     def ended(self, steps: int, seconds: float) -> None:
-        """Decide how many the next one has."""
+        """Set the length of the next block."""
         if steps and seconds > 0:
             self._steps = max(self._least_steps, math.ceil(self._seconds * steps / seconds))
 
 
 class Ranks(Together):
-    """One of several ranks.
+    """Coordinator of several ranks.
 
-    What ends one of them ends all, but an arm that every rank refuses alike as it is built.
+    An error on a rank ends all ranks, except if all ranks refuse an arm with the same error while building the arm.
     """
 
     def __init__(self) -> None:
@@ -57,26 +57,27 @@ class Ranks(Together):
             self.crowded = crowded()
 
     def each(self, figure: float) -> list[float]:
-        """Return a figure of every rank, by rank; waits for all of them."""
+        """Return a number of every rank, by rank; a collective."""
         return [figures[0] for figures in self._exchange.share([figure])]
 
     def made(self, kind: type[T], make: Callable[[], M]) -> M:
-        """Return a value that rank 0 makes, on all: one of a kind, or None."""
+        """Return a value created on rank 0 to all ranks; of type `kind`, or None."""
         text = from_first(lambda: to_json(make()))
         return cast(M, None if text == "null" else from_json(kind, text))
 
     def write(self, path: Path, value: object, indent: int | None = None) -> None:
-        """Have rank 0 write a value to a file."""
+        """Write a value to a file on rank 0."""
         if self.rank == 0:
             super().write(path, value, indent)
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """Return what each rank makes for itself, rank 0 before the others: what it fetches, they find.
+        """Call `make` on rank 0 first, then on all ranks, so that rank 0's downloads are available to the rest.
 
-        Waits for all of them, for as long as each gives signs of life.
+        Waits for all ranks as long as they send heartbeats.
 
         Raises:
-            RankError: another rank failed, or is silent for longer than the time limit. Exception: as `make` raised it.
+            RankError: another rank failed, or sent no heartbeat within the time limit.
+            Exception: as raised by `make`.
         """
         own, failure = list[T](), None
 
@@ -88,31 +89,33 @@ class Ranks(Together):
             nonlocal failure
             try:
                 return "" if own else made()
-            except Exception as error:  # told as a word: rank 0 would wait for one until the time limit
+            except Exception as error:  # Sent as a result, because rank 0 would otherwise wait until the time limit.
                 failure = error
                 return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
         from_first(made)
-        said = words_at_work(made_after, f"in_turn/{next(_turns)}")  # who is done waits, however long the others take
+        # finished ranks wait for the others without a time limit
+        said = words_at_work(made_after, f"in_turn/{next(_turns)}")
         if failure is not None:
             raise failure
         _require_none_ended(said)
         return own[0]
 
     def pace(self, least_steps: int, seconds: float) -> Pace:
-        """Return what says how long blocks are, the same on every rank."""
+        """Return the block length controller; block lengths agree on all ranks."""
         return _Ahead(least_steps, seconds)
 
     def draw_apart(self, seed: int) -> None:
-        """Have each rank draw its own random numbers from here on, where all have drawn the same until now."""
+        """Seed random generators differently per rank from here on."""
         if self.rank:
             torch.manual_seed(seed + _STREAMS * self.rank)
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return what each rank makes, by steps of all of them; None on all where it raised on one.
+        """Return the result of `make`, possibly with collectives; None on all ranks after an exception on any rank.
 
         Raises:
-            RankError: a rank ended, or is silent. Exception: as raised, where the others still wait for this rank.
+            RankError: a rank ended or sent no answer.
+            Exception: as raised by `make`, if the remaining ranks are still inside a collective.
         """
         self._attempts += 1
         made, failure = None, None
@@ -123,7 +126,7 @@ class Ranks(Together):
             raise
         except Exception as error:
             failure = error
-        # One that failed may have left the others inside a collective, which only its end ends.
+        # A failed rank may have left the others inside a collective, which ends only when this rank does.
         limit_s = time_limit_s() / 4 if failure else time_limit_s()
         try:
             said = words_of_all(f"attempt/{self._attempts}", "failed" if failure else "made", limit_s)
@@ -142,29 +145,29 @@ class Ranks(Together):
             raise
 
     def _all_say(self, refusal: str) -> bool:
-        """Return whether every rank refuses so."""
+        """Return True if all ranks refuse with the same error."""
         try:
-            # Before those that wait inside a collective give this rank up.
+            # A shorter limit than that of ranks waiting inside a collective for this rank.
             said = words_of_all(f"refused/{self._entered}", refusal, time_limit_s() / 4)
         except (RuntimeError, dist.DistError):
             return False
         return all(each == refusal for each in said)
 
     def may_leave(self, error: Exception) -> bool:
-        """Return whether every rank refused this arm alike."""
+        """Return True if all ranks refused this arm with the same error."""
         return error is self._refused
 
     def ended(self, error: BaseException) -> BaseException:
-        """Tell the others what this rank ends with; returns what is behind it: the error, or another rank's end."""
+        """Publish the error that ends this rank; return the root cause, possibly the error of a different rank."""
         return self._exchange.failed(error)
 
     def close(self) -> None:
-        """Give up what was made to talk."""
+        """Close the exchange."""
         self._exchange.close()
 
 
 def _require_none_ended(said: Sequence[str]) -> None:
-    """Raise `RankError` where a rank said what it ends with."""
+    """Raise `RankError` if a rank reported an error."""
     ended = [f"rank {rank} with {words}" for rank, words in enumerate(said) if words]
     if ended:
         raise RankError(

@@ -1,4 +1,4 @@
-"""Ranks on this machine, started by torchrun's own launcher: no ssh, no hostfile."""
+"""Launch of ranks on this machine with torchrun's launcher; no ssh, no hostfile."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from typing import Any
 from trimtab.core.errors import RankError
 from trimtab.distributed.launched import ENDED, LAUNCHER, REPORTS, reports_in
 
-# What a rank runs: the command itself, with what it was called with. `-P`, as `-m` alone would import first from the
-# current folder whatever has the name of a package; a task of the user's is found there by its own name.
+# Command of a rank. Without `-P`, `-m` would first import from the current folder any file with the name of a package;
+# a user's task is found there by its own name.
 _PROGRAM = ("-P", "-m", "trimtab.cli")
 
 _LEFT = "Remove the call of os._exit or exec from the task."
 EARLY = "ranks.ended_early"
-# Statuses that another rank's end has: SIGTERM by the launcher, SIGABRT in a thread of gloo that lost its peer.
+# Exit statuses caused by another rank's end: SIGTERM by the launcher, SIGABRT in a gloo thread that lost its peer.
 _FOLLOWS = (-signal.SIGTERM, -signal.SIGABRT)
-_NAMED = re.compile(r"(?:the end of|no answer from) rank (\d+)")  # in an error that reports another rank's
+_NAMED = re.compile(r"(?:the end of|no answer from) rank (\d+)")  # in an error message about another rank
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> None:
-    """Run `trimtab ARGUMENTS` as ranks and wait for all; one thread each unless OMP_NUM_THREADS is set.
+    """Run `trimtab ARGUMENTS` on several ranks and wait; a single thread per rank unless OMP_NUM_THREADS is set.
 
-    Ranks end when this process does.
+    The ranks end when this process ends.
 
     Raises:
-        RankError: a rank ended by an error, by a signal, or before its command had finished; the others were then
+        RankError: a rank ended by an error, by a signal, or before completing the command; the remaining ranks were
+            then
             ended too.
-        KeyboardInterrupt, SystemExit: this process was sent SIGINT, or another signal, and ended them.
+        KeyboardInterrupt, SystemExit: this process received SIGINT or a different signal, and ended the ranks.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -66,7 +67,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> None:
 
 @contextlib.contextmanager
 def _told_of(reports: Path) -> Iterator[Path]:
-    """Have the ranks that start inside know this process and a folder for their reports."""
+    """Set the environment for ranks started inside the block: this process's id and a folder for reports."""
     reports.mkdir()
     os.environ |= {LAUNCHER: str(os.getpid()), REPORTS: str(reports)}
     try:
@@ -78,18 +79,18 @@ def _told_of(reports: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Leave the handlers of signals as they are: torch's launcher puts its own in their place, for good."""
+    """Restore signal handlers after the block; torch's launcher replaces them permanently."""
     before = {number: signal.getsignal(number) for number in _ENDING}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:  # None: one that is not Python's
+            if handler is not None and signal.getsignal(number) is not handler:  # None: a handler not set from Python
                 signal.signal(number, handler)
 
 
 def _require_done(reports: Path, num_ranks: int) -> None:
-    """Raise `RankError` for ranks that ended with status 0 before their command had finished."""
+    """Raise `RankError` for ranks that ended with status 0 before completing the command."""
     finished = reports_in(reports)
     if early := [rank for rank in range(num_ranks) if rank not in finished]:
         raise RankError(
@@ -102,7 +103,7 @@ def _require_done(reports: Path, num_ranks: int) -> None:
 
 
 def _error_of(failed: Any, reports: Path) -> RankError:
-    """Return the error of the rank that the job failed by: the launcher may see one first that only lost that rank."""
+    """Return the error of the rank that caused the failure; the launcher may first see a rank that lost a peer."""
     rank, text = _behind(failed, reports)
     status = failed.failures[rank].exitcode if rank in failed.failures else 0
     if status == 0:
@@ -119,7 +120,7 @@ def _error_of(failed: Any, reports: Path) -> RankError:
 
 
 def _behind(failed: Any, reports: Path) -> tuple[int, str]:
-    """Return the rank that the job failed by, and what another reports of its end if it reports nothing itself."""
+    """Return the rank that caused the failure, and a report of the failure by a different rank if needed."""
     said, by_status = reports_in(reports), {rank: each.exitcode for rank, each in failed.failures.items()}
     if killed := [rank for rank, status in by_status.items() if status < 0 and status not in _FOLLOWS]:
         return killed[0], ""

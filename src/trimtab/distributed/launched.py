@@ -1,6 +1,6 @@
-"""A rank and the launcher that started it: the rank ends with its launcher, and reports how it ended.
+"""Rank side of a launch: ends the rank together with the launcher, and reports the cause of the rank's end.
 
-Imports neither torch nor anything that does: this runs first in a rank, while its launcher may already be gone.
+Must not import torch, even indirectly: this code runs first in a rank, while the launcher may already be gone.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from pathlib import Path
 
 from trimtab.core.errors import RankError, TrimtabError
 
-# Codes of errors that report another rank's end.
+# Codes of errors about another rank's end.
 ENDED, SILENT = "ranks.ended", "ranks.silent"
 
-LAUNCHER, REPORTS = "TRIMTAB_LAUNCHER_PID", "TRIMTAB_RANK_REPORTS"  # variables that `launch` sets for its ranks
-_ELASTIC = "TORCHELASTIC_RUN_ID"  # and one of torchrun's
+LAUNCHER, REPORTS = "TRIMTAB_LAUNCHER_PID", "TRIMTAB_RANK_REPORTS"  # environment variables set by `launch`
+_ELASTIC = "TORCHELASTIC_RUN_ID"  # environment variable set by torchrun
 _LOOK_S = 0.5
-_SAVING_S = 60.0  # for a rank that handles SIGTERM, as one that saves a checkpoint does
+_SAVING_S = 60.0  # for a rank that handles SIGTERM, for instance by saving a checkpoint
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 _DONE = "done"
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank ended.
+    """Report of a rank's end.
 
     Args:
-        text: the error in one line; "done" if the command finished.
-        at_s: on the clock of the machine.
-        is_echo: another rank's end is behind it.
+        rank: rank.
+        text: error on a single line; "done" if the command finished.
+        at_s: time in seconds since 1970.
+        is_echo: the error was caused by another rank's end.
     """
 
     rank: int
@@ -47,16 +48,17 @@ class Report:
 
     @property
     def is_done(self) -> bool:
-        """Whether the command finished."""
+        """True if the command finished."""
         return self.text == _DONE
 
 
 class Launched:
-    """This process, if a launcher started it as a rank.
+    """This process as a possible rank of a launcher.
 
     Args:
-        environment: of the process; the launcher's own variables are removed from it, as programs that the rank starts
-            are not ranks.
+        environment: environment of the process; the launcher's variables are removed from it, because programs started
+            by
+            the rank are not ranks.
     """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
@@ -68,7 +70,7 @@ class Launched:
         self._follows = bool(pid) or _ELASTIC in variables
 
     def follow(self) -> None:
-        """Have this process end when its launcher does, whatever it waits for: by SIGTERM, as the launcher would."""
+        """End this process by SIGTERM when the launcher ends, even if blocked."""
         if not self._follows:
             return
         if sys.platform == "linux":
@@ -79,7 +81,7 @@ class Launched:
         threading.Thread(target=self._watch, name="trimtab launcher watch", daemon=True).start()
 
     def _watch(self) -> None:
-        """End the process where the system sends no signal, or nothing comes of it."""
+        """End the process if the system sends no signal, or the signal has no effect."""
         while os.getppid() == self._parent:
             time.sleep(_LOOK_S)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -91,7 +93,7 @@ class Launched:
         self._write(Report(self._rank, _DONE, time.time()))
 
     def failed(self, error: BaseException) -> None:
-        """Report the error that ends this rank, before anything that may take time."""
+        """Report the error that ends this rank, before any slow cleanup."""
         text = str(error).partition("\n")[0]
         text = text if isinstance(error, TrimtabError) else f"{type(error).__name__}: {text}"
         is_echo = isinstance(error, RankError) and (error.is_echo or error.code in (ENDED, SILENT))
@@ -107,6 +109,6 @@ class Launched:
 
 
 def reports_in(folder: Path) -> Mapping[int, Report]:
-    """Return how ranks ended, by rank; those that wrote nothing are left out."""
+    """Return the reports of ranks, by rank; ranks without a report are left out."""
     found = [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")]
     return {each.rank: each for each in sorted(found, key=lambda each: each.rank)}

@@ -1,4 +1,4 @@
-"""What the link between a job's ranks does: a few all-reduces, timed together and beside a computation."""
+"""Bandwidth test of a job's link: all-reduces, timed alone and during a computation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trimtab.decide.collectives import fit
 from trimtab.distributed.data_parallel import mean_in_bf16
 from trimtab.distributed.process_group import backends, slowest
 
-# Bytes of the all-reduces that are timed: from one that is all latency to one that is next to none.
+# Bytes of the timed all-reduces, from latency-bound to bandwidth-bound.
 _SIZES = tuple(2**power for power in (12, 16, 19, 21, 23))
 _TIMES, _CAST_BYTES, _SIDE = 5, 2**22, 256
-_LONGEST_S = 0.1  # of one all-reduce, after which no larger one is timed: a slow link is known by then
+_LONGEST_S = 0.1  # seconds of an all-reduce after which larger sizes are skipped: a slow link is known by then
 
 
 def calibrate(device: torch.device) -> Calibration:
-    """Time the job's process group; every rank calls it, and gets the same. It takes some ten seconds over a slow link.
+    """Return the measured link of the job's process group; a collective. Takes about ten seconds on a slow link.
 
     Raises:
-        ValueGivenError: as of `fit`, where times say nothing of a link.
+        ValueGivenError: as `fit`, if the times do not describe a link.
     """
     points = []
     for size in _SIZES:
@@ -41,7 +41,7 @@ def calibrate(device: torch.device) -> Calibration:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a call, after one that is not counted."""
+    """Return the median seconds of a call, after a warm-up call."""
     taken = []
     for _ in range(_TIMES + 1):
         _wait_for(device)
@@ -58,7 +58,7 @@ def _cast_seconds(device: torch.device) -> float:
 
 
 def _hook_seconds(device: torch.device) -> float:
-    """Return what sending few gradients in bf16 takes longer, by the hook that a plan has, than sending them so."""
+    """Return the overhead of the plan's bf16 communication hook for a small bucket, relative to a plain all-reduce."""
     whole = torch.zeros(_SIZES[0] // 4, device=device)
     sent = whole.bfloat16()
     hooked_s = slowest(_seconds(lambda: mean_in_bf16(whole).wait(), device))
@@ -70,7 +70,7 @@ def _reduced(sent: Tensor) -> None:
 
 
 def _overlap(device: torch.device, size: int) -> float:
-    """Return how much of an all-reduce a computation of about as many seconds hides, on the rank that hides least."""
+    """Return the fraction of an all-reduce hidden by a computation of similar duration; minimum over ranks."""
     sent, factor = torch.zeros(size // 4, device=device), torch.full((_SIDE, _SIDE), 1e-3, device=device)
     sending_s = slowest(_seconds(lambda: dist.all_reduce(sent), device))
     once_s = slowest(_seconds(lambda: _computes(factor, 1), device))

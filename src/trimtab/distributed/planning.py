@@ -1,4 +1,4 @@
-"""One plan for all ranks: rank 0 makes it for its share of a batch, all time the link, and run what is predicted."""
+"""Planning on several ranks: rank 0 plans for its part of a batch, and all ranks time the link and do dry runs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from trimtab.distributed.process_group import from_first
 from trimtab.distributed.rehearsal import Rehearsal
 from trimtab.distributed.stage_choice import Share, of_replicas
 
-# What rank 0 says where the way to share the model is chosen once the link is timed.
+# Sent by rank 0 if the way to shard the model is chosen after the link is timed.
 _TO_CHOOSE = ""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What rank 0 hands to the others, a JSON value.
+    """Plan sent by rank 0 to all ranks, as JSON.
 
     Args:
-        shape: of the plan's step; None where nothing was timed. kept: why no other way to share the model was weighed;
-            "" where none was asked for.
+        plan: plan for a single rank.
+        shape: times and sizes of the plan's micro-batch; None if nothing was timed.
+        kept: reason for not considering sharding; "" if sharding was not requested.
     """
 
     plan: Plan
@@ -41,7 +42,7 @@ class Made:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What rank 0 says of the next plan of a job, a JSON value. `is_last`: it is the job's; else all rehearse it."""
+    """Next plan of a job, as JSON; `is_last`: the final plan, otherwise to be tested in a dry run."""
 
     plan: Plan
     is_last: bool
@@ -50,16 +51,18 @@ class _Asked:
 def plan_together(
     make: Callable[[], Made | Share], device: torch.device, rehearsal: Callable[[], Rehearsal] | None = None
 ) -> Plan:
-    """Return the plan of a job, the same on every rank; each calls it.
+    """Return the plan of a job, the same on every rank; a collective.
 
     Args:
-        make: called on rank 0 alone; returns a plan of one process for ranks that each hold the model, or what the way
-            to share it is chosen by. device: whose gradients are sent. rehearsal: returns what runs plans on all ranks,
-            called on each once something is to be run; None: predictions are all that is chosen by.
+        make: called on rank 0 only; returns a single-process plan for replicas of the model, or the inputs for choosing
+            a
+            way to shard the model.
+        device: device of the gradients.
+        rehearsal: returns the dry run, called on all ranks before the first run; None: choose by predictions only.
 
     Raises:
-        InfeasibleError: on rank 0, where no plan meets the limits. RankError: on the other ranks, where rank 0 could
-            not make one; on any, where another rank ended in a rehearsal.
+        InfeasibleError: on rank 0, no plan meets the limits.
+        RankError: rank 0 could not make a plan (on the remaining ranks), or a rank ended during a dry run.
     """
     ranks, shares = dist.get_world_size(), list[Share]()
 
@@ -88,7 +91,7 @@ def plan_together(
 
 
 def _worth_it(plan: Plan, usual: Plan, rehearsal: Rehearsal) -> Plan:
-    """Return the plan where what it changes in how gradients are sent is measurably worth it, else the usual one."""
+    """Return the plan if its gradient communication is measurably better, otherwise the plan with torch's default."""
     refusal = rehearsal.refusal()
     ran = None if refusal else rehearsal.of(plan, counts_memory=False)
     if ran is None or ran.refusal:
@@ -97,10 +100,13 @@ def _worth_it(plan: Plan, usual: Plan, rehearsal: Rehearsal) -> Plan:
 
 
 def _rehearsed(shares: Sequence[Share], ranks: int, calibration: Calibration, rehearsal: Rehearsal) -> Plan:
-    """Return the plan that is best by what was run of it; rank 0 chooses, and all run what it chooses next.
+    """Return the best plan by dry runs; rank 0 chooses the next plan for all ranks to run.
 
     Args:
-        shares: one, on rank 0.
+        shares: inputs of the choice on rank 0, empty elsewhere.
+        ranks: world size.
+        calibration: measured link.
+        rehearsal: dry run.
     """
     refusal, ran = rehearsal.refusal(), tuple[Ran, ...]()
 
@@ -115,10 +121,14 @@ def _rehearsed(shares: Sequence[Share], ranks: int, calibration: Calibration, re
 
 
 def _next_plan(share: Share, ranks: int, calibration: Calibration, ran: tuple[Ran, ...], refusal: str) -> _Asked:
-    """Return the plan to be rehearsed next, or to be trained by.
+    """Return the next plan for a dry run, or the final plan.
 
     Args:
-        refusal: why none can be rehearsed, or "".
+        share: inputs of the choice.
+        ranks: world size.
+        calibration: measured link.
+        ran: dry runs so far.
+        refusal: reason why no dry run is possible, or "".
 
     Raises:
         InfeasibleError: no plan meets the limits.
@@ -137,17 +147,17 @@ def _next_plan(share: Share, ranks: int, calibration: Calibration, ran: tuple[Ra
 
 
 def _ran(plan: Plan, rehearsal: Rehearsal) -> Ran:
-    """Return the rehearsal of a plan; where it is refused, that of it sent as by default, which another one is."""
+    """Return the dry run of a plan; if refused, that of the same plan with torch's default gradient communication."""
     ran, usual = rehearsal.of(plan, counts_memory=True), by_default(plan)
     if not ran.refusal or usual is None:
         return ran
     again = rehearsal.of(saying_unrehearsed(usual, ran.refusal), counts_memory=True)
-    # What was told is of the plan that sends otherwise: its seconds say nothing of how much slower this one is.
+    # The prediction belongs to the refused plan, so it says nothing about this plan's speed.
     return replace(again, slower=None, took_s=ran.took_s + again.took_s)
 
 
 def _timed(device: torch.device) -> Calibration | str:
-    """Return what the link does, or why that is not known; on every rank, by the same figures."""
+    """Return the measured link, or the reason why it is unknown; the same on every rank."""
     try:
         return calibrate(device)
     except ValueGivenError as error:

@@ -1,4 +1,4 @@
-"""The process group of a job that a launcher started: joined by its environment, with a time limit of ours."""
+"""Process group of a launched job: joined from environment variables, with trimtab's time limit."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from trimtab.core.errors import RankError, ValueGivenError
 from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words, say
 from trimtab.distributed.launched import ENDED, SILENT
 
-# A rank that is waited for longer than this is taken for dead. torch's own limits are 10 and 30 minutes.
+# Seconds after which an awaited rank counts as dead. torch's defaults are 10 and 30 minutes.
 TIMEOUT_S = 60.0
-# What NCCL waits beyond it: it ends its process without a word, which is to be over with its own reasons by then.
+# Additional seconds for NCCL, which aborts the process without a message: trimtab's own error should come first.
 _AFTER_S = 30.0
-ENVIRONMENT = "ranks.environment"  # code of errors in what launchers set
-_numbers = itertools.count()  # the same on every rank, which ask in the same order
+ENVIRONMENT = "ranks.environment"  # code of errors in variables set by launchers
+_numbers = itertools.count()  # the same on all ranks, because they call in the same order
 _MADE = "what it makes for all"
 _is_apart = False
 _joined_s: float | None = None
 _has_joined = False
-# What launchers call a process's rank, the number of them, and its rank on its machine.
+# Variables for rank, world size and local rank, by launcher.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # The number of a step, that srun sets, and not of a job: a script that sbatch runs is one process.
+    # The size of an srun step, not of the job: a script run by sbatch is a single process.
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is among those of its job."""
+    """Position of this process in its job."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -46,10 +46,10 @@ class Place:
 
 
 def place(environment: Mapping[str, str] | None = None) -> Place:
-    """Return where a launcher put this process; the only one, where none did.
+    """Return the position of this process from launcher variables; rank 0 of 1 without a launcher.
 
     Raises:
-        ValueGivenError: a launcher's variables are not whole numbers, or name a rank that the job does not have.
+        ValueGivenError: a launcher's variables are not whole numbers, or the rank is not below the world size.
     """
     variables = os.environ if environment is None else environment
     for rank, number, local in _LAUNCHERS.values():
@@ -61,21 +61,20 @@ def place(environment: Mapping[str, str] | None = None) -> Place:
 
 
 def is_launched(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether a launcher started this process, if only as the one rank of a job."""
+    """Return True if a launcher started this process, even as the only rank."""
     variables = os.environ if environment is None else environment
     return any(rank in variables and number in variables for rank, number, _ in _LAUNCHERS.values())
 
 
 @contextlib.contextmanager
 def joined(timeout_s: float | None = None) -> Iterator[Place]:
-    """Be one of the job's ranks inside the block: gloo for the host, NCCL for CUDA devices, each rank its own device.
+    """Join the job's process group inside the block: gloo for CPU tensors, NCCL for CUDA, one device per rank.
 
-    No process is joined that no launcher started, or whose process group is there already: of that, the time limit
-    holds for what is begun inside the block, but for collectives of the group itself, which have its own.
+    Does nothing without a launcher. An existing process group is kept; the time limit then applies to trimtab's own
+    communication, not to collectives of the existing group.
 
     Args:
-        timeout_s: seconds after which a rank that is waited for is taken for dead; by default 60, or those of the block
-            that this one is in.
+        timeout_s: seconds after which an awaited rank counts as dead; default: 60, or the value of the enclosing block.
     """
     found = place()
     limit_s = time_limit_s() if timeout_s is None else checks.number("timeout_s", timeout_s, low=0, open_low=True)
@@ -103,14 +102,14 @@ def joined(timeout_s: float | None = None) -> Iterator[Place]:
 
 
 def limit_host(seconds: float) -> None:
-    """Give what the job's group sends from the host this time limit; that of its devices stays as it is."""
+    """Set the time limit of the world group's CPU backend; the CUDA backend keeps its own."""
     host = torch.device("cpu")
-    # torch has no public name for either: its own `_set_pg_timeout` would set that of NCCL too.
+    # torch has no public name for either; its own `_set_pg_timeout` would change NCCL's limit too.
     dist.group.WORLD._get_backend(host)._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _give_up() -> None:
-    """End the job's groups after an error: NCCL else waits for what is under way, which a lost rank never ends."""
+    """Abort the job's groups after an error: NCCL would otherwise wait for collectives of the lost rank."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort is not None and "nccl" in backends().values():
         abort()
@@ -119,12 +118,12 @@ def _give_up() -> None:
 
 
 def has_joined() -> bool:
-    """Return whether this process was made one of several ranks here; its threads of gloo may outlive its group."""
+    """Return True if `joined` made this process a rank; gloo's threads may outlive the group."""
     return _has_joined
 
 
 def backends() -> dict[str, str]:
-    """Return what the job's group talks by, of each type of device that it can send from: {"cpu": "gloo"}."""
+    """Return the world group's backend by device type: {"cpu": "gloo"}."""
     return dict(each.split(":") for each in dist.get_backend_config().split(","))
 
 
@@ -142,7 +141,7 @@ def _require_meeting_point() -> None:
     if not 0 < port < 2**16:
         raise ValueGivenError("MASTER_PORT", given=str(port), expected="from 1 to 65535", code=ENVIRONMENT)
     try:
-        socket.getaddrinfo(address, port)  # torch's own attempts go on for minutes
+        socket.getaddrinfo(address, port)  # torch itself would retry for minutes
     except (OSError, UnicodeError) as error:
         raise ValueGivenError(
             "MASTER_ADDR",
@@ -155,7 +154,7 @@ def _require_meeting_point() -> None:
 
 @contextlib.contextmanager
 def limited_to(seconds: float) -> Iterator[None]:
-    """Take a rank that is waited for in what begins inside the block for dead after so many seconds."""
+    """Set the time limit for awaited ranks in exchanges that begin inside the block."""
     global _joined_s
     before, _joined_s = _joined_s, seconds
     try:
@@ -165,7 +164,7 @@ def limited_to(seconds: float) -> Iterator[None]:
 
 
 def time_limit_s() -> float:
-    """Return after how many seconds a rank that is waited for is taken for dead."""
+    """Return the seconds after which an awaited rank counts as dead."""
     return TIMEOUT_S if _joined_s is None else _joined_s
 
 
@@ -188,19 +187,21 @@ def _require_rank(rank: str, number: str, found: Place) -> None:
 
 
 def job_store() -> dist.Store:
-    """Return what the ranks of the job met in: a place for words, where a collective would wait for all of them."""
+    """Return the job's store, for messages outside of collectives."""
     found: dist.Store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
     return found
 
 
 def words_of_all(topic: str, own: str, limit_s: float) -> list[str]:
-    """Return what every rank says of a topic: no collective, as another rank may be inside one that it cannot leave.
+    """Return a text from every rank through the store, which works while a rank is blocked in a collective.
 
     Args:
-        topic: asked of once in a job.
+        topic: unique name within a job.
+        own: text of this rank.
+        limit_s: time limit in seconds.
 
     Raises:
-        RuntimeError, dist.DistError: a rank says nothing within the limit, or the store is gone.
+        RuntimeError, dist.DistError: a rank sent nothing within the limit, or the store is gone.
     """
     store, prefix = job_store(), f"trimtab/{topic}"
     store.set(f"{prefix}/{dist.get_rank()}", own)
@@ -210,7 +211,7 @@ def words_of_all(topic: str, own: str, limit_s: float) -> list[str]:
 
 
 def total(value: float) -> float:
-    """Return the sum over ranks of a figure; itself where there is one process."""
+    """Return the sum of a number over ranks; a collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
     found = _figure(value)
@@ -219,7 +220,7 @@ def total(value: float) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """Return the longest of what every rank took; itself where there is one process."""
+    """Return the maximum of a number over ranks; a collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return seconds
     found = _figure(seconds)
@@ -228,7 +229,7 @@ def slowest(seconds: float) -> float:
 
 
 def _figure(value: float) -> torch.Tensor:
-    """Return a figure where it can be sent from: joined by us a job has gloo for the host, by others perhaps not."""
+    """Return a number as a tensor on a device with a backend: the CPU if possible, which a foreign group may lack."""
     kinds = backends()
     return torch.tensor(value, dtype=torch.float64, device="cpu" if "cpu" in kinds else next(iter(kinds)))
 
@@ -244,18 +245,19 @@ def _apart() -> Iterator[None]:
 
 
 def is_apart() -> bool:
-    """Return whether this rank does something that the others wait for: it may not ask them anything."""
+    """Return True while all ranks wait for this rank; collectives are then forbidden."""
     return _is_apart
 
 
 def from_first(make: Callable[[], str], topic: str = "") -> str:
-    """Return what rank 0 makes, on all ranks; the others wait for as long as it takes, which planning does.
+    """Return the result of `make` on rank 0 to all ranks; the wait lasts as long as rank 0 sends heartbeats.
 
     Args:
-        topic: asked of once in a job; else the ranks have to ask for all that has none in the same order.
+        make: called on rank 0.
+        topic: unique name within a job; without a topic, all ranks must call in the same order.
 
     Raises:
-        RankError: on the others; rank 0 failed, or gives no sign of life for longer than the time limit.
+        RankError: on the remaining ranks: rank 0 failed, or sent no heartbeat within the time limit.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return make()
@@ -282,5 +284,5 @@ def from_first(make: Callable[[], str], topic: str = "") -> str:
 
 
 def first_ended_by(error: RankError, kind: type[Exception]) -> bool:
-    """Return whether it says what rank 0 raised in `from_first`, and that was of a kind."""
+    """Return True if the error reports an exception of a class, raised on rank 0 in `from_first`."""
     return error.field == "rank 0" and error.given.startswith(f"{kind.__name__}: ")

@@ -1,4 +1,4 @@
-"""Peak bytes of a rank at each ZeRO stage, with no other rank there: torch's own sharding, traced on fake tensors."""
+"""Peak memory of a rank per ZeRO stage without other ranks: torch's own sharding, traced on fake tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trimtab.measure.rank_trace import trace_replica, trace_shard
 from trimtab.measure.traced_step import Autocast, LossFn, cannot_trace
 from trimtab.runtime.precision import autocast as autocast_of
 
-# Micro-batches of a window that differ in what is held: the first, those between, and the last one.
+# Kinds of micro-batches with different memory: first, middle, last.
 _DIFFERENT = 3
 
 
@@ -41,15 +41,23 @@ def trace_rank(
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
 ) -> PeakModel:
-    """Return the peak of a rank's step by the rows of its micro-batches.
+    """Return the peak memory of a rank's step as a function of its micro-batch size.
 
     Args:
-        batches: of `rows`, the smaller one first and of two at the least. num_micro_batches: of a window; more than
-            three hold what three hold. counts_scratch: as of `trimtab.measure.step_trace.trace_step`.
+        model: model of the loop.
+        optimizer: optimizer of the loop.
+        loss_fn: loss function of the loop.
+        batches: two batches, the smaller first, with at least two samples.
+        rows: sizes of `batches`.
+        how: parallelism.
+        num_micro_batches: micro-batches per step; more than three need no more memory than three.
+        autocast: autocast context of the forward.
+        counts_scratch: as in `trimtab.measure.step_trace.trace_step`.
 
     Raises:
-        ModelError: the step cannot be traced. ValueGivenError: there is one rank. DependencyError: a torch that has no
-            group without peers.
+        ModelError: the step cannot be traced.
+        ValueGivenError: a single rank.
+        DependencyError: torch has no fake process group.
     """
     loop, many = (model, optimizer, loss_fn, batches, rows), min(num_micro_batches, _DIFFERENT)
     seen: dict[str, Any] = {"num_micro_batches": many, "autocast": autocast, "counts_scratch": counts_scratch}
@@ -71,10 +79,17 @@ def trace_ways(
     ways: Sequence[Way] = WAYS,
     counts_scratch: bool = False,
 ) -> tuple[RankTrace, ...]:
-    """Return a candidate's peaks by some ways to share a model; of too few rows to be cut, of none.
+    """Return a candidate's peaks for several ways to shard a model; empty if the batch has too few samples to split.
 
     Args:
-        batch: a rank's share.
+        model: model of the loop.
+        optimizer: optimizer of the loop.
+        loss_fn: loss function of the loop.
+        batch: a rank's part of a batch.
+        candidate: settings.
+        ranks: world size.
+        ways: ways to shard the model.
+        counts_scratch: as in `trimtab.measure.step_trace.trace_step`.
 
     Raises:
         ModelError: the step cannot be traced.
@@ -94,7 +109,7 @@ def trace_ways(
         return at_two_sizes(batch, trace)
 
     @functools.cache
-    def whole(stage: int) -> PeakModel:  # of one micro-batch, after which gradients are reduced either way
+    def whole(stage: int) -> PeakModel:  # with one micro-batch, gradients are reduced once in either way
         return peak((stage, True), 1)
 
     def of(way: Way) -> RankTrace:
@@ -107,13 +122,13 @@ def trace_ways(
 
 
 class _Part:
-    """Of the whole model, at stage 1 the largest part of its parameters that a rank steps."""
+    """Rank with the whole model; at stage 1, the rank with the largest part of the optimizer state."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, how: Parallelism) -> None:
         self._kept = _largest_part(model, optimizer) if how.zero_stage == 1 else None
 
     def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Have the optimizer step the part alone."""
+        """Restrict the optimizer to the rank's parameters."""
         if self._kept is None:
             return
         part = {parameter for name, parameter in model.named_parameters() if name in self._kept}
@@ -123,23 +138,23 @@ class _Part:
             del optimizer.state[parameter]
 
     def begin(self, *, last: bool) -> None:
-        """Have nothing to say: gradients lie in their buckets whether they are reduced or not."""
+        """Do nothing: DDP's buckets hold gradients in any case."""
 
 
 def _largest_part(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """Return the names of the parameters whose state is the most that a rank has, as torch's own optimizer deals.
+    """Return the names of the parameters in the largest partition of torch's ZeroRedundancyOptimizer.
 
     Raises:
-        ModelError: it does not take such parameters.
+        ModelError: ZeroRedundancyOptimizer refuses the parameters.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own import
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch's own import
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     try:
         dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()
-    except Exception as error:  # parameters of two types, for one
+    except Exception as error:  # for instance parameters of different dtypes
         raise cannot_trace(error) from error
     parts = [[parameter for group in part for parameter in group["params"]] for part in dealt]
     largest = set(max(parts, key=lambda part: sum(each.numel() for each in part)))
@@ -147,7 +162,7 @@ def _largest_part(model: nn.Module, optimizer: Optimizer) -> set[str]:
 
 
 class _Shard:
-    """Of every parameter, by FSDP2."""
+    """Rank with a shard of every parameter, by FSDP2."""
 
     def __init__(self, how: Parallelism, mesh: DeviceMesh) -> None:
         from trimtab.distributed.fully_sharded import Shards
@@ -157,7 +172,7 @@ class _Shard:
         self.begin = self._shards.begin
 
     def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Shard the model, and have the optimizer step the shards, without state yet."""
+        """Shard the model, and point the optimizer at the shards, without state."""
         names = names_of(model, optimizer)
         self._shards.make(model)
         shards = dict(model.named_parameters())

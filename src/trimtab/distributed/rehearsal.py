@@ -1,6 +1,6 @@
-"""Plans of a job, run by all its ranks for some windows before they train: what was predicted is measured.
+"""Dry runs of plans by all ranks before training: a few steps measure the predicted time and memory.
 
-The user's model, optimizer, random numbers and global modes are left as they were: copies are run.
+Dry runs use copies; the user's model, optimizer, random generators and global modes are unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -42,20 +42,24 @@ from trimtab.runtime.batching import BY_CONTAINERS, Batching
 from trimtab.runtime.engine import LossFn
 
 _PAIRS, _BLOCKS = 9, 5
-_COUNTED = 7  # windows
-_LONGEST_S = 60.0  # after which no other lap of blocks begins that a verdict can do without
-_numbers = itertools.count()  # the same on every rank, which ask in the same order
+_COUNTED = 7  # steps
+_LONGEST_S = 60.0  # seconds after which no further optional round of blocks begins
+_numbers = itertools.count()  # the same on all ranks, because they call in the same order
 T = TypeVar("T")
 
 
 class Rehearsal:
-    """What all ranks of a job run plans on; every call is made by all of them, and returns the same on each.
+    """Dry runs on all ranks of a job; every method is a collective and returns the same value on all ranks.
 
     Args:
-        copied: returns a model and an optimizer of its own, tied, and the rank's loss and batch. clip_norm: as the loop
-            clips. beside: tensors that lie on the device meanwhile. unchanged: returns a block that leaves the user's
-            own as they were, whatever a copy reaches; None: one of random numbers and global modes. progress: called
-            with a line of text, on rank 0.
+        copied: returns copies of model and optimizer, and the rank's loss function and batch.
+        clip_norm: clipping limit of the loop.
+        beside: returns other tensors on the device during the run.
+        unchanged: returns a context that restores the user's objects, even if reached by a copy; None: restore only
+            random
+            generators and global modes.
+        progress: called with a line of text, on rank 0.
+        batching: counts and splits batches.
     """
 
     def __init__(
@@ -74,37 +78,39 @@ class Rehearsal:
         self._progress = progress if dist.get_rank() == 0 else silent
 
     def refusal(self) -> str:
-        """Return why nothing can be rehearsed: a rank cannot make copies; or ""."""
+        """Return the reason why dry runs are not possible, such as a failed copy on a rank; or ""."""
         found = self._together(lambda: self._copied() is None)
         return found if isinstance(found, str) else ""
 
     def of(self, plan: Plan, *, counts_memory: bool) -> Ran:
-        """Run a plan; where it changes how gradients are sent, in turns with one that does not.
+        """Run a plan; if it changes gradient communication, interleaved with the default and an A/A control.
 
-        Of these two the plan is kept that is measurably worth it. The one that does not runs twice, as a control, whose
-        ratio is what can be told from nothing.
+        The measurably better of the two plans is kept. The default runs twice, and the ratio of both is the resolution.
 
         Args:
-            counts_memory: whether peaks are counted too; each block has copies of its own then, and none is there
-                beside another. Else each plan has one run, and the control is the same run again, as a third copy may
-                not have room: what two runs of one plan differ by is then not in what can be told from nothing.
+            plan: plan to run.
+            counts_memory: measure peaks too, with new copies per block, created one at a time. Otherwise a plan has a
+                single run,
+                and the control reuses the default's run, because a third copy may not fit; differences between two runs
+                of a
+                plan are then missing from the resolution.
 
         Raises:
-            RankError: another rank ended or is silent, or ranks failed after they had sent unlike much. Exception: as
-                raised on this rank alone.
+            RankError: another rank ended or sent no answer, or ranks failed after different numbers of collectives.
+            Exception: as raised on this rank only.
         """
         start, usual = time.perf_counter(), by_default(plan)
         self._progress(f"rehearsing: {plan.changes_in_words or 'nothing changed'}")
         arms = {"plan": plan} if usual is None else {"plan": plan, "usual": usual, "control": usual}
         found = self._together(lambda: self._rehearsed(arms, counts_memory=counts_memory))
-        gc.collect()  # an error holds its frames, and they what they ran
+        gc.collect()  # An error holds its frames, and the frames hold the run's tensors.
         took_s = slowest(time.perf_counter() - start)
         if isinstance(found, str):
             return Ran(plan, refusal=found, took_s=took_s)
         return replace(found, took_s=took_s)
 
     def _rehearsed(self, arms: Mapping[str, Plan], *, counts_memory: bool) -> Ran:
-        """Return what the plan did that is kept."""
+        """Return the measurements of the plan that is kept."""
         block_s, plan = self._laps(arms, reopens=counts_memory and len(arms) > 1), arms["plan"]
         slower = None if plan.predicted is None else statistics.median(block_s["plan"]) / plan.predicted.step_s
         kept, of = plan, "plan"
@@ -114,10 +120,11 @@ class Rehearsal:
         return Ran(kept, tuple(block_s[of]), self._peaks(kept) if counts_memory else (), slower)
 
     def _laps(self, arms: Mapping[str, Plan], *, reopens: bool) -> dict[str, list[float]]:
-        """Return seconds of a window of each arm, block by block, in turns.
+        """Return the seconds per step of each arm, by block, in interleaved order.
 
         Args:
-            reopens: whether each block has copies of its own.
+            arms: plans by name.
+            reopens: create new copies for each block.
         """
         begin = time.perf_counter()
         laps, least = (_PAIRS, MIN_PAIRS_FOR_VERDICT) if len(arms) > 1 else (_BLOCKS, 1)
@@ -145,33 +152,35 @@ class Rehearsal:
         beside = storage_bytes(each for each in self._beside() if each.is_cuda)
         with self._running(plan) as run:
             found = tuple(run.peak_bytes(beside) for _ in range(_COUNTED))
-        # What an accelerator's allocator cannot have ends a run in the first window that asks for it.
+        # An accelerator run fails in the first step beyond the available memory, so the maximum counts.
         return (max(found),) if run.is_accelerated else found
 
     def _running(self, plan: Plan) -> contextlib.AbstractContextManager[RehearsedRun]:
         return rehearsing(plan, self._copied, self._clip_norm, self._batching)
 
     def _together(self, make: Callable[[], T]) -> T | str:
-        """Return what every rank makes; a reason, the same on all, where it raised and all sent as much before it.
+        """Return the result of `make` on all ranks, or the reason of a failure, the same on all ranks.
 
-        A rank that raises where the others wait inside a collective ends, and they by its reason. Where all are out of
-        it and some sent more, what is left over would meet whatever is sent next: all end.
+        If some ranks wait inside a collective, a failed rank ends, and ends them with the same error. If no rank does,
+        but the numbers of collectives differ, pending messages would be matched with later collectives, so all ranks
+        end.
 
         Raises:
-            RankError: it raised on ranks after they had sent unlike much.
+            RankError: ranks failed after different numbers of collectives.
         """
         made: list[T] = []
         failure: Exception | None = None
         exchange = RankExchange(None)
         try:
             with self._unchanged(), warnings.catch_warnings(), exchange.explaining():
-                warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused then, with its reason
+                # warnings about refused plans, which are reported with a reason
+                warnings.simplefilter("ignore", RuntimeWarning)
                 made.append(make())
         except RankError:
             raise
         except Exception as error:
             failure = error
-        # One that failed may have left the others inside a collective, which only its end ends.
+        # A failed rank may have left the others inside a collective, which ends only when this rank does.
         limit_s = time_limit_s() / 4 if failure else time_limit_s()
         try:
             words = json.dumps([_said(failure), num_sent()])
@@ -225,7 +234,7 @@ def of_live(
     progress: Callable[[str], None] = silent,
     batching: Batching = BY_CONTAINERS,
 ) -> Rehearsal:
-    """Return what plans for a user's own model and optimizer are rehearsed on: copies of both, made together."""
+    """Return dry runs on copies of the user's own model and optimizer."""
 
     def copied() -> RankLoop:
         return *copied_together(model, optimizer), loss_fn, batch

@@ -1,4 +1,4 @@
-"""A plan on copies of a model and its optimizer, on all ranks: what its windows take, and what a rank holds in them."""
+"""Dry run of a plan on copies of a model and its optimizer: step time and peak memory on all ranks."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from trimtab.runtime.optimizers import drop_gradients
 from trimtab.runtime.recovery import recovers_from
 from trimtab.runtime.window_start import bytes_to_begin_anew
 
-_WARM_WINDOWS = 2  # DDP lays its buckets out anew in the second
-_MOST_WARM = 20  # fp16 finds its loss scale
+_WARM_WINDOWS = 2  # DDP rebuilds its buckets in the second step
+_MOST_WARM = 20  # fp16 adjusts its loss scale
 _BLOCK_S, _MOST_WINDOWS = 0.25, 50
 
 
 class DidNotFit(Exception):
-    """Memory ran out on a rank, which cut its window smaller; every rank knows."""
+    """A rank ran out of memory and had to split its micro-batches; known on every rank."""
 
 
 @contextlib.contextmanager
 def rehearsing(
     plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | None, batching: Batching = BY_CONTAINERS
 ) -> Iterator[RehearsedRun]:
-    """Run a plan inside the block as `trimtab.start` would, on copies; every rank enters, and leaves, with the others.
+    """Run a plan on copies inside the block, as `trimtab.start` would; a collective.
 
     Args:
-        copied: returns a model and optimizer of the run's own. clip_norm: as the loop clips, where the plan does not.
+        plan: plan to run.
+        copied: returns copies of model and optimizer, the loss function and the batch.
+        clip_norm: clipping limit of the loop, if the plan has none.
         batching: counts and splits the batch.
     """
-    gc.collect()  # an error of the run before holds its frames, and they what they ran
+    gc.collect()  # An error of an earlier run holds its frames, and the frames hold the run's tensors.
     model, optimizer, loss_fn, batch = copied()
     kept = {"schedule": KEEP_SCHEDULE, "learning_rate_scale": KEEP_LEARNING_RATE, "batch_policy": KEEP_BATCH}
     plan = replace(plan, batch_rule=None, warmup_fraction=KEEP_WARMUP, **kept)
@@ -59,13 +61,13 @@ def rehearsing(
             yield ours
     finally:
         if ours is not None:
-            ours.let_go()  # whoever was given it may still hold it
+            ours.let_go()  # The caller may still hold the object.
         del model, optimizer, backend, ours
-        gc.collect()  # a reducer and its model hold each other
+        gc.collect()  # DDP's reducer and its model refer to each other
 
 
 class RehearsedRun:
-    """A started run, and the loop that it is of. `is_accelerated`: its memory is an accelerator's."""
+    """A started run with its loop; `is_accelerated`: the model is on an accelerator."""
 
     def __init__(self, run: Run, loop: RankLoop) -> None:
         self._run, self._loop = run, loop
@@ -73,11 +75,11 @@ class RehearsedRun:
         self.is_accelerated, self._windows = self._device.type == "cuda", 1
 
     def let_go(self) -> None:
-        """Hold nothing of the run any more, which is over."""
+        """Drop all references to the finished run."""
         del self._run, self._loop
 
     def warm_up(self) -> None:
-        """Run what is not timed: until the optimizer has stepped, and no engine makes anything for the first time."""
+        """Run untimed steps until the optimizer has stepped and all one-time initialisation is done."""
         windows = 0
         while windows < _WARM_WINDOWS or (self._run.applied_steps == 0 and windows < _MOST_WARM):
             self._window()
@@ -86,17 +88,17 @@ class RehearsedRun:
         self._windows = max(1, min(_MOST_WINDOWS, math.ceil(_BLOCK_S / once_s)))
 
     def block_s(self) -> float:
-        """Return seconds of a window, over a block of them that all ranks begin together; of the slowest rank."""
+        """Return the seconds per step over a block of steps; maximum over ranks. Ranks begin together."""
         total(0.0)
         return slowest(time_call(self._window, self._device, self._windows))
 
     def peak_bytes(self, beside_bytes: int) -> int:
-        """Return what the rank that holds most held at most in a window.
+        """Return the peak memory of a step, maximum over ranks.
 
         Args:
-            beside_bytes: on CUDA, of what lies on the device and is not the run's.
+            beside_bytes: bytes of foreign tensors on a CUDA device.
         """
-        drop_gradients(self._loop[1])  # what is freed in a count has to be in it
+        drop_gradients(self._loop[1])  # The count must include memory that is freed during the step.
         counted = peak_bytes(self._window, self._device, self._alive)
         own = counted - beside_bytes if self.is_accelerated else counted + self._kept_bytes()
         return int(slowest(float(own)))
@@ -113,7 +115,7 @@ class RehearsedRun:
         yield from tensors_in(batch)
 
     def _kept_bytes(self) -> int:
-        """Return what a replica keeps besides: DDP's buckets, and what a window that is begun anew begins with."""
+        """Return a replica's additional memory: DDP's buckets, and the snapshot for repeating a step."""
         model, plan = self._loop[0], self._run.plan
         if int(plan.zero_stage.value or 0) >= 2:
             return 0

@@ -1,4 +1,4 @@
-"""The user's optimizer object, pointed at other parameters: groups in their order, state moved along by name."""
+"""Rebind an optimizer to new parameters: groups keep their order, and state moves by parameter name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Name = str
 
 
 def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Name]]:
-    """Return the names of the parameters of each of an optimizer's groups.
+    """Return the parameter names of an optimizer, by group.
 
     Raises:
-        OptimizerError: one is not the model's.
+        OptimizerError: a parameter does not belong to the model.
     """
     known = {parameter: name for name, parameter in model.named_parameters()}
     groups = [group["params"] for group in optimizer.param_groups]
@@ -33,10 +33,13 @@ def point_at(
     parameters: Mapping[Name, nn.Parameter],
     move: Callable[[Tensor, nn.Parameter], Tensor],
 ) -> None:
-    """Have an optimizer's groups hold the parameters that now have those names, and its state be theirs.
+    """Replace an optimizer's parameters by the new parameters of the same names, and move their state.
 
     Args:
-        move: returns a state tensor of a parameter's shape as the new parameter's.
+        optimizer: optimizer to change.
+        names: parameter names by group.
+        parameters: new parameters by name.
+        move: converts a state tensor with the old parameter's shape for the new parameter.
     """
     before = [group["params"] for group in optimizer.param_groups]
     state: dict[Tensor, Any] = {}

@@ -1,4 +1,4 @@
-"""How much a rank has sent, by which ranks tell whether all stand at the same place among their collectives."""
+"""Sequence numbers of collectives, to check that all ranks are at the same point."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trimtab.distributed.process_group import backends
 
 
 def num_sent() -> list[int]:
-    """Return how many collectives this rank has begun on the job's group, by type of device, and groups it has made.
+    """Return the number of groups created, and of collectives started on the world group by device type.
 
-    Alike on all ranks, whatever is under way ends by itself; else what some sent waits for the others' next. A backend
-    that does not count is left out.
+    If equal on all ranks, pending collectives complete normally; otherwise a pending collective would match a later one
+    of a different rank. Backends without a count are left out.
     """
     group, distributed = dist.group.WORLD, dist.distributed_c10d
     found = [distributed._world.group_count]

@@ -1,4 +1,4 @@
-"""What the ZeRO stage of ranks is chosen by: a profile of one rank's share, and traces of what a rank holds."""
+"""Inputs for choosing a ZeRO stage: a profile of a rank's part of the batch, and memory traces of a rank."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from trimtab.runtime.batches import to_device
 from trimtab.runtime.batching import BY_CONTAINERS
 from trimtab.runtime.engine import LossFn
 
-RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of one rank, with its share of a batch, on the model's device
+RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of a rank, with its part of a batch on the model's device
 
 NO_JOULES = "energy counts, and no trace tells what another stage takes"
 ADAPTS = "a plan that adapts, or measures noise, is made for replicas"
-_BUT = ("micro_batch", "allocator", "fused_optimizer")  # as what the stage is chosen by does
+_BUT = ("micro_batch", "allocator", "fused_optimizer")  # fields ignored in the choice of the stage
 
 
 @dataclass(frozen=True)
 class Share:
-    """What rank 0 found of its share of a batch; the stage is chosen by it once the link is timed.
+    """Rank 0's measurements for choosing the stage once the link is timed.
 
     Args:
-        profile: of one process, its limits and weights with it. traces: of a rank at every stage. shape_of: returns a
-            plan's step as communication sees it.
+        profile: single-process profile with its limits and weights.
+        traces: memory traces of a rank at every stage.
+        shape_of: returns the times and sizes of a plan's micro-batch for the communication model; None if unknown.
     """
 
     profile: Profile
@@ -49,10 +50,12 @@ class Share:
     shape_of: Callable[[Plan], StepShape | None]
 
     def plan(self, ranks: int, calibration: Calibration, rehearsed: Rehearsed | None = None) -> Plan:
-        """Return the plan of so many ranks.
+        """Return the plan for several ranks.
 
         Args:
-            rehearsed: what they ran of such plans.
+            ranks: world size.
+            calibration: measured link.
+            rehearsed: earlier dry runs on these ranks.
 
         Raises:
             InfeasibleError: no stage meets the limits.
@@ -62,12 +65,15 @@ class Share:
 
 
 def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], *, adapts: bool = False) -> Share | str:
-    """Return what this job's stage is chosen by, or why its ranks hold the whole model: "" where memory is ample.
+    """Return the inputs for choosing the stage, or the reason to replicate the model; "" if memory is ample.
 
-    Nothing is traced unless memory is limited or weighed, or a window's seconds are limited, to which sending adds.
+    Traces are made only if memory is limited or weighed, or time per step is limited, because communication adds to it.
 
     Args:
-        adapts: whether the plan is to change more than the maths allow, or to measure noise.
+        profile: single-process profile.
+        loop: loop of this rank.
+        progress: called with a line of text.
+        adapts: the plan also changes training settings, or measures noise.
     """
     if profile.budget.memory_bytes is None and profile.objective.memory == 0 and profile.budget.time is None:
         return ""
@@ -87,13 +93,14 @@ def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], 
 
 
 def of_replicas(profile: Profile, why: str) -> Plan:
-    """Return the plan of one process, for ranks that hold the whole model.
+    """Return a single-process plan for ranks that replicate the model.
 
     Args:
-        why: no other stage is weighed; "" where none was asked for.
+        profile: single-process profile.
+        why: reason for not considering sharding; "" if sharding was not requested.
 
     Raises:
-        InfeasibleError: no settings meet the limits; says why there is no other stage.
+        InfeasibleError: no settings meet the limits; includes `why`.
     """
     try:
         return choose(profile, profile.objective, profile.budget)
@@ -103,7 +110,7 @@ def of_replicas(profile: Profile, why: str) -> Plan:
 
 
 def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None]) -> Profile:
-    """Return the profile with traces of all that ran and can be traced, to hold a rank's against.
+    """Return the profile with traces of all traceable candidates that ran, for comparison with a rank's traces.
 
     Raises:
         ModelError: a step cannot be traced.
@@ -119,13 +126,18 @@ def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None
 def traces_of_ranks(
     profile: Profile, loop: RankLoop, ranks: int, progress: Callable[[str], None], ways: Sequence[Way] = WAYS
 ) -> tuple[RankTrace, ...]:
-    """Return what a rank of so many holds, of each candidate that is traced for one process.
+    """Return memory traces of a rank for each candidate with a single-process trace.
 
     Args:
-        ways: to share the model.
+        profile: single-process profile with traces.
+        loop: loop of this rank.
+        ranks: world size.
+        progress: called with a line of text.
+        ways: ways to shard the model.
 
     Raises:
-        ModelError: a step cannot be traced. DependencyError: a torch that has no group without peers.
+        ModelError: a step cannot be traced.
+        DependencyError: torch has no fake process group.
     """
     traces = list[RankTrace]()
     for candidate in _unlike(traced.candidate for traced in profile.traces):
@@ -139,7 +151,7 @@ def traces_of_ranks(
 
 
 def _unlike(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return those that differ in what a trace shows."""
+    """Return the candidates with different traces."""
     found: list[Candidate] = []
     for each in candidates:
         plain = replace(each, recompute=None)

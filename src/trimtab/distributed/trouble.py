@@ -1,4 +1,4 @@
-"""One rank's trouble is everyone's: what ended it is told through the store that ranks met in, or who is missing is."""
+"""Error propagation: a failing rank publishes its exception in the job's store, to be raised on all ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trimtab.distributed.launched import ENDED, SILENT
 from trimtab.distributed.process_group import job_store
 from trimtab.runtime.gradient_sync import UNREDUCED
 
-# What a rank has to answer a roll call in. All are called that failed to wait for one: they do within moments of each
-# other, but for those whose own time limit began later.
+# Seconds to answer a roll call. All ranks whose wait for a rank failed take part within moments of each other, except
+# those whose own time limit began later.
 _ANSWER_S = 3.0
-# How torch's errors of a collective that lost a rank are told from others of their type.
+# Words in torch's errors of a collective that lost a rank.
 _SIGNS = ("gloo", "nccl")
 _PREFIX = "trimtab/trouble"
 
 
 class Trouble:
-    """The store of a process group, as a place to say what happened. `number`: of the run, the same on every rank."""
+    """Error messages of ranks in the job's store; `number` identifies the run, the same on every rank."""
 
     def __init__(self, number: int) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -30,7 +30,7 @@ class Trouble:
         self._has_told = False
 
     def tell(self, error: BaseException) -> None:
-        """Publish the error that ends this rank, unless another rank is behind it or raises it too."""
+        """Publish the error that ends this rank, unless a different rank caused or also raises the same error."""
         if not (isinstance(error, RankError) and error.code != UNREDUCED):
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
             with self._store() as store:
@@ -38,14 +38,14 @@ class Trouble:
                 self._has_told = True
 
     def recovered(self) -> None:
-        """What was told did not end this rank."""
+        """Withdraw the published error after a recovery."""
         if self._has_told:
             with self._store() as store:
                 store.delete_key(f"{self._prefix}/{self._rank}")
             self._has_told = False
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return what is behind an error of a collective: another rank's, or its silence; any other error as it is."""
+        """Return the cause of an error in a collective: the error or silence of a rank; unrelated errors unchanged."""
         text = str(error).lower()
         is_lost = isinstance(error, dist.DistError)
         is_lost = is_lost or (isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS))
@@ -64,7 +64,7 @@ class Trouble:
         return error
 
     def _roll_call(self) -> tuple[dict[int, str], list[int]]:
-        """Return what ranks said that ended, and those that neither said so nor answer."""
+        """Return the published errors by rank, and the ranks that neither published an error nor answer."""
         said: dict[int, str] = {}
         silent: list[int] = []
         with self._store() as store:
@@ -77,7 +77,7 @@ class Trouble:
                 elif not self._answers(store, rank):
                     silent.append(rank)
             return said, silent
-        return {}, [0] if self._rank else []  # whose process holds the store, where no launcher does
+        return {}, [0] if self._rank else []  # without a launcher, rank 0's process holds the store
 
     def _answers(self, store: dist.Store, rank: int) -> bool:
         try:
@@ -88,7 +88,7 @@ class Trouble:
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[dist.Store]:
-        """Use the store; where it cannot be reached, nothing is said."""
+        """Use the store; errors of an unreachable store are ignored."""
         with contextlib.suppress(RuntimeError, dist.DistError):
             yield job_store()
 

@@ -1,4 +1,4 @@
-"""Stage 1: as stage 0, and each rank steps its share of the parameters, whose optimizer state it alone holds."""
+"""ZeRO stage 1: data parallelism, with optimizer state and parameter updates sharded between ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trimtab.runtime.precision import MixedPrecision
 
 
 class ShardedState(DataParallel):
-    """A run's backend: replicas of the model, and torch's ZeroRedundancyOptimizer around the user's own optimizer.
+    """Backend with replicas of the model and torch's ZeroRedundancyOptimizer around the user's own optimizer.
 
-    The user's object steps this rank's share: its groups hold that share while the run lasts, with the options and the
-    learning rates that the user's loop gives them.
+    The user's optimizer steps this rank's parameters: during the run, groups hold only this rank's parameters, with the
+    options and learning rates set by the user's loop.
     """
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Divide the parameters between ranks, and drop the state of the others' shares."""
+        """Partition the parameters between ranks, and drop the state of other ranks' parameters."""
         kinds = {p.dtype for group in optimizer.param_groups for p in group["params"]}
         if len(kinds) > 1:
             raise OptimizerError(
@@ -40,7 +40,7 @@ class ShardedState(DataParallel):
         self.optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=self._share)
 
     def _share(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the user's optimizer, of this rank's share."""
+        """Return the user's optimizer, restricted to this rank's parameters."""
         for group, own in zip(self._user.param_groups, groups, strict=True):
             group["params"] = list(own["params"])
         kept = {parameter for group in groups for parameter in group["params"]}
@@ -50,7 +50,7 @@ class ShardedState(DataParallel):
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Step by the options of the user's groups, which keep their learning rates."""
+        """Step with the options and learning rates of the user's groups."""
         rates = [group["lr"] for group in self._user.param_groups]
         for user, whole in zip(self._user.param_groups, self.optimizer.param_groups, strict=True):
             whole.update({name: value for name, value in user.items() if name != "params"})
@@ -61,12 +61,12 @@ class ShardedState(DataParallel):
                 user["lr"] = rate
 
     def step(self, precision: MixedPrecision) -> bool:
-        """Step this rank's share and have the others'; names a rank that is lost in it."""
+        """Step this rank's parameters and receive the others; errors name a lost rank."""
         with self.exchange.explaining():
             return super().step(precision)
 
     def gather(self, error: BaseException | None) -> None:
-        """Give the user's optimizer all parameters back, and the state of all: each rank sends that of its share."""
+        """Restore the user's optimizer with all parameters, and the state sent by their owners."""
         owners = dict(self.optimizer._param_to_rank)
         for group, parameters in zip(self._user.param_groups, self._whole, strict=True):
             group["params"] = parameters
@@ -75,12 +75,12 @@ class ShardedState(DataParallel):
                 for parameter in parameters:
                     with self.exchange.explaining():
                         _send_state(self._user, parameter, owners[parameter])
-            align_state(self._user)  # what was received is contiguous, whatever its parameter is
+            align_state(self._user)  # Received tensors are contiguous, unlike some parameters.
         super().gather(error)
 
 
 def _send_state(optimizer: torch.optim.Optimizer, parameter: Tensor, owner: int) -> None:
-    """Give every rank the state of a parameter that one of them has."""
+    """Broadcast the optimizer state of a parameter from its owner."""
     is_own = dist.get_rank() == owner
     state = optimizer.state.get(parameter, {}) if is_own else {}
     shapes = {key: _shape_of(value) for key, value in state.items()}
@@ -90,7 +90,7 @@ def _send_state(optimizer: torch.optim.Optimizer, parameter: Tensor, owner: int)
     for key, value in received[0].items():
         if isinstance(value, _Shape):
             tensor = state[key] if is_own else value.empty(parameter)
-            sent = tensor.to(parameter.device).contiguous()  # gloo sends memory as it lies, whatever the strides
+            sent = tensor.to(parameter.device).contiguous()  # gloo sends raw memory and ignores strides
             dist.broadcast(sent, src=owner)
             found[key] = tensor if is_own else sent.to(value.device_of(parameter))
         else:
@@ -100,17 +100,17 @@ def _send_state(optimizer: torch.optim.Optimizer, parameter: Tensor, owner: int)
 
 
 class _Shape:
-    """What a tensor of state is made of, besides its values."""
+    """Shape, dtype and device of a state tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.on_host = tuple(tensor.shape), tensor.dtype, not tensor.is_cuda
 
     def device_of(self, parameter: Tensor) -> torch.device:
-        """Return where it lies: on the host, or beside its parameter."""
+        """Return the device for the tensor: the CPU, or the parameter's device."""
         return torch.device("cpu") if self.on_host else parameter.device
 
     def empty(self, parameter: Tensor) -> Tensor:
-        """Return room for it, contiguous."""
+        """Return an empty contiguous tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device_of(parameter))
 
 
