@@ -51,8 +51,7 @@ class Attribution:
 
     Args:
         phases: timed phases of either arm, in order. A forward and backward hidden in the rest of one arm are merged
-            into
-            the rest of both.
+            into the rest of both.
         unattributed: difference between the two arms' timing overhead.
         whole: steps without timers; phases and `unattributed` sum to it.
         reference_clock: reference step with timers divided by a step without, paired by round.

@@ -70,8 +70,7 @@ class BatchDecider(Part):
         Args:
             window: noise estimates of the step; None if unknown.
             seconds: per rank, the seconds of a sample, of the step's fixed part, of the whole step and of measuring;
-                NaN if
-                unknown.
+                NaN if unknown.
         """
         row_s, fixed_s, window_s, spent_s = zip(*seconds, strict=True)
         if window is not None:

@@ -88,8 +88,7 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
 
     Raises:
         ValueGivenError: a single rank; fewer than three sizes, or a largest size below twice the smallest; times that
-            do
-            not grow with size.
+            do not grow with size.
     """
     checks.integer("link.ranks", ranks, low=2)
     _check(points)

@@ -45,8 +45,7 @@ def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Sch
         chain: stages.
         limit_bytes: limit on the peak.
         slots: number of slots of the limit. Sizes are rounded up to slots, so the schedule may be suboptimal, or
-            missed, by
-            less than a slot per stage.
+            missed, by less than a slot per stage.
     """
     plain = keep_all(len(chain))
     if predict(chain, plain).peak_bytes <= limit_bytes:

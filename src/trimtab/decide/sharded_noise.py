@@ -43,8 +43,7 @@ class JointMicroBatches:
 
         Args:
             each: per rank, `num_figures` values: `||gbar||^2` of the local shards; `||h_j||^2 D^2` of the local shards
-                for
-                every j; then all `n_rj`; then all `m_rj`.
+                for every j; then all `n_rj`; then all `m_rj`.
         """
         norm2, *of_each = (sum(figures) for figures in zip(*each, strict=True))
         num = len(of_each) // _OF_EACH

@@ -46,8 +46,7 @@ class WindowTimes(Part):
 
         Args:
             row_s: seconds per sample, data loading included, in the loader batches between the first (creates
-                gradients) and
-                the last (includes the reduction).
+                gradients) and the last (includes the reduction).
             fixed_s: seconds of the step beyond `row_s` for all samples.
         """
         self._seen += 1

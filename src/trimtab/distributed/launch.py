@@ -34,8 +34,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> None:
 
     Raises:
         RankError: a rank ended by an error, by a signal, or before completing the command; the remaining ranks were
-            then
-            ended too.
+            then ended too.
         KeyboardInterrupt, SystemExit: this process received SIGINT or a different signal, and ended the ranks.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException

@@ -57,8 +57,7 @@ class Launched:
 
     Args:
         environment: environment of the process; the launcher's variables are removed from it, because programs started
-            by
-            the rank are not ranks.
+            by the rank are not ranks.
     """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:

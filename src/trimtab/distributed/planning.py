@@ -55,8 +55,7 @@ def plan_together(
 
     Args:
         make: called on rank 0 only; returns a single-process plan for replicas of the model, or the inputs for choosing
-            a
-            way to shard the model.
+            a way to shard the model.
         device: device of the gradients.
         rehearsal: returns the dry run, called on all ranks before the first run; None: choose by predictions only.
 

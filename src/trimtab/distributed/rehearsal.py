@@ -56,8 +56,7 @@ class Rehearsal:
         clip_norm: clipping limit of the loop.
         beside: returns other tensors on the device during the run.
         unchanged: returns a context that restores the user's objects, even if reached by a copy; None: restore only
-            random
-            generators and global modes.
+            random generators and global modes.
         progress: called with a line of text, on rank 0.
         batching: counts and splits batches.
     """
@@ -90,10 +89,8 @@ class Rehearsal:
         Args:
             plan: plan to run.
             counts_memory: measure peaks too, with new copies per block, created one at a time. Otherwise a plan has a
-                single run,
-                and the control reuses the default's run, because a third copy may not fit; differences between two runs
-                of a
-                plan are then missing from the resolution.
+                single run, and the control reuses the default's run, because a third copy may not fit; differences
+                between two runs of a plan are then missing from the resolution.
 
         Raises:
             RankError: another rank ended or sent no answer, or ranks failed after different numbers of collectives.
