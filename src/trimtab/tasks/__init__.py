@@ -40,15 +40,15 @@ BUILT_IN: tuple[str, ...] = (
 
 
 def load_task(name: str) -> Task:
-    """Return a task by name.
+    """Return a built-in or user-defined task by name.
 
     Args:
-        name: a built-in name, `my_module:attribute` (a module in the current folder, dots allowed) or
-            `path/to/file.py:attribute`. User code is imported from there only, its folder importable while it loads.
+        name: Built-in name, `my_module:attribute` (a module in the current folder, dots allowed) or
+            `path/to/file.py:attribute`. The folder is importable while the user's code loads.
 
     Raises:
-        ValueGivenError: no such built-in, module, file or attribute.
-        FormatError: the user's module fails to import, or the attribute is not a Task.
+        ValueGivenError: The built-in task, module, file or attribute does not exist.
+        FormatError: The user's module fails to import, or the attribute is not a Task.
     """
     if name in BUILT_IN:
         return importlib.import_module(f"{__name__}.{name}").TASK

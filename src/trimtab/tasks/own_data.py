@@ -24,14 +24,16 @@ _UNCOUNTED = (
 
 
 def of_datasets(train: Dataset[Any], held_out: Dataset[Any], *, name: str, judged_rows: int = 1024) -> TaskData:
-    """Return what two map-style datasets hold, read once and kept as tensors: nothing of it may be by chance.
+    """Read two map-style datasets once into tensors. The datasets must be deterministic.
 
     Args:
-        train, held_out: have a length, and items `(input, target)` or a tensor alone. name: what a report calls them.
-        judged_rows: rows of a batch that is judged by.
+        train: Training dataset, with a length; items are `(input, target)` or a single tensor.
+        held_out: Validation dataset, as `train`.
+        name: Name of the data in reports.
+        judged_rows: Samples per validation batch.
 
     Raises:
-        ValueGivenError: a dataset has no length, no items or none by index; these make no tensors, or others each time.
+        ValueGivenError: A dataset has no length, no items, no access by index, items without tensors, or random items.
     """
     columns = {field: _columns(field, data) for field, data in (("train", train), ("held_out", held_out))}
     rows = checks.integer("judged_rows", judged_rows)

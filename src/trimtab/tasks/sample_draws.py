@@ -18,10 +18,12 @@ _Int64 = TypeVar("_Int64", int, Tensor)
 
 
 class SampleDraws:
-    """What the rows of one batch draw. Every call gives each row its next number.
+    """Random numbers per sample of a batch. Every call returns the next number of each sample.
 
     Args:
-        seed: the run's. epoch: from 0. rows: (B,) int64, their numbers in the data set; numbers are drawn beside them.
+        seed: Seed of the run.
+        epoch: Epoch, from 0.
+        rows: Indices of the samples in the dataset, (B,) int64.
     """
 
     def __init__(self, seed: int, epoch: int, rows: Tensor) -> None:

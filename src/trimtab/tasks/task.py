@@ -27,7 +27,7 @@ LossFn = Callable[[nn.Module, Batch], Tensor | Summed | tuple[Tensor | Summed, A
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where data came from: a name, what was opened (never a full path), and the sha256 of what was read."""
+    """Origin of data: name, opened file (without its folder), and sha256 of the content."""
 
     name: str
     origin: str
@@ -36,11 +36,12 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Metric:
-    """A held-out measure. `evaluate(model, batches)` leaves the model's training mode as it found it.
+    """Validation metric. `evaluate(model, batches)` restores the model's training mode.
 
     Args:
-        unit: how differences are read. "share": a number from 0 to 1, in points. "percent": one from 0 to 100, in
-            points. "relative": any other, in percent of the reference's. By default a share where higher is better.
+        unit: Unit of differences. "share": values from 0 to 1, differences in points. "percent": values from 0 to 100,
+            differences in points. "relative": other values, differences in percent of the baseline. Default: "share" if
+            higher is better.
     """
 
     name: str
@@ -80,14 +81,14 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskData:
-    """Rows to train on and batches to judge by.
+    """Training samples and validation batches.
 
     Args:
-        columns: tensors with equal first dimension (rows), on one device.
-        held_out: fixed evaluation batches, the same for every arm.
-        source: what was read.
-        augment: optional `(batch, draws) -> batch`, all its chance from `draws`, whose numbers are each row's own:
-            in an epoch a row looks the same whatever the batch, and whichever rank takes it.
+        columns: Tensors with equal first dimension (samples), on a single device.
+        held_out: Fixed validation batches, equal for every arm.
+        source: Origin of the data.
+        augment: Optional `(batch, draws) -> batch`. All random numbers come from `draws`, so that a sample is augmented
+            in the same way in any batch and on any rank.
     """
 
     columns: tuple[Tensor, ...]
@@ -134,15 +135,15 @@ class TaskData:
 
 @dataclass(frozen=True)
 class StrongRecipe:
-    """A hand-tuned recipe for the same model: P2, or with Muon P3. The small tasks' sweep is in docs/LOG.md.
+    """Hand-tuned recipe for the same model (P2; with Muon, P3).
 
     Args:
-        make_optimizer: built with the peak learning rate of each group.
-        budget_rows: what the schedule is over: warm-up over `warmup_fraction` of it, then decay to a hundredth.
-        decay: "linear", or "cosine".
-        make_model: of the same shape, where the recipe regularises it otherwise; None: the task's.
-        loss_fn: what it trains by, where that is another; None: the task's. It is judged by the task's metric.
-        rates: where its rates are from, if they were not swept for this task; a comparison's notes say it.
+        make_optimizer: Returns the optimizer, with the peak learning rate of each group.
+        budget_rows: Length of the schedule in samples: warm-up for the fraction `warmup_fraction`, then decay to 1%.
+        decay: "linear" or "cosine".
+        make_model: Model of the same shape with other regularisation; None for the task's model.
+        loss_fn: Training loss, if it differs from the task's; None for the task's loss.
+        rates: Origin of the learning rates if they were not swept for this task; listed in the notes of a comparison.
     """
 
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
@@ -162,24 +163,26 @@ class StrongRecipe:
 
 @dataclass(frozen=True)
 class Task:
-    """One workload.
+    """A training task: model, optimizer, loss, data, metric and budget.
 
     Args:
-        make_model, make_optimizer: build them fresh; the caller seeds torch first.
-        loss_fn: `loss_fn(model, batch)` -> a mean over rows, or `Summed`, alone or in a pair with auxiliary values.
-        load_data: reads the data; called once.
-        targets: ladder of metric values, easiest first.
-        batch_rows: rows per optimizer step. terms: the name of what throughput counts. terms_per_row: how many a row
-            holds (1 sample, or its tokens) where the loss is a mean; where it returns a count, that is counted.
-        budget_rows: rows the reference trains on. eval_every_rows: rows between evaluations, equal in all arms.
-        adapted_rows: rows a plan that may change learning rate and schedule trains on; None: as many as the reference.
-        planned_rows: rows of the run that a plan is made for, where races train a part of it; None: `budget_rows`. How
-            long a run is says how long measuring may take.
-        strong: P2, the strongest recipe tuned by hand. muon: P3, the same with Muon for its matrices.
-        reference: what the user's loop does. step: the user's own step function `step(model, optimizer, batch)`,
-            which is then what is compared against.
-        example: `example(rows)` -> a batch of the shapes that are trained on, by which the task is planned for a device
-            that is not here without its data; None: a batch is read.
+        make_model: Returns a new model. The caller seeds torch first.
+        make_optimizer: Returns a new optimizer for a model.
+        loss_fn: `loss_fn(model, batch)`; returns a mean over samples or `Summed`, alone or with auxiliary values.
+        load_data: Reads the data; called once.
+        targets: Values of the metric, easiest first.
+        batch_rows: Samples per optimizer step.
+        terms: Name of the terms that throughput counts, such as tokens.
+        terms_per_row: Terms per sample if the loss is a mean; a loss that returns a count overrides this.
+        budget_rows: Samples that the baseline trains on.
+        eval_every_rows: Samples between evaluations, equal in all arms.
+        adapted_rows: Samples for tuned plans; None for `budget_rows`.
+        planned_rows: Samples of the run that a plan is made for, which limits planning time; None for `budget_rows`.
+        strong: Hand-tuned recipe (P2).
+        muon: Hand-tuned recipe with Muon (P3).
+        reference: Settings of the user's loop.
+        step: The user's own step function `step(model, optimizer, batch)`, used as the baseline.
+        example: `example(rows)` returns a batch with the training shapes, for planning without data; None to read data.
     """
 
     name: str
