@@ -91,11 +91,14 @@ def profile(
     split: Split | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Measure a training loop and the candidate settings for it; model, optimizer and data are left unchanged.
+    """Measure a training loop and the candidate settings for it.
+
+    Planning leaves no trace: model, optimizer, data and random generators are restored bit for bit, also if a trial
+    fails.
 
     Args:
-        model: the model as it will be trained. It is restored bit for bit, also if a trial fails.
-        optimizer: its optimizer; restored likewise.
+        model: the model as it will be trained.
+        optimizer: the model's optimizer.
         loss_fn: `loss_fn(model, batch)` returns a mean over samples, or `trimtab.Summed(loss_sum, count)` if samples
             have unequal numbers of terms, such as tokens; alone or in a pair `(loss, auxiliary)`, see
             `Run.auxiliary`.
@@ -106,9 +109,9 @@ def profile(
         longest_batch: the longest batch in the data, with the same number of samples, if lengths vary. All
             measurements then use it.
         data: the loop's loader; a few batches are drawn to time the data wait. Loader, sampler, dataset and random
-            generators are restored and the workers started for the measurement are ended, so the next epochs are as
+            generators are restored, and workers started for the measurement are ended, so the next epochs are as
             without planning. Iterators, and data that contain an iterator, are not drawn from; the profile's notes
-            record it.
+            record this.
         total_steps: optimizer steps of the whole run, if known. Limits the time spent on measuring and determines if
             compilation can pay off.
         frees_batch: True if a window may span several batches, as with `adapt="batch"`. Gradients are then held
@@ -175,7 +178,7 @@ def plan_elsewhere(
         example_batch: a batch, on the CPU or the meta device. Not changed.
         device: a name in the device table, such as "H100 SXM", or a spec with peaks and bandwidth.
         budget: as in `profile`; memory is limited to the device's.
-        loss_fn, objective, reference, blocks, progress: as in `profile`.
+        The rest as in `profile`.
 
     Raises:
         UsageError: the device is unknown, or a step cannot be traced.
@@ -254,25 +257,27 @@ def plan(
     stage is chosen, or if the plan would change the communication of gradients, all ranks first run a few windows of
     such plans on copies of model and optimizer (a dry run, which calls `loss_fn`).
 
+    Values of `adapt`:
+
+    - "learning_rate": a peak learning rate from a range test, and a schedule. `plan.search_s` includes the cost.
+    - "batch": the number of batches per window follows gradient noise and step times during training, and the
+      learning rate follows the batch size.
+    - "optimizer": Muon for the matrices of the model's blocks.
+    - "schedule": other shapes of the learning-rate schedule.
+    - "dropout": no dropout, judged by the loss of unseen batches, for a run within one epoch.
+
+    The last three are compared with the unchanged setting in short paired trainings in one process, and accepted if
+    they reach the same loss significantly sooner.
+
     Args:
-        adapt: None keeps batch size, learning rate, schedule and optimizer (an equivalent plan). Otherwise one or
-            several of these names (a tuned plan):
-            - "learning_rate": a peak learning rate from a range test, and a schedule. `plan.search_s` includes the
-              cost.
-            - "batch": the number of batches per window follows gradient noise and step times during training, and the
-              learning rate follows the batch size.
-            - "optimizer": Muon for the matrices of the model's blocks.
-            - "schedule": other shapes of the learning-rate schedule.
-            - "dropout": no dropout, judged by the loss of unseen batches, for a run within one epoch.
-            The last three are compared in short paired trainings in one process, and accepted if they reach the same
-            loss significantly sooner.
+        adapt: names of the training settings that the plan may change (a tuned plan). None keeps batch size, learning
+            rate, schedule and optimizer (an equivalent plan).
         batch_rule: policy for adapt="batch"; by default goodput, with windows of up to 16 loader batches. Without
             adapt="batch", only `BatchRule("fixed")`, which measures the noise scale.
         data: training batches, as in `profile`, and for short trainings; required with every `adapt` but "batch". An
             iterator loses the batches drawn from it.
         rehearse: True to run candidate plans on all ranks before one is chosen; False to rely on predictions.
-        model, optimizer, loss_fn, example_batch, budget, objective, reference, longest_batch, total_steps, blocks,
-            modules, num_blocks, metering, count, split, progress: as in `profile`.
+        The rest as in `profile`.
 
     Raises:
         UsageError: as in `profile`.

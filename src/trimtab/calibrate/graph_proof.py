@@ -1,10 +1,9 @@
-"""Proof of CUDA graphs: compares the gradient of replayed graphs with the gradient of the same kernels without
-graphs.
+"""Proof of CUDA graphs: compares the gradient of replayed graphs with the gradient without graphs.
 
-Both are eager or both compiled, so rounding by the compiler plays no role. The proof runs in the trial that times the
-graphs, with other samples and weights than at capture, and with two random seeds. A graph that replays captured
-values, or omits Python code between kernels, is wrong by as much as the new samples and weights change the gradient;
-rounding is far less.
+Both use the same kernels, eager or compiled, so rounding by the compiler plays no role. The proof runs in the trial
+that times the graphs, with other samples and weights than at capture, and with two random seeds. A graph that replays
+captured values, or omits Python code between kernels, is wrong by as much as the new samples and weights change the
+gradient; rounding is far less.
 """
 
 from __future__ import annotations

@@ -17,14 +17,17 @@ NEEDS_TARGET = ("paper", "variance")
 class BatchRule:
     """Policy for k, the number of micro-batches per window and rank, and for scaling the learning rate.
 
+    Policies:
+
+    - "fixed": constant k; the noise scale is only measured.
+    - "goodput": shortest time to a given loss, from noise scale and step times.
+    - "norm_test": keeps the gradient's relative standard deviation below `theta`.
+    - "variance": keeps the gradient's variance below `sigma2_target`.
+    - "paper": eq. 6 of the paper, to the letter.
+    - "throughput_per_memory": eq. 9 of the paper, to the letter, over `trials`.
+
     Args:
-        policy: name of the policy:
-            - "fixed": constant k; the noise scale is only measured.
-            - "goodput": shortest time to a given loss, from noise scale and step times.
-            - "norm_test": keeps the gradient's relative standard deviation below `theta`.
-            - "variance": keeps the gradient's variance below `sigma2_target`.
-            - "paper": eq. 6 of the paper, to the letter.
-            - "throughput_per_memory": eq. 9 of the paper, to the letter, over `trials`.
+        policy: name of the policy.
         k: k of the first window; rounded up to whole loader batches.
         k_max: largest k.
         sigma2_target: for "paper" and "variance": target variance.

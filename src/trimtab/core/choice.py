@@ -49,8 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of the splitting check: the gradient of the whole batch compared with an unequal split (math: section
-    2).
+    """Outcome of the splitting check: gradient of the whole batch compared with an unequal split (math: section 2).
 
     Args:
         splittable: True if micro-batches smaller than the batch compute the same gradient.

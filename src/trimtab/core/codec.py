@@ -134,9 +134,7 @@ def is_stream(path: Path) -> bool:
 
 
 def _own_output(path: Path) -> int | None:
-    """Return 1 or 2 if a path leads to the process's stdout or stderr, as /dev/stdout does, also redirected; else
-    None.
-    """
+    """Return 1 or 2 if a path leads to the process's stdout or stderr, as /dev/stdout does; else None."""
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # The stream is closed, or the path does not exist.
             if os.path.samestat(os.fstat(stream), path.stat()):

@@ -98,8 +98,7 @@ def absent_link(name: str, device_name: str = "") -> Link:
 
 
 def ring_link(name: str, device_name: str, ranks: int) -> Link:
-    """Return a link of the table, or of nodes such as "8 x nvlink + ib:NDR" (8 ranks per node, network between
-    nodes).
+    """Return a link of the table, or of nodes such as "8 x nvlink + ib:NDR" (8 ranks per node and a network).
 
     If all ranks fit on one node, the link inside the node is returned.
 

@@ -15,8 +15,9 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a loop in seconds, bytes and joules. None means unknown, never zero; time_s = inf means "never
-    reached".
+    """Cost of a loop in seconds, bytes and joules.
+
+    None means unknown, never zero; an infinite time means that the target was never reached.
     """
 
     time_s: float

@@ -13,8 +13,7 @@ Line = tuple[float, float]  # (bytes at zero samples, bytes per sample).
 
 @dataclass(frozen=True)
 class PeakModel:
-    """Peak memory as the upper envelope of lines: at every moment of a step, the bytes held are linear in the
-    samples.
+    """Peak memory as the upper envelope of lines: at every moment, the bytes held are linear in the samples.
 
     Args:
         lines: (bytes at zero samples, bytes per sample) by rising slope; each line is the highest for some batch
