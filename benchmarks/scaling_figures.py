@@ -47,7 +47,7 @@ _SENDING = {
 
 
 def _efficiency(rows: list[Row]) -> Iterator[str]:
-    yield "| task | link | ranks | recipe | rows in a window | rows/s | efficiency | A/A tells | waiting | plan |"
+    yield "| task | link | ranks | recipe | batch size | samples/s | efficiency | A/A control | waiting | plan |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         link = row["link"] + (f", {row['mbit']} Mbit/s" if row.get("mbit") else "")
@@ -60,9 +60,9 @@ def _efficiency(rows: list[Row]) -> Iterator[str]:
 
 def _courses(rows: list[Row]) -> Iterator[str]:
     target = rows[0]["target"]
-    yield f"Trained to a held-out loss of {target:g}; medians over seeds, efficiency of the whole course:"
+    yield f"Training to a validation loss of {target:g}: medians over seeds, and efficiency of the whole run."
     yield ""
-    yield "| recipe | ranks | link | rows in a window | reached | samples to it | seconds to it | efficiency |"
+    yield "| recipe | ranks | link | batch size | reached | samples to target | seconds to target | efficiency |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
         link = f"{row['mbit']} Mbit/s" if row["mbit"] else ""
