@@ -93,8 +93,7 @@ def profile(
 ) -> Profile:
     """Measure a training loop and the candidate settings for it.
 
-    Planning leaves no trace: model, optimizer, data and random generators are restored bit for bit, also if a trial
-    fails.
+    Planning leaves no trace: model, optimizer and random generators are restored bit for bit, also if a trial fails.
 
     Args:
         model: the model as it will be trained.
@@ -103,8 +102,8 @@ def profile(
             have unequal numbers of terms, such as tokens; alone or in a pair `(loss, auxiliary)`, see
             `Run.auxiliary`.
         example_batch: a batch of the loader, for one optimizer step.
-        budget: hard limits on memory, time and energy; candidates that cannot meet them are not tried.
-        objective: weights of time, memory and energy; they determine which candidates are tried.
+        budget: hard limits on memory, time and energy; with `objective`, determines the candidates to try.
+        objective: weights of time, memory and energy.
         reference: precision, clipping and accumulation of the user's loop; by default "assumed fp32 eager".
         longest_batch: the longest batch in the data, with the same number of samples, if lengths vary. All
             measurements then use it.

@@ -1,4 +1,4 @@
-"""Results of a loss function: a mean, a `Summed` loss, or one of them with auxiliary values."""
+"""Results of a loss function: a mean or a `Summed` loss, optionally with auxiliary values."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _EXPECTED = "a scalar mean, trimtab.Summed(loss_sum, count), or one of them in a
 
 @dataclass(frozen=True)
 class Summed:
-    """A loss as a sum and its number of terms; their ratio is the mean that is trained.
+    """A loss as a sum and its number of terms; the ratio is the mean that is trained.
 
     Return it from a loss function if samples have unequal numbers of terms: tokens without padding, pixels under a
-    mask, class weights. Gradients of split or accumulated batches then equal those of the mean over all terms.
+    mask, class weights. Gradients of split or accumulated batches then equal the gradients of the mean over all
+    terms.
 
     Args:
         loss_sum: scalar tensor, the sum over terms.
-        count: number of terms, or the sum of their weights, at least 0. A tensor of one element on the model's device
+        count: number of terms, or the sum of their weights, at least 0. A single-element tensor on the model's device
             avoids a synchronisation.
     """
 
@@ -58,9 +59,9 @@ def parts_of(result: Any, *, is_auxiliary: bool = False) -> LossResult:
     """Return the parts of a loss function's result without validating the loss itself.
 
     Args:
-        result: as of `as_loss`.
-        is_auxiliary: True if the loss function returned auxiliary values before. A tensor with one element, from a
-            last batch of one sample, is then accepted as auxiliary values.
+        result: as in `as_loss`.
+        is_auxiliary: True if the loss function returned auxiliary values before. A single-element tensor, from a last
+            batch with a single sample, is then accepted as auxiliary values.
 
     Raises:
         LossError: a pair with a number as its second member (code "loss.pair_ambiguous").
@@ -79,15 +80,15 @@ def as_loss(result: Any, *, is_auxiliary: bool = False) -> LossResult:
     """Return the validated parts of a loss function's result.
 
     Args:
-        result: a scalar mean; `Summed`; or `(loss, auxiliary)`, a pair of one of these and a mapping, an object or a
-            tensor of several elements.
-        is_auxiliary: as of `parts_of`.
+        result: a scalar mean or `Summed`; or a pair `(loss, auxiliary)`, with a mapping, an object or a tensor of
+            several elements as auxiliary value.
+        is_auxiliary: as in `parts_of`.
 
     Returns:
-        Loss (0-dimensional tensor), count (on the loss's device if it is a tensor) or None, auxiliary value or None.
+        Loss (0-dimensional tensor), count (on the loss's device if a tensor) or None, auxiliary value or None.
 
     Raises:
-        LossError: not such a result, or a loss without a gradient.
+        LossError: an invalid result, or a loss without a gradient.
     """
     loss, count, auxiliary = parts_of(result, is_auxiliary=is_auxiliary)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -104,9 +105,9 @@ def as_loss(result: Any, *, is_auxiliary: bool = False) -> LossResult:
 
 
 def require_unscaled(loss: Tensor) -> None:
-    """Raise if a loss was multiplied by a `GradScaler`'s scale: the gradients would be too large by this factor.
+    """Raise if a loss was multiplied by a `GradScaler`'s scale, by which the gradients would be too large.
 
-    The scaler is searched for among all objects of the process, so call it for one loss of a run only.
+    The scaler is searched for among all objects of the process, so call this function once per run.
 
     Raises:
         LossError: `scaler.scale(loss)` was returned.
@@ -166,7 +167,7 @@ def detached(value: Any) -> Any:
 
 
 def _with_items(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the original's class, such as a model output, with other values."""
+    """Return a mapping of the original's class, such as a model output, with new values."""
     try:
         found = copy.copy(original)
         for key, item in items.items():
@@ -180,7 +181,7 @@ def checked_count(count: Any) -> Count:
     """Return a valid number of terms; the value of a device tensor is not read.
 
     Raises:
-        LossError: not a finite number of terms >= 0, nor a tensor of one element.
+        LossError: neither a finite number of terms >= 0 nor a single-element tensor.
     """
     if isinstance(count, Tensor):
         is_number = not count.is_complex() and count.dtype is not torch.bool

@@ -1,7 +1,7 @@
 """Modules that a model may adopt: a language-model head that computes its loss in chunks.
 
 The logits of N tokens over a vocabulary of V take N x V elements, several times over in a step: most of the memory of
-a small language model with a large vocabulary. In chunks, loss and gradients need the logits of one chunk at a time.
+a small language model with a large vocabulary. In chunks, loss and gradients need a single chunk's logits at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LossHead(nn.Linear):
     def loss(self, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss_sum, count) over the targets other than -100: the arguments of `trimtab.Summed`.
 
-        Call it inside the model's forward, and shard the head together with the model: forward hooks of the head
+        Call `loss` inside the model's forward, and shard the head together with the model: forward hooks of the head
         itself do not run here.
 
         Args:
