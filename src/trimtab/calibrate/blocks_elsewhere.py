@@ -18,7 +18,7 @@ from trimtab.calibrate.tracing import HERE, applied, two_sizes
 from trimtab.core.errors import ModelError, TrimtabError
 from trimtab.core.profile import Candidate, Profile, TracedBlocks
 from trimtab.core.recompute import EVERY_BLOCK, schedule_of
-from trimtab.core.work import operations
+from trimtab.core.work import Operation, operations
 from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.linked_blocks import blocks_of
 from trimtab.measure.stages import Stages, chains_through, require_runs, trace_stages
@@ -83,9 +83,11 @@ def _traced(
         return few, many
 
     few, many = trace()
-    every_block = {"autocast": forward, "prepare": lambda copy: use_schedule(copy, blocks.names, again)}
-    require_runs(model, loss_fn, batches[0], **every_block)  # Raises if a block overwrites its input.
-    chains, in_part = chains_through(few, many, rows), ()
+    require_runs(  # Raises if a block overwrites its input.
+        model, loss_fn, batches[0], autocast=forward, prepare=lambda copy: use_schedule(copy, blocks.names, again)
+    )
+    chains = chains_through(few, many, rows)
+    in_part: tuple[Operation, ...] = ()
     if not runs_in_segments(model, blocks, _run_nothing):
         chains = [chain.unlinked() for chain in chains]
     with contextlib.suppress(ModelError):  # A block may overwrite a tensor that is kept.

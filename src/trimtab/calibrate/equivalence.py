@@ -458,7 +458,9 @@ def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[floa
     weights = [float(weight) for weight in torch.linalg.lstsq(gram, target.unsqueeze(1)).solution.flatten()]
     if not all(0 < weight < float("inf") for weight in weights):
         return None
-    fitted = {name: sum(w * part[name] for w, part in zip(weights, parts, strict=True)) for name in whole}
+    fitted = {
+        name: torch.as_tensor(sum(w * part[name] for w, part in zip(weights, parts, strict=True))) for name in whole
+    }
     apart, sizes = distances(whole, fitted), norms(whole)
     return weights if all(apart[n] <= TOLERANCE * (sizes[n] + 0.01 * total(sizes)) for n in apart) else None
 

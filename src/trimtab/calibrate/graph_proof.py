@@ -95,8 +95,10 @@ def _differing(subject: Subject, held: _Held) -> str:
     """Return a sentence about the parameter whose gradient differs most relative to its limit; "" if none does."""
     names = [name for name, p in subject.model.named_parameters() if p.requires_grad]
     found = {
-        name: (own, _norm(own), *(_norm(own, other) for other in others))
-        for name, own, *others in zip(names, held.own, held.before, held.again, held.launched, strict=True)
+        name: (own, _norm(own), _norm(own, before), _norm(own, again), _norm(own, launched))
+        for name, own, before, again, launched in zip(
+            names, held.own, held.before, held.again, held.launched, strict=True
+        )
         if own is not None
     }
     count = sum(own.numel() for own, *_ in found.values())
@@ -130,7 +132,7 @@ def _relative(own: Gradients, other: Gradients) -> float | None:
 @contextlib.contextmanager
 def _moved_weights(subject: Subject) -> Iterator[None]:
     """Change the weights in place and restore them: a captured graph reads them at fixed addresses."""
-    weights = [p for p in subject.model.parameters() if p.requires_grad]
+    weights: list[Tensor] = [p for p in subject.model.parameters() if p.requires_grad]
     kept = [p.detach().clone() for p in weights]
     try:
         with torch.no_grad(), torch.random.fork_rng(_devices(subject)):

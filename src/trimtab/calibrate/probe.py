@@ -119,4 +119,4 @@ class Door:
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Return the reason for not trying a candidate, or None."""
-        return self._guard.refusal(candidate) or (self._probe and self._probe.refusal(candidate))
+        return self._guard.refusal(candidate) or (None if self._probe is None else self._probe.refusal(candidate))

@@ -37,13 +37,15 @@ from trimtab.core.errors import LoopError, ModelError, TrimtabError
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, TracedBlocks, is_final
 from trimtab.core.progress import silent
-from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
+from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces
+from trimtab.decide.space import put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.loop_state import LoopState, unchanged_by
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory import forget_peak, is_profiled
 from trimtab.measure.meters import Found, with_idle
 from trimtab.measure.timing import PhaseClock
+from trimtab.nn import LossHead
 from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
 from trimtab.runtime.user_hooks import GradientHook
@@ -79,9 +81,19 @@ def profile_loop(
     """
     _require_no_profiler()
     _require_initialized(subject.trained)
-    given = {"data": data, "total_steps": total_steps, "num_blocks": num_blocks, "traces": traces, "metered": metered}
     try:
-        return _profile(subject, reference, objective, budget, progress=interrupting(progress), **given)
+        return _profile(
+            subject,
+            reference,
+            objective,
+            budget,
+            data=data,
+            total_steps=total_steps,
+            num_blocks=num_blocks,
+            traces=traces,
+            metered=metered,
+            progress=interrupting(progress),
+        )
     except Interrupted as end:
         raise end.error from None
     except TrimtabError:
@@ -117,18 +129,26 @@ def _profile(
             subject = replace(subject, start_bytes=notes.attempt("memory.not_counted", said, kept, 0))
         facts = _facts(subject, reference.precision, notes, hooks)
         device = device_spec(subject.device)
-        asked = {"objective": objective, "budget": budget, "total_steps": total_steps}
-        asked |= {"frees_batch": subject.frees_batch, "meter": NO_METER if metered is None else metered.facts}
         profile = Profile(
-            device, facts, check, reference, environment=environment(has_gpu=subject.device.type == "cuda"), **asked
+            device,
+            facts,
+            check,
+            reference,
+            environment=environment(has_gpu=subject.device.type == "cuda"),
+            objective=objective,
+            budget=budget,
+            total_steps=total_steps,
+            frees_batch=subject.frees_batch,
+            meter=NO_METER if metered is None else metered.facts,
         )
         phases, num_faults = _phases_or_none(subject, profile.reference_candidate, notes)
         fault_s = page_faults.fault_s() if facts.can_retain else None
         facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s, longest=drawn.longest)
         profile = replace(profile, loop=facts, phases_s=phases)
         power = None if metered is None or metered.facts.is_absent else Power(metered.meter, is_asked)
-        how = {"traces": traces, "start": start, "power": power, "notes": notes}
-        profile = _search(subject, profile, num_blocks, progress, snapshot, **how)
+        profile = _search(
+            subject, profile, num_blocks, progress, snapshot, traces=traces, start=start, power=power, notes=notes
+        )
         profile = _with_padding(subject, profile, notes)
         if traces:
             profile = _with_traces_for_others(subject, profile, progress, notes)
@@ -223,8 +243,18 @@ def _search(
             is_last = is_final(stage.name)
             patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
             run_s = (profile.run_s or 0.0) if is_last else 0.0
-            how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s, "notes": notes}
-            found = run_stage(subject, stage, num_blocks, progress, profile.trials, **how)
+            found = run_stage(
+                subject,
+                stage,
+                num_blocks,
+                progress,
+                profile.trials,
+                patient=patient,
+                guard=guard,
+                power=power,
+                run_s=run_s,
+                notes=notes,
+            )
             profile = profile.with_trials(found)
 
 
@@ -269,7 +299,8 @@ def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
 def _phases_or_none(subject: Subject, candidate: Candidate, notes: Notes) -> tuple[dict[str, float], float | None]:
     """Return phases and page faults of a candidate; none if the step fails, which the trials will report."""
     measured = functools.partial(measure_phases, subject, candidate)
-    return notes.attempt("phases.not_timed", "phases of a step were not timed", measured, ({}, None))
+    none: tuple[dict[str, float], float | None] = ({}, None)
+    return notes.attempt("phases.not_timed", "phases of a step were not timed", measured, none)
 
 
 def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, float], float | None]:
@@ -310,7 +341,8 @@ def _facts(subject: Subject, precision: str, notes: Notes, hooks: tuple[Gradient
     model, optimizer = subject.model, subject.optimizer
     with contextlib.ExitStack() as open_ones:
         said = "the loss head is not tried in chunks, as it could not be watched"
-        heads = notes.attempt("loss_head.not_watched", said, lambda: open_ones.enter_context(watched(model)), {})
+        none: dict[LossHead, int] = {}
+        heads = notes.attempt("loss_head.not_watched", said, lambda: open_ones.enter_context(watched(model)), none)
         counts = count_step(subject, precision, notes)
     hazard = notes.attempt(
         "memory_layout.not_checked",

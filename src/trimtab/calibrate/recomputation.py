@@ -80,11 +80,18 @@ def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], l
         def step() -> None:
             run.train_step(run.window(subject.batch), subject.loss_fn)
 
-        how = {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu"}
         batch = to_device(subject.batch, subject.device)
 
         def trace(**given: Any) -> list[ChainModel]:
-            every = functools.partial(trace_chain, run.model, subject.loss_fn, subject.blocks, **how, **given)
+            every = functools.partial(
+                trace_chain,
+                run.model,
+                subject.loss_fn,
+                subject.blocks,
+                autocast=run.autocast,
+                counts_scratch=subject.device.type == "cpu",
+                **given,
+            )
             return at_two_sizes(batch, every, subject.batching)
 
         chains = trace()
@@ -114,7 +121,7 @@ def runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], 
     if first is None:
         return True
     kept = [Kept(index) for index in range(len(blocks.names))]
-    schedule = (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :])
+    schedule: Schedule = (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :])
     try:
         with_schedule(model, blocks.names, schedule, step)
     except ModelError:

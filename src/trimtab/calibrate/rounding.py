@@ -67,7 +67,8 @@ def distances(left: Named, right: Named) -> Norms:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(_dense(tensor), dtype=_wide(tensor)).abs()
+    norm: Tensor = torch.linalg.vector_norm(_dense(tensor), dtype=_wide(tensor))
+    return norm.abs()
 
 
 def _numbers(found: Mapping[str, Tensor]) -> Norms:

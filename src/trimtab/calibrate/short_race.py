@@ -92,9 +92,16 @@ def short_race(
 def _train(subject: Subject, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
     rows = sum(map(subject.batching.require, data))
     losses, seconds = [], []
-    given = {"total_samples": rows, "out_of_memory": "stop", "modules": subject.modules, "on_trial": True}
-    given["batching"] = subject.batching
-    with Run(subject.model, subject.optimizer, plan, **given) as run:  # type: ignore[arg-type]
+    with Run(
+        subject.model,
+        subject.optimizer,
+        plan,
+        total_samples=rows,
+        out_of_memory="stop",
+        modules=subject.modules,
+        on_trial=True,
+        batching=subject.batching,
+    ) as run:
         for batch in data:
             unseen = _evaluated(run, subject, batch) if by_unseen else None
             synchronize(subject.device)

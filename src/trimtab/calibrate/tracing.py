@@ -42,22 +42,29 @@ def trace_candidates(
     So is every candidate if the batch is too small, and a candidate that ends its test process, because operator
     workspaces are found by running operators. A failed trace is noted.
     """
-    found = []
+    found: list[Traced] = []
     for candidate in candidates:
         if guard.refusal(candidate) is not None:
             continue
         progress(f"tracing: {candidate.describe()}")
         traced = functools.partial(_trace_candidate, subject, candidate)
-        found += notes.attempt("peaks.not_traced", "peaks of sizes that were not run are unknown", traced, [])
+        found += notes.attempt(
+            "peaks.not_traced", "peaks of sizes that were not run are unknown", traced, list[Traced]()
+        )
     return tuple(found)
 
 
 def _trace_candidate(subject: Subject, candidate: Candidate) -> list[Traced]:
     with subject.start(candidate) as run:
-        how = {"autocasts": [run.autocast], "counts_scratch": subject.device.type == "cpu"}
-        how["batching"] = subject.batching
-        batch = to_device(subject.batch, subject.device)
-        traced = _trace(run.model, subject.optimizer, subject.loss_fn, batch, **how)
+        traced = _trace(
+            run.model,
+            subject.optimizer,
+            subject.loss_fn,
+            to_device(subject.batch, subject.device),
+            subject.batching,
+            autocasts=[run.autocast],
+            counts_scratch=subject.device.type == "cpu",
+        )
     return [_beside(Traced(candidate, *each), subject.start_bytes) for each in traced]
 
 
@@ -127,9 +134,9 @@ def trace_here(
         ModelError: the step cannot be traced.
     """
     device = next(model.parameters()).device
-    how = {"autocasts": [functools.partial(autocast, candidate.precision, device)]}
+    autocasts = [functools.partial(autocast, candidate.precision, device)]
     with applied(model, optimizer, candidate):
-        found = _trace(model, optimizer, loss_fn, batch, counts_scratch=device.type == "cpu", **how)
+        found = _trace(model, optimizer, loss_fn, batch, autocasts=autocasts, counts_scratch=device.type == "cpu")
     return Traced(candidate, *found[0]) if found else None
 
 

@@ -171,8 +171,8 @@ def run_stage(
                 if arm.error is None:
                     snapshot.restore()  # The smoke test may have left state in the loss, in the incumbent's precision.
                     slowest = _slowest(stage, arms[0].first_s)
-                    how = {"measure_memory": stage.name != ALONE, "slowest": slowest, "paces": arm is arms[0]}
-                    _warm_up(subject, arm, **how)
+                    measures = stage.name != ALONE
+                    _warm_up(subject, arm, measure_memory=measures, slowest=slowest, paces=arm is arms[0])
                 if notes is not None and arm.uncounted is not None:
                     said = f"peak memory of {arm.candidate.describe()} was not counted"
                     notes.add("memory.not_counted", said, arm.uncounted)
