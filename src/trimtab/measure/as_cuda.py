@@ -6,7 +6,6 @@ half precision under autocast. Fake CUDA tensors would require a torch build wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -53,7 +52,11 @@ class AsCuda(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         # Calls the functions below internally, where this mode does not see them.
         if func is F.multi_head_attention_forward:
-            ours = {"scaled_dot_product_attention": _attention, "softmax": _softmax_in_fp32, "dropout": _dropout}
+            ours: dict[str, Any] = {
+                "scaled_dot_product_attention": _attention,
+                "softmax": _softmax_in_fp32,
+                "dropout": _dropout,
+            }
             with mock.patch.multiple(F, **ours):
                 return func(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -110,16 +113,17 @@ def _attention(
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(dtype) for each in (query, key, value))
-    whole = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if query.dim() != 4 or enable_gqa:
-        return _attend(query, key, value, attn_mask, enable_gqa=enable_gqa, **whole)
-    kernel: Callable[..., Any]
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    attended: Tensor
     is_half, fits = query.dtype is not torch.float32, max(query.shape[-1], value.shape[-1]) <= _MOST_FLASH
     if is_half and fits and attn_mask is None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        return kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        attended = kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return attended
     if attn_mask is not None:
         attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     keeps = any(each.requires_grad for each in (query, key, value))
-    return kernel(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
+    attended = kernel(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
+    return attended

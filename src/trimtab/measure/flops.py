@@ -89,7 +89,8 @@ def _recurrent(
 ) -> int:
     """Return the FLOP of recurrent layers: samples times weights for each time step, twice in the backward."""
     matrices = [weight for weight in weights_of(args) if len(weight) > 1]
-    return times * 2 * math.prod(rows[:-1]) * sum(map(math.prod, matrices))
+    flops: int = times * 2 * math.prod(rows[:-1]) * sum(map(math.prod, matrices))
+    return flops
 
 
 def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -99,7 +100,8 @@ def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, out_sha
     """
     is_transposed, asked = args[4], args[7]
     positions = math.prod((rows if is_transposed else grad)[2:])
-    return 2 * rows[0] * positions * math.prod(weight) * sum(asked[:2])
+    flops: int = 2 * rows[0] * positions * math.prod(weight) * sum(asked[:2])
+    return flops
 
 
 def _cpu_attention() -> dict[Any, Any]:

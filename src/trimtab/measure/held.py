@@ -298,7 +298,7 @@ def same_value(left: Any, right: Any, depth: int = 0) -> bool:
     if isinstance(left, Tensor):
         return left.shape == right.shape and left.dtype == right.dtype and same_values(left.data, right) is True
     if isinstance(left, numpy.ndarray | numpy.generic):
-        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
     if type(left) in (torch.dtype, torch.device, range, slice, frozenset):
         return bool(left == right)
     if isinstance(left, dict):
@@ -307,7 +307,7 @@ def same_value(left: Any, right: Any, depth: int = 0) -> bool:
     if isinstance(left, tuple | list | deque):
         return len(left) == len(right) and all(same_value(a, b, depth + 1) for a, b in zip(left, right, strict=True))
     if isinstance(left, set):
-        return left == right
+        return bool(left == right)
     # Iterators have their own snapshots, which compare the positions.
     if (found := inside(left)) and all(map(has_position, inside(right))):
         return len(found) == len(inside(right))
@@ -376,7 +376,7 @@ def _last_byte(tensor: Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return int((tensor.storage_offset() + last + 1) * tensor.element_size())
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

@@ -34,7 +34,7 @@ _BOUND = (types.MethodWrapperType, types.BuiltinMethodType)
 
 def has_position(value: Any) -> bool:
     """Return True for an iterator or queue with a known position: built-in, or of a `DataLoader`."""
-    return is_positioned(type(value))
+    return is_positioned(type(value))  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache

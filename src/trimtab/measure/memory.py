@@ -100,7 +100,9 @@ def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor.values(), tensor.offsets()) if tensor.layout is torch.jagged else (tensor,)
+    if tensor.layout is torch.jagged:
+        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]
+    return (tensor,)
 
 
 def peak_growth(step: Callable[[], object]) -> int:

@@ -102,7 +102,7 @@ def put_attribute(owner: type, name: str, value: Any) -> None:
 
 
 def put_arguments(function: functools.partial[Any], args: tuple[Any, ...]) -> None:
-    function.__setstate__((function.func, args, function.keywords, vars(function) or None))
+    function.__setstate__((function.func, args, function.keywords, vars(function) or None))  # type: ignore[attr-defined]
 
 
 def put_context(variable: contextvars.ContextVar[Any], value: Any) -> None:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from trimtab.measure import allocator
 
+_CUDNN: Any = torch.backends.cudnn
+_MKLDNN: Any = torch.backends.mkldnn
+
 
 @dataclass(frozen=True)
 class ProcessState:
@@ -69,13 +72,12 @@ class ProcessState:
 
 def convolves_in_tf32() -> bool:
     """Return True if fp32 convolutions on CUDA use TF32, which is torch's default."""
-    return bool(torch.backends.cudnn.conv.fp32_precision != "ieee")
+    return bool(_CUDNN.conv.fp32_precision != "ieee")
 
 
 def fp32_places() -> tuple[Any, ...]:
     """Return the six torch objects with an `fp32_precision` attribute: three for CUDA, three for CPUs (mkldnn)."""
-    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
-    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn
+    return torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn, _MKLDNN.matmul, _MKLDNN.conv, _MKLDNN.rnn
 
 
 def hold_tf32() -> Callable[[], None]:
@@ -84,8 +86,7 @@ def hold_tf32() -> Callable[[], None]:
     The older flags are set too if they are readable: torch raises an error in any later reader, such as a compiler or
     trainer, when the older and newer flags disagree (pytorch/pytorch issue 166387).
     """
-    cudnn = torch.backends.cudnn
-    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    places = (torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn)
     before, older = [place.fp32_precision for place in places], older_tf32()
     set_older_tf32([None if allowed is None else True for allowed in older])
     for place in places[:2]:

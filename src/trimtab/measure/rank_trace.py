@@ -119,7 +119,6 @@ def _traced(
         warms: True to run a step first, which creates the memory that is kept from then on.
     """
     fakes, steps = Fakes(), list[TracedStep]()
-    how = {"autocast": autocast, "num_micro_batches": num_micro_batches, "begin": share.begin}
     try:
         model, optimizer = fakes.copy((model, optimizer))
         left = [fakes.copy(batch) for batch in batches]
@@ -127,10 +126,12 @@ def _traced(
             share.spread(model, optimizer)
             make_state(optimizer, storages)
             if warms:
-                TracedStep(model, optimizer, storages, left[0]).run(loss_fn, left[0], **how)
+                TracedStep(model, optimizer, storages, left[0]).run(
+                    loss_fn, left[0], autocast, num_micro_batches, share.begin
+                )
             while left:
                 steps.append(TracedStep(model, optimizer, storages, left[0], first=steps[0] if steps else None))
-                steps[-1].run(loss_fn, left[0], **how)
+                steps[-1].run(loss_fn, left[0], autocast, num_micro_batches, share.begin)
                 del left[0]  # freed here, because the next step does not hold it
     except Exception as error:  # an arbitrary model may use operators without a fake implementation
         raise cannot_trace(error) from error

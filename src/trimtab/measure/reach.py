@@ -111,7 +111,7 @@ class Walk:
         inner = function.__func__ if isinstance(function, types.MethodType) else function
         if isinstance(inner, types.FunctionType):
             self._function(inner, 0, always=True)
-        elif _handler_of(type(function)) is None:
+        elif _handler_of(type(function)) is None:  # type: ignore[arg-type]  # a class is hashable
             self._object(function, place, True)
         self.enter(function, "loss_fn", ChangeKind.CLOSURE, is_beside=True)
 
@@ -124,7 +124,7 @@ class Walk:
             return
         self._seen.add(id(value))
         self._alive.append(value)
-        handler = _handler_of(type(value))
+        handler = _handler_of(type(value))  # type: ignore[arg-type]  # a class is hashable
         if handler is not None:
             with contextlib.suppress(Exception):  # an attribute access may run user code that raises
                 handler(self, value, place, is_beside)
@@ -465,7 +465,7 @@ def _handler_of_object(kind: type) -> _Handler | None:
         return None if issubclass(kind, random.SystemRandom) else Walk._generator
     if issubclass(kind, (dict, list, set, deque, bytearray)):
         return Walk._container
-    if is_positioned(kind):
+    if is_positioned(kind):  # type: ignore[arg-type]  # a class is hashable
         return Walk._iterator
     if issubclass(kind, MEMORY):
         return Walk._memory

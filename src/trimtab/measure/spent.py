@@ -56,7 +56,8 @@ class Spent:
     def _device_s(self, which: slice = slice(None)) -> float:
         if self._events:
             self._events[-1][1].synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in self._events[which]) / 1e3
+        milliseconds: float = sum(begin.elapsed_time(end) for begin, end in self._events[which])
+        return milliseconds / 1e3
 
 
 def stamp(device: torch.device) -> torch.cuda.Event | None:

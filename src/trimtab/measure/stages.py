@@ -90,7 +90,7 @@ def trace_stages(
         prepare(model)
         with fakes, storages:
             known = storages.numbers_of([*model.parameters(), *model.buffers(), batch])
-            passes = []
+            passes: list[_Pass] = []
             if drops:
                 with torch.no_grad(), autocast():
                     dropping = _Pass(storages)

@@ -170,7 +170,7 @@ def _traced(
     prepare: Prepare,
 ) -> tuple[list[TracedStep], Marks]:
     """Trace a step for each batch and autocast. All use the same copies, whose optimizer state is created once."""
-    fakes, steps = Fakes(), []
+    fakes, steps = Fakes(), list[TracedStep]()
     device = next(model.parameters()).device.type
     storages = Storages(granule or (_CUDA_GRANULE if device == "cuda" else 1))
     try:

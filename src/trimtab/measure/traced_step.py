@@ -244,7 +244,7 @@ class TracedStep:
             yield index, now | {"transients": now["transients"] + extra[index]}
 
     def _parts(self) -> Callable[[int], str]:
-        known: Mapping[str, set[int]] = self._static | {"gradients": self._gradients, "activations": self._activations}
+        known = self._static | {"gradients": self._gradients, "activations": self._activations}
         found = {number: part for part in reversed(known) for number in known[part]}
         return lambda number: found.get(number, "transients")
 

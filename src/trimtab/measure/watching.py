@@ -57,13 +57,16 @@ def come_back() -> None:
 class Watching(TorchDispatchMode):
     """Dispatch mode that switches compiled code to eager mode while active."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __enter__(self) -> Any:
-        entered = super().__enter__()
+        entered = super().__enter__()  # type: ignore[no-untyped-call]
         stand_back()
         return entered
 
     def __exit__(self, *error: Any) -> None:
         try:
-            super().__exit__(*error)
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
         finally:
             come_back()

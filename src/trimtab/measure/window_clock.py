@@ -109,6 +109,7 @@ def wait_for(stamp: _Stamp) -> None:
 def seconds_between(before: _Stamp, after: _Stamp) -> float:
     """Return the seconds between two time stamps of the same clock. Events must have completed."""
     if isinstance(before, torch.cuda.Event):
+        assert isinstance(after, torch.cuda.Event)
         milliseconds: float = before.elapsed_time(after)
         return milliseconds / 1e3
     assert isinstance(after, float)

@@ -45,7 +45,8 @@ class ZeusGpu:
         Raises:
             MeterLost: The GPU is unreadable.
         """
-        return _asked(self._device, self._index) / 1e3
+        millijoules: float = _asked(self._device, self._index)
+        return millijoules / 1e3
 
 
 class ZeusApple:
