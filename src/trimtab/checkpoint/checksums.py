@@ -34,7 +34,7 @@ class Room:
 
     def part(self, start: int, end: int) -> list[memoryview]:
         """Return the pieces for bytes `start` to `end`, limited to the number of buffers of a system call."""
-        index, found = bisect.bisect_right(self._ends, start), []
+        index, found = bisect.bisect_right(self._ends, start), list[memoryview]()
         while start < end and len(found) < _MOST_PIECES:
             begin = self._ends[index] - len(self._pieces[index])
             found.append(self._pieces[index][start - begin : end - begin])

@@ -354,14 +354,14 @@ def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
         SaveError: An old folder could not be deleted.
     """
     checks.integer("keep_last", keep_last)
-    own = filter(_is_own, found(parent))
-    newest, *others = [*own] or [None]
-    old = others[keep_last - 1 :]
-    if newest is None or not old:
+    own = [*filter(_is_own, found(parent))]
+    old = own[keep_last:]
+    if not old:
         return []
+    newest = own[0]
     if newest.name != written:
         verify(newest)
-    if not any(map(_is_finite, (newest, *others[: keep_last - 1]))):
+    if not any(map(_is_finite, own[:keep_last])):
         last_finite = next(filter(_is_finite, old), None)
         old = [folder for folder in old if folder != last_finite]
     for folder in old:

@@ -62,7 +62,7 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
             room = None if value is None else rooms[id(value)]
             if room is not own or key not in module._buffers:
                 module.register_buffer(key, room, persistent=False)
-            if value is not None and room is own:
+            if value is not None and own is not None and room is own:
                 with torch.no_grad():
                     own.copy_(value)
 

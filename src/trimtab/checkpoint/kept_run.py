@@ -84,7 +84,7 @@ class KeptRun:
         self._last_begun = 0
         # Step of the last committed checkpoint, valid even if a later stage of the save failed.
         self._committed: int | None = None
-        self._accepted: Mapping[str, str] = {}  # accepted environment changes since the run began
+        self._accepted: dict[str, str] = {}  # accepted environment changes since the run began
         self._noted: Mapping[str, str] = {}  # environment changes that need no acceptance
         self._anew: list[str] = []  # non-persistent buffers whose saved shape differs from the model's
         self._run: Run | None = None
@@ -176,7 +176,11 @@ class KeptRun:
             self._ranks.together(load, name)
         accepted, noted = parted(apart)
         self._accepted, self._noted = {**said.accepted, **accepted}, {**said.noted, **noted}
-        detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
+        detail: dict[str, Any] = {
+            "from": folder.name,
+            "changed": in_words(apart),
+            "damaged": [*map(str, self._refused)],
+        }
         detail["buffers"] = self._anew
         detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)

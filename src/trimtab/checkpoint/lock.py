@@ -169,4 +169,8 @@ _LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 @functools.cache  # once, but not at import
 def _forget_in_children() -> None:
-    os.register_at_fork(after_in_child=lambda: [lock.forget() for lock in _LOCKS])
+    def forget() -> None:
+        for lock in _LOCKS:
+            lock.forget()
+
+    os.register_at_fork(after_in_child=forget)

@@ -116,7 +116,7 @@ def _end_of(said: Any, start: int) -> int:
     is_one = all(type(number) is int and number >= 0 for number in (begin, end, *shape))
     if not is_one or begin != start or end - begin != math.prod(shape) * TYPES[said["dtype"]].itemsize:
         raise ValueError("bytes that are no such tensor's")
-    return end
+    return int(end)
 
 
 def _without_values(said: Any) -> Tensor:
@@ -124,4 +124,4 @@ def _without_values(said: Any) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

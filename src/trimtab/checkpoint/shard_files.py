@@ -38,8 +38,8 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     Raises:
         SaveError: Writing failed on this rank, or torch reports a failure of another rank.
     """
-    from torch.distributed.checkpoint import save
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = _writer_type()(str(folder), save_distributed=True)
     devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
@@ -60,9 +60,10 @@ def written(folder: Path) -> Mapping[str, Any]:
         FormatError: A file is not a valid sharded file.
     """
     try:
-        return _reader_type()(str(folder)).read_metadata().state_dict_metadata
+        found: Mapping[str, Any] = _reader_type()(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:
         raise FormatError(str(folder), given=f"what cannot be read ({error})", expected="files of shards") from None
+    return found
 
 
 def read(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -71,8 +72,8 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
     Raises:
         FormatError: Reading failed.
     """
-    from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
         with warnings.catch_warnings():
@@ -90,7 +91,7 @@ def _host_group(job: Any) -> Any:
 
 @functools.cache
 def _writer_type() -> Any:
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.futures import Future
 
     class Writer(HuggingFaceStorageWriter):
@@ -112,14 +113,15 @@ def _writer_type() -> Any:
 
 @functools.cache
 def _reader_type() -> Any:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     class Reader(HuggingFaceStorageReader):
         """Reader for sharded files only."""
 
         def __init__(self, path: str) -> None:
             super().__init__(path)
-            self.fs = _Shards(self.fs)
+            shards: Any = _Shards(self.fs)
+            self.fs = shards
 
     return Reader
 

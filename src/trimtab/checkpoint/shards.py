@@ -149,8 +149,9 @@ class Shards(Part):
     def _settle(self) -> None:
         """Reshard all parameters: an evaluation may have left some FSDP modules unsharded."""
         for module in self._model.modules():
-            if is_sharded_itself(module) and hasattr(module, "reshard"):
-                module.reshard()
+            reshard: Any = getattr(module, "reshard", None)
+            if is_sharded_itself(module) and reshard is not None:
+                reshard()
 
     def _parameters(self) -> dict[str, Tensor]:
         return {f"{_MODEL}.{name}": parameter.detach() for name, parameter in self._model.named_parameters()}

@@ -49,7 +49,7 @@ def digest_of(state: Any) -> str:
     packer = Packer()
     found = hashlib.sha256(json.dumps(pack(state, packer.leaf), allow_nan=False).encode())
     for tensor in packer.tensors.values():
-        found.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

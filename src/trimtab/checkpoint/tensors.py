@@ -127,7 +127,8 @@ def snapshot(state: Any) -> Any:
 
 def _order(tensor: Tensor) -> list[int]:
     """Return the dimensions ordered by decreasing stride if the tensor is dense, else the original order."""
-    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.shape[d], d))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d], d))
     return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
 
 

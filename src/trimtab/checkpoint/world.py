@@ -50,8 +50,9 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
     """
     name = type(optimizer).__qualname__
     inner = getattr(optimizer, "optimizer", None)
-    is_wrapper = isinstance(inner, torch.optim.Optimizer) and inner is not optimizer
-    return f"{name} of {class_of(inner)}" if is_wrapper else name
+    if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+        return f"{name} of {class_of(inner)}"
+    return name
 
 
 # Plan fields added after the first checkpoints. At the default (None) they are left out, so old checkpoints still
