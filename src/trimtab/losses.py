@@ -115,8 +115,9 @@ def require_unscaled(loss: Tensor) -> None:
     factors = {each.untyped_storage().data_ptr() for each in _last_factors(loss)}
     if not factors:
         return
-    scalers = (each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler))
-    if any(each._scale is not None and each._scale.untyped_storage().data_ptr() in factors for each in scalers):
+    scalers = (each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler))
+    scales = (getattr(each, "_scale", None) for each in scalers)  # one that is not enabled has none
+    if any(scale is not None and scale.untyped_storage().data_ptr() in factors for scale in scales):
         raise LossError(
             "loss_fn",
             given="a loss multiplied by a GradScaler's scale",

@@ -64,7 +64,7 @@ PLANNING = {
     "a batch of another kind": (lambda k: {"example_batch": (k.batch["x"],)}, LossError, "loss_fn", "TypeError"),
     "no batch": (lambda k: {"example_batch": None}, LossError, "loss_fn", "TypeError"),
     "an empty batch": (lambda k: {"example_batch": {"x": torch.zeros(0, 4)}}, BatchError, "batch", "0 samples"),
-    "a loader for a batch": (lambda k: {"example_batch": iter([k.batch])}, LossError, "loss_fn", "TypeError"),
+    "a loader for a batch": (lambda k: {"example_batch": iter([k.batch])}, BatchError, "example_batch", "only once"),
     "an array": (lambda k: {"example_batch": numpy.zeros(3)}, LossError, "loss_fn", "IndexError"),
     "a longest batch that is none": (lambda k: {"longest_batch": Unknown()}, LossError, "loss_fn", "TypeError"),
     "a longest batch of fewer rows": (

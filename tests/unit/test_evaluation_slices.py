@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 import typer
+from call_counts import OutOfReach
 from torch.nn import functional as F
 
 from trimtab.api import start
@@ -483,17 +483,13 @@ def test_each_block_of_a_plan_at_the_papers_size_is_run_twice(kind):
         model = ResNet(width=4, depths=(3, 4, 6, 3), num_classes=4, block=Bottleneck)
         loss_fn, batch = (lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])), (images, tokens[:, 0] % 4)
 
-    class Seen:
-        """Counts where planning and recomputation restore nothing."""
-
-        calls: ClassVar = Counter()
-
+    seen = OutOfReach(calls=Counter())
     for name in plan.recompute_blocks:  # what is in a segment has no hooks of its own
         first = next(model.get_submodule(name).children())
-        first.register_forward_hook(lambda *_, name=name: Seen.calls.update([name]))
+        first.register_forward_hook(lambda *_, name=name: seen.held.calls.update([name]))
     with start(model, torch.optim.AdamW(model.parameters()), replace(plan, **kept), total_samples=10 * rows) as run:
         run.train_step(run.window(batch), loss_fn)
-    assert Seen.calls == dict.fromkeys(plan.recompute_blocks, 2 * rows // 2)
+    assert seen.held.calls == dict.fromkeys(plan.recompute_blocks, 2 * rows // 2)
 
 
 def test_tables_one_to_three_are_raced_to_the_papers_targets_within_their_slices(listed):
