@@ -1,1 +1,1 @@
-"""PEERS: the hand-written loops a plan is compared with. Plain torch, none of trimtab's runtime; each file runs."""
+"""Hand-written baselines for comparison with a plan: plain torch without trimtab's runtime. Each file is executable."""

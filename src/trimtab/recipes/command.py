@@ -1,4 +1,4 @@
-"""Runs one recipe from the command line: trains, and prints the held-out metric as it goes."""
+"""Command line of the recipes: trains a task and prints the validation metric at ten points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from trimtab.tasks.placement import ahead, device_here, placed
 
 
 def main(make_loop: MakeLoop) -> None:
-    """Parse `TASK --steps N --seed S --rows B --judged M` and train."""
+    """Parse `TASK --steps N --seed S --rows B --judged M` and train.
+
+    Args:
+        make_loop: Class or function that builds the loop from a task and a device.
+    """
     parser = argparse.ArgumentParser(description="Train one task by one recipe.")
     parser.add_argument("task")
     parser.add_argument("--steps", type=int, default=100)

@@ -1,4 +1,4 @@
-"""What a recipe is: a loop that can be stepped from outside, so that several can be raced in turn."""
+"""Interface of the recipes: a training loop that is advanced step by step, for interleaved paired runs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Loop(Protocol):
-    """One arm: a model that is trained by whole optimizer steps, its matrix products in `precision`."""
+    """Training loop with an explicit step method.
+
+    Attributes:
+        model: Model in training.
+        optimizer: Optimizer of the model.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     @property
     def precision(self) -> str:
-        """Return "fp32", "tf32", "bf16" or "fp16"."""
+        """Precision of matrix products: "fp32", "tf32", "bf16" or "fp16"."""
         ...
 
     def step(self, batches: Iterator[Any]) -> int:
-        """Take what one optimizer step needs from the batches; returns the rows it used."""
+        """Draw the batches of an optimizer step, train on them and return the number of samples used."""
         ...
 
     def close(self) -> None:
-        """Undo what was changed outside the model."""
+        """Restore global state that the loop changed, such as TF32 modes."""
         ...
 
 
@@ -38,19 +43,19 @@ MakeLoop = Callable[[Task, torch.device], Loop]
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return torch's own autocast, switched off for fp32 and tf32."""
+    """Return `torch.autocast` for the precision, disabled for fp32 and tf32."""
     return torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision in _DTYPES)
 
 
 def hold_tf32(precision: str) -> Callable[[], None]:
-    """Let CUDA matmuls and convolutions run in TF32 for a "tf32" recipe; returns what puts the global modes back."""
+    """Enable TF32 for CUDA matmuls and convolutions if `precision` is "tf32". Returns a function that undoes it."""
     return process_state.hold_tf32() if precision == "tf32" else lambda: None
 
 
 def hold_strict_fp32() -> Callable[[], None]:
-    """Compute in whole fp32 wherever torch may round its operands to fewer bits; returns what puts the modes back.
+    """Disable TF32 and other reduced-precision fp32 modes everywhere. Returns a function that restores the modes.
 
-    What differs alone is written: a place that was written to no longer follows the mode above it.
+    Writes only modes that differ from "ieee", because a written mode no longer inherits.
     """
     before = [(place, place.fp32_precision) for place in process_state.fp32_places()]
     changed = [(place, mode) for place, mode in before if mode != "ieee"]
@@ -65,5 +70,5 @@ def hold_strict_fp32() -> Callable[[], None]:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Return a tuple batch on the device."""
+    """Copy a tuple of tensors to the device."""
     return tuple(tensor.to(device, non_blocking=True) for tensor in batch)

@@ -1,4 +1,4 @@
-"""P3: the strong peer with Muon for the matrices of its blocks, everything else as in P2.
+"""P3, hand-tuned recipe with Muon for the matrices of the blocks. Everything else equals P2.
 
 Run it: `python -m trimtab.recipes.muon wikitext2_gpt --steps 50`
 """
@@ -9,7 +9,7 @@ from trimtab.recipes.strong import StrongLoop
 
 
 class MuonLoop(StrongLoop):
-    """The hand-tuned loop by the task's recipe with Muon."""
+    """Training loop of the task's Muon recipe."""
 
     field = "muon"
 

@@ -1,13 +1,16 @@
-"""P1, the paper's optimised recipe, taken literally (section IV.B, equations 4-7, 10, 11, 15-20).
+"""P1, the paper's optimised recipe, implemented literally (section IV.B, equations 4-7, 10, 11, 15-20).
 
-Micro-batches of the task's batch; k in {4, 8} by equation 6, from the variance of equation 7, gathered as gradients
-come: the window's mean is held beside one of them. Learning rate scaled linearly by k; 5% warm-up and cosine to a
-tenth; half precision with loss scaling; checkpoints every ceil(sqrt(L)) blocks, whose batch statistics are updated
-again as they are run again, as torch's checkpointing has it. The paper gives no sigma_target: here it is the variance
-of the first window over 4, so that training starts at k = 4 and takes 8 while the variance is above its first value.
-ZeRO-2 has nothing to shard on one device. fp16 becomes bf16 on a CPU with hardware for it and fp32 on one without.
-Gradients are not clipped: equation 12 is in section III.C, its threshold "typically" 1.0, and not in section IV.B,
-which lists what was run.
+- Accumulation: micro-batches of the task's batch size; k in {4, 8} by equation 6 from the variance of equation 7. Mean
+  and variance are running values, so that only two sets of gradients are in memory.
+- sigma_target: not given in the paper. Here it is a quarter of the first window's variance, so that training starts at
+  k = 4 and uses k = 8 while the variance exceeds its first value.
+- Learning rate: scaled linearly by k, with 5% warm-up and cosine decay to a tenth.
+- Precision: fp16 with loss scaling on a GPU, bf16 on a CPU with bf16 instructions, otherwise fp32.
+- Activation checkpointing: every ceil(sqrt(L)) blocks. Recomputation updates batch statistics a second time, as
+  `torch.utils.checkpoint` does.
+- ZeRO-2: omitted, because a single device has nothing to shard.
+- Clipping: omitted. Equation 12 is in section III.C (threshold "typically" 1.0), not in the settings of section IV.B.
+
 Run it: `python -m trimtab.recipes.paper source_gpt --steps 20`
 """
 
@@ -30,7 +33,7 @@ ALLOWED_K = (4, 8)
 
 
 class PaperLoop:
-    """The paper's loop."""
+    """Training loop of the paper's optimised recipe."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
@@ -45,11 +48,11 @@ class PaperLoop:
         self._rows = 0
 
     def step(self, batches: Iterator[Any]) -> int:
-        """Train on k batches as one (equations 4 and 5)."""
+        """Accumulate the gradients of k batches (equations 4 and 5) and take an optimizer step."""
         k, rows = self.k, self.k * self._task.batch_rows
         means = self._gradients(next(batches))
         squares = torch.zeros((), device=self._device)
-        for j in range(2, k + 1):  # running mean and sum of squared deviations: of k gradients two are held
+        for j in range(2, k + 1):  # running mean and sum of squared deviations (Welford)
             deviations = self._gradients(next(batches))
             torch._foreach_sub_(deviations, means)
             torch._foreach_add_(means, deviations, alpha=1 / j)
@@ -67,7 +70,7 @@ class PaperLoop:
         return rows
 
     def _gradients(self, batch: Any) -> list[Tensor]:
-        """Return the gradients of a batch; they are nobody else's."""
+        """Return the gradients of a batch as tensors that are no longer referenced by the parameters."""
         self._forget()
         with autocast(self.precision, self._device):
             loss = mean_of(self._task.loss_fn(self.model, move(batch, self._device)))
@@ -77,13 +80,13 @@ class PaperLoop:
         return gradients
 
     def _forget(self) -> None:
-        """Let go of gradients, whose tensors stay as they are: an optimizer's own `zero_grad` may write into them."""
+        """Set gradients to None. `optimizer.zero_grad` is not used because it may overwrite the returned tensors."""
         for parameter in self._parameters():
             parameter.grad = None
 
     def _choose_k(self, sigma2: float) -> None:
         sigma2 /= self._scaler.get_scale() ** 2
-        if not math.isfinite(sigma2):  # an overflow under the loss scale, or a diverged model: k stays
+        if not math.isfinite(sigma2):  # loss-scale overflow or a diverged model: keep k
             return
         if self._sigma2_target is None:
             self._sigma2_target = sigma2 / ALLOWED_K[0]
@@ -94,18 +97,18 @@ class PaperLoop:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def close(self) -> None:
-        """Nothing was changed outside the model."""
+        """Do nothing: the loop changes no global state."""
 
 
 class Segment(nn.Sequential):
-    """Blocks whose activations are recomputed in the backward pass."""
+    """Sequence of blocks with activation checkpointing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def checkpoint_every_sqrt(model: nn.Module) -> None:
-    """Cut the model's chain of blocks into segments of ceil(sqrt(L)) blocks (equations 18-20)."""
+    """Replace the model's `blocks` or `stages` by checkpointed segments of ceil(sqrt(L)) blocks (equations 18-20)."""
     for name in ("blocks", "stages"):
         chain = getattr(model, name, None)
         if isinstance(chain, nn.ModuleList | nn.Sequential):
@@ -117,7 +120,7 @@ def checkpoint_every_sqrt(model: nn.Module) -> None:
 
 
 def half_precision(device: torch.device) -> str:
-    """Return what stands for the paper's FP16 on a device."""
+    """Return the half precision for the device: "fp16" on CUDA, "bf16" on a CPU with bf16 instructions, else "fp32"."""
     if device.type == "cuda":
         return "fp16"
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()

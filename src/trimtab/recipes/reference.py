@@ -1,4 +1,4 @@
-"""P0, the reference: the task's loop as it stands; for the built-in tasks the paper's baseline (section IV).
+"""P0, the baseline: the task's unchanged loop. For built-in tasks this is the paper's baseline (section IV).
 
 Run it: `python -m trimtab.recipes.reference source_gpt --steps 50`
 """
@@ -17,10 +17,10 @@ from trimtab.tasks.task import Task
 
 
 class ReferenceLoop:
-    """The plain loop: whole batch, the declared precision, the task's optimizer; or the user's own step function.
+    """Plain training loop with the declared precision and the task's optimizer, or with the user's step function.
 
     Attributes:
-        loss: of the last step, on the device; None before it, and of the user's own step function.
+        loss: Loss of the last step, a scalar on the device. None before the first step and with a user's step function.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class ReferenceLoop:
         self._put_back = hold_tf32(self.precision)
 
     def step(self, batches: Iterator[Any]) -> int:
-        """Train on one batch."""
+        """Train on one batch and return its number of samples."""
         batch = move(next(batches), self._device)
         if self._task.step is not None:
             self._task.step(self.model, self.optimizer, batch)
@@ -52,7 +52,7 @@ class ReferenceLoop:
         return self._task.batch_rows
 
     def close(self) -> None:
-        """Put the global fp32 modes back."""
+        """Restore the global fp32 modes."""
         self._put_back()
 
 

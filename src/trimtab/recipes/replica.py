@@ -1,4 +1,4 @@
-"""P0 on several ranks: the task's loop as it stands, its model in torch's DistributedDataParallel with its defaults."""
+"""P0, the baseline, on several ranks: the task's loop with the model in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from trimtab.tasks.task import Task
 
 
 class ReplicaLoop(ReferenceLoop):
-    """The plain loop of one rank, which steps on its share of every batch; the rows that it counts are all ranks'.
+    """Baseline loop of a rank, fed with the rank's shard of every batch. Sample counts are those of all ranks.
 
-    The gradient is the mean over ranks of each one's own, as DDP has it.
+    DDP averages the gradients over ranks.
 
     Args:
-        sends_buffers: in every forward, as DDP does by default.
+        task: Task without a step function.
+        device: Device of this rank.
+        sends_buffers: True to broadcast buffers in every forward, as DDP does by default.
 
     Raises:
-        ValueGivenError: the task has a step function of its own, which would train on each rank by itself.
+        ValueGivenError: The task has a step function, which would train every rank separately.
     """
 
     def __init__(self, task: Task, device: torch.device, *, sends_buffers: bool = True) -> None:

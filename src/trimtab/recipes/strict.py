@@ -1,8 +1,8 @@
-"""P0 in strict fp32: the reference, with TF32 off everywhere.
+"""P0, the baseline, in strict fp32: TF32 is disabled everywhere.
 
-By default torch computes cuDNN's convolutions in TF32, so that a ResNet "in fp32" on a GPU that has it is not: both
-are raced, and a ratio says against which. Where nothing rounds, as in a GPT's matmuls or on most processors, the two
-are the same loop.
+By default torch computes cuDNN convolutions in TF32, so a ResNet "in fp32" uses TF32 on GPUs that support it.
+Comparisons run both baselines and name the baseline of every ratio. Without TF32, as for a GPT's matmuls or on most
+CPUs, both loops are identical.
 Run it: `python -m trimtab.recipes.strict cifar10_resnet --steps 50`
 """
 
@@ -17,10 +17,10 @@ from trimtab.tasks.task import Task
 
 
 class StrictLoop(ReferenceLoop):
-    """The plain loop, its fp32 whole while the loop lives.
+    """Baseline loop with strict fp32 until `close`.
 
     Raises:
-        ValueGivenError: the reference is declared to compute in something else.
+        ValueGivenError: The declared precision of the task's reference is not fp32.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:

@@ -1,8 +1,9 @@
-"""P2, the strong peer: the best hand-tuned recipe for the same model, as the task carries it.
+"""P2, the hand-tuned recipe for the same model, as defined by the task.
 
-Fast precision, channels_last, a fused optimizer, its peak rate the best of a sweep, not told from it, or published and
-not swept (`tasks/peers.py` says which), warm-up and decay to a hundredth; where the task overfits, more dropout or
-smoothed labels. Never compiled: that has to be measured first, and is by the plan that is made for it.
+Fast precision, channels-last memory format, fused optimizer, warm-up and decay to 1% of the peak rate. If the task
+overfits, also more dropout or label smoothing. The peak rate is the best of a sweep, not significantly worse than the
+best, or published and not swept (see `tasks/peers.py`). The loop is not compiled, because the benefit of compilation
+must be measured; a plan made for this recipe does so.
 Run it: `python -m trimtab.recipes.strong cifar10_resnet --steps 50`
 """
 
@@ -19,14 +20,14 @@ from trimtab.losses import mean_of
 from trimtab.recipes.loop import autocast, hold_tf32, move
 from trimtab.tasks.task import LossFn, StrongRecipe, Task
 
-FINAL_FRACTION = 0.01  # of the peak rates, at the end
+FINAL_FRACTION = 0.01  # learning rate at the end, as a fraction of the peak
 
 
 class StrongLoop:
-    """The hand-tuned loop.
+    """Training loop of the task's hand-tuned recipe.
 
     Raises:
-        ValueGivenError: the task has no such recipe.
+        ValueGivenError: The task has no recipe in this field.
     """
 
     field = "strong"
@@ -48,7 +49,7 @@ class StrongLoop:
         self._put_back = hold_tf32(self.precision)
 
     def step(self, batches: Iterator[Any]) -> int:
-        """Train on one batch at the schedule's rate."""
+        """Set the learning rate of the schedule and train on one batch. Returns the number of samples."""
         self._rows += self._task.batch_rows
         factor = factor_at(self._rows / self.recipe.budget_rows, self.recipe)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -57,7 +58,7 @@ class StrongLoop:
         return self._task.batch_rows
 
     def update(self, batch: Any) -> None:
-        """Take one optimizer step."""
+        """Take an optimizer step on a batch with the current learning rate."""
         self.optimizer.zero_grad()
         with autocast(self.precision, self._device):
             loss = mean_of(self.loss_fn(self.model, batch))
@@ -69,12 +70,12 @@ class StrongLoop:
         self._scaler.update()
 
     def close(self) -> None:
-        """Put the global fp32 modes back."""
+        """Restore the global fp32 modes."""
         self._put_back()
 
 
 def factor_at(progress: float, recipe: StrongRecipe) -> float:
-    """Return the factor of a recipe's schedule on its peak rates."""
+    """Return the learning-rate factor of the recipe's schedule at `progress` (0 to 1)."""
     found = warmup_linear if recipe.decay == "linear" else warmup_cosine
     return found(progress, recipe.warmup_fraction, FINAL_FRACTION)
 

@@ -1,4 +1,4 @@
-"""Tasks: a workload with its data, metric and peers, built in or the user's own `my_module:task`."""
+"""Training tasks: model, data, metric and hand-tuned recipes. Built in, or loaded from user code (`my_module:task`)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def load_task(name: str) -> Task:
 
 
 def _split(name: object) -> tuple[str, str]:
-    """Return (module or file, attribute); the last colon parts them, so a drive letter may stand before it."""
+    """Split `name` at its last colon into (module or file, attribute), so that a Windows drive letter is kept."""
     where, colon, attribute = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     is_module = all(part.isidentifier() for part in where.split("."))
     if not colon or not attribute.isidentifier() or not (is_module or where.endswith(".py")):
@@ -81,7 +81,7 @@ def _load_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueGivenError("task", given=repr(name), expected=f"a file {path.name} that exists")
     path = path.resolve()
-    # Registered under a name of its own, which dataclasses and pickle look up and no installed module can have.
+    # dataclasses and pickle look the module up in sys.modules; the hash keeps its name distinct from installed modules.
     module_name = f"_trimtab_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
@@ -121,8 +121,8 @@ def _load_module(name: str, where: str) -> ModuleType:
 
 @contextmanager
 def _importing(name: str, folder: Path) -> Iterator[None]:
-    """Make `folder` importable while the user's module runs, and name the task if that fails."""
-    importlib.invalidate_caches()  # a module written a moment ago is found too
+    """Make `folder` importable while the user's module runs. Raises FormatError if the import fails."""
+    importlib.invalidate_caches()  # finds a module written a moment ago
     sys.path.insert(0, str(folder))
     try:
         yield

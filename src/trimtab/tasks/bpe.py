@@ -1,4 +1,4 @@
-"""Text to GPT-2 tokens: adapts the `tokenizers` package, and keeps the result, since a whole split takes 4 to 7 s."""
+"""GPT-2 tokenization with the `tokenizers` package. Tokens are cached, because encoding a split takes 4 to 7 s."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from trimtab.tasks.sources import cache_folder, written_whole
 
 VOCAB_SIZE = 50_257
 TOKEN_DTYPE = np.dtype("<u2")  # ids 0 to 50,256, the same bytes on every machine
-# Split -> (number of tokens, sha256 of the token array): what encoding the whole split must give.
+# Split -> (number of tokens, sha256 of the token array), the expected result of encoding the whole split.
 WIKITEXT2_TOKENS: Mapping[str, tuple[int, str]] = {
     "train": (2_448_382, "6f6e4b8e337e6ca2543efc87c8ab83441094e4f66dc4e9cc806c40c8d2444bf5"),
     "valid": (258_659, "17bc83b54d943c68889ab3b9cb01f17b86fe0216e9738ee39806d2631aac2ef9"),
 }
-# Before a heading of the first level (" = Title = "), one piece of pre-tokenised text always ends: cutting there
-# leaves every token as it is, and keeps the encoder's memory at that of a few articles instead of 1.6 GB.
+# A pre-token always ends before a top-level heading (" = Title = "), so splitting there changes no token. Encoding a
+# few articles at a time avoids the 1.6 GB that encoding the whole split takes.
 _BEFORE_HEADING = re.compile(r"(?<=\n)(?= = [^=])")
 _PIECES_AT_ONCE = 32
 
 
 def load_encoder(files: BpeFiles) -> Any:
-    """Return a `tokenizers.ByteLevelBPETokenizer`; its `encode(text).ids` are the token ids.
+    """Return a `tokenizers.ByteLevelBPETokenizer` built from the encoder and merges files.
 
     Raises:
         DependencyError: `tokenizers` is not installed.
@@ -47,7 +47,7 @@ def load_encoder(files: BpeFiles) -> Any:
 
 
 def encode(encoder: Any, text: str) -> np.ndarray:
-    """Return the token ids (N,) uint16 of a text, encoded a few articles at a time."""
+    """Return the token ids of `text`, (N,) uint16. Encodes a few articles at a time to limit memory."""
     pieces = _BEFORE_HEADING.split(text)
     ids = [np.zeros(0, TOKEN_DTYPE)]
     for start in range(0, len(pieces), _PIECES_AT_ONCE):
@@ -57,13 +57,19 @@ def encode(encoder: Any, text: str) -> np.ndarray:
 
 
 def wikitext2_tokens(split: str, text: bytes, files: BpeFiles) -> np.ndarray:
-    """Return the tokens (N,) uint16 of a WikiText-2 split, from the cache folder where they have been encoded before.
+    """Return the tokens of a WikiText-2 split, (N,) uint16, from the cache if present.
+
+    Args:
+        split: "train" or "valid".
+        text: Content of the split, UTF-8.
+        files: GPT-2 encoder and merges.
 
     Raises:
-        FormatError: encoding gave other tokens than it should (another `tokenizers` release, say).
+        DependencyError: `tokenizers` is not installed.
+        FormatError: The tokens differ from the expected sha256, for example with another `tokenizers` release.
     """
     num_tokens, digest = WIKITEXT2_TOKENS[split]
-    # Text and vocabulary are verified where they are read, so their hashes name the result.
+    # The reader verifies text and vocabulary, so their hashes identify the result.
     key = hashlib.sha256("".join((WIKITEXT2_SHA256[split], *GPT2_BPE_SHA256.values())).encode()).hexdigest()[:16]
     path = cache_folder() / "tokens" / f"wikitext-2-{split}-{key}.npy"
     kept = _read(path)
@@ -86,7 +92,7 @@ def _digest(tokens: np.ndarray) -> str:
 
 
 def _read(path: Path) -> np.ndarray | None:
-    """Return the array of a cache file, or None where there is none that can be read; the caller verifies it."""
+    """Return the array of a cache file, None if missing or unreadable. The caller verifies the content."""
     try:
         return np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -97,5 +103,5 @@ def _keep(path: Path, tokens: np.ndarray) -> None:
     try:
         with written_whole(path) as stream:
             np.save(stream, tokens, allow_pickle=False)
-    except OSError:  # a read-only home: encoding again next time is all it costs
+    except OSError:  # A read-only home only means that the next call encodes again.
         return

@@ -1,4 +1,4 @@
-"""CIFAR-10 as its tasks share it: data, augmentation, shapes of a batch. Model, ladder and length are each's own."""
+"""CIFAR-10 data, augmentation and batch shapes, shared by the CIFAR-10 tasks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ normalise = normaliser(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.261
 
 
 def load_cifar10(judged_images: int) -> TaskData:
-    """Return images (50000, 3, 32, 32) uint8 and labels (50000,) int64, judged by the first so many test images.
+    """Return CIFAR-10 as training samples and validation batches.
 
-    Training images stay uint8 (154 MB, a quarter of float32) until `augment` makes a batch of them.
+    Training images are (50000, 3, 32, 32) uint8, labels (50000,) int64. Images stay uint8 (154 MB, a quarter of
+    float32) until `augment` converts a batch.
+
+    Args:
+        judged_images: Number of test images in the validation batches, taken from the start of the test set.
     """
     data = cifar10()
     images = normalise(torch.from_numpy(data.test_images[:judged_images]))
@@ -33,11 +37,11 @@ def load_cifar10(judged_images: int) -> TaskData:
 
 
 def augment(batch: tuple[Tensor, ...], draws: SampleDraws) -> tuple[Tensor, ...]:
-    """Return (images float32, labels): flipped, cropped out of a 4-pixel border and normalised."""
+    """Return (images float32, labels) with random flips, random crops (4 pixels of zero padding) and normalisation."""
     images, labels = batch
     return normalise(flip_and_crop(images, draws, padding=4)), labels
 
 
 def example(rows: int) -> tuple[Tensor, Tensor]:
-    """Return a batch of the shapes that `augment` makes."""
+    """Return a batch of zeros with the shapes and dtypes of an augmented batch."""
     return torch.zeros(rows, *CIFAR10_SHAPE), torch.zeros(rows, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""CIFAR-10 with ResNet-50 (paper section IV at its size), the stem named: 3x3 here, `cifar10_resnet50_7x7` beside it.
+"""CIFAR-10 with ResNet-50 at the size of the paper (section IV), 3x3 stem. `cifar10_resnet50_7x7` has the 7x7 stem.
 
-Forward and backward of an image are 7.78 GFLOP with the 3x3 stem and 0.50 with the 7x7 one, at two FLOP a
-multiplication and addition, convolutions and the head alone. Meant for a GPU: a step of 128 images is 1 TFLOP.
+Forward and backward of an image take 7.78 GFLOP with the 3x3 stem and 0.50 GFLOP with the 7x7 stem (convolutions and
+head, two FLOP per multiply-add). Meant for a GPU: a step of 128 images takes 1 TFLOP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ ADAPTED_ROWS = 10 * EVAL_EVERY_ROWS
 
 
 def make_task(stem: str, name: str) -> Task:
-    """Return the task of a stem, "3x3" or "7x7"; its ladder is given, not measured."""
+    """Return the ResNet-50 task.
+
+    The targets were chosen, not measured.
+
+    Args:
+        stem: "3x3" or "7x7".
+        name: Name of the task.
+    """
     return Task(
         name=name,
         description=f"CIFAR-10, ResNet-50, {stem} stem",

@@ -1,7 +1,7 @@
-"""The public data sets, read and verified: CIFAR-10, WikiText-2 and the GPT-2 byte-pair encoding.
+"""Readers for CIFAR-10, WikiText-2 and the GPT-2 byte-pair encoding.
 
-Two layouts are read: the packed one of `sources` (gzip and xz) and the public one. Whatever the origin, what was read
-must have the sha256 written here.
+Two layouts are supported: the packed layout (gzip and xz, see `sources`) and the public archives. The content is
+verified against a fixed sha256 in both cases.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ GPT2_BPE = DataSet(
 
 
 class Images(NamedTuple):
-    """CIFAR-10: images uint8 (N, 3, 32, 32) and labels uint8 (N,), 50,000 to train on and 10,000 to test."""
+    """CIFAR-10: images (N, 3, 32, 32) uint8 and labels (N,) uint8; N is 50,000 (training) or 10,000 (test)."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -91,7 +91,7 @@ class Images(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """WikiText-2 (word-level version): the train and the valid split as UTF-8 bytes, newlines as they stand."""
+    """WikiText-2 (word-level version): training and validation split as UTF-8 bytes, newlines unchanged."""
 
     train: bytes
     valid: bytes
@@ -99,7 +99,7 @@ class Texts(NamedTuple):
 
 
 class BpeFiles(NamedTuple):
-    """The GPT-2 encoding's two files, verified: `encoder.json` (50,257 entries) and `vocab.bpe` (50,000 merges)."""
+    """Verified files of the GPT-2 encoding: `encoder.json` (50,257 entries) and `vocab.bpe` (50,000 merges)."""
 
     encoder: Path
     merges: Path
@@ -107,10 +107,11 @@ class BpeFiles(NamedTuple):
 
 
 def cifar10() -> Images:
-    """Return CIFAR-10 (Krizhevsky 2009), images in their original order; about 4 seconds.
+    """Return CIFAR-10 (Krizhevsky 2009), images in their original order. Takes about 4 seconds.
 
     Raises:
-        DataMissingError: it is nowhere. FormatError: a file is damaged.
+        DataMissingError: The data set was not found.
+        FormatError: A file is damaged.
     """
     found = find(CIFAR10)
     batches = _cifar10_archive(found.files) if found.is_public else _cifar10_folder(found.files)
@@ -125,10 +126,11 @@ def cifar10() -> Images:
 
 
 def wikitext2() -> Texts:
-    """Return WikiText-2, word-level version (Merity et al. 2016); perplexities on the raw version are other numbers.
+    """Return WikiText-2, word-level version (Merity et al. 2016). Perplexities on the raw version are not comparable.
 
     Raises:
-        DataMissingError: it is nowhere. FormatError: a file is damaged.
+        DataMissingError: The data set was not found.
+        FormatError: A file is damaged.
     """
     found = find(WIKITEXT2)
     texts = {}
@@ -144,7 +146,8 @@ def gpt2_bpe() -> BpeFiles:
     """Return the files of GPT-2's byte-level encoding (Radford et al. 2019).
 
     Raises:
-        DataMissingError: they are nowhere. FormatError: a file is damaged.
+        DataMissingError: The files were not found.
+        FormatError: A file is damaged.
     """
     found = find(GPT2_BPE)
     contents = {name: read_bytes(found.files[name], "a text", limit=DATA_BYTES) for name in GPT2_BPE_SHA256}
@@ -153,15 +156,19 @@ def gpt2_bpe() -> BpeFiles:
 
 
 def undo_differences(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return images (N, 3, 32, 32) and labels (N,) of one batch file of the packed layout, decompressed.
+    """Decode a decompressed batch file of the packed layout.
 
-    Label bytes, then the planes R-G, G and B-G, each differenced along columns, then rows, modulo 256.
+    The file contains the label bytes, then the planes R-G, G and B-G. Each plane is differenced along columns, then
+    along rows, modulo 256.
+
+    Returns:
+        Images (N, 3, 32, 32) uint8 and labels (N,) uint8.
     """
     numbers = np.frombuffer(data, np.uint8)
     labels, planes = numbers[:BATCH_IMAGES], numbers[BATCH_IMAGES:].reshape(3, BATCH_IMAGES, 32, 32)
     planes = planes.cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
     planes[::2] += planes[1]
-    return np.ascontiguousarray(planes.swapaxes(0, 1)), labels.copy()  # a view of `data` could not be written to
+    return np.ascontiguousarray(planes.swapaxes(0, 1)), labels.copy()  # a view of `data` would be read-only
 
 
 def _cifar10_folder(files: Mapping[str, Path]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -172,7 +179,7 @@ def _cifar10_folder(files: Mapping[str, Path]) -> dict[str, tuple[np.ndarray, np
 
 
 def _cifar10_archive(files: Mapping[str, Path]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Read the members by name, in memory: nothing is extracted, so no member can be written anywhere."""
+    """Read the batches from the public archive in memory. No file is extracted, so no member can write outside."""
     (path,) = files.values()
     batches = {}
     try:
@@ -187,7 +194,7 @@ def _cifar10_archive(files: Mapping[str, Path]) -> dict[str, tuple[np.ndarray, n
 
 
 def _unpack(path: Path, opener: Callable[[Path], IO[bytes]], num_bytes: int) -> bytes:
-    """Return the unpacked bytes of a file, never more than it should hold."""
+    """Return the unpacked content of a file, which must be exactly `num_bytes` long. Reads at most one byte more."""
     try:
         with opener(path) as stream:
             data = stream.read(num_bytes + 1)
@@ -201,7 +208,7 @@ def _unpack(path: Path, opener: Callable[[Path], IO[bytes]], num_bytes: int) -> 
 def _verified(
     data_set: DataSet, found: Found, pieces: Mapping[str, bytes | np.ndarray], expected: Mapping[str, str]
 ) -> DataSource:
-    """Check each piece against its sha256; the source's own is over all pieces in order."""
+    """Verify the sha256 of each piece and return the source, whose sha256 covers all pieces in order."""
     whole = hashlib.sha256()
     for name, piece in pieces.items():
         digest = hashlib.sha256(piece).hexdigest()

@@ -1,4 +1,4 @@
-"""Data sets that come with installed packages: nothing to download, and nothing to configure."""
+"""Data sets bundled with installed packages. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.tasks.task import DataSource
 
 
 class Digits(NamedTuple):
-    """1,797 handwritten digits: images uint8 (N, 8, 8) of 0 to 16, labels uint8 (N,)."""
+    """1,797 handwritten digits: images (N, 8, 8) uint8 with values from 0 to 16, labels (N,) uint8."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -22,14 +22,14 @@ class Digits(NamedTuple):
 
 
 class Prose(NamedTuple):
-    """English reference prose as UTF-8 bytes."""
+    """English reference text as UTF-8 bytes."""
 
     text: bytes
     source: DataSource
 
 
 def digits() -> Digits:
-    """Return UCI's optical digits, test part, as scikit-learn carries it.
+    """Return the test part of the UCI optical digits, bundled with scikit-learn.
 
     Raises:
         DependencyError: scikit-learn is not installed.
@@ -51,12 +51,12 @@ def digits() -> Digits:
 
 
 def python_topics() -> Prose:
-    """Return Python's own reference texts, `pydoc_data.topics` joined by newlines over sorted keys.
+    """Return Python's reference texts: the values of `pydoc_data.topics` in key order, joined by newlines.
 
-    They differ by Python version: 466,195 bytes in 3.11.7.
+    The text depends on the Python version (466,195 bytes in 3.11.7).
 
     Raises:
-        DataMissingError: this Python was built without them.
+        DataMissingError: This Python was built without `pydoc_data.topics`.
     """
     origin = f"{platform.python_implementation()} {platform.python_version()} pydoc_data.topics"
     try:

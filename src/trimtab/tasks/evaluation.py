@@ -1,4 +1,4 @@
-"""Judging a model without leaving a trace: training mode kept, no gradients, batches moved to the model's device."""
+"""Helpers for evaluating a model without gradients and without changing its training mode."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode without gradients, then each back in the mode it was in."""
+    """Context manager: evaluation mode without gradients. Restores the training mode of every module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        # Not inference_mode: its tensors, kept by an autocast cache, cannot take part in a later backward.
+        # Not inference_mode: autocast may cache an inference tensor, which a later backward cannot use.
         with torch.no_grad():
             yield
     finally:

@@ -1,6 +1,6 @@
-"""Loss, metrics and rows of next-token models.
+"""Loss, metrics and samples of next-token models.
 
-Shapes in comments: B rows, T tokens, V vocabulary.
+Shapes in comments: B samples, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trimtab.tasks.task import Batch, Metric
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Summed:
-    """Return the summed cross-entropy (nats) and the number of tokens it is over.
+    """Return the summed cross-entropy in nats and the number of predicted tokens.
 
     Args:
-        model: `model(inputs, labels)`, both (B, T) int64, -> (summed loss, count), as of a `trimtab.nn.LossHead`.
-        batch: either `(tokens,)` with tokens (B, T+1), where each token is predicted from those before it and the
-            count is a Python int; or `(inputs, labels)`, both (B, T), where labels of -100 are ignored and the count
-            is a tensor, because to know it is to read the labels (on an accelerator: to wait for them).
+        model: `model(inputs, labels)`, both (B, T) int64, returns (summed loss, count) like `trimtab.nn.LossHead`.
+        batch: `(tokens,)` with tokens (B, T+1), or `(inputs, labels)`, both (B, T). In the first form every token is a
+            label and the count is a Python int. In the second form labels of -100 are ignored and the count is a
+            tensor, because a Python int would require a device synchronisation.
     """
     if len(batch) == 1:
         inputs, labels = batch[0][:, :-1], batch[0][:, 1:]
@@ -34,7 +34,7 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Summed:
 
 
 def mean_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
-    """Return the loss in nats per token over all batches, each token weighing the same."""
+    """Return the loss in nats per token, averaged over all tokens of all batches."""
     loss, count = 0.0, 0
     with evaluating(model):
         for batch in batches:
@@ -45,13 +45,13 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
 
 
 def perplexity(model: nn.Module, batches: Sequence[Batch]) -> float:
-    """Return `exp(loss in nats per token)`; infinite where a float cannot hold it."""
+    """Return `exp(loss in nats per token)`, infinity on overflow."""
     loss = mean_loss(model, batches)
     return math.inf if loss > 700 else math.exp(loss)
 
 
 def bits_per_byte(model: nn.Module, batches: Sequence[Batch]) -> float:
-    """Return `loss in nats per token / ln 2`, the tokens being bytes."""
+    """Return `loss in nats per token / ln 2`, for models of bytes."""
     return mean_loss(model, batches) / math.log(2)
 
 
@@ -60,11 +60,14 @@ BITS_PER_BYTE = Metric("loss_bits_per_byte", higher_is_better=False, evaluate=bi
 
 
 def windows(tokens: np.ndarray, context: int) -> Tensor:
-    """Return rows (N, context+1) int64 of a stream: each token is a target once, the tail that fills no row dropped."""
+    """Split a token stream into samples (N, context+1) int64.
+
+    Neighbouring samples share a token, so that every token is a target exactly once. The incomplete tail is dropped.
+    """
     stream = torch.from_numpy(tokens.astype(np.int64))
     return stream.unfold(0, context + 1, context).contiguous()
 
 
 def evenly_spaced(rows: Tensor, num_rows: int) -> Tensor:
-    """Return `num_rows` of the rows, spread over all of them: a cheap sample that is the same every time."""
+    """Return `num_rows` evenly spaced rows: a cheap, deterministic sample."""
     return rows[torch.arange(num_rows) * len(rows) // num_rows]

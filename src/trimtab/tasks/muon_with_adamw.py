@@ -1,7 +1,7 @@
-"""Muon for matrices and AdamW for all else, as one optimizer: torch's own two, behind one set of groups and one state.
+"""Combined optimizer: `torch.optim.Muon` for matrices and `torch.optim.AdamW` for all remaining parameters.
 
-Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix; torch's takes two-dimensional parameters
-alone, so that a convolution's weights are AdamW's.
+Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix. torch's Muon supports two-dimensional
+parameters only, so convolution weights use AdamW.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import nn
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two optimizers over shared groups and state; a group's key "muon" says which of them steps it.
+    """Muon and AdamW with shared parameter groups and state.
 
     Args:
-        groups: each with "muon", and what its optimizer takes.
+        groups: Parameter groups with a boolean "muon" (True for Muon, False for AdamW) and optimizer options.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -25,7 +25,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @staticmethod
     def _completed(group: dict[str, Any]) -> dict[str, Any]:
-        """Return a group with all that its optimizer keeps in one."""
+        """Return the group with the default options of its optimizer filled in."""
         is_muon = group.pop("muon")
         options = {key: value for key, value in group.items() if key != "params"}
         (whole,) = _build(group["params"], is_muon, options).param_groups
@@ -33,7 +33,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every group by its own optimizer."""
+        """Step the Muon groups, then the AdamW groups."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -56,7 +56,16 @@ def muon_with_adamw(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> MuonWithAdamW:
-    """Return the optimizer; `matrices` have two dimensions each."""
+    """Return the combined optimizer.
+
+    Args:
+        matrices: Two-dimensional parameters, stepped by Muon.
+        others: Remaining parameters, stepped by fused AdamW.
+        muon_rate: Learning rate of Muon.
+        adamw_rate: Learning rate of AdamW.
+        betas: Betas of AdamW.
+        weight_decay: Weight decay of both optimizers.
+    """
     adamw = {"lr": adamw_rate, "betas": betas, "weight_decay": weight_decay, "fused": True}
     muon = {"lr": muon_rate, "weight_decay": weight_decay}
     return MuonWithAdamW(

@@ -1,4 +1,4 @@
-"""Data of torch datasets, read whole: for a task of one's own that has them already."""
+"""Task data from map-style torch datasets, read completely into tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def of_datasets(train: Dataset[Any], held_out: Dataset[Any], *, name: str, judge
 
 
 def _length(field: str, dataset: Any) -> int:
-    """Return how many items there are; a loader or a stream is refused here, as it has none that can be asked for."""
+    """Return the number of items. Refuses a loader or an iterable dataset, which has no access by index."""
     has_items = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     try:
         rows = len(dataset)
@@ -83,6 +83,6 @@ def _columns(field: str, dataset: Any) -> tuple[Tensor, ...]:
 
 
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether two hold the same, what is no number at the same places among it."""
+    """Return True if both tensors are equal, NaN being equal to NaN."""
     same_kind = ours.shape == theirs.shape and ours.dtype == theirs.dtype
     return same_kind and bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())

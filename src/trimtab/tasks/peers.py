@@ -1,10 +1,15 @@
-"""The hand-made recipes a task is judged against: the paper's baseline (P0), a strong tuned one (P2), and Muon's (P3).
+"""Settings of the hand-written recipes: paper baseline (P0), hand-tuned recipe (P2), hand-tuned recipe with Muon (P3).
 
-Peak rates of the small tasks come from the sweeps in docs/LOG.md. Those of the tasks at the paper's size, and Muon's,
-are published rates, from memory, not swept here: 0.1 of SGD at batch 128 is He et al.'s (2015, section 4.2), 6e-4 of
-AdamW with betas (0.9, 0.95), weight decay 0.1 and clipping at 1 is that of the model of this size in Brown et al. 2020
-(table 2.1, appendix B), 0.02 of Muon is that of its authors' GPT-2 runs (Jordan et al. 2024). Muon's weight decay is
-0.1 here, as AdamW's beside it: ours, neither published nor swept. Comparisons say so in their notes.
+Sources of the peak learning rates:
+
+- Small tasks: the sweeps in docs/LOG.md.
+- Tasks at the size of the paper: published values, quoted from memory and not swept. SGD 0.1 at batch size 128
+  (He et al. 2015, section 4.2); AdamW 6e-4 with betas (0.9, 0.95), weight decay 0.1 and clipping at 1 for this model
+  size (Brown et al. 2020, table 2.1, appendix B).
+- Muon: 0.02, published for its authors' GPT-2 runs (Jordan et al. 2024), not swept. Its weight decay of 0.1 equals
+  AdamW's and is neither published nor swept.
+
+Comparisons list these limits in their notes.
 """
 
 from __future__ import annotations
@@ -29,49 +34,54 @@ NOT_SWEPT = "published rate, not swept"
 
 
 def paper_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the paper's baseline optimizer (section IV): AdamW, lr 1e-4, held constant."""
+    """Return the paper's baseline optimizer (section IV): AdamW with a constant learning rate of 1e-4."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=0.01)
 
 
 def strong_gpt(budget_rows: int, peak_rate: float) -> StrongRecipe:
-    """Return P2 for the small GPTs: AdamW at its swept peak rate, beta2 0.95, weight decay 0.1."""
+    """Return P2 for the small GPTs: fused AdamW at the given peak rate, beta2 0.95, weight decay 0.1."""
     make = functools.partial(_gpt_adamw, lr=peak_rate)
     return StrongRecipe(make, precision=tuned_precision(), channels_last=False, budget_rows=budget_rows)
 
 
 def strong_gpt2(budget_rows: int, make_model: Callable[[], nn.Module]) -> StrongRecipe:
-    """Return P2 for GPT-2 Small: that, at a published rate, by cosine, clipped, and the model with more dropout."""
+    """Return P2 for GPT-2 Small: `strong_gpt` at a published rate, with cosine decay and clipping.
+
+    Args:
+        budget_rows: Length of the schedule in samples.
+        make_model: Returns the model, here with more dropout than the task's.
+    """
     small = strong_gpt(budget_rows, peak_rate=6e-4)
     return replace(small, decay="cosine", clip_norm=1.0, make_model=make_model, rates=NOT_SWEPT)
 
 
 def strong_resnet(budget_rows: int) -> StrongRecipe:
-    """Return P2 for the ResNets: fused SGD with Nesterov momentum, channels last."""
+    """Return P2 for the small ResNets: fused SGD with Nesterov momentum, channels-last memory format."""
     return StrongRecipe(_resnet_sgd, precision=tuned_precision(), channels_last=True, budget_rows=budget_rows)
 
 
 def strong_resnet50(budget_rows: int) -> StrongRecipe:
-    """Return P2 for ResNet-50: that, by cosine, its labels smoothed by a tenth."""
+    """Return P2 for ResNet-50: `strong_resnet` with cosine decay and label smoothing of 0.1."""
     loss_fn = functools.partial(mean_cross_entropy, label_smoothing=LABEL_SMOOTHING)
     return replace(strong_resnet(budget_rows), decay="cosine", loss_fn=loss_fn, rates=NOT_SWEPT)
 
 
 def muon_gpt(strong: StrongRecipe, rate: float) -> StrongRecipe:
-    """Return P3 for a GPT: its P2 with Muon for the matrices of its blocks, and AdamW at `rate` for the rest."""
+    """Return P3 for a GPT: `strong` with Muon for the matrices of the blocks and AdamW at `rate` for the rest."""
     rates = f"Muon at {MUON_RATE:g}, {NOT_SWEPT}, its weight decay {GPT_DECAY:g}; AdamW at {rate:g}"
     its = f", {strong.rates}" if strong.rates else ", as swept without Muon"
     return replace(strong, make_optimizer=functools.partial(_gpt_muon, rate=rate), rates=rates + its)
 
 
 def tuned_precision() -> str:
-    """Return "bf16" where the device multiplies bf16 itself, else "fp32".
+    """Return "bf16" on a GPU or on a CPU with bf16 instructions, otherwise "fp32".
 
-    A processor without such instructions emulates it: there the thin ResNet's bf16 step took 13 times its fp32 one
-    (3.75 s against 0.30 s, channels last, two AVX2 cores), and a peer so slow would be no peer.
+    Without these instructions a CPU emulates bf16, which is too slow for a baseline: a bf16 step of the thin ResNet
+    took 13 times as long as an fp32 step (3.75 s against 0.30 s, channels last, two AVX2 cores).
     """
-    if torch.cuda.device_count():  # asks the driver, starts no CUDA context
+    if torch.cuda.device_count():  # queries the driver without creating a CUDA context
         return "bf16"
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch >= 2.10; without it: not known to be fast
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch >= 2.10; unknown, hence fp32, before
     return "bf16" if any("bf16" in name and present is True for name, present in capabilities.items()) else "fp32"
 
 

@@ -1,4 +1,4 @@
-"""Where training data lies: on the device, where it fits, or on the host, and batches are copied ahead of use."""
+"""Placement of training data: on the device if it is small enough, otherwise in host memory with prefetching."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from trimtab.core.choice import Choice, Mark, Rejected
 from trimtab.core.units import format_bytes
 from trimtab.tasks.task import TaskData
 
-# Of what is free before anything else is there: a model and its activations want the rest.
+# Largest fraction of the free device memory that data may take. Model and activations need the rest.
 MOST = 0.1
 RESIDENT, HOST = "device", "host"
 _NAMES = {"cuda": "GPU", "cpu": "processor"}
 
 
 def device_here() -> torch.device:
-    """Return what a task is measured on: this machine's GPU, where it has one."""
+    """Return the device that runs tasks: the GPU if available, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def placement(num_bytes: int, kind: str, free_bytes: int | None, *, augments: bool = False) -> Choice:
-    """Return where so many bytes of training data are to lie, and why.
+    """Choose the placement of training data, with the reason.
 
     Args:
-        kind: of device. free_bytes: of its memory, as measured before training; None where that is the host's.
-        augments: whether rows are augmented there, whose arithmetic is then the device's: same maths, other rounding.
+        num_bytes: Size of the data.
+        kind: Device type, such as "cuda".
+        free_bytes: Free device memory before training; None if the device uses host memory.
+        augments: True if samples are augmented on the device, which changes the rounding of their values.
     """
     device = _NAMES.get(kind, kind)
     if free_bytes is None:
@@ -44,16 +46,17 @@ def placement(num_bytes: int, kind: str, free_bytes: int | None, *, augments: bo
 
 
 def placement_of(data: TaskData, device: torch.device) -> Choice:
-    """Return where data is to lie for training on a device, by what is free there now."""
+    """Choose the placement of `data` for training on `device` from the memory that is free now."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     num_bytes = sum(column.nbytes for column in data.columns)
     return placement(num_bytes, device.type, free, augments=data.augment is not None)
 
 
 def placed(data: TaskData, device: torch.device) -> tuple[TaskData, Choice]:
-    """Return the data with its columns where they belong for a device, and the choice.
+    """Move the columns of `data` to their placement and return the data and the choice.
 
-    Batches stay the same; those that are augmented to rounding, as a device may fuse what a processor rounds twice.
+    Batches are identical for both placements. Augmented batches may differ by rounding, because a GPU may fuse two
+    operations into a single rounding.
     """
     choice = placement_of(data, device)
     if choice.value == HOST:
@@ -62,10 +65,10 @@ def placed(data: TaskData, device: torch.device) -> tuple[TaskData, Choice]:
 
 
 def ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Yield the batches, on CUDA with the next one's copy under way; other devices take them as they come.
+    """Prefetch batches: on CUDA, copy the next batch from pinned memory while the current batch is used.
 
-    One batch more than was asked for is drawn. Batches that lie there already, and what is no tuple of tensors, pass
-    through.
+    Draws a batch ahead of the consumer. Passes batches unchanged if they are already on the GPU, are not tuples of
+    tensors, or if `device` is not a CUDA device.
     """
     return _ahead(iter(batches), device) if device.type == "cuda" else iter(batches)
 
@@ -86,7 +89,12 @@ def _ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 def _sent(batch: Any, device: torch.device, stream: Any) -> tuple[Any, Any] | None:
-    """Return a batch with its copy to the device queued, and the event of its arrival, or None; None of no batch."""
+    """Queue the copy of `batch` to the device.
+
+    Returns:
+        The batch and the CUDA event of its arrival, or the unchanged batch and None if no copy is needed. None if
+        `batch` is None.
+    """
     if batch is None:
         return None
     if not isinstance(batch, tuple) or not all(isinstance(t, Tensor) and t.device.type == "cpu" for t in batch):

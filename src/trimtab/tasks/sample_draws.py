@@ -1,8 +1,8 @@
-"""Random numbers that belong to a row: the same whatever batch, micro-batch or rank the row is seen in.
+"""Counter-based random numbers per sample, independent of batch, micro-batch and rank.
 
-A counter is hashed instead of a generator advanced: SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", 2014), in torch's wrapping int64, so that a device draws what a processor draws. Nothing is copied
-to the device: what is not the rows' own is plain numbers.
+Hashes a counter with SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) in
+torch's wrapping int64, so that CPU and GPU produce identical numbers. Seed and epoch stay Python ints, so nothing is
+copied to the device.
 """
 
 from __future__ import annotations
@@ -32,29 +32,35 @@ class SampleDraws:
         self._drawn = 0
 
     def integers(self, high: int) -> Tensor:
-        """Return (B,) int64 from 0 to `high` - 1, `high` at most 2^31: even to within 2^-31 of `high`."""
+        """Return uniform integers (B,) int64 from 0 to `high` - 1.
+
+        Args:
+            high: Exclusive upper bound, at most 2^31. Probabilities deviate from 1/high by less than 2^-31.
+        """
         self._drawn += 1
         return _shifted(_mixed(self._keys + _signed(self._drawn * _GOLDEN)), 32) * high >> 32
 
     def chance(self, share: float) -> Tensor:
-        """Return (B,) bool, true with that probability to within 2^-31."""
+        """Return (B,) bool, True with probability `share` (to within 2^-31)."""
         return self.integers(1 << 31) < share * (1 << 31)
 
 
 def _mixed(values: _Int64) -> _Int64:
-    """Return the finaliser of SplitMix64 of each."""
+    """Apply the finaliser of SplitMix64 elementwise."""
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         values = (values ^ _shifted(values, shift)) * _signed(multiplier)
-        values = _signed(values) if isinstance(values, int) else values  # a tensor wraps by itself
+        values = (
+            _signed(values) if isinstance(values, int) else values
+        )  # int64 tensors wrap on overflow; Python ints do not
     return values ^ _shifted(values, 31)
 
 
 def _shifted(values: _Int64, bits: int) -> _Int64:
-    """Return the values as unsigned, shifted right: a shift of signed ones drags the sign along."""
+    """Shift right logically. The `>>` operator alone is an arithmetic shift, which extends the sign."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
-    """Return the int64 of the same last 64 bits."""
+    """Wrap a Python int to a signed 64-bit value."""
     value %= _BITS
     return value - _BITS if value >= _BITS >> 1 else value

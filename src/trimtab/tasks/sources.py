@@ -1,16 +1,20 @@
-"""Where public data comes from, in this order, and how a download earns trust.
+"""Lookup and verified download of public data sets.
 
-    TRIMTAB_DATA         a folder of the user's, laid out as below
-    public source        downloaded into ~/.cache/trimtab (XDG_CACHE_HOME), unless TRIMTAB_OFFLINE=1; a file already
-                         there is used either way
-    ../shared/data       the same layout, beside the working directory or beside the checkout
+Search order:
 
-    cifar10/data_batch_1.gz ... data_batch_5.gz, test_batch.gz     (how it is packed: `datasets.undo_differences`)
+    TRIMTAB_DATA         folder named by the user, with the layout below
+    public source        downloaded into ~/.cache/trimtab (or XDG_CACHE_HOME) unless TRIMTAB_OFFLINE=1; cached files are
+                         used in both cases
+    ../shared/data       same layout, next to the working directory or to the checkout
+
+Layout:
+
+    cifar10/data_batch_1.gz ... data_batch_5.gz, test_batch.gz     (packing: `datasets.undo_differences`)
     wikitext-2/train.txt.xz, valid.txt.xz
     gpt2/encoder.json, vocab.bpe
 
-Nothing from the public source is opened before its sha256 is the expected one: it is streamed into a temporary file,
-hashed on the way, and renamed into place only then.
+A download is streamed into a temporary file and hashed. It is renamed into place, and opened, only if its sha256 is the
+expected value.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ EMBEDDED = "digits_resnet and source_gpt"
 
 @dataclass(frozen=True)
 class PublicFile:
-    """A file on the web: where, and what it must be."""
+    """Downloadable file with its expected sha256 and size."""
 
     url: str
     sha256: str
@@ -54,8 +58,10 @@ class DataSet:
     """A public data set.
 
     Args:
-        name: as people call it. folder, files: where it lies in such a folder.
-        public: its files on the web, all in one web folder.
+        name: Display name.
+        folder: Subfolder in the packed layout.
+        files: File names in the packed layout.
+        public: Downloadable files, all with the same parent URL.
     """
 
     name: str
@@ -65,14 +71,14 @@ class DataSet:
 
     @property
     def public_origin(self) -> str:
-        """What to call the public source: host and path."""
+        """Host and path of the public source, for messages and records."""
         url = self.public[0].url if len(self.public) == 1 else self.public[0].url.rsplit("/", 1)[0]
         return url.split("://", 1)[-1]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A data set's files by name, and what to record as their origin; `is_public` says which of the two layouts."""
+    """Located files of a data set by name, with the origin to record. `is_public` is True for the public layout."""
 
     origin: str
     files: Mapping[str, Path]
@@ -80,11 +86,11 @@ class Found:
 
 
 def find(data_set: DataSet) -> Found:
-    """Return where a data set is, downloading it if that comes first.
+    """Locate a data set, downloading it if necessary.
 
     Raises:
-        DataMissingError: it is nowhere; names every place tried.
-        FormatError: the public source sent something else than expected.
+        DataMissingError: The data set was not found. The error lists every place tried.
+        FormatError: A download has an unexpected sha256.
     """
     tried = []
     for look in (_in_named_folder, _in_public_source, _beside_checkout):
@@ -102,10 +108,10 @@ def find(data_set: DataSet) -> Found:
 
 
 def at_hand(data_set: DataSet) -> str | None:
-    """Return where a data set is, without going online or reading it; None where it is nowhere.
+    """Return the location of a data set without network access and without reading it, None if not found.
 
     Raises:
-        DataMissingError: TRIMTAB_DATA names no folder.
+        DataMissingError: TRIMTAB_DATA is not an existing folder.
     """
     named = _in_named_folder(data_set)
     if isinstance(named, Found):
@@ -118,28 +124,28 @@ def at_hand(data_set: DataSet) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for downloads and derived files; it may not exist yet."""
+    """Return the folder for downloads and derived files, which may not exist yet."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "trimtab"
     try:
         return Path.home() / ".cache" / "trimtab"
-    except RuntimeError:  # a user without a home, as in some containers
+    except RuntimeError:  # user without a home directory, as in some containers
         return Path(tempfile.gettempdir()) / "trimtab"
 
 
 def sha256_file(path: Path) -> str:
-    """Return the sha256 of a file's bytes."""
+    """Return the sha256 of a file in hexadecimal."""
     with open_regular(path, "a data set's file", limit=DATA_BYTES) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Write a file so that a reader sees all of it or nothing: beside its place, and renamed once it is complete."""
+    """Write a file atomically: yield a temporary file in the same folder and rename it after successful completion."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = set_apart(path)
     try:
-        with temporary.open("xb") as stream:  # others may share a cache, and a file of tempfile's is its owner's alone
+        with temporary.open("xb") as stream:  # not tempfile: mode 0600 would block other users of a shared cache
             yield stream
         temporary.replace(path)
     finally:
@@ -151,7 +157,7 @@ def _in_named_folder(data_set: DataSet) -> Found | str:
     if not named:
         return "TRIMTAB_DATA is not set"
     folder = Path(named).expanduser()
-    if not folder.is_dir():  # asked for by name: not passed over in silence
+    if not folder.is_dir():  # the user named it, so raise instead of skipping
         raise DataMissingError("TRIMTAB_DATA", given=repr(named), expected="a folder that exists", way_out="Unset it?")
     return _in_folder(folder, data_set, "TRIMTAB_DATA")
 
@@ -192,7 +198,7 @@ def _cached(file: PublicFile, folder: Path) -> Path:
 
 
 def _download(file: PublicFile, stream: BinaryIO) -> None:
-    """Stream a file from the web, stopping as soon as it is longer than it should be."""
+    """Stream a download into `stream` and verify its size and sha256. Stops reading beyond the expected size."""
     digest, received = hashlib.sha256(), 0
     with urllib.request.urlopen(file.url, timeout=TIMEOUT_S) as response:
         while received <= file.num_bytes and (chunk := response.read(CHUNK_BYTES)):

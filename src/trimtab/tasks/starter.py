@@ -1,8 +1,8 @@
-"""A task for trimtab. It runs as it is; what is to become yours stands in the three parts that are numbered.
+"""Template of a trimtab task. It runs unchanged. Replace the three numbered parts with your model, data and loss.
 
-trimtab plan my_task.py:task              # what to change in the loop, and why
-trimtab compare my_task.py:task --quick   # whether that pays: races in pairs
-trimtab compare my_task.py:task           # the proof, with what is trained to the end
+trimtab plan my_task.py:task              # recommended changes to the loop, with reasons
+trimtab compare my_task.py:task --quick   # speed-up of the plan, in short paired runs
+trimtab compare my_task.py:task           # full comparison, with training to the end
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trimtab.tasks import Metric, Task, TaskData, of_datasets
 Batch = tuple[Tensor, Tensor]
 
 
-# 1. Your model, made anew each time.
+# 1. Your model. Return a new instance on every call.
 def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 4))
 
 
-# 2. Your data: what is trained on, and what is judged by. Any two datasets whose items are (input, target).
+# 2. Your training and validation data. Any two map-style datasets with items (input, target).
 def load_data() -> TaskData:
     inputs = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(0))
     targets = (inputs[:, :4] + 0.5 * inputs[:, 4:8] ** 2).argmax(1)
@@ -30,8 +30,8 @@ def load_data() -> TaskData:
     return of_datasets(train, held_out, name="four classes, made up")
 
 
-# 3. Your loss: the mean over the rows of a batch; or trimtab.Summed(sum, count), if rows have unequal numbers of terms
-# such as tokens.
+# 3. Your loss. Return the mean over the samples of a batch, or trimtab.Summed(sum, count) if samples have unequal
+# numbers of terms, such as tokens.
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     inputs, targets = batch
     return nn.functional.cross_entropy(model(inputs), targets)
@@ -43,7 +43,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, batches: tuple[Batch, ...]) -> float:
-    """Return the share of held-out rows that are told right; the model's mode is left as it was."""
+    """Return the accuracy on the validation batches as a fraction. Restores the training mode of the model."""
     was_training = model.training
     model.eval()
     right = sum(int((model(inputs).argmax(1) == targets).sum()) for inputs, targets in batches)
@@ -59,8 +59,8 @@ task = Task(
     loss_fn=loss_fn,
     load_data=load_data,
     metric=Metric("accuracy", higher_is_better=True, evaluate=accuracy),
-    targets=(0.6, 0.7, 0.8),  # of the metric, the easiest first: how long each takes is told
-    batch_rows=256,  # rows of an optimizer step
-    budget_rows=400 * 256,  # rows that the loop as it is trains on
-    eval_every_rows=20 * 256,  # rows between two evaluations
+    targets=(0.6, 0.7, 0.8),  # values of the metric, easiest first; the time to each is reported
+    batch_rows=256,  # samples per optimizer step
+    budget_rows=400 * 256,  # samples that the baseline trains on
+    eval_every_rows=20 * 256,  # samples between evaluations
 )

@@ -1,4 +1,4 @@
-"""A task: everything needed to train and judge one workload. A user's own is `my_module:task`."""
+"""Definition of a training task: model, optimizer, loss, data, metric and budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.tasks.sample_draws import SampleDraws
 
 METRIC_UNITS = ("share", "percent", "relative")
 DECAYS = ("linear", "cosine")
-# Fields of a task that hold a hand-tuned recipe: P2, and P3.
+# Fields of `Task` with hand-tuned recipes: P2 (`strong`) and P3 (`muon`).
 RECIPES = ("strong", "muon")
 Batch = Any
 LossFn = Callable[[nn.Module, Batch], Tensor | Summed | tuple[Tensor | Summed, Any]]
@@ -55,18 +55,18 @@ class Metric:
         checks.one_of("metric.unit", self.unit, METRIC_UNITS)
 
     def figure(self, value: object) -> float:
-        """Return what `evaluate` found as a float, of a tensor of one element too.
+        """Convert a result of `evaluate` (a number or a tensor of a single element) to a float.
 
         Raises:
-            ValueGivenError: it is no number.
+            ValueGivenError: `value` is not a number.
         """
         return checks.figure(f"metric {self.name}", value)
 
     def check(self, found: object) -> float:
-        """Return a value of the metric as a float, of a tensor of one element too.
+        """Convert a result of `evaluate` to a float and validate it for the unit.
 
         Raises:
-            ValueGivenError: it is no number, or cannot be one of its unit.
+            ValueGivenError: `found` is not a number, or exceeds 1 with the unit "share".
         """
         value = self.figure(found)
         if self.unit == "share" and 1 + 1e-9 < value < math.inf:
@@ -107,16 +107,19 @@ class TaskData:
 
     @property
     def num_rows(self) -> int:
-        """Rows in one epoch."""
+        """Number of training samples."""
         return len(self.columns[0])
 
     def batches(self, seed: int, batch_rows: int, *, begin: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """Yield batches without end, a fresh permutation an epoch, the ragged tail dropped; a function of the seed.
+        """Yield shuffled batches endlessly, on the device of the columns.
 
-        They are where the columns are, order and draws the same on every device, floats of `augment` to rounding.
+        Every epoch has a new permutation and drops the incomplete last batch. Order and random draws depend only on the
+        seed and are equal on every device; floats returned by `augment` may differ by rounding.
 
         Args:
-            begin: the first batch to yield; those before it are not made.
+            seed: Seed of the run.
+            batch_rows: Samples per batch.
+            begin: Index of the first batch to yield. Earlier batches are skipped without being built.
         """
         checks.integer("batch_rows", batch_rows, high=self.num_rows)
         first_epoch, first = divmod(begin, self.num_rows // batch_rows)
@@ -229,14 +232,18 @@ class Task:
 
     @property
     def recipes(self) -> Mapping[str, StrongRecipe]:
-        """The hand-tuned recipes that it has, by the name of their field."""
+        """Hand-tuned recipes of the task by field name."""
         return {name: recipe for name in RECIPES if (recipe := getattr(self, name)) is not None}
 
     def shortened(self, *, batch_rows: int | None = None, judged_batches: int | None = None) -> Task:
-        """Return the task with fewer rows a step, or judged by fewer of its batches: to see that it runs, not how well.
+        """Return a smaller copy of the task, for smoke tests.
+
+        Args:
+            batch_rows: Samples per step; None to keep the task's.
+            judged_batches: Number of validation batches, from the first; None for all.
 
         Raises:
-            ValueGivenError: not a number above zero.
+            ValueGivenError: An argument is not a positive integer.
         """
         load_data = self.load_data
         if judged_batches is not None:

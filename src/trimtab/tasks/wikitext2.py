@@ -1,4 +1,4 @@
-"""WikiText-2 in GPT-2's encoding as its tasks share it; they differ in model, context, ladder and length."""
+"""WikiText-2 as GPT-2 tokens, shared by the WikiText-2 tasks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from trimtab.tasks.task import DataSource, TaskData
 
 
 def load_wikitext2(context: int, judged_rows: int | None, judged_batch: int) -> TaskData:
-    """Return rows (N, context+1) int64 of the train split, as GPT-2 tokens; judged by rows of the valid split.
+    """Return samples (N, context+1) int64 of the training split and validation batches of the validation split.
 
     Args:
-        judged_rows: spread over all of the split; None for all that fill a row.
+        context: Tokens per sample that the loss counts.
+        judged_rows: Number of validation samples, evenly spaced; None for all complete samples.
+        judged_batch: Samples per validation batch.
     """
     texts, files = wikitext2(), gpt2_bpe()
     train = wikitext2_tokens("train", texts.train, files)
@@ -31,12 +33,12 @@ def load_wikitext2(context: int, judged_rows: int | None, judged_batch: int) -> 
 
 
 def example(context: int, rows: int) -> tuple[Tensor]:
-    """Return a batch of the shapes of the train split's."""
+    """Return a batch of zeros with the shape and dtype of a training batch."""
     return (torch.zeros(rows, context + 1, dtype=torch.int64),)
 
 
 def _source(texts: Texts, files: BpeFiles) -> DataSource:
-    """Return one source for both: their origins, and the sha256 of their two sha256 in hexadecimal."""
+    """Return the combined source of text and encoding. Its sha256 is computed from both hexadecimal sha256 values."""
     origins = dict.fromkeys((texts.source.origin, files.source.origin))
     both = hashlib.sha256((texts.source.sha256 + files.source.sha256).encode()).hexdigest()
     return DataSource("WikiText-2 (word-level version), GPT-2 BPE", " and ".join(origins), both)

@@ -1,4 +1,4 @@
-"""WikiText-2 in GPT-2's encoding with a compact GPT (paper section IV at a size for two cores): ten minutes."""
+"""WikiText-2 as GPT-2 tokens with a compact GPT (paper section IV, reduced to two CPU cores). Trains in ten minutes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trimtab.tasks.wikitext2 import example, load_wikitext2
 
 CONTEXT = 128
 BATCH_ROWS = 8
-# 8,192 tokens from all of the valid split. One row at a time: its logits (26 MB) stay below the size from which
-# malloc maps fresh pages for each tensor, which makes a batch of 8 rows slower by a third a token.
+# 8,192 tokens, spread over the validation split. The logits of a single sample (26 MB) stay below the size from which
+# malloc maps fresh pages for each tensor, which makes a batch of 8 samples slower by a third per token.
 EVALUATED_ROWS = 64
 EVALUATION_BATCH = 1
-# About 1.2 s a step (0.85 to 1.7; AdamW, fp32, two idle AVX2 cores): 512 steps are 610 s.
+# About 1.2 s per step (0.85 to 1.7; AdamW, fp32, two idle AVX2 cores): 512 steps take 610 s.
 EVAL_EVERY_ROWS = 32 * BATCH_ROWS
 BUDGET_ROWS = 16 * EVAL_EVERY_ROWS
 ADAPTED_ROWS = 4 * EVAL_EVERY_ROWS
@@ -25,7 +25,7 @@ PEAK_RATE = 3e-3
 
 
 def make_model() -> GPT:
-    """Return 4 layers of width 128 with 4 heads, the head tied: 7.2M parameters, 6.4M of them the embedding."""
+    """Return a GPT with 4 layers of width 128, 4 heads and a tied head: 7.2M parameters, 6.4M in the embedding."""
     return GPT(GPTShape(VOCAB_SIZE, CONTEXT, num_layers=4, num_heads=4, width=128, dropout=0.1, tied_head=True))
 
 

@@ -1,7 +1,7 @@
-"""WikiText-2 in GPT-2's encoding with GPT-2 Small from scratch (paper section IV at its size).
+"""WikiText-2 as GPT-2 tokens with GPT-2 Small from scratch, at the size of the paper (section IV).
 
-Forward and backward of a token are 0.85 GFLOP at two FLOP a multiplication and addition, attention over the whole
-square. Meant for a GPU: a step of 32 x 1,024 tokens is 28 TFLOP. The ladder is given, not measured.
+Forward and backward of a token take 0.85 GFLOP (two FLOP per multiply-add, attention counted without the causal mask).
+Meant for a GPU: a step of 32 x 1,024 tokens takes 28 TFLOP. The targets were chosen, not measured.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from trimtab.tasks.wikitext2 import example, load_wikitext2
 CONTEXT = 1024
 BATCH_ROWS = 32
 EVALUATION_BATCH = 1
-STEPS_PER_EPOCH = 2_390 // BATCH_ROWS  # rows of the train split
-# 16 times 3 epochs: 116M tokens.
+STEPS_PER_EPOCH = 2_390 // BATCH_ROWS  # samples in the training split
+# 16 evaluations, each after 3 epochs: 116M tokens.
 EVAL_EVERY_ROWS = 3 * STEPS_PER_EPOCH * BATCH_ROWS
 BUDGET_ROWS = 16 * EVAL_EVERY_ROWS
 ADAPTED_ROWS = 4 * EVAL_EVERY_ROWS
-REFERENCE_DROPOUT = 0.1  # GPT-2's own
-STRONG_DROPOUT = 0.2  # twelve epochs of 2.4M tokens are few for 124M parameters, which learn them by heart
+REFERENCE_DROPOUT = 0.1  # as in GPT-2
+STRONG_DROPOUT = 0.2  # 124M parameters overfit twelve epochs of 2.4M tokens
 
 
 def make_model(dropout: float = REFERENCE_DROPOUT) -> GPT:
-    """Return 12 layers of width 768 with 12 heads, the head tied: 124,439,808 parameters."""
+    """Return GPT-2 Small: 12 layers of width 768, 12 heads, tied head; 124,439,808 parameters."""
     return GPT(GPTShape(VOCAB_SIZE, CONTEXT, num_layers=12, num_heads=12, width=768, dropout=dropout, tied_head=True))
 
 

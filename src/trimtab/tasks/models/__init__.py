@@ -1,1 +1,1 @@
-"""Models of the built-in tasks: plain modules, torch only, nothing downloaded."""
+"""Models of the built-in tasks, in plain torch."""

@@ -1,7 +1,7 @@
-"""A compact GPT: pre-norm decoder blocks, learned positions, causal attention through torch's SDPA.
+"""Compact GPT: pre-norm decoder blocks, learned positions, causal attention with torch's SDPA.
 
-Layout and initialisation follow GPT-2 (Radford et al. 2019); positions are drawn from N(0, 0.02) as all else is, where
-its authors' code has 0.01. Shapes in comments: B rows, T tokens, D width, H heads, V vocabulary.
+Layout and initialisation follow GPT-2 (Radford et al. 2019), except that position embeddings have standard deviation
+0.02 instead of 0.01. Shapes in comments: B samples, T tokens, D width, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ class GPTShape:
     """Sizes of a GPT.
 
     Args:
-        vocab_size: V. context: longest T. num_layers, num_heads: blocks, and heads in each. width: D, a multiple of
-            the heads. dropout: probability, on embeddings, attention weights and residual branches alike.
-        tied_head: whether the output projection is the token embedding itself.
+        vocab_size: Vocabulary size V.
+        context: Maximum number of tokens T.
+        num_layers: Number of blocks.
+        num_heads: Attention heads per block.
+        width: Hidden size D, a multiple of `num_heads`.
+        dropout: Dropout probability of embeddings, attention weights and residual branches.
+        tied_head: True to share the weight of the token embedding with the output projection.
     """
 
     vocab_size: int
@@ -48,7 +52,7 @@ class GPTShape:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, all heads in one projection."""
+    """Causal multi-head self-attention with a fused QKV projection."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -58,7 +62,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, D) of (B, T, D)."""
+        """Map (B, T, D) to (B, T, D)."""
         rows, tokens, width = x.shape
         qkv = self.qkv(x).view(rows, tokens, 3, self.num_heads, width // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D/H)
@@ -68,7 +72,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """Transformer block: `x = x + attention(norm1(x))`, then `x + mlp(norm2(x))`."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -80,14 +84,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, D) of (B, T, D)."""
+        """Map (B, T, D) to (B, T, D)."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         y = F.gelu(self.expand(self.norm2(x)), approximate="tanh")  # (B, T, 4D)
         return x + self.dropout(self.contract(y))
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer; of tokens it gives logits, of tokens and targets the loss."""
+    """Decoder-only transformer. Returns logits for tokens, or the loss for tokens and targets."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -103,7 +107,7 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Return the last hidden states (B, T, D) of `tokens` (B, T), T at most the context."""
+        """Return the last hidden states (B, T, D) of `tokens` (B, T), with T at most the context."""
         if tokens.shape[1] > self.shape.context:
             raise ValueGivenError(
                 "tokens", given=f"{tokens.shape[1]} in a row", expected=f"at most the context, {self.shape.context}"
@@ -115,12 +119,15 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
-        """Return logits (B, T, V) of `tokens` (B, T); with `targets` (B, T), their summed loss and its count."""
+        """Return logits (B, T, V) of `tokens` (B, T). With `targets` (B, T), return (summed loss, count) instead."""
         features = self.features(tokens)
         return self.head(features) if targets is None else self.head.loss(features, targets)
 
     def _initialise(self) -> None:
-        """Draw weights from N(0, 0.02), the 2L residual projections 1/sqrt(2L) smaller, so that their sum keeps it."""
+        """Initialise weights with standard deviation 0.02.
+
+        The 2L residual projections are scaled by 1/sqrt(2L), so that the variance of their sum does not grow with L.
+        """
         residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):

@@ -1,8 +1,9 @@
-"""Residual networks for small images (He et al. 2015, arXiv:1512.03385), with either stem.
+"""Residual networks (He et al. 2015, arXiv:1512.03385) with a choice of two stems.
 
-Stems: "3x3", at stride 1, as is usual on CIFAR; "7x7", at stride 2 and followed by pooling, as published for ImageNet.
-On images of 32x32 they differ 15.7 times in FLOP, so every task names its own. Shapes in comments: B images,
-C channels, H x W pixels; W_i channels of stage i.
+"3x3" has stride 1, as is usual for CIFAR. "7x7" has stride 2 and max pooling, as published for ImageNet. On images of
+32x32 pixels the 3x3 stem takes 15.7 times the FLOP.
+
+Shapes in comments: B images, C channels, H x W pixels, W_i channels of stage i.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ STEMS = ("3x3", "7x7")
 
 
 class BasicBlock(nn.Module):
-    """`relu(x + bn(conv(relu(bn(conv(x))))))`, the shortcut projected by a 1x1 convolution where the shape changes.
+    """Basic block: `relu(x + bn2(conv2(relu(bn1(conv1(x))))))`.
 
-    The rectifier is not in place: recomputing a block (activation checkpointing) needs its saved inputs unchanged.
+    A 1x1 convolution projects the shortcut if shapes differ. The ReLU is not in place, because activation checkpointing
+    needs the saved inputs unchanged.
     """
 
-    expansion = 1  # channels out of a block, over its width
+    expansion = 1  # output channels divided by width
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -41,10 +43,10 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 down to the width, 3x3, 1x1 up to four times the width; the stride is the 3x3's.
+    """Bottleneck block: 1x1 convolution to `width`, 3x3 convolution, 1x1 convolution to four times `width`.
 
-    He et al. have it in the first 1x1; in the 3x3 (ResNet "1.5") it is what libraries build and what FLOP of ResNet-50
-    are quoted of.
+    The 3x3 convolution has the stride (ResNet v1.5), as in torchvision and in published FLOP of ResNet-50. He et al.
+    place it in the first 1x1 convolution.
     """
 
     expansion = 4
@@ -68,15 +70,15 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stack of blocks, width doubled and resolution halved at each stage after the first.
+    """Residual network. Every stage after the first doubles the width and halves the resolution.
 
-    `ResNet()` with width 64 is ResNet-18 for CIFAR; width 16 is the thin one of the built-in tasks.
+    The defaults are ResNet-18 for CIFAR. The built-in tasks also use width 16.
 
     Args:
-        width: channels of the stem and of the first stage's blocks.
-        depths: blocks in each stage; (2, 2, 2, 2) is the 18-layer network, (3, 4, 6, 3) of bottlenecks the one of 50.
+        width: Channels of the stem and of the blocks in the first stage.
+        depths: Blocks per stage: (2, 2, 2, 2) for ResNet-18, (3, 4, 6, 3) with `Bottleneck` for ResNet-50.
         in_channels: 3 for colour, 1 for gray.
-        num_classes: width of the head.
+        num_classes: Number of logits.
         block: `BasicBlock` or `Bottleneck`.
         stem: "3x3" or "7x7".
     """
@@ -99,7 +101,10 @@ class ResNet(nn.Module):
             raise ValueGivenError("depths", given="no stages", expected="blocks of each stage, as (2, 2, 2, 2)")
         self.stem = _stem(in_channels, width, stem)
         widths = [width * 2**stage for stage in range(len(depths))]
-        channels = [width, *(block.expansion * each for each in widths)]  # into each stage, and out of the last
+        channels = [
+            width,
+            *(block.expansion * each for each in widths),
+        ]  # input channels of every stage, then output channels of the last
         self.stages = nn.Sequential(
             *(
                 _stage(block, channels[stage], widths[stage], checks.integer("depths", depth), min(stage, 1) + 1)
@@ -116,7 +121,7 @@ class ResNet(nn.Module):
 
 
 def resnet50(stem: str, num_classes: int = 10) -> ResNet:
-    """Return ResNet-50: 23,520,842 parameters with 10 classes and the 3x3 stem, 23,528,522 with the 7x7 one."""
+    """Return ResNet-50. With 10 classes it has 23,520,842 (3x3 stem) or 23,528,522 (7x7 stem) parameters."""
     return ResNet(width=64, depths=(3, 4, 6, 3), num_classes=num_classes, block=Bottleneck, stem=stem)
 
 
@@ -141,6 +146,6 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Draw convolutions as He et al. 2015 do (arXiv:1502.01852): normal, variance 2 / fan_out."""
+    """Initialise convolutions with He et al.'s normal distribution (arXiv:1502.01852), variance 2 / fan_out."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
