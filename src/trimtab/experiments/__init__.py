@@ -1,1 +1,1 @@
-"""NARRATE: paired comparisons, their statistics, and the report."""
+"""Experiments: paired comparisons, ablations, scaling, statistics and reports."""

@@ -1,4 +1,4 @@
-"""Whose an output folder is: the settings, task, data and machine of the comparison that it holds."""
+"""Ownership of an output folder: settings, task, data and machine of its comparison."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trimtab.experiments.settings_file import NAME, read_settings
 from trimtab.measure.machine import environment
 from trimtab.tasks.task import RECIPES, Task, TaskData
 
-# More pairs of the same comparison are welcome.
+# A comparison may be extended by more pairs.
 _MAY_DIFFER = ("num_pairs", "whole_pairs")
-# Written down only where they are given; a key that is missing otherwise tells of an older version.
+# These keys are written only if given; any other missing key indicates an older version.
 _OPTIONAL = {"budget", "objective", "gpu", "plan", "number of ranks", "reference_cap_s"}
 MACHINE = ("cpu", "threads", "gpu")
 
 
 def folder_of(command: str, task: str, out: Path | None) -> Path:
-    """Return where a command writes what it finds of a task: where it was told to, or a folder below `runs`.
+    """Return the output folder of a command: the given folder, or a folder below `runs`.
 
     Raises:
-        FormatError: that is a file.
+        FormatError: the path is a file.
     """
     folder = out or Path("runs") / f"{command}-{named(task)}"
     if folder.exists() and not folder.is_dir():
@@ -39,7 +39,7 @@ def folder_of(command: str, task: str, out: Path | None) -> Path:
 
 
 def named(task: str) -> str:
-    """Return a task's name as that of a folder."""
+    """Return a task's name as a folder name."""
     return task.replace(":", "-").replace("/", "-")
 
 
@@ -54,13 +54,20 @@ def claim(
     num_ranks: int = 1,
     machine: Sequence[str] = MACHINE,
 ) -> None:
-    """Write down what the folder holds, or refuse one that holds another comparison.
+    """Write the comparison's settings to the folder, or refuse a folder of a different comparison.
 
     Args:
-        machine: what of it must be the same.
+        out: the folder.
+        task: the task.
+        data: data of the task.
+        settings: options of the comparison.
+        budget, objective: limits and weights of the plans.
+        plan: a given plan, or None.
+        num_ranks: number of ranks.
+        machine: keys of the environment that must be equal.
 
     Raises:
-        FormatError: it names what differs; or the file that says so is damaged.
+        FormatError: the settings differ (the message names the keys), or the settings file is damaged.
     """
     path = out / NAME
     given = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
@@ -84,7 +91,7 @@ def claim(
 
 
 def _as_written_now(found: Mapping[str, str]) -> Mapping[str, str]:
-    """Return settings with their plan as it is written today: what there is only now is as the loop has it."""
+    """Return settings with the plan in today's format; new fields get their defaults."""
     try:
         return {**found, "plan": to_json(from_json(Plan, found["plan"]))} if "plan" in found else found
     except FormatError:
@@ -92,7 +99,7 @@ def _as_written_now(found: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return the keys that differ; those that only one of the two has where no others do."""
+    """Return the names of differing keys, including optional keys present on only one side."""
     both = found.keys() & wanted.keys()
     different = {key for key in both if found[key] != wanted[key]} | ((found.keys() ^ wanted.keys()) & _OPTIONAL)
     return ", ".join(sorted(different)) or "version's settings"
@@ -118,7 +125,7 @@ def _subject(task: Task, data: TaskData) -> dict[str, object]:
 
 
 def _place(machine: Sequence[str]) -> dict[str, str]:
-    """Return the machine and the versions that times depend on."""
+    """Return the machine facts and versions that affect times."""
     found = environment()
     known = {key: found[key] for key in machine if key in found}
     return {"torch": torch.__version__, "trimtab": trimtab.__version__} | known

@@ -1,4 +1,4 @@
-"""A task's loss, and what it counted: the terms that throughput is of."""
+"""A task's loss with a count of its terms, for throughput."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trimtab.tasks.task import Task
 
 
 class CountedTerms:
-    """A task's loss, and what it counted.
+    """A task's loss with a count of its terms.
 
     Attributes:
-        pending: micro-batches that are run for other ranks' sake, and count nothing.
+        pending: remaining zero-weight micro-batches, run only to take part in collectives; their counts are ignored.
     """
 
     def __init__(self, task: Task) -> None:
@@ -36,11 +36,11 @@ class CountedTerms:
         return result
 
     def _add_last(self) -> None:
-        """Add the last count, which the run has accepted by now: it had raised else."""
+        """Add the last count, delayed until the run has accepted it (otherwise the run raises)."""
         last = self._last.detach().double() if isinstance(self._last, Tensor) else self._last
         self._sum, self._last = self._sum + last, 0.0
 
     def terms(self, rows: int) -> float:
-        """Return the terms of so many rows, all there were, on all ranks."""
+        """Return the terms of all `rows` samples over all ranks."""
         self._add_last()
         return rows * float(self._task.terms_per_row) if self._is_mean else total(float(self._sum))

@@ -1,4 +1,4 @@
-"""A plan with the profile that it was decided by: of a task here, of a device that is not, or recorded before."""
+"""A plan with its profile: measured here, traced for a target device, or recorded earlier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it comes with torch, without which what was recorded is dec
 
 @dataclass(frozen=True)
 class Decided:
-    """A plan, and what it was decided by, under these limits and weights."""
+    """A plan with the profile, budget and objective behind it."""
 
     plan: Plan
     profile: Profile
@@ -29,7 +29,7 @@ class Decided:
     objective: Objective
 
     def explained(self) -> str:
-        """Return the plan's page, every combination that was considered, and what was measured."""
+        """Return the text of the plan, all considered combinations and the measurements."""
         return "\n\n".join((str(self.plan), self._considered(), self._measured()))
 
     def _considered(self) -> str:
@@ -66,18 +66,22 @@ def decided(
     """Return a plan with its profile.
 
     Args:
-        task: of the built-in ones, `my_module:task`, or a profile's file. device: one that is not here. adapt,
-            metering: as of `make_plans`; of a task on this machine alone.
+        task: name of a built-in task, `my_module:task`, or the path of a profile file.
+        budget, objective: limits and weights of the plan.
+        device: name of a target device that is not present, or None.
+        adapt, metering: as in `make_plans`, only for a task measured on this machine.
+        progress: receives progress messages.
 
     Raises:
-        FormatError: no profile, or none that says something of another device. InfeasibleError: as of `choose`.
+        FormatError: the file is no profile, or has no traces for the target device.
+        InfeasibleError: see `choose`.
     """
     if task.endswith(".json"):
         found = recorded_profile(task, budget, objective, device)
         plan = choose(found, objective, budget if device is None else found.budget)
         return Decided(plan, found, budget if device is None else found.budget, objective)
 
-    # What imports torch, without which what was recorded is decided.
+    # These modules import torch, which is not needed to decide from a recorded profile.
     from trimtab.experiments.planning import make_plans, profile_there
     from trimtab.tasks import load_task
     from trimtab.tasks.placement import device_here

@@ -1,4 +1,4 @@
-"""What this machine can measure and run, what is missing, and how to get it."""
+"""Diagnosis of the machine: measurable quantities, supported precisions, missing packages and data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "ta
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, whether it is there, and the figure or the way to get it."""
+    """A line of the diagnosis: subject, availability, and a figure or a hint."""
 
     name: str
     ok: bool
@@ -31,12 +31,12 @@ class Finding:
 
 
 def examine() -> tuple[Finding, ...]:
-    """Return all findings; takes a second or two, because a CPU's peaks are timed."""
+    """Return all findings; takes a second or two to time the CPU's peak FLOP/s."""
     return tuple(_findings())
 
 
 def energy_finding(meter: MeterFacts) -> Finding:
-    """Return which meter there is, and its devices' power limits, which are never set; or why there is none."""
+    """Return the energy meter with its devices' power limits (read, never set), or the reason for its absence."""
     limits = [f"{each.device} may draw {each.watts:.0f} W{_settable(each)}" for each in meter.limits]
     said = f"; {', '.join(limits)}, which trimtab reads and never sets" if limits else ""
     return Finding("energy", not meter.is_absent, meter.describe() + said)
@@ -50,7 +50,7 @@ def _settable(limit: PowerLimit) -> str:
 
 
 def _data(data_set: DataSet) -> Finding:
-    """Return where a public data set is; nothing is fetched."""
+    """Return the location of a public data set; nothing is downloaded."""
     name = f"data {data_set.folder}"
     try:
         found = at_hand(data_set)

@@ -1,4 +1,4 @@
-"""What tells a task from another of its name: its code and what is bound to it, its model and its optimizer."""
+"""Fingerprint of a task: hash of its source code, bound arguments, model and optimizer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def code_of(task: Task) -> str:
-    """Return the sha256 of the files that the task's functions are written in, and of arguments that are bound to them.
+    """Return the sha256 of the source files of the task's functions and of their bound arguments.
 
-    What those files import is not in it, nor what a closure holds.
+    Imported modules and closure variables are not included.
     """
     functions = _functions(task)
     each = sorted({hashlib.sha256(path.read_bytes()).hexdigest() for path in _files(functions)})  # wherever they lie
@@ -30,9 +30,9 @@ def code_of(task: Task) -> str:
 
 
 def build_of(task: Task) -> str:
-    """Return the sha256 of what the task builds: the model's tensors by name, shape and type, the optimizer's groups.
+    """Return the sha256 of the model's tensors (name, shape, dtype) and of the optimizer's groups.
 
-    A task that cannot build has one too: whatever runs it next says why.
+    A task that cannot be built gets a constant; the next step to run it reports the error.
     """
     outside = ProcessState.capture()
     try:
@@ -67,7 +67,7 @@ def _functions(task: Task) -> list[Callable[..., Any] | None]:
 
 
 def _bound(value: object) -> object:
-    """Return what a value says of itself wherever it lies in memory: of a `functools.partial` all that is bound."""
+    """Return a representation of a value without memory addresses, including bound arguments of a `partial`."""
     if isinstance(value, functools.partial):
         named = [(name, _bound(each)) for name, each in sorted(value.keywords.items())]
         return "partial", _bound(value.func), [_bound(each) for each in value.args], named

@@ -1,6 +1,6 @@
-"""A short measured pass: the plain loop and the plan in turns, with the clock of phases and without.
+"""Short measurement of a gain: the plain loop and the plan's loop interleaved, with and without phase timing.
 
-Both are held at once, each with a model of its own. Several ranks run it in step; seconds are rank 0's.
+Both loops are in memory at once, each with a separate model. Several ranks run in step; seconds are rank 0's.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ _SHARED = "parameters are shared out: what is sent amid the forward and the back
 
 @dataclass(frozen=True)
 class _Traced:
-    """How an arm's step is traced.
+    """Tracing options of an arm's step.
 
     Args:
-        notes: what is not told of it. micro_rows: of a micro-batch; None: of a rank's whole share. prepare: what a copy
-            of its model, which computes nothing again, is made to do so by.
+        notes: notes about figures that are not available.
+        micro_rows: samples per micro-batch; None for the rank's whole shard of a batch.
+        prepare: applied to the traced copy of the model, to enable activation checkpointing.
     """
 
     notes: tuple[str, ...]
@@ -63,10 +64,15 @@ class _Traced:
 
 
 class _Arm:
-    """A loop that is stepped in turns with another, under global modes and random numbers of its own.
+    """A loop interleaved with another loop, with separate global modes and random generators.
 
     Args:
-        traced: how its step is traced, and what is not told of it.
+        make: builds the training loop.
+        task: the task.
+        data: data of the task.
+        device: device of the loop.
+        together: the ranks of the job.
+        traced: tracing options.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class _Arm:
         self._state = ProcessState.capture()
 
     def lap(self, steps: int, *, clocked_first: bool) -> None:
-        """Take so many steps with the clock, and as many without."""
+        """Take `steps` steps with phase timing and the same number without."""
         self._state.restore()
         halves = [self._clocked, self._plain]
         found = [half(steps) for half in (halves if clocked_first else halves[::-1])]
@@ -120,7 +126,7 @@ class _Arm:
             self._loop.step(self._batches)
 
     def found(self, spec: DeviceSpec) -> ArmPhases:
-        """Return what its laps took, under the roofs of its operators."""
+        """Return the measured phases of all rounds, with roofline bounds from the operators."""
         notes = [*self._traced.notes, *([_HIDDEN] if "forward" not in self._laps[0].seconds else [])]
         roofs: dict[str, Roof] = {}
         if self._is_compiled:
@@ -131,7 +137,7 @@ class _Arm:
         return ArmPhases(tuple(self._laps), roofs, tuple(notes))
 
     def _roofs(self, spec: DeviceSpec) -> tuple[dict[str, Roof], str]:
-        """Return the roof of each phase, per batch; or why none is known."""
+        """Return the roofline bound by phase and per batch, or ({}, reason) if unknown."""
         self._state.restore()
         loop, precision = self._loop, self._loop.precision
         micro, _ = next(BY_CONTAINERS.slices(move(next(self._batches), self._device), self._rows, self._micro_rows))
@@ -148,10 +154,12 @@ class _Arm:
         return (roofs, "") if len(roofs) == len(found) else ({}, f"no roof is known: of {spec.name} not all peaks are")
 
     def require_finite(self, name: str) -> None:
-        """Raise if the loop has become non-finite on some rank, each of which calls it: its times explain no gain.
+        """Raise an error if the loop has become non-finite on any rank. Collective: all ranks must call it.
+
+        Times of a non-finite loop explain no gain.
 
         Raises:
-            NonFiniteError: it has.
+            NonFiniteError: a loss or parameter is non-finite.
         """
         found = nonfinite_in(self._loop)
         if any(self._together.each(float(bool(found)))):
@@ -164,7 +172,7 @@ class _Arm:
             )
 
     def close(self) -> None:
-        """Undo what the loop changed."""
+        """Undo the changes of the loop."""
         self._state.restore()
         self._loop.close()
 
@@ -179,10 +187,16 @@ def measure_gain(
     progress: Progress = silent,
     together: Together = ALONE,
 ) -> Gain:
-    """Return where the seconds of the task's plain loop go, and those of a plan; on every rank, by which it is called.
+    """Return the seconds by phase of the task's plain loop and of a plan. Collective: all ranks must call it.
 
     Args:
-        rounds: laps of each arm; None: `ROUNDS`, or what fits in about two minutes.
+        task: the task.
+        data: data of the task.
+        device: device of the loops.
+        plan: the plan.
+        rounds: number of rounds; None for `ROUNDS`, or fewer to fit in about two minutes.
+        progress: receives progress messages.
+        together: the ranks of the job.
     """
     outside, data = ProcessState.capture(), placed(data, device)[0]
     arms: list[_Arm] = []
@@ -212,7 +226,7 @@ def measure_gain(
 
 
 def _makes(task: Task, plan: Plan, num_ranks: int) -> list[tuple[MakeLoop, _Traced]]:
-    """Return the plain loop and the plan's."""
+    """Return the plain loop and the plan's loop, with tracing options."""
     ours: MakeLoop = partial(PlanLoop, plan=plan, total_samples=task.budget_rows)
     told = (_ALONE,) if num_ranks == 1 else ()
     shared = (_SHARED,) if plan.zero_stage.value else ()
@@ -232,7 +246,7 @@ def gain_in(
     progress: Progress = silent,
     together: Together = ALONE,
 ) -> Gain | None:
-    """Return the gain that a comparison's folder holds, or measure it; None where it cannot be: it is a table less."""
+    """Return the gain stored in a comparison's folder, or measure it; None if the measurement fails."""
     path = folder / "gain.json"
     found = together.read(Gain, path)
     if found is None:

@@ -1,4 +1,4 @@
-"""A task's batches as a loader that can be told where to go on."""
+"""Resumable batches of a task."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from trimtab.tasks.task import TaskData
 
 
 class KeptBatches:
-    """This rank's share of a run's batches, one pass of so many; what was trained on is not made again.
+    """This rank's shard of a run's batches, as a resumable loader of a single epoch.
 
     Args:
-        seed: of their order. batch_rows: of the whole job. steps: batches of the pass. may_differ: whether what a run
-            is gone on with may be other data.
+        data: data of the task.
+        device: device of the batches.
+        seed: seed of the data order.
+        batch_rows: batch size of the whole job.
+        steps: number of batches in the epoch.
+        may_differ: True to allow different data on resuming.
     """
 
     def __init__(
@@ -32,21 +36,22 @@ class KeptBatches:
         self._drawn = 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what is left of the pass."""
+        """Yield the remaining batches of the epoch."""
         whole = self._data.batches(self._seed, self._batch_rows, begin=self._drawn)
         for batch in ahead(shard(itertools.islice(whole, max(0, self._steps - self._drawn))), self._device):
             self._drawn += 1  # here, where it is taken: more may have been drawn ahead
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batches that were taken, and what they are of."""
+        """Return the number of batches taken, with the identity of the data."""
         return {"drawn": self._drawn, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batches that were taken.
+        """Resume after the batches taken.
 
         Raises:
-            ValueGivenError: they are of another seed, batch or data. FormatError: a state that is none.
+            ValueGivenError: the seed, batch size or data differ.
+            FormatError: the state is malformed.
         """
         identity = self._identity()
         require_keys("state.data.loader", state, ("drawn", *identity))

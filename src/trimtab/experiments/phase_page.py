@@ -1,4 +1,4 @@
-"""What `trimtab phases` writes: values only, which are read without torch."""
+"""Result of `trimtab phases`: values only, readable without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "phases.json"  # what an evaluation calls it
 
 @dataclass(frozen=True)
 class PhasePage:
-    """Gains, and for each the thirds of training that its records tell; a JSON value."""
+    """Gains, each with its comparison by thirds of training if recorded; a JSON value."""
 
     gains: tuple[Gain, ...]
     thirds: tuple[tuple[ThirdRow, ...], ...]
@@ -22,5 +22,5 @@ class PhasePage:
 
 
 def merged(pages: Sequence[PhasePage]) -> PhasePage:
-    """Return several pages as one."""
+    """Return the pages merged into a single page."""
     return PhasePage(tuple(g for page in pages for g in page.gains), tuple(t for page in pages for t in page.thirds))

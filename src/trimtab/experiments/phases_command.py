@@ -1,4 +1,4 @@
-"""`trimtab phases`: where a plan's gain comes from, of tasks that are measured now or were before, side by side."""
+"""`trimtab phases`: attribution of a plan's gain to phases, for measured or recorded tasks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trimtab.tasks.task import Task, TaskData
 
 @dataclass(frozen=True)
 class Asked:
-    """The command's options; `sources` are tasks, folders of comparisons, or files that `--out` wrote."""
+    """The command's options; `sources` are tasks, folders of comparisons, or files written with `--out`."""
 
     sources: tuple[str, ...]
     memory: str | None = None
@@ -42,10 +42,10 @@ class Asked:
     ranks: int = 1
 
     def given(self) -> Plan | None:
-        """Return the plan that is measured, where one was given.
+        """Return the plan read from the given file, or None.
 
         Raises:
-            ValueGivenError: with a limit, or for several tasks.
+            ValueGivenError: the plan is combined with a memory limit or several tasks.
         """
         if self.plan is None:
             return None
@@ -56,10 +56,10 @@ class Asked:
         return read_json(Plan, self.plan)
 
     def require_tasks(self, tasks: Collection[str]) -> None:
-        """Raise where what is asked of measuring has nothing to measure.
+        """Raise an error if measurement options are given without a task to measure.
 
         Raises:
-            ValueGivenError: as said.
+            ValueGivenError: an option needs a task.
         """
         of = {"--memory": self.memory, "--plan": self.plan, "--rounds": self.rounds}
         of["--ranks"] = None if self.ranks == 1 else self.ranks
@@ -69,10 +69,11 @@ class Asked:
             raise ValueGivenError(asked[0], given=f"with {' and '.join(self.sources)}", expected=expected)
 
     def recorded(self) -> dict[str, PhasePage]:
-        """Return what was measured before, by source.
+        """Return recorded results, by source.
 
         Raises:
-            FormatError: a file is none. ValueGivenError: a comparison clocked no steps.
+            FormatError: a file has the wrong format.
+            ValueGivenError: a comparison has no phase timing.
         """
         paths = {source: Path(source) for source in self.sources}
         return {source: _recorded(path) for source, path in paths.items() if path.is_dir() or path.suffix == ".json"}
@@ -89,7 +90,7 @@ def _recorded(path: Path) -> PhasePage:
 
 
 def phases_of(asked: Asked) -> PhasePage | None:
-    """Return where the gain of each source comes from; None where another process tells it."""
+    """Return the gains of all sources by phase; None if another process returns them."""
     given, here, recorded = asked.given(), place(), asked.recorded()
     tasks = {source: load_task(source) for source in asked.sources if source not in recorded}
     asked.require_tasks(tasks)
@@ -126,7 +127,7 @@ def _plan(
     progress: Progress,
     ranks: Together,
 ) -> Plan:
-    """Return the plan of tier S that is measured, on all ranks."""
+    """Return the equivalent plan to measure, on all ranks."""
     number = ranks.num_ranks
     if given is not None:
         return given_plan(task_of_rank(task, number), replicated(given, number), number).plans["S"]

@@ -1,4 +1,4 @@
-"""`trimtab plan TASK --ranks N`: a plan of several ranks from one process, none of the others being there."""
+"""`trimtab plan TASK --ranks N`: plan for several ranks from a single process, by tracing."""
 
 from __future__ import annotations
 
@@ -37,15 +37,23 @@ def plan_ranks(
     objective: Objective,
     progress: Callable[[str], None],
 ) -> tuple[Plan, Stages, Profile]:
-    """Return a plan for each of so many ranks, what every way to share the model takes, and the profile behind them.
+    """Return a plan for every rank, the costs of all ways to shard the model, and the profile.
 
     Args:
-        link: what joins them, by its name in the table, or nodes ("8 x nvlink + ib"). device: one that is not here;
-            None: this machine's, on which one rank's share is measured. engine: what is to share the model.
+        task: the task.
+        ranks: number of ranks.
+        link: interconnect by its name in the table, or nodes ("8 x nvlink + ib").
+        device: target device that is not present; None to measure a rank's shard on this machine.
+        engine: sharding backend.
+        budget, objective: limits and weights of the plan.
+        progress: receives progress messages.
 
     Raises:
-        ValueGivenError: energy is weighed or limited, more ranks than rows of a batch, or a link or device that is not
-            known. InfeasibleError: no stage meets the limits. ModelError: the steps of ranks cannot be traced.
+        ValueGivenError: energy is weighed or limited, there are more ranks than samples per batch, or the link or
+            device is
+            unknown.
+        InfeasibleError: no ZeRO stage meets the limits.
+        ModelError: the steps cannot be traced.
     """
     if objective.energy > 0 or budget.energy is not None:
         given, expected = "energy that counts, on several ranks", "time and memory: no trace tells a stage's joules"

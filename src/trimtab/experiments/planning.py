@@ -1,4 +1,4 @@
-"""Plans for a task: tier S, tier F, and one made for the strong peer; each on a fresh model."""
+"""Plans of a task: equivalent, tuned, and for the hand-tuned recipe; each on a fresh model."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ from trimtab.runtime.muon import hidden_matrices
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 
-# Planning data is drawn with a seed that no race uses.
+# Planning draws data with a seed unused by the paired runs.
 PLANNING_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Plans:
-    """Tier ("S", "F", "strong") -> plan, the profiles behind them, and what was drawn meanwhile. A JSON value.
+    """Plans by kind ("S", "F", "strong"), with profiles and the energy of planning. A JSON value.
 
     Args:
-        energy: of what `Plan.planning_s` is the seconds of; of none where planning was not metered.
+        plans: plan by kind.
+        profiles: profile by kind; empty for a given plan.
+        energy: energy of planning over the seconds in `Plan.planning_s`, by kind; empty without metering.
     """
 
     plans: Mapping[str, Plan]
@@ -46,18 +48,20 @@ class Plans:
 
     @property
     def device(self) -> DeviceSpec | None:
-        """What they were made on; None where a plan was given."""
+        """The device of the profile; None for a given plan."""
         return self.profiles["S"].device if "S" in self.profiles else None
 
 
 def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
-    """Return a plan that was made before as what a task's comparison races.
+    """Return an existing plan as the equivalent plan of a comparison.
 
     Args:
-        task: as one of so many ranks sees it.
+        task: the task as seen from a rank.
+        plan: the existing plan.
+        num_ranks: number of ranks.
 
     Raises:
-        ValueGivenError: it is not for this task's batch or so many ranks, or may change more than the maths allow.
+        ValueGivenError: the plan has another batch size or number of ranks, or is not an equivalent plan.
     """
     require_fits(task, plan, num_ranks)
     if plan.tier != "S":
@@ -71,13 +75,15 @@ def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
 
 
 def require_fits(task: Task, plan: Plan, num_ranks: int = 1) -> None:
-    """Raise where a plan that was made before is not for this.
+    """Raise an error if an existing plan does not match the task.
 
     Args:
-        task: as one of so many ranks sees it.
+        task: the task as seen from a rank.
+        plan: the existing plan.
+        num_ranks: number of ranks.
 
     Raises:
-        ValueGivenError: it is not for this task's batch or so many ranks.
+        ValueGivenError: the plan has another batch size or number of ranks.
     """
     if plan.num_ranks != num_ranks:
         given, way_out = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
@@ -101,15 +107,20 @@ def make_plans(
     metering: Metering | None = None,
     progress: Callable[[str], None],
 ) -> Plans:
-    """Profile and decide, as a user of the task would; returns the plans with their profiles.
+    """Profile the task's loop and choose plans; return the plans with their profiles.
 
     Args:
-        adapt: what tier F may change, of `ADAPTATIONS`; nothing: there is no tier F. strong: whether a plan is made
-            for the strong recipe too, where the task has one. budget, objective: of every plan that is made. traces,
-            metering: as in `profile`.
+        task: the task.
+        data: data of the task.
+        device: device to plan on.
+        adapt: training settings a tuned plan may change, from `ADAPTATIONS`; empty for no tuned plan.
+        strong: True to make a plan for the hand-tuned recipe too, if the task has a recipe.
+        budget, objective: limits and weights of all plans.
+        traces, metering: as in `profile`.
+        progress: receives progress messages.
 
     Raises:
-        InfeasibleError: the budget is met by no settings of the task's loop, or of the strong recipe.
+        InfeasibleError: no settings of the task's loop, or of the hand-tuned recipe, meet the budget.
     """
     require_rate(adapt)
     meter = PlanningMeter(device, metering)
@@ -131,7 +142,7 @@ def make_plans(
 
 @dataclass(frozen=True)
 class _Limits:
-    """What every plan of a comparison is made under, whichever loop it is for."""
+    """Budget, objective, metering and progress shared by all plans of a comparison."""
 
     budget: Budget
     objective: Objective
@@ -145,15 +156,15 @@ class _Limits:
         return profile(*loop, reference=reference, progress=self.progress, **under, **how)
 
     def chosen(self, found: Profile) -> Plan:
-        """Return the plan of a profile; weights are as the profile could measure them."""
+        """Return the plan chosen from a profile, with the profile's objective."""
         return choose(found, found.objective, self.budget)
 
 
 def _subject(task: Task, data: TaskData, device: torch.device, adapt: Collection[str]) -> tuple[Subject, Iterator[Any]]:
-    """Return the task's loop as it is planned for, on a first batch, and the batches after it.
+    """Return the task's loop with a first batch for planning, and the iterator of further batches.
 
     Raises:
-        UsageError: the model has nothing that Muon could step, before anything is measured.
+        UsageError: the optimizer may be adapted, but the model has no parameters for Muon. Raised before measuring.
     """
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().to(device).train()
@@ -165,7 +176,7 @@ def _subject(task: Task, data: TaskData, device: torch.device, adapt: Collection
 
 
 class _Epochs:
-    """Batches of a task that can begin again: planning draws nothing from an iterator."""
+    """Re-iterable batches of a task: planning needs an iterable that can restart."""
 
     def __init__(self, data: TaskData, batch_rows: int) -> None:
         self._data, self._batch_rows = data, batch_rows
@@ -177,7 +188,7 @@ class _Epochs:
 def _same_maths(
     task: Task, data: TaskData, subject: Subject, limits: _Limits, *, frees_batch: bool, traces: bool
 ) -> tuple[Plan, Profile]:
-    """Return the plan of tier S and the profile behind it."""
+    """Return the equivalent plan with its profile."""
     how = {
         "data": _Epochs(data, task.batch_rows),
         "total_steps": task.planned_steps,
@@ -197,22 +208,22 @@ def _freed(
     length: RunLength,
     budget: Budget,
 ) -> Plan:
-    """Return the plan of tier F: what is found by training first, then the batch."""
+    """Return the tuned plan: settings found by training first, then the batch size."""
     plan = adapted(subject, base, adapt, batches, progress, length, budget) if TRAINED & set(adapt) else base
     return plan.freed(default_rule(plan), FREED) if "batch" in adapt else plan
 
 
 def _length(task: Task, data: TaskData) -> RunLength:
-    """Return how long the run is: what is adapted may train on fewer rows than the loop that it is compared with."""
+    """Return the length of the tuned run, possibly on fewer samples than the reference."""
     rows = task.planned_rows or task.adapted_rows or task.budget_rows
     return RunLength(-(-rows // task.batch_rows), task.planned_steps * task.batch_rows / data.num_rows)
 
 
 def _for_strong(task: Task, device: torch.device, batch: Any, limits: _Limits) -> tuple[Plan, Profile]:
-    """Return the plan for the strong recipe, under the limits of the others; the recipe itself stays as it is.
+    """Return the plan for the hand-tuned recipe, under the same limits; the recipe itself is unchanged.
 
     Raises:
-        InfeasibleError: no settings of that recipe meet the limits.
+        InfeasibleError: no settings of the recipe meet the limits.
     """
     recipe = task.strong
     assert recipe is not None
@@ -235,7 +246,7 @@ def profile_here(
     progress: Callable[[str], None],
     total_steps: int | None = None,
 ) -> Profile:
-    """Return a task's profile on this machine, under limits that no settings need to meet."""
+    """Return a task's profile on this machine; the limits are recorded, not enforced."""
     device = device_here()
     torch.manual_seed(PLANNING_SEED)
     model, batches = task.make_model().to(device).train(), _Epochs(task.load_data(), task.batch_rows)
@@ -245,7 +256,7 @@ def profile_here(
 
 
 def loop_of(task: Task, kind: str) -> tuple[Any, ...]:
-    """Return a task's model, optimizer, loss and a batch that can be traced, on a kind of device."""
+    """Return a task's model, optimizer, loss and a traceable batch on a kind of device."""
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().to(kind).train()
     return model, task.make_optimizer(model), task.loss_fn, move(example_batch(task), torch.device(kind))
@@ -254,7 +265,7 @@ def loop_of(task: Task, kind: str) -> tuple[Any, ...]:
 def profile_there(
     task: Task, device: str, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
 ) -> Profile:
-    """Return a task's profile for a device that is not here; of a batch of few rows by one that can be traced."""
+    """Return a task's profile for a target device that is not present, from a trace."""
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().train()
     loop = (model, task.make_optimizer(model), task.loss_fn, example_batch(task))
@@ -263,9 +274,9 @@ def profile_there(
 
 
 def example_batch(task: Task) -> Any:
-    """Return a batch as a trace needs it, of more rows than the task's where these cannot be cut.
+    """Return a batch for tracing, larger than the task's batch if that has too few samples to split.
 
-    Of its shapes alone where the task can make one, so that no data has to be there.
+    Uses `task.example`, which needs no data, if available.
     """
     rows = max(task.batch_rows, 2 * (MIN_ROWS - 1))
     return next(task.load_data().batches(PLANNING_SEED, rows)) if task.example is None else task.example(rows)

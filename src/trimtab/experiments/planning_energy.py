@@ -1,4 +1,4 @@
-"""Joules that planning takes, counted beside the trials that read watts of their own."""
+"""Energy of planning, counted alongside trials with their own power readings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class PlanningMeter:
-    """Counts stretches of planning.
+    """Counts the energy of parts of planning.
 
-    It is read where planning says how far it is; a meter that has to be read more often than that loses them.
+    The meter is read at progress messages; a meter that needs more frequent reads gives no figures.
 
     Attributes:
-        metering: how planning itself is to read joules; a meter of the user's own tells both what it lost.
+        metering: the metering for planning itself; a user's meter is split between both readers.
     """
 
     def __init__(self, device: torch.device, metering: Metering | None) -> None:
@@ -35,7 +35,7 @@ class PlanningMeter:
         self._clock = EnergyClock(self._meter)
 
     def heard(self, progress: Callable[[str], None]) -> Callable[[str], None]:
-        """Return what planning says how far it is to, so that the meter is read then."""
+        """Return a progress callback that also reads the meter."""
 
         def said(text: str) -> None:
             self._clock.tick()
@@ -44,7 +44,7 @@ class PlanningMeter:
         return said
 
     def counted(self, make: Callable[[], T]) -> tuple[T, Energy]:
-        """Return what is made, and what that took."""
+        """Return the result of `make` with the energy spent on it."""
         self._clock = EnergyClock(self._meter)
         self._clock.start()
         made = make()

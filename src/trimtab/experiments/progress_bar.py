@@ -1,4 +1,4 @@
-"""The command's progress, on a terminal."""
+"""Progress bar of the command, on a terminal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _REDRAW_S = 0.1
 
 
 class ProgressBar:
-    """A bar on standard error, on a terminal only, gone when the work is; what user code prints goes there too.
+    """A transient progress bar on standard error, shown only on a terminal; standard output is redirected to it.
 
-    Drawn when it is told something and at most ten times a second, by no thread of its own: time is measured meanwhile.
+    Redrawn on updates and at most ten times a second, without a thread, because times are measured meanwhile.
     """
 
     def __enter__(self) -> Callable[..., None]:
@@ -47,7 +47,7 @@ class ProgressBar:
 
 
 def _bar() -> Any:
-    """Return one line: what is done, cut to the width there is; a bar and a share where that is known; the seconds."""
+    """Return a one-line progress bar: text cut to the width, bar, percentage if known, and elapsed time."""
     from rich import progress
     from rich.console import Console
     from rich.table import Column

@@ -1,4 +1,4 @@
-"""What `trimtab plan TASK --ranks N` is asked for, and what it shows and writes."""
+"""Options, text and output files of `trimtab plan TASK --ranks N`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trimtab.tasks.task import Task
 
 @dataclass(frozen=True)
 class RanksAsked:
-    """Ranks, what joins them, what shares the model between them, and a device that is not here; as given.
+    """Validated options: number of ranks, link, sharding backend and target device.
 
     Raises:
-        ValueGivenError: an engine that is not known, one rank with an engine or a link, or several without a link.
+        ValueGivenError: an unknown backend, a single rank with a backend or link, or several ranks without a link.
     """
 
     ranks: int
@@ -48,17 +48,17 @@ class RanksAsked:
 
 @dataclass(frozen=True)
 class RankPage:
-    """A plan of several ranks, what every way to share the model takes, and DeepSpeed's configuration where it does."""
+    """Plan for several ranks, costs of all ways to shard the model, and DeepSpeed's configuration if used."""
 
     plan: Plan
     stages: Stages
     config: dict[str, Any] | None
 
     def text(self, beside: Path | None) -> str:
-        """Return it for a person.
+        """Return the page as text.
 
         Args:
-            beside: where the configuration is written; None: it is shown.
+            beside: path of the configuration file; None to include the configuration in the text.
         """
         lines = [str(self.plan), "", stages_text(self.stages)]
         if self.config is not None:
@@ -66,13 +66,17 @@ class RankPage:
         return "\n".join(lines)
 
     def beside(self, out: Path | None) -> Path | None:
-        """Return where what `deepspeed.initialize` is given is written: beside a plan's file; None where it is not."""
+        """Return the path of the `deepspeed.initialize` configuration next to the plan file, or None if not written."""
         if self.config is None or out is None or is_stream(out):
             return None
         return out.with_suffix(".deepspeed.json")
 
     def write(self, out: Path) -> None:
-        """Write the plan, and its configuration beside it; raises `OSError` where that fails."""
+        """Write the plan, and DeepSpeed's configuration next to it.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
         beside = self.beside(out)
         write_result(out, to_json(self.plan, indent=1))
         if self.config is not None and beside is not None:
@@ -82,7 +86,11 @@ class RankPage:
 def rank_page(
     name: str, asked: RanksAsked, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
 ) -> RankPage:
-    """Return the plan of a task's ranks; raises as `plan_ranks`, and where the task's loop is none for the engine."""
+    """Return the plan of a task for several ranks.
+
+    Raises:
+        ValueGivenError: the loop does not support the sharding backend. For further errors see `plan_ranks`.
+    """
     task = load_task(name)
     assert asked.link is not None
     if asked.engine == "deepspeed":
@@ -97,14 +105,14 @@ def rank_page(
 
 
 def _check_precision(task: Task) -> None:
-    """Raise before minutes of work for a loop whose own precision is refused with DeepSpeed."""
+    """Raise an error, before planning, for an fp16 loop with DeepSpeed."""
     if task.reference.precision == "fp16":
         given = "a task whose own loop is fp16, with DeepSpeed"
         raise ValueGivenError("--engine", given=given, expected="another precision, or the torch engine")
 
 
 def said(beside: Path) -> str:
-    """Return the line that says where the configuration is written."""
+    """Return the line with the path of the configuration."""
     return f"DeepSpeed is given: {beside}"
 
 

@@ -1,4 +1,4 @@
-"""A task on several ranks: planned as one of them sees it, shared between them, and what a comparison cannot be of."""
+"""Tasks on several ranks: the shard of a rank, planning for a job, and unsupported comparisons."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from trimtab.tasks.task import Task, TaskData
 
 
 def ranks_of_job(asked: int) -> int:
-    """Return how many ranks a command runs on: those of a launcher, which it is one of, or as many as were asked for.
+    """Return the number of ranks of a command: the launcher's world size, or the requested number.
 
     Raises:
-        ValueGivenError: others were asked for than the launcher started.
+        ValueGivenError: the requested number differs from the launcher's world size.
     """
     here = place().num_ranks
     if here > 1 and asked not in (1, here):
@@ -42,10 +42,10 @@ def ranks_of_job(asked: int) -> int:
 
 
 def task_of_rank(task: Task, num_ranks: int) -> Task:
-    """Return a task as one of so many ranks sees it: its share of every batch, and of all rows.
+    """Return a task as seen from a rank: its shard of every batch and of all samples.
 
     Raises:
-        ValueGivenError: a batch has fewer rows than there are ranks.
+        ValueGivenError: a batch has fewer samples than there are ranks.
     """
     if num_ranks > task.batch_rows:
         expected = f"{task.batch_rows} at the most, a row of each batch for every rank"
@@ -55,10 +55,10 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
 
 
 def require_same_task(task: Task, data: TaskData) -> None:
-    """Require that a task has the same data and the same optimizer on all ranks of the job; every rank calls it.
+    """Require equal data and an equal optimizer on all ranks. Collective: all ranks must call it.
 
     Raises:
-        ValueGivenError: on every rank: what differs, and on which ranks.
+        ValueGivenError: on every rank, with the differences and the ranks.
     """
     if place().num_ranks == 1:
         return
@@ -87,14 +87,19 @@ def plan_on_ranks(
     rehearse: bool = True,
     seen: Callable[[Profile], None] = lambda _: None,
 ) -> Plan:
-    """Return the plan of this job, or of this process where it is alone.
+    """Return the plan of the job, or of this process on a single rank.
 
     Args:
-        budget, objective: of one rank. adapt: as of `make_plans`. rehearse: as of `trimtab.plan`.
-        seen: called on rank 0 with what it measured.
+        task: the task.
+        budget, objective: limits and weights of a rank.
+        adapt: as in `make_plans`.
+        progress: receives progress messages.
+        rehearse: as in `trimtab.plan`.
+        seen: called on rank 0 with its profile.
 
     Raises:
-        InfeasibleError: no plan meets the budget. RankError: on the other ranks, where rank 0 could not make one.
+        InfeasibleError: no plan meets the budget.
+        RankError: on all other ranks, if rank 0 could not make a plan.
     """
     device = device_here()
     weights, ranks = objective or Objective(), place().num_ranks
@@ -129,7 +134,7 @@ def plan_on_ranks(
 
 
 def rehearsal_of(share: Task, device: torch.device, progress: Callable[[str], None]) -> Rehearsal:
-    """Return what plans of one rank's share of a task are rehearsed on: models of their own; every rank calls it."""
+    """Return the dry run of plans on a rank's shard of a task, with fresh models. All ranks must call it."""
     batch = next(share.load_data().batches(PLANNING_SEED, share.batch_rows))
 
     def copied() -> RankLoop:
@@ -149,21 +154,23 @@ def _made(task: Task, plan: Plan, profile: Profile, kept: str) -> Made:
 def job_plans(
     task: Task, budget: Budget, objective: Objective, progress: Callable[[str], None], together: Together
 ) -> Plans:
-    """Return the plan of a comparison's ranks, the job's, and rank 0's profile behind it; on all of them."""
+    """Return the plan of a comparison's job with rank 0's profile, on all ranks."""
     own: list[Profile] = []  # rank 0's
     plan = plan_on_ranks(task, budget, (), progress, objective=objective, seen=own.append)
     return together.made(Plans, lambda: Plans({"S": plan}, {"S": own[0]}))
 
 
 def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None = None, peers: bool | None = None) -> None:
-    """Raise where a comparison on so many ranks was asked for what it cannot race.
+    """Raise an error if a comparison on several ranks includes unsupported options.
 
     Args:
-        adapts, peers: as given, None where they were not.
+        task: the task.
+        num_ranks: number of ranks.
+        adapts, peers: True if a tuned plan or baseline recipes were requested, None if not given.
 
     Raises:
-        ValueGivenError: a batch has fewer rows than there are ranks, the task has a step of its own, or tier F or peers
-            were asked for.
+        ValueGivenError: a batch has fewer samples than ranks, the task has a custom step, or a tuned plan or baseline
+            recipes were requested.
     """
     task_of_rank(task, num_ranks)
     if task.step is not None:

@@ -1,4 +1,4 @@
-"""A profile that was recorded, decided anew: under other limits, or for a device that is not here."""
+"""Decisions from a recorded profile: under other limits, or for a target device that is not present."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trimtab.decide.elsewhere import recorded_blocks, traced_for, with_blocks
 
 
 def recorded_profile(path: str, budget: Budget, objective: Objective, device: str | None) -> Profile:
-    """Return the profile of a file, to be decided under these limits: of its own device, or of one that is not here.
+    """Return the profile in a file, for its own device or for a target device that is not present.
 
     Raises:
-        FormatError: it is no profile, or holds no traces for another device.
+        FormatError: the file is no profile, or has no traces for other devices.
     """
     recorded = read_json(Profile, path)
     for trial in recorded.trials:  # times are compared as ratios

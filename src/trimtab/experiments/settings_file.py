@@ -1,4 +1,4 @@
-"""What a command writes into its folder first: the settings by which it may be gone on with."""
+"""Settings file of an output folder, compared when a command resumes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NAME = "settings.json"
 
 
 def read_settings(folder: Path) -> dict[str, str]:
-    """Return what a folder says of itself.
+    """Return the settings stored in a folder.
 
     Raises:
-        FormatError: it is damaged.
+        FormatError: the file is damaged.
     """
     path = folder / NAME
     text = read_text(path, "a command's settings", limit=SMALL_JSON_BYTES)

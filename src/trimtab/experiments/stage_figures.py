@@ -1,4 +1,4 @@
-"""The table of ZeRO stages as figures, for whoever reads JSON."""
+"""ZeRO stages as numbers for JSON output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trimtab.decide.stages import RefusedStage, StageCost, Stages
 
 
 def stage_figures(stages: Stages) -> tuple[RankStage, ...]:
-    """Return what each way to share the model takes, in the order of the table."""
+    """Return the costs of all ways to shard the model, in table order."""
     return tuple(map(_figures, stages))
 
 

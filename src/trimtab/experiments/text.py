@@ -1,4 +1,4 @@
-"""A profile as a page of text."""
+"""A profile as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trimtab.core.units import format_bytes, format_count, format_joules, format
 
 
 def profile_text(profile: Profile) -> str:
-    """Return facts, phases, utilisation and every trial."""
+    """Return the facts, phases, utilisation and trials of a profile as text."""
     loop, device = profile.loop, profile.device
     lines = [
         f"{device.name}, {device.num_threads or 'no'} threads; {profile.reference.describe()}",

@@ -1,4 +1,4 @@
-"""What one step of a loop holds, by part and over time: traced, so that it is the same on every machine."""
+"""Memory of a step by part and over time, from a trace, so that it is equal on every machine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trimtab.tasks.task import Task, TaskData
 
 
 def step_memory(task: Task, data: TaskData, device: torch.device, plan: Plan | None) -> StepMemory | None:
-    """Return the memory of a step of the task's plain loop, or of a plan's; None where it cannot be traced.
+    """Return the memory of a step of the task's plain loop, or of a plan's loop; None if it cannot be traced.
 
-    A step function of the user's own is not looked into: the loop is then what its task says.
+    A custom step function is not traced; the declared loss and optimizer are traced instead.
     """
     try:
         return _traced(task, data, device, plan)

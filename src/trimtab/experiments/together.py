@@ -1,4 +1,4 @@
-"""A comparison on one process or on several ranks, which all end by one reason."""
+"""Context of a comparison on a single process or several ranks, with a common error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.distributed.in_step import Ranks
 
 @contextlib.contextmanager
 def together() -> Iterator[Together]:
-    """Be one of the ranks that were joined, or one process; an error ends all of them by one reason.
+    """Yield the ranks of the job, or a single process; an error on any rank is raised on all ranks.
 
     Raises:
         RankError: another rank ended.

@@ -1,4 +1,4 @@
-"""`trimtab train`: one task through one plan, with a record; as a whole, or up to a pause and from there on."""
+"""`trimtab train`: train a task with a plan and a record, to the end or up to a pause."""
 
 from __future__ import annotations
 
@@ -39,15 +39,22 @@ Note = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """Options of a training run.
 
     Args:
-        steps: windows. record: a new file; or this run's own, where there are checkpoints. tracks: what follows that
-            record, as `tracker_named` reads it. grid: grams per kWh, by which carbon is told. nonfinite: what a
-            non-finite loss or parameter does, as in `trimtab.start`.
+        task: the task to train.
+        plan: the plan to apply.
+        steps: number of batches.
+        seed: seed of weights and data order.
+        record: path of a new record, or of this run's record if resuming from checkpoints.
+        metering: source of energy figures.
+        checkpoints: checkpoint settings, or None.
+        grid: carbon intensity in grams per kWh, for carbon figures.
+        tracks: experiment trackers, in the format of `tracker_named`.
+        nonfinite: policy for a non-finite loss or parameter, as in `trimtab.start`.
 
     Raises:
-        FormatError: the plan was made for another batch, or other ranks.
+        FormatError: the plan was made for another batch size or number of ranks.
     """
 
     task: Task
@@ -63,7 +70,7 @@ class Training:
 
     @property
     def begins_record(self) -> bool:
-        """Whether a record is to begin, and does not go on."""
+        """True if the run starts a new record instead of continuing an existing record."""
         return self.record is not None and not self.record.exists()
 
     def __post_init__(self) -> None:
@@ -74,10 +81,11 @@ class Training:
 
 
 def train_whole(asked: Training, progress: Progress) -> dict[str, Any]:
-    """Train all windows and evaluate; returns the final figures, terms per second without evaluation.
+    """Train all batches and evaluate; return the final figures. Throughput excludes evaluation.
 
-    Where the run is gone on with, its record is too, and speed is that of what was left of it. Terms are what the loss
-    counted; where it is a mean, rows times what the task says that a row holds.
+    A resumed run continues its record, and its throughput covers only the resumed part. Terms are counted in the loss;
+    for
+    a mean loss they are samples times the task's terms per sample.
     """
     return figures_of(asked.task, asked.steps, [train_part(asked, progress)])
 
@@ -85,11 +93,15 @@ def train_whole(asked: Training, progress: Progress) -> dict[str, Any]:
 def train_part(
     asked: Training, progress: Progress, *, notes: Sequence[Note] = (), is_over: Callable[[], bool] = lambda: False
 ) -> Part:
-    """Train from the beginning, or the newest checkpoint, to the end, and evaluate; or up to a pause.
+    """Train from the start or the newest checkpoint to the end and evaluate, or stop at a pause.
 
     Args:
-        notes: events for the record, before the first window. is_over: asked after each window but the last; where it
-            is, the run is saved and left, so that the next call goes on from there. It needs checkpoints.
+        asked: options of the run.
+        progress: receives progress messages.
+        notes: events recorded before the first step.
+        is_over: called after every step except the last. If True, the run is checkpointed and left, so that the next
+            call
+            resumes; this requires checkpoints.
     """
     task, plan = asked.task, asked.plan
     device = device_here()
@@ -133,7 +145,7 @@ def train_part(
 
 
 def _trained(run: Run, batches: Any, asked: Training, counted: CountedTerms, before: int) -> Iterator[int]:
-    """Train window by window; yields the batches that are done after each."""
+    """Train step by step, and yield the number of batches done after every step."""
     done = -(-before // asked.task.batch_rows)
     for window in run.windows(batches):
         counted.pending = window.num_padding
@@ -145,21 +157,21 @@ def _trained(run: Run, batches: Any, asked: Training, counted: CountedTerms, bef
 
 
 def _check_parameters(run: Run) -> None:
-    """Report non-finite parameters of any rank, by the run's policy; every rank calls it."""
+    """Report non-finite parameters of any rank according to the run's policy. Collective: all ranks must call it."""
     name = nonfinite_parameter(run.model)
     if total(0.0 if name is None else 1.0):
         run.report_nonfinite(f"NaN or infinity in parameter {name or 'of another rank'} at the end of training")
 
 
 def _evaluated(run: Run, task: Task, model: torch.nn.Module, held_out: Sequence[Any]) -> float:
-    # Not whether it can be of the metric's unit: that matters where differences are told, and a run is not lost for it.
+    # No check of the metric's unit here: the unit matters only for differences, and an error would lose the run.
     value = task.metric.figure(task.metric.evaluate(model, held_out))
     run.evaluated(value, task.metric.name)
     return value
 
 
 def _paused(run: Run) -> None:
-    """Save a run that is to be gone on with."""
+    """Checkpoint a run that will be resumed."""
     run.note("paused", {"rows": run.consumed_rows})
     run.interrupt()
     run.checkpoint()

@@ -1,4 +1,4 @@
-"""What `trimtab train` does once all was asked: plans, and trains now or when energy is clean, or says when that is."""
+"""`trimtab train` after argument parsing: plan, then train now, train in low-carbon hours or print the schedule."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ from trimtab.tasks.task import Task
 
 @dataclass(frozen=True)
 class CleanHours:
-    """What was asked of when to train.
+    """Options of low-carbon scheduling.
 
     Args:
-        pause_s: what a pause loses; None: it may not pause. takes_s: of the whole run; None: as the plan says.
-        watts, idle_watts: as given. is_dry: whether nothing is to be trained.
+        wish: forecast source and deadline.
+        pause_s: overhead of a pause in seconds; None forbids pauses.
+        takes_s: seconds of the whole run; None to use the plan's prediction.
+        watts, idle_watts: given power in watts, or None.
+        is_dry: True for a dry run that only computes the schedule.
     """
 
     wish: Wish
@@ -42,7 +45,7 @@ class CleanHours:
     is_dry: bool = False
 
     def work(self, plan: Plan | None, steps: int) -> Work:
-        """Return what a run of so many steps takes."""
+        """Return the work of a run of `steps` steps."""
         step_s, seconds_by = step_seconds(plan, steps, self.takes_s)
         return Work(steps, step_s, seconds_by, power_of(plan, self.watts, self.idle_watts), self.pause_s)
 
@@ -57,16 +60,20 @@ def plan_of_run(
     adapt: Collection[str],
     rehearse: bool,
 ) -> Plan:
-    """Return the plan of a run of so many steps: as a file has it, as the run was saved with, or made now.
+    """Return the plan of a run: from a file, from the saved run, or newly made.
 
-    On other ranks than it was saved with it is made now, where these and another plan are accepted.
+    A run resumed on a different number of ranks gets a new plan, if "ranks" and "plan" changes are accepted.
 
     Args:
-        file: of a plan; None: it is not given. kept: where the run is. The rest as in `plan_on_ranks`.
+        task: the task.
+        steps: number of batches.
+        file: path of a plan, or None.
+        kept: checkpoint settings, or None.
+        budget, adapt, rehearse: as in `plan_on_ranks`.
 
     Raises:
-        FormatError: the file holds none. ValueGivenError: another plan is asked for than the run was saved with. The
-            others as in `plan_on_ranks`.
+        FormatError: the file contains no plan.
+        ValueGivenError: planning options were given for a run with a saved plan, or the number of ranks differs.
     """
     if file is not None:
         return replicated(read_json(Plan, file), place().num_ranks)
@@ -80,7 +87,11 @@ def plan_of_run(
 
 
 def _is_of_other_ranks(saved: Plan, kept: Checkpoints) -> bool:
-    """Return whether a run is gone on with on other ranks than its plan is of; raise where that was not accepted."""
+    """Return True if a run resumes on a different number of ranks than its plan's.
+
+    Raises:
+        ValueGivenError: the change was not accepted.
+    """
     here = place().num_ranks
     if saved.num_ranks == here:
         return False
@@ -95,7 +106,7 @@ def _is_of_other_ranks(saved: Plan, kept: Checkpoints) -> bool:
 
 
 def _refuse_planning(budget: Budget, adapt: Collection[str]) -> None:
-    """Raise where a plan is asked for that the run has already."""
+    """Raise an error if planning options are given for a run with a saved plan."""
     for option, is_given in (("--adapt", bool(adapt)), ("--memory", budget != Budget())):
         if is_given:
             raise ValueGivenError(
@@ -114,10 +125,15 @@ def train_or_tell(
     say: Callable[[str], None],
     **options: Any,
 ) -> dict[str, Any]:
-    """Train so many steps now, or when energy is clean, or tell when that would be; returns the figures.
+    """Train now or in low-carbon hours, or only compute the schedule; return the figures.
 
     Args:
-        make_plan: is called where a plan has to be there. options: the others of `Training`.
+        task: the task.
+        steps: number of batches.
+        make_plan: makes the plan, called if a plan is needed.
+        hours: options of low-carbon scheduling; None to train now.
+        say: receives every scheduling decision.
+        options: further fields of `Training`.
     """
     if hours is not None and hours.is_dry:
         plan = make_plan() if hours.takes_s is None else None
@@ -127,10 +143,12 @@ def train_or_tell(
 
 
 def train_clean(asked: Training, hours: CleanHours, say: Callable[[str], None]) -> dict[str, Any]:
-    """Train when energy is clean, and evaluate; returns the figures of `train_now`, and what was decided.
+    """Train in low-carbon hours and evaluate; return the figures of `train_now` with the scheduling decisions.
 
     Args:
-        say: is told every decision, before its wait.
+        asked: options of the run.
+        hours: options of low-carbon scheduling.
+        say: receives every decision, before the wait.
     """
 
     def train(*, notes: Sequence[Note], is_over: Callable[[], bool], is_first: bool) -> Part:
@@ -148,16 +166,16 @@ def train_clean(asked: Training, hours: CleanHours, say: Callable[[str], None]) 
 
 
 def train_now(asked: Training) -> dict[str, Any]:
-    """Train, and evaluate; returns the final figures."""
+    """Train and evaluate; return the final figures."""
     with ProgressBar() as progress:
         return train_whole(asked, progress)
 
 
 def outlook(task: Task, steps: int, plan: Plan | None, kept: Checkpoints | None, hours: CleanHours) -> dict[str, Any]:
-    """Return when a run would train: the work that is left, its power, and the schedule.
+    """Return the schedule of a run: remaining work, power and time windows.
 
     Raises:
-        ValueGivenError: nothing is left.
+        ValueGivenError: no steps remain.
     """
     done, work = steps_done(kept, task), hours.work(plan, steps)
     if done >= steps:
@@ -171,10 +189,10 @@ def outlook(task: Task, steps: int, plan: Plan | None, kept: Checkpoints | None,
 
 
 def steps_done(kept: Checkpoints | None, task: Task) -> int:
-    """Return the steps that a run was last saved after.
+    """Return the number of steps at the last checkpoint.
 
     Raises:
-        FormatError: it cannot be begun, or gone on with, as it is to be; found before the wait, not after it.
+        FormatError: the run cannot be started or resumed with the given options; raised before the wait.
     """
     if kept is None:
         return 0

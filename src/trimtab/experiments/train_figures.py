@@ -1,4 +1,4 @@
-"""What `trimtab train` says at the end: the figures of a run, of one part or of several with pauses between them."""
+"""Final figures of `trimtab train`, for a run in a single part or with pauses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ from trimtab.tasks.task import DataSource, Task
 
 @dataclass(frozen=True)
 class Part:
-    """What was trained from a start to a pause, or to the end.
+    """Training from a start to a pause, or to the end.
 
     Args:
-        rows_before: that the run had trained on as it began. done: steps of the run that are over as it ends.
-        seconds: of training. terms: what the loss counted. loss: the last one.
-        value: of the task's metric; None: it was paused. data, where: what was read, and where it lay.
+        rows_before: samples trained on before this part.
+        done: batches done at the end of this part.
+        seconds: seconds of training.
+        terms: loss terms counted.
+        energy: energy of training.
+        carbon: carbon emissions, or None.
+        loss: the last loss.
+        value: value of the task's metric; None if paused.
+        data: source of the data.
+        where: placement of the data (host or device), with the reason.
     """
 
     rows_before: int
@@ -39,14 +46,14 @@ class Part:
 
     @property
     def is_paused(self) -> bool:
-        """Whether there is more of the run to come."""
+        """True if the run has remaining steps."""
         return self.value is None
 
 
 def figures_of(task: Task, steps: int, parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the figures of a run by their names; of several parts those that add up are added.
+    """Return the named figures of a run, summed over parts.
 
-    Where the run was gone on with, speed is that of what was left of it.
+    For a resumed run, throughput covers only the resumed part.
     """
     first, last = parts[0], parts[-1]
     seconds = math.fsum(part.seconds for part in parts)
@@ -70,7 +77,7 @@ def figures_of(task: Task, steps: int, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _name_beside(metric: str, found: Mapping[str, Any]) -> str:
-    """Return what a held-out metric is called among figures of training: one called loss is not the training's."""
+    """Return the name of the held-out metric, prefixed if it collides with a training figure such as the loss."""
     return f"held_out_{metric}" if metric in {*found, "loss"} else metric
 
 
@@ -82,7 +89,7 @@ def _carbon_figures(parts: Sequence[Carbon]) -> dict[str, Any]:
 
 
 def told_carbon(seconds: float, energy: Energy, grid: Intensity) -> Carbon:
-    """Return the carbon of what has just ended, so many seconds after it began: its power is the same all along."""
+    """Return the carbon emissions of a run that ended just now after `seconds` seconds, at constant power."""
     try:
         return carbon_of([(time.time() - seconds, energy)], grid)
     except ValueGivenError as error:  # the file ends before the run did: no reason to lose what it trained

@@ -1,4 +1,4 @@
-"""The record of `trimtab train`, and the trackers that follow it."""
+"""Record of `trimtab train`, with experiment trackers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from trimtab.integrations.trackers import tracker_named
 
 
 def require_trackers(tracks: Sequence[str], record: Path | None) -> None:
-    """Raise where a record cannot be followed as asked, before anything is measured.
+    """Raise an error, before measuring, if a tracker cannot follow the record.
 
     Raises:
-        ValueGivenError: there is no record, or a tracker that is none. DependencyError: its package is missing.
+        ValueGivenError: there is no record, or an unknown tracker.
+        DependencyError: the tracker's package is missing.
     """
     for each in tracks:
         tracker_named(each)
@@ -26,10 +27,10 @@ def require_trackers(tracks: Sequence[str], record: Path | None) -> None:
 
 
 def record_of(path: Path | None, header: Header, tracks: Sequence[str], *, continues: bool) -> RecordWriter | None:
-    """Return what writes a run's record, followed by trackers of its own; None on other ranks, and where none is kept.
+    """Return the writer of a run's record, with trackers; None without a record and on ranks other than 0.
 
     Raises:
-        FormatError: it is there already, or cannot be written.
+        FormatError: the file exists already or cannot be written.
     """
     if path is None or place().rank:
         return None

@@ -1,4 +1,4 @@
-"""Waiting for a moment: by the clock of the day, and left at once where a signal asks."""
+"""Interruptible wait until a wall-clock time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 
 from trimtab.checkpoint.signals import Signals
 
-# A signal is answered within it, and so is a clock that was set, or a machine that slept.
+# Upper bound on the reaction time to a signal, to a changed clock, or after a suspend.
 SLICE_S = 1.0
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What tells the time, and lets it pass.
+    """Wall clock, replaceable in tests.
 
     Args:
-        now: seconds since 1970. sleep: for so many seconds.
+        now: returns seconds since 1970.
+        sleep: sleeps for a number of seconds.
     """
 
     now: Callable[[], float] = time.time
@@ -30,10 +31,12 @@ class Clock:
 
 @contextlib.contextmanager
 def heeded() -> Iterator[Signals]:
-    """Note SIGTERM and SIGINT inside the block, for which nobody else may be there; what came is answered at its end.
+    """Catch SIGTERM and SIGINT inside the block, and act on a caught signal at its end.
+
+    No other handler may be active in the block.
 
     Raises:
-        KeyboardInterrupt, SystemExit: a signal came; the exit is 128 and its number.
+        KeyboardInterrupt, SystemExit: a signal came; the exit code is 128 plus its number.
     """
     signals = Signals()
     signals.install()
@@ -46,10 +49,10 @@ def heeded() -> Iterator[Signals]:
 
 
 def wait_until(moment_s: float, clock: Clock) -> float:
-    """Wait for a moment; returns the seconds waited. What no longer has an owner is freed first, a GPU's memory too.
+    """Wait until a time and return the seconds waited; unreferenced memory, including a GPU's, is freed first.
 
     Raises:
-        KeyboardInterrupt, SystemExit: a signal came; the exit is 128 and its number.
+        KeyboardInterrupt, SystemExit: a signal came; the exit code is 128 plus its number.
     """
     begun_s = clock.now()
     if begun_s >= moment_s:

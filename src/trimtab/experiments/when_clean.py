@@ -1,7 +1,7 @@
-"""`trimtab train --when-clean`: trains when a forecast says that energy is clean, in one piece or with pauses.
+"""`trimtab train --when-clean`: train in forecast low-carbon hours, in one piece or with pauses.
 
-A decision stands until its first stretch is over. What is left is then decided anew, by a new forecast and the seconds
-that steps have taken; a process that was killed, and is started again, does just that.
+A decision holds until the end of its first time window. The remaining work is then scheduled again with a new forecast
+and measured step times. A killed process does the same on restart.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trimtab.integrations.intensity import IntensitySource, forecast_or_reason
 
 
 class TrainPart(Protocol):
-    """Trains up to a pause, or to the end, as `train_part` does; `is_first`: nothing was trained here before."""
+    """Callback like `train_part`: trains to a pause or to the end; `is_first` is True before any training here."""
 
     def __call__(self, *, notes: Sequence[Note], is_over: Callable[[], bool], is_first: bool) -> Part: ...
 
 
 @dataclass(frozen=True)
 class Wish:
-    """Where forecasts are from, and when the run is to be done, in seconds since 1970."""
+    """Forecast source, and deadline in seconds since 1970."""
 
     source: IntensitySource
     deadline_s: float
@@ -36,14 +36,14 @@ class Wish:
 
 @dataclass(frozen=True)
 class Waited:
-    """What became of a wish: the parts that were trained, what was decided before each, and the seconds waited."""
+    """Result of scheduled training: the parts, the decision before every part, and the seconds waited."""
 
     parts: tuple[Part, ...]
     decisions: tuple[CarbonSchedule, ...]
     waited_s: float
 
     def figures(self) -> dict[str, Any]:
-        """Return what is said of it: the first decision, and what it came to."""
+        """Return the first decision, the seconds waited and the number of pauses."""
         return {
             "when": self.decisions[0].describe(),
             "waited_s": round(self.waited_s, 3),
@@ -52,7 +52,7 @@ class Waited:
 
 
 def decided(wish: Wish, work: Work, done: int, now_s: float) -> CarbonSchedule:
-    """Return when to train what is left after so many steps; where there is no forecast, now."""
+    """Return the schedule of the remaining work after `done` steps; without a forecast, start now."""
     forecast, reason = forecast_or_reason(wish.source, now_s)
     how = {} if forecast is not None else {"unknown": reason}
     return when_to_train(forecast, work.job(done), now_s, wish.deadline_s, **how)
@@ -61,13 +61,18 @@ def decided(wish: Wish, work: Work, done: int, now_s: float) -> CarbonSchedule:
 def train_when_clean(
     wish: Wish, work: Work, done: int, train: TrainPart, say: Callable[[str], None], clock: Clock
 ) -> Waited:
-    """Wait, train and pause by turns until all steps are done.
+    """Wait, train and pause alternately until all steps are done.
 
     Args:
-        done: steps before this. say: is told every decision, before its wait.
+        wish: forecast source and deadline.
+        work: the work of the run.
+        done: steps done before this call.
+        train: trains a part.
+        say: receives every decision, before the wait.
+        clock: the wall clock.
 
     Raises:
-        KeyboardInterrupt, SystemExit: a signal came; what was trained before a pause is saved.
+        KeyboardInterrupt, SystemExit: a signal came; training before a pause is saved.
     """
     parts, decisions, waited_s = [], [], 0.0
     while True:
@@ -85,7 +90,7 @@ def train_when_clean(
 
 
 def _stretch(train: Callable[..., Part], found: CarbonSchedule, clock: Clock) -> Part:
-    """Train the first stretch of a decision; the last one has no end but that of its steps."""
+    """Train the first time window of a decision; the last window ends only with the last step."""
     if len(found.stretches) == 1:
         return train(is_over=lambda: False)
     with heeded() as signals:  # one that comes while the run is made ready, or saved for its pause, is nobody else's

@@ -1,1 +1,1 @@
-"""A paired comparison: its races, its figures with their statistics, and its verdict."""
+"""Paired comparison: runs, statistics and verdict."""

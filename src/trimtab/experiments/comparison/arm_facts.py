@@ -1,4 +1,4 @@
-"""What one arm's step takes, and how much of the device that is. Values only."""
+"""Measurements of an arm's step, and utilisation of the device. Values only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from trimtab.core.hardware import DeviceSpec
 
 @dataclass(frozen=True)
 class ArmFacts:
-    """What was measured of one arm apart from the races; with an error it takes no part in them.
+    """Measurements of an arm outside the paired runs; an arm with an error is excluded.
 
     Args:
-        peak_bytes: peak of a step. phases_s: seconds per batch of the task by phase.
-        flops_per_row: counted in a step as it ran, recomputation included, over its rows; None: not counted. Of several
-            ranks rank 0's own over the rows of all, so that times rows per second it is what one rank computes.
-        precision: what its matrix products compute in, "": not known. peak: the precision whose peak they are held
-            against; "": the same. Of a loop in fp32 whose convolutions torch computes in TF32 it is that.
-        terms_per_row: what the loss counted in a row, padding not; where it is a mean, the task's own figure. None: not
-            known, from a file written before it was measured.
-        terms_by_rank: the same of each rank's own rows, where there are several.
+        peak_bytes: peak memory of a step.
+        phases_s: seconds per batch of the task by phase.
+        flops_per_row: FLOP of a step, recomputation included, per sample; None if not counted. With several ranks,
+            rank
+            0's FLOP over the samples of all ranks, so that FLOP times samples per second is the rate of a rank.
+        precision: compute precision of matrix products, or "" if unknown.
+        error: error of a failed arm, or "".
+        terms_per_row: loss terms per sample without padding, or the task's figure if the loss is a mean; None in older
+            files.
+        terms_by_rank: terms per sample on every rank, with several ranks.
+        peak: precision whose peak FLOP/s applies, or "" for `precision`. An fp32 loop with TF32 convolutions uses
+            "tf32".
     """
 
     peak_bytes: int | None
@@ -35,18 +39,20 @@ class ArmFacts:
 
     @property
     def is_current(self) -> bool:
-        """Whether all was looked at that is today, so that a file of it need not be measured again."""
+        """True if all fields of the current version are present, so that a stored file need not be measured again."""
         return bool(self.error) or (self.precision != "" and self.terms_per_row is not None)
 
 
 def utilisation(
     device: DeviceSpec | None, fact: ArmFacts | None, reference: ArmFacts | None, rows_per_s: Sequence[float]
 ) -> tuple[float | None, float | None]:
-    """Return (MFU, HFU): FLOP/s of the model, and as the arm runs it, over the device's peak (math: section 8).
+    """Return (MFU, HFU): FLOP/s of the model and of the arm over the device's peak (math: section 8).
 
     Args:
-        reference: the loop whose FLOP are the model's, whatever an arm computes besides.
-        rows_per_s: of the arm, one per seed.
+        device: specification with peak FLOP/s.
+        fact: measurements of the arm.
+        reference: measurements of the reference loop, whose FLOP define the model's work.
+        rows_per_s: samples per second of the arm, by seed.
     """
     if device is None or fact is None or reference is None or not fact.precision or not rows_per_s:
         return None, None

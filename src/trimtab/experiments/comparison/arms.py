@@ -1,4 +1,4 @@
-"""The arms of a comparison: what a person reads of each, what runs it, and what it is held against."""
+"""Definition of the arms of a comparison: label, source file and comparisons."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ _PLANS = "experiments/racing/loops.py"
 
 @dataclass(frozen=True)
 class ArmKind:
-    """What is known of an arm before it runs.
+    """Static description of an arm.
 
     Args:
-        label: what a person reads. source: the file that runs it.
-        tier: "" of recipes, else that of its plan. plan: the plan's key, which is no tier: the plan for the strong
-            recipe is of tier S as well. made_for: the arm whose loop the plan was made for.
-        rivals: recipes that its speed and memory are held against besides the reference's.
-        times: recipes that its time to a target is held against besides the reference's; None: that is not told.
-        has_quality: whether its final metric is held against the reference's. has_thirds: its progress by thirds.
+        label: name shown in reports.
+        source: the file with the training loop.
+        tier: "" for recipes, otherwise the kind of plan ("S" or "F").
+        plan: key of the plan; the plan for the hand-tuned recipe also has tier "S", so keys differ from tiers.
+        made_for: the arm whose loop the plan was made for.
+        rivals: recipes to compare speed and memory with, in addition to the reference.
+        times: recipes to compare time to target with, in addition to the reference; None for no such comparison.
+        has_quality: True if the final metric is compared with the reference.
+        has_thirds: True if progress is compared by thirds of training.
     """
 
     label: str
@@ -33,11 +36,11 @@ class ArmKind:
 
     @property
     def is_charged(self) -> bool:
-        """Whether planning and search are counted into its times: of plans for the reference's loop."""
+        """True if times to target include planning and search, as for plans of the reference loop."""
         return bool(self.plan) and self.times is not None
 
 
-# In the order that reports have them. Only tier F may train as P2 and P3 do.
+# In report order. Only a tuned plan may train as the hand-tuned recipes (P2 and P3) do.
 ARMS: Mapping[str, ArmKind] = {
     "reference": ArmKind("P0 reference", "recipes/reference.py"),
     "self": ArmKind("reference again (A/A control)", "recipes/reference.py"),
@@ -71,6 +74,7 @@ ON_RANKS: Mapping[str, ArmKind] = dict(ARMS) | {
     "reference": ArmKind("P0 reference, in DDP", _REPLICA),
     "self": ArmKind("reference in DDP again (A/A control)", _REPLICA),
 }
-# Key of a plan -> the arm that runs it; and the arm of the loop that it was made for, where that is not the reference.
+# PLAN_ARMS: arm by key of its plan. PLAN_LOOPS: the loop a plan was made for, by key, for loops other than the
+# reference.
 PLAN_ARMS = {kind.plan: name for name, kind in ARMS.items() if kind.plan}
 PLAN_LOOPS = {kind.plan: kind.made_for for kind in ARMS.values() if kind.made_for != "reference"}

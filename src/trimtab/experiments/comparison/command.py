@@ -1,4 +1,4 @@
-"""`trimtab compare`: what was asked for, checked before minutes of work, then run here or as ranks."""
+"""`trimtab compare`: validate the options, then run in this process or start ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,16 @@ from trimtab.tasks import load_task
 
 @dataclass(frozen=True)
 class Asked:
-    """The command's options; None where one was not given.
+    """The command's options; None for an option not given.
 
     Args:
-        adapt: what tier F may change; (): it is not raced. against: names of the peers. memory: a limit, as the plan's
-            budget has it. plan: a file. ranks: processes to start, where no launcher has. energy_watts: to estimate
-            joules with. reference_cap_s: training seconds of the reference, where others have fewer.
+        adapt: settings a tuned plan may change; () runs no tuned plan.
+        against: names of baseline recipes.
+        memory: memory limit, as in the plan's budget.
+        plan: path of a plan file.
+        ranks: number of processes to start without a launcher.
+        energy_watts: power in watts, to estimate energy.
+        reference_cap_s: time cap of the reference, in training seconds.
     """
 
     task: str
@@ -52,25 +56,25 @@ class Asked:
 
     @property
     def folder(self) -> Path:
-        """Where it is written.
+        """The output folder.
 
         Raises:
-            FormatError: that is a file.
+            FormatError: the path is a file.
         """
         return folder_of("compare", self.task, self.out)
 
     def given(self) -> Plan | None:
-        """Return the plan that is raced, where one was given.
+        """Return the plan read from the given file, or None.
 
         Raises:
-            ValueGivenError: a limit was given with it.
+            ValueGivenError: a memory limit was given together with a plan.
         """
         if self.plan is not None and self.memory is not None:
             raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
         return None if self.plan is None else read_json(Plan, self.plan)
 
     def settings(self, num_ranks: int) -> Settings:
-        """Return how much is run; what was not asked for is all that is of use."""
+        """Return the comparison's options, with defaults for options not given."""
         usual = USUAL_ADAPT if not self.quick and self.plan is None and num_ranks == 1 else ()
         adapt = usual if self.adapt is None else self.adapt
         peers = self.races_peers if self.races_peers is not None else not self.quick and num_ranks == 1
@@ -80,10 +84,10 @@ class Asked:
 
     @property
     def races_peers(self) -> bool | None:
-        """Whether peers were asked for, which who names them has; None where nothing was said.
+        """True if baseline recipes were requested, also by name; None without a request.
 
         Raises:
-            ValueGivenError: some are named, and none are to be raced.
+            ValueGivenError: recipes are named but excluded.
         """
         if self.against is not None and self.peers is False:
             raise ValueGivenError("--against", given="peers with --no-peers", expected="the one or the other")
@@ -91,13 +95,14 @@ class Asked:
 
 
 def compared(asked: Asked, command: str) -> Comparison | None:
-    """Run a comparison in this process, as one of a launcher's ranks, or start ranks that do.
+    """Run a comparison in this process, as a rank of a launcher's job, or start ranks.
 
     Args:
-        command: what the report says reproduces it.
+        asked: the options.
+        command: command line recorded in the report.
 
     Returns:
-        What it found; None where another process writes that down.
+        The comparison; None if another process writes the report.
     """
     metering = Metering(asked.energy_watts)
     given, budget, here, task = asked.given(), Budget(asked.memory), place(), load_task(asked.task)

@@ -1,10 +1,10 @@
-"""`trimtab compare`: plan, race the arms for several seeds, and say what the figures allow.
+"""`trimtab compare`: make plans, run all arms in paired runs for several seeds and summarise the results.
 
-    plans (tiers S and F, one for the strong peer) -> memory and phases, apart -> races, one per seed -> steps by phase
-    -> Comparison
+    plans (equivalent, tuned, and the plan for the hand-tuned recipe) -> memory and phases, measured separately
+    -> paired runs, a set per seed -> step time by phase -> `Comparison`
 
-Every stage leaves its result in the output folder; a comparison started again with the same folder goes on where it
-was cut off. Several ranks run the same one in step; rank 0 alone reads and writes there.
+Every phase writes its result to the output folder, so a restart with the same folder resumes an interrupted
+comparison. With several ranks, all ranks run the same arm in step and only rank 0 reads and writes the folder.
 """
 
 from __future__ import annotations
@@ -63,11 +63,19 @@ def compare(
     together: Together = ALONE,
     metering: Metering | None = None,
 ) -> Comparison:
-    """Run (or go on with) a comparison in the folder `out`; returns what it found, on every rank.
+    """Run or resume a comparison in the folder `out`, and return the result on every rank.
 
     Args:
-        plan: what is raced, in place of one that is made here. together: the ranks that run it, each calling this.
-        metering: how joules are known; by default by the meters there are.
+        task: the task to train.
+        out: output folder, locked while the comparison runs.
+        settings: number of seeds, arms, time caps and other options of the comparison.
+        command: the command line, recorded in the report.
+        budget: limits on memory and time; no limits by default.
+        objective: weights of time, memory and energy in the choice of a plan.
+        plan: the plan to measure; by default a plan is made.
+        progress: receives progress messages.
+        together: the ranks of the job; every rank calls this function.
+        metering: source of energy figures; by default the available meters.
 
     Raises:
         InUseError: another comparison runs in the folder.
@@ -89,7 +97,7 @@ def _compared(
     metering: Metering | None,
     held: contextlib.ExitStack,
 ) -> Comparison:
-    """Return what `compare` does; `held` keeps the folder locked."""
+    """Run the comparison for `compare`; `held` owns the lock on the folder."""
     require_peers(task, settings.raced if settings.against is not None else ())
     begun = time.perf_counter()
     device = device_here()
@@ -144,7 +152,7 @@ def _compared(
 def _memory(
     task: Task, data: TaskData, device: torch.device, plans: Plans, out: Path, progress: Callable[[str], None]
 ) -> dict[str, StepMemory]:
-    """Return what a step of the reference holds, and one of the plan."""
+    """Return the measured memory of a step of the reference and of the equivalent plan."""
     found = {}
     for name, plan in (("reference", None), ("plan_S", plans.plans["S"])):
         path = out / f"memory-{name}.json"
@@ -187,5 +195,5 @@ def _plans(
 
 
 def _metered(entry: Entry, meter: MeterFacts) -> Entry:
-    """Return the arm with what counts its joules in its record, or why nothing does."""
+    """Return the arm with the description of its energy meter added to the record's detail."""
     return replace(entry, detail=entry.detail | {METER: to_jsonable(meter)})

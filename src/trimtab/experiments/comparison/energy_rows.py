@@ -1,4 +1,4 @@
-"""Joules of arms, from the records of races: per row, to a target, and against another arm's."""
+"""Energy of arms from records: joules per sample, joules to target, and ratios to another arm."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trimtab.experiments.comparison.ratio_rows import row_unless_failed
 from trimtab.experiments.comparison.result import NO_VERDICT, Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.verdicts import clear_side, figures, too_few
 
-# In a header's detail: the facts of the meter.
+# Key in a header's detail: the description of the energy meter.
 METER = "meter"
-# Of an arm's seconds, the share that has to lie in windows of joules for the rest to be told by their watts.
+# Minimum fraction of an arm's seconds with measured energy, to extrapolate the remainder by mean power.
 _KNOWN = 0.5
 
 
 def meter_of(races: stats.Races) -> MeterFacts:
-    """Return what counted joules, the same in all races; else nothing that can be told as one."""
+    """Return the energy meter shared by all runs, or an absent meter if runs used different meters."""
     headers = (record.header for race in races.values() for record in race.values())
     found = [from_jsonable(MeterFacts, header.detail[METER]) for header in headers if header.detail.get(METER)]
     if len({(each.provenance, each.sources) for each in found}) > 1:
@@ -32,7 +32,7 @@ def meter_of(races: stats.Races) -> MeterFacts:
 
 
 def _as_all_say(found: Sequence[MeterFacts]) -> MeterFacts:
-    """Return one meter as several processes found it: the median of idle watts, limits of all, uncounted by any."""
+    """Return the combined meter of several processes: median idle power, common limits, union of uncounted devices."""
     first, idle = found[0], [each.idle_w for each in found if each.idle_w is not None]
     return replace(
         first,
@@ -43,7 +43,7 @@ def _as_all_say(found: Sequence[MeterFacts]) -> MeterFacts:
 
 
 def of_planning(spent: Mapping[str, Energy], meter: MeterFacts) -> dict[str, Energy]:
-    """Return what planning took by plan, of those that the meter of the races counted: joules are not mixed."""
+    """Return planning energy by plan, limited to plans measured by the same meter as the paired runs."""
     counted = (meter.provenance, meter.sources)
     return {
         key: each
@@ -53,7 +53,7 @@ def of_planning(spent: Mapping[str, Energy], meter: MeterFacts) -> dict[str, Ene
 
 
 def watts(record: RunRecord) -> float | None:
-    """Return an arm's mean power over the blocks whose joules are known; None where they are less than half."""
+    """Return an arm's mean power over blocks with known energy, or None if these cover less than half of the time."""
     blocks = stats.blocks(record)
     known = [block for block in blocks if math.isfinite(block.energy_j)]
     seconds, all_s = (math.fsum(block.seconds for block in each) for each in (known, blocks))
@@ -61,7 +61,7 @@ def watts(record: RunRecord) -> float | None:
 
 
 def short_blocks(record: RunRecord) -> tuple[int, int]:
-    """Return how many of an arm's blocks were too short for a meter, and how many blocks it had, but for its first."""
+    """Return (blocks too short for the energy meter, all blocks) of an arm, without the first block."""
     found = stats.blocks(record)
     found = found[1:] or found
     short = [block for block in found if math.isnan(block.energy_j) and block.seconds < WINDOW_S]
@@ -69,7 +69,7 @@ def short_blocks(record: RunRecord) -> tuple[int, int]:
 
 
 def joules_to(record: RunRecord, seconds: float) -> float | None:
-    """Return the joules of an arm's first seconds of training; of a block that has none by the arm's mean power."""
+    """Return the energy of the first `seconds` of training, with unmeasured blocks at the arm's mean power."""
     power_w = watts(record)
     if power_w is None or not math.isfinite(seconds):
         return None
@@ -85,7 +85,7 @@ def joules_to(record: RunRecord, seconds: float) -> float | None:
 
 
 def energy_control(races: stats.Races) -> Interval | None:
-    """Return the reference's joules against its own; None without a control, or where it failed."""
+    """Return the A/A interval of the reference's energy, or None without a control or after a failure."""
     ratios = stats.energy_ratios(races, "self", "reference")
     return ratio_interval(ratios) if len(ratios) > 1 and not stats.failed_in(races, "self") else None
 
@@ -93,10 +93,14 @@ def energy_control(races: stats.Races) -> Interval | None:
 def energy_row(
     races: stats.Races, arm: str, against: str, tier: str, meter: MeterFacts, control: Interval | None
 ) -> RatioRow | None:
-    """Return joules per row of an arm over another's: below 1 is better. None where nothing counted them.
+    """Return the ratio of joules per sample (below 1 is better), or None without energy figures.
 
     Args:
-        meter, control: of the races, as `meter_of` and `energy_control` have them.
+        races: records by seed and arm.
+        arm, against: names of the arms.
+        tier: "S", "F" or "".
+        meter: the meter of the runs, from `meter_of`.
+        control: the A/A interval, from `energy_control`.
     """
     ratios = [] if meter.is_absent else stats.energy_ratios(races, arm, against)
     if not ratios:
@@ -110,13 +114,13 @@ def energy_row(
 
 
 def energy_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
-    """Return gain, harm or no gain; no verdict below five pairs, of the ratio or of the A/A control."""
+    """Return gain, harm or no gain; no verdict below five pairs of the ratio or of the A/A control."""
     found = f"{arm} takes {figures(ratio)} the energy of {against}"
     if stats.bounds(ratio) is None:
         return too_few(ratio)
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
         return Verdict(NO_VERDICT, f"no A/A control of {MIN_PAIRS_FOR_VERDICT} pairs, so it may be noise: {found}")
-    # Rows per joule are judged as rows per second are: above 1 is better.
+    # Samples per joule are judged like samples per second: above 1 is better.
     side = clear_side(ratio.inverse, Interval(1 / control.mean, 1 / control.high, 1 / control.low, control.n))
     if isinstance(side, Verdict):
         return side

@@ -1,4 +1,4 @@
-"""Where a gain comes from, as flat benchmark rows."""
+"""Attribution of a gain to phases, as flat benchmark rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS_SCHEMA = 1
 
 
 def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> dict[str, Any]:
-    """Return the object that `trimtab phases --json` prints; of what differs between their machines each is told."""
+    """Return the object printed by `trimtab phases --json`; values that differ between machines are all listed."""
     rows = [row for gain in gains for row in gain_rows(gain)]
     rows += [row for gain, each in zip(gains, thirds, strict=True) for row in third_rows_flat(gain.task, each)]
     where = read_together(gain.environment for gain in gains)
@@ -25,7 +25,7 @@ def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) ->
 
 
 def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
-    """Yield a row for each phase, part, bound and clock of a gain, its speed-up, and what that comes to."""
+    """Yield rows of a gain by phase, module class, bound and clock, then the speed-up and its projection."""
     found, head = attribute(gain), {"task": gain.task, "ranks": gain.num_ranks, "device": gain.device.name}
     for name, rows in (
         ("phase_saved_s", (*found.phases, found.unattributed, found.whole)),
@@ -45,7 +45,7 @@ def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
 
 
 def _doubling(gained: Interval, changes: bool) -> dict[str, Any]:
-    """Return months, the fewest by the largest speed-up; without a clear one none, and why."""
+    """Return the projected months with the interval; None with a reason if the speed-up is not significant."""
     if reason := unprojected(gained, changes):
         return {"mean": None, "low": None, "high": None, "n": gained.n, "reason": reason}
     mean, low, high = (doubling_months(speedup) for speedup in (gained.mean, gained.high, gained.low))
@@ -53,7 +53,7 @@ def _doubling(gained: Interval, changes: bool) -> dict[str, Any]:
 
 
 def third_rows_flat(task: str, thirds: Sequence[ThirdRow]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each ratio and share of each third."""
+    """Yield a row for every ratio and saved fraction of every third."""
     for row in thirds:
         head = {"task": task, "tier": row.tier, "arm": row.arm, "against": row.against, "third": row.third}
         ratios = {f"third_{name}_ratio": getattr(row, name) for name in ("speed", "progress", "progress_per_s")}

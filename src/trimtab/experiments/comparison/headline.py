@@ -1,4 +1,4 @@
-"""The first sentence of a report: tier S by throughput, then tier F by the ladder and by what it ends with."""
+"""Headline of a report: the equivalent plan by throughput, the tuned plan by targets and final metric."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from trimtab.experiments.comparison.verdicts import figures
 def headline(
     ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan, failed: Mapping[str, str], ranks: str = ""
 ) -> Verdict:
-    """Return the verdict read first.
+    """Return the headline verdict.
 
     Args:
-        plan: that of tier S. failed: of each arm that failed, where. Its tier brings no gain, whatever the races show
-            that it survived. ranks: what is said of those that trained together, or "".
+        ratios: ratio rows of the comparison.
+        targets: target rows of the comparison.
+        plan: the equivalent plan.
+        failed: description of the failure, by failed arm. A failed plan brings no gain, because the remaining runs are
+            selected by their outcome.
+        ranks: note about several ranks, or "".
     """
     found = _find(ratios, "plan_S", "throughput")
     same = _failure("The plan that keeps the maths", failed.get("plan_S"))
@@ -62,9 +66,9 @@ def _same_maths(row: RatioRow | None, plan: Plan) -> Verdict:
 
 
 def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
-    """Return what tier F brings, search included: the hardest rung it was decided on, and all that speaks against it.
+    """Return the verdict of the tuned plan, search included, at the hardest decided target.
 
-    What speaks against it, a harder rung or the final metric, leaves no gain.
+    A missed harder target or an inferior final metric leaves no gain.
     """
     rungs = [row for row in targets if row.arm == "plan_F" and row.charged and row.against == "reference"]
     decided = [i for i, row in enumerate(rungs) if row.verdict.kind != NO_VERDICT and row.reached_arm == row.n]
@@ -92,7 +96,7 @@ def _interval(ratio: Ratio) -> str:
 
 
 def _missed(rungs: Sequence[TargetRow]) -> list[str]:
-    """Name the rungs that the reference reached in some pair and the arm did not."""
+    """Return a phrase for every target missed by the arm in a pair in which the reference reached it."""
     return [
         f"target {row.target:g} was reached in {row.reached_arm} of {row.n} pairs (reference: {row.reached_against} "
         f"of {row.n})"
@@ -104,7 +108,7 @@ def _missed(rungs: Sequence[TargetRow]) -> list[str]:
 
 
 def _quality(row: RatioRow | None, *, decided: bool) -> list[str]:
-    """Say what a final metric has against a rung that was decided; where none was, only what harm it shows."""
+    """Return objections from the final metric: harm, or a missing verdict if a target was decided."""
     if row is None:
         return ["its final quality was not measured"] if decided else []
     if row.verdict.kind not in (("harm", NO_VERDICT) if decided else ("harm",)):

@@ -1,4 +1,4 @@
-"""Who takes part in the races of a comparison, what each runs, and for how many rows."""
+"""Arms of a comparison: the training loop and the number of samples of every arm."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ from trimtab.recipes.replica import ReplicaLoop
 from trimtab.recipes.strict import StrictLoop
 from trimtab.tasks.task import Task
 
-# Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race. With a
-# cap it takes no longer than that.
+# If the reference trains longer than this, the paper recipe is only timed, because a full run would double the
+# duration. With a time cap the paper recipe runs until the cap.
 _LONG_RACE_S = 120.0
 _TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
 _UNCHANGED = "its plan changes nothing, and the reference trains long: to its end it would be the reference once more"
 
 
 class Lineup:
-    """The arms of one race.
+    """The arms of a paired run.
 
     Args:
-        step_s: seconds of the reference's step, where it was timed. brief: all are only timed for a few steps. dear:
-            whether a short arm is as long as a meter needs, by its own steps.
+        task: the task to train.
+        plans: plans by kind.
+        settings: options of the comparison.
+        step_s: measured seconds of the reference's step; by default the plan's baseline.
+        brief: True if all arms are only timed for a few steps.
+        num_ranks: number of ranks.
+        dear: True if device time is expensive (a GPU), so that a short arm is as long as an energy meter needs.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Lineup:
         self._too_long = "" if self._rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
 
     def entries(self) -> list[Entry]:
-        """Return the arms, the reference first."""
+        """Return the arms, with the reference first."""
         return [*self._references(), *self._planned(), *self._recipes(), *self._planned_peer()]
 
     def _references(self) -> Iterator[Entry]:
@@ -94,7 +99,10 @@ class Lineup:
             yield self._entry("strong_plan", make, rows, timed=self._control, short=self._own_few("strong"))
 
     def _own_few(self, key: str) -> int:
-        """Return the rows of a plan's short arm, on a GPU by its own step: of fewer seconds joules are not read."""
+        """Return the samples of a plan's short arm, on a GPU from the plan's own step time.
+
+        A faster plan needs more steps to fill the minimum window of an energy meter.
+        """
         plan = self._plans[key]
         if not self._dear or plan.measured is None:
             return self._few
@@ -102,10 +110,15 @@ class Lineup:
         return lengths(self._task, plan.measured.step_s, **how).few
 
     def _entry(self, name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", short: int = 0) -> Entry:
-        """Return an arm of all its rows, or of a few that are only timed.
+        """Return an arm that trains on all its samples, or is only timed for a few steps.
 
         Args:
-            timed: rows of an arm that is only timed in every race, and why. short: of one in brief races; 0: the usual.
+            name: name of the arm.
+            make: builds the training loop.
+            wanted: samples of a full run.
+            timed: samples of an arm that is only timed in every paired run; 0 for a full run.
+            why: the reason for only timing the arm.
+            short: samples in a brief paired run; 0 for the default.
         """
         rows = min(wanted, timed or wanted, (short or self._few) if self._brief else wanted)
         detail = {BRIEF: True} | ({WHY_TIMED: why} if why else {}) if rows < wanted else {}

@@ -1,4 +1,4 @@
-"""What a reader of a comparison must know besides its figures."""
+"""Caveats of a comparison, in sentences."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trimtab.experiments.comparison.result import TargetRow
 from trimtab.experiments.planning import Plans
 from trimtab.tasks.task import Task
 
-# In a header's detail: why an arm was only timed where others ran to their end.
+# Key in a header's detail: the reason why an arm was only timed in a full run.
 WHY_TIMED = "why_timed"
 _ENDS = {"cap": "stopped at the time cap", "diverged": "diverged"}
 
 
 def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.Races) -> list[str]:
-    """Return the sentences."""
+    """Return all caveats of a comparison."""
     found = [f"{name}: {reason}" for name, reason in ends(races).items()]
     if any(row.left_censored for row in targets):
         found.append(
@@ -38,7 +38,7 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.R
 
 
 def _given(plans: Plans) -> list[str]:
-    """Say of a plan that was made before what its planning is told by."""
+    """Return a caveat for a plan from a file: the source of its planning time."""
     plan = plans.plans["S"]
     if "S" in plans.profiles:
         return []
@@ -47,7 +47,10 @@ def _given(plans: Plans) -> list[str]:
 
 
 def _unlike_trials(plans: Plans, races: stats.Races) -> list[str]:
-    """Say where the races of tier S show another speed than its trials did: each has its steps among others."""
+    """Return a caveat if the paired runs contradict the speed-up in the equivalent plan's trials.
+
+    The intervals are compared with at least the number of pairs needed for a verdict.
+    """
     told, ratios = plans.plans["S"].verified, stats.throughput_ratios(races, "plan_S", "reference")
     if told is None or len(ratios) < MIN_PAIRS_FOR_VERDICT:
         return []
@@ -62,14 +65,14 @@ def _unlike_trials(plans: Plans, races: stats.Races) -> list[str]:
 
 
 def _search(freed: Plan) -> str:
-    """Return what tier F was searched for by, or ""."""
+    """Return the search methods of a tuned plan, or ""."""
     found = set(tried(freed))
     said = ["a learning-rate range test"] if "learning_rate" in found else []
     return " and ".join([*said, *(["races of short trainings"] if found & RACED else [])])
 
 
 def ends(races: stats.Races) -> dict[str, str]:
-    """Return how arms ended that did not run to their budget."""
+    """Return, by arm, the number of runs stopped at the time cap or diverged."""
     ends: dict[str, list[str]] = {}
     for race in races.values():
         for name, record in race.items():
@@ -82,7 +85,7 @@ def ends(races: stats.Races) -> dict[str, str]:
 
 
 def _planned(task: Task) -> list[str]:
-    """Say where the plans are made for another run than was raced: what planning takes is measured by that one."""
+    """Return a caveat if planning assumed a different number of samples than the paired runs."""
     if task.planned_rows in (None, task.budget_rows):
         return []
     times = f"{task.planned_rows / task.budget_rows:g} times the rows that were raced"
@@ -90,7 +93,7 @@ def _planned(task: Task) -> list[str]:
 
 
 def _horizon(races: stats.Races) -> list[str]:
-    """Say where tier F was given fewer rows than the reference."""
+    """Return a caveat if the tuned plan trains on fewer samples than the reference."""
     pairs = stats.to_the_end(races, "plan_F", "reference")
     given = {(stats.given_rows(ours), stats.given_rows(theirs)) for ours, theirs in pairs}
     return [
@@ -111,13 +114,13 @@ def _only_timed(races: stats.Races) -> list[str]:
 
 
 def _rates(task: Task, races: stats.Races) -> list[str]:
-    """Say of a hand-tuned recipe that was raced what its rates are, where they were not swept."""
+    """Return the source of the learning rates of hand-tuned recipes without a sweep."""
     raced = {name for race in races.values() for name in race}
     return [f"{name}: {recipe.rates}" for name, recipe in task.recipes.items() if name in raced and recipe.rates]
 
 
 def sources(races: stats.Races) -> list[str]:
-    """Say where races that are read as one were run by different states of this package's code."""
+    """Return a caveat if the paired runs used different versions of trimtab's source code."""
     by = {seed: {r.header.environment.get("sources", "") for r in race.values()} for seed, race in races.items()}
     states = sorted(set().union(*by.values()))
     if len(states) < 2:
@@ -127,7 +130,7 @@ def sources(races: stats.Races) -> list[str]:
 
 
 def spread(plans: Plans, races: stats.Races) -> list[str]:
-    """Say what the intervals do not hold; below two pairs there is none."""
+    """Return the variance missing from the intervals; nothing below two pairs."""
     what = "planning and of its search" if "F" in plans.plans else "planning"
     sentence = f"one plan, {len(races)} seeds: the variance of {what} is not in the intervals"
     return [sentence] if len(races) > 1 else []

@@ -1,4 +1,4 @@
-"""What a reader must know of a comparison on several ranks."""
+"""Caveats of a comparison on several ranks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from trimtab.experiments.comparison.arm_facts import ArmFacts
 from trimtab.experiments.planning import Plans
 
-# Counts of a loss that are further apart between ranks weigh their rows otherwise than the loop on one process does.
+# A larger difference in term counts between ranks weights samples differently from a single process.
 _UNEVEN = 1e-6
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a comparison ran on. `crowded`: what ranks share that should have one each, "cores" or "devices"; or ""."""
+    """Number of ranks, and the oversubscribed resource ("cores", "devices" or "")."""
 
     num: int = 1
     crowded: str = ""
 
     @property
     def headline(self) -> str:
-        """Return what the first sentence of a report is not to be read without, or ""."""
+        """The note about ranks in a report's headline, or ""."""
         if self.num == 1:
             return ""
         return f"On {self.num} ranks; the reference is the loop in DDP.{f' {self._warning}.' if self.crowded else ''}"
@@ -36,7 +36,7 @@ ONE_RANK = Ranks()
 
 
 def rank_notes(ranks: Ranks, plans: Plans, facts: Mapping[str, ArmFacts], batch_rows: int) -> list[str]:
-    """Return the sentences; none where there is one rank."""
+    """Return the caveats; empty on a single rank."""
     if ranks.num == 1:
         return []
     found = [

@@ -1,4 +1,4 @@
-"""Ratios with their verdicts: throughput, quality and memory of one arm against another's."""
+"""Ratios with verdicts: throughput, quality and memory of an arm against another arm."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trimtab.experiments.comparison.stats import (
 )
 from trimtab.experiments.comparison.verdicts import control_verdict, non_inferiority, quality_verdict, speed_verdict
 
-# Counted again, the peak of the same step differs by up to 1%.
+# Repeated measurements of the peak of the same step differ by up to 1%.
 SAME_PEAK = 0.02
 
 
 def throughput_row(races: Races, arm: str, against: str, tier: str, control: Interval | None) -> RatioRow | None:
-    """Return the throughput ratio of an arm over another; None without a common race.
+    """Return the throughput ratio of two arms, or None without a common run.
 
-    The arm "self" is the control: it is held against nothing but itself.
+    The arm "self" is the A/A control and gets the control's verdict.
     """
     ratios = throughput_ratios(races, arm, against)
     if not ratios:
@@ -41,7 +41,7 @@ def throughput_row(races: Races, arm: str, against: str, tier: str, control: Int
 
 
 def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow | None:
-    """Return the throughput ratio of a plan over the tuned loop that it was made for; None without a common race."""
+    """Return the throughput ratio of a plan over its hand-tuned loop, or None without a common run."""
     ratios = throughput_ratios(races, arm, against)
     if not ratios:
         return None
@@ -52,13 +52,13 @@ def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow 
 
 
 def row_unless_failed(row: RatioRow, races: Races) -> RatioRow:
-    """Return the row, or one without a verdict that says so where one of its arms failed in some race."""
+    """Return the row, with its verdict replaced if an arm failed in some run."""
     said = failures(races, row.arm, row.against)
     return replace(row, verdict=_of_what_ran(said), failed=said) if said else row
 
 
 def unless_failed(verdict: Verdict, races: Races, *arms: str) -> Verdict:
-    """Return the verdict, or none where one of the arms failed in some race."""
+    """Return the verdict, or "no verdict" if an arm failed in some run."""
     said = failures(races, *arms)
     return _of_what_ran(said) if said else verdict
 
@@ -68,7 +68,7 @@ def _of_what_ran(said: str) -> Verdict:
 
 
 def _cpu(races: Races, arm: str, against: str, pairs: int) -> Ratio | None:
-    """Return the ratio in processor time, only where it is of the same pairs."""
+    """Return the ratio in CPU time if recorded for all pairs, otherwise None."""
     ratios = cpu_ratios(races, arm, against)
     return as_ratio(ratio_interval(ratios), ratios) if len(ratios) == pairs else None
 
@@ -84,15 +84,26 @@ def quality_row(
     *,
     at_equal_rows: bool = False,
 ) -> RatioRow | None:
-    """Return the difference of the held-out metric (better > 0): points of a share or a percentage, else percent.
+    """Return the difference of the held-out metric (above 0 is better), in points or percent.
 
-    Tier S is judged at equal samples; tier F, which may train on fewer, at the end of both, which a cap on the time
-    may be. None for tier F as soon as one run of a pair stopped for another reason: the pairs that are left would be
-    selected by their outcome. Nothing is relative to a metric of zero: no verdict then.
+    An equivalent plan is compared at equal samples. A tuned plan may train on fewer samples and is compared at the end
+    of
+    both runs, including a stop at the time cap. If a run of a tuned plan's pair stopped for any other reason, the
+    result
+    is None, because the remaining pairs would be selected by their outcome. A relative difference to a metric of zero
+    is
+    undefined and gives no verdict.
 
     Args:
-        unit: of the metric, as `Metric` has it: "share", "percent" or "relative". at_equal_rows: whether tier F is
-            judged there too, at the last rows that are nearly alike: windows of several batches end beyond them.
+        races: records by seed and arm.
+        arm, against: names of the arms.
+        tier: "S" for an equivalent plan, "F" for a tuned plan, "" for a recipe.
+        metric: name of the metric.
+        higher_is_better: direction of the metric.
+        unit: unit of the metric: "share", "percent" or "relative".
+        at_equal_rows: True to compare a tuned plan at nearly equal samples too; exact equality is rare, because steps
+            of
+            several batches can exceed a budget.
     """
     pairs = to_the_end(races, arm, against)
     if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):
@@ -114,30 +125,30 @@ def quality_row(
 
 
 def _short_of_the_end(compared: Iterable[tuple[int, int]]) -> str:
-    """Say where metrics are compared, (rows, rows that were to be trained on): "" where that is the end of training."""
+    """Return the position of the comparison in training as text, or "" for the end of training."""
     rows, given = min(compared, key=lambda pair: pair[0] / max(pair[1], 1))
     return "" if rows >= (1 - ALIKE) * given else f", after {rows:,} of {given:,} rows"
 
 
 def _at_the_ends(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:
-    """Return the last rows of each, or None."""
+    """Return the samples at the last evaluation of both arms, or None."""
     return (max(mine), max(yours)) if mine and yours else None
 
 
 def _last_common(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:
-    """Return the last rows that both were evaluated after, or None."""
+    """Return the samples at the last common evaluation, or None."""
     last = max({*mine} & {*yours}, default=None)
     return None if last is None else (last, last)
 
 
 def _last_alike(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:
-    """Return the last rows of each that are within `ALIKE` of one another, or None."""
+    """Return the samples at the last evaluations within `ALIKE` of each other, or None."""
     pairs = [(ours, theirs) for ours in mine for theirs in yours if abs(ours - theirs) <= ALIKE * theirs]
     return max(pairs, key=lambda pair: (min(pair), -abs(pair[0] - pair[1])), default=None)
 
 
 def difference(ours: float, theirs: float, higher_is_better: bool, unit: str) -> float:
-    """Return how much better ours is, in points of a share or a percentage, else in percent of theirs."""
+    """Return the improvement in points for a fraction or percentage, otherwise in percent of the other value."""
     better = ours - theirs if higher_is_better else theirs - ours
     if unit == "relative":
         return 100.0 * better / abs(theirs) if theirs else math.nan
@@ -149,12 +160,12 @@ def _ran_out(record: RunRecord) -> bool:
 
 
 def by_rows(record: RunRecord, metric: str) -> dict[int, float]:
-    """Return a held-out metric by the rows that were trained on before."""
+    """Return a held-out metric by number of samples trained on."""
     return {rows: value for rows, _, value in curve(record, metric)}
 
 
 def memory_row(races: Races, arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:
-    """Return the ratio of peaks, measured once each: counted allocations, so no interval."""
+    """Return the ratio of peak memory; peaks are counted allocations, so there is no interval."""
     ratio = counted(ours / theirs)
     return row_unless_failed(RatioRow("peak_memory", arm, against, tier, ratio, memory_verdict(ratio, against)), races)
 
@@ -165,7 +176,7 @@ def counted(value: float) -> Ratio:
 
 
 def memory_verdict(ratio: Ratio, against: str) -> Verdict:
-    """Return gain, harm or no gain of a ratio of two counted peaks."""
+    """Return gain, harm or no gain for a ratio of two peaks."""
     value = ratio.mean
     kind = "gain" if value < 1 - SAME_PEAK else ("harm" if value > 1 + SAME_PEAK else "no gain")
     return Verdict(kind, f"{value:.3f}x the peak of {against}")

@@ -1,6 +1,6 @@
-"""The result of a comparison: what `report.json` holds and every rendering reads. Values only.
+"""Result of a comparison: the content of `report.json`, read by every report. Values only.
 
-Ratios read "ours over theirs" as in benchmarks: above 1 is better for throughput, below 1 for time and memory.
+Ratios are "arm over other arm", as in benchmarks: above 1 is better for throughput, below 1 for time and memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trimtab.core.step_memory import StepMemory
 RESULT_SCHEMA = 6
 NO_HARM = "no harm"  # the verdict of a plan that was shown to do a tuned loop none
 NO_VERDICT = "no verdict"  # where the figures allow none to be given
-# What sentences say, of rows that were written before they had fields for it.
+# Patterns for sentences in reports written before these rows had fields for a bound and for failures.
 _BOUND = re.compile(r"([<>])= (\d+(?:\.\d+)?)x")
 _FAILED = " failed in "
 
@@ -27,8 +27,13 @@ _FAILED = " failed in "
 class Ratio:
     """A paired ratio: geometric mean with a 95% t interval on log ratios (math: section 8).
 
-    `low` and `high` are None below 2 pairs; a verdict needs 5 pairs, a claim 8. `pairs` are the raw ratios.
-    `counted` marks a ratio of counts (bytes allocated), which repeat to within 1% (`SAME_PEAK`): it has no interval.
+    Args:
+        mean: geometric mean of the ratios.
+        low, high: bounds of the interval; None below 2 pairs. A verdict needs 5 pairs, a claim 8.
+        n: number of pairs.
+        pairs: the raw ratios.
+        counted: True for a ratio of counts (bytes allocated). Counts repeat to within 1% (`SAME_PEAK`), so the ratio
+            has no interval.
     """
 
     mean: float
@@ -40,19 +45,19 @@ class Ratio:
 
     @property
     def inverse(self) -> Ratio:
-        """What it is the other way round: of times, of speeds."""
+        """The reciprocal ratio, for example of speeds from times."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
         return Ratio(1 / self.mean, low, high, self.n, tuple(1 / pair for pair in self.pairs), self.counted)
 
     def to_the(self, power: float) -> Ratio:
-        """Return it with so many times its logarithm, of a power above 0."""
+        """Return the ratio raised to a positive power."""
         low, high = (None if end is None else end**power for end in (self.low, self.high))
         return Ratio(self.mean**power, low, high, self.n, tuple(pair**power for pair in self.pairs), self.counted)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the figures allow to be said: kind is "gain", "no gain", "harm", "no harm" or "no verdict"."""
+    """Conclusion from an interval; `kind` is "gain", "no gain", "harm", "no harm" or "no verdict"."""
 
     kind: str
     sentence: str
@@ -60,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ArmCurve:
-    """One arm's held-out curve for one seed: (rows, train seconds, metric) at each evaluation."""
+    """Held-out curve of an arm for a seed: (samples, training seconds, metric) at every evaluation."""
 
     seed: int
     points: tuple[tuple[int, float, float], ...]
@@ -68,19 +73,29 @@ class ArmCurve:
 
 @dataclass(frozen=True)
 class Arm:
-    """One recipe as it ran.
+    """Results of an arm (a recipe or a plan) over all seeds.
 
     Args:
         name: reference, self (the A/A control), strict, paper, strong, muon, plan_S, plan_F, strong_plan.
-        label: what a person reads. tier: "" for recipes, "S" or "F" for our plans. source: the file that runs it.
-        step_s: median seconds per batch of the task, one per seed. terms_per_s: throughput, one per seed.
-        peak_bytes: peak of a step, separate pass, or None. phases_s: seconds per batch by phase.
-        mfu, hfu: FLOP/s of the reference's step and of the arm's own, over the peak named in `Comparison.peak_source`.
-        final_metric: held-out metric at the end, one per seed. final_rows: the rows it had then trained on.
-        search_s: seconds of planning and search that the charged figures add.
-        joules, watts: per batch of the task, and mean power, one per seed in which they were counted.
-        short_blocks, blocks: its blocks that were too short for a meter, and all that joules were asked of.
-        precision: what its matrix products compute in, or "" where that is not known.
+        label: name shown in reports.
+        tier: "" for recipes, "S" for an equivalent plan, "F" for a tuned plan.
+        source: the file with the training loop.
+        step_s: median seconds per batch of the task, by seed.
+        terms_per_s: throughput in loss terms per second, by seed.
+        peak_bytes: peak memory of a step, from a separate measurement, or None.
+        phases_s: seconds per batch by phase.
+        mfu: model FLOP/s utilisation: FLOP/s of the reference's step over the peak in `Comparison.peak_source`.
+        hfu: hardware FLOP/s utilisation: FLOP/s of the arm's own step over the same peak.
+        final_metric: held-out metric at the end, by seed.
+        final_rows: samples trained on at the end.
+        curves: held-out curves, by seed.
+        search_s: seconds of planning and search added to charged figures.
+        error: error of a failed arm, or None.
+        joules: joules per batch of the task, by seed with energy figures.
+        watts: mean power, by seed with energy figures.
+        short_blocks: number of blocks too short for the energy meter.
+        blocks: number of blocks with an energy measurement.
+        precision: compute precision of matrix products, or "" if unknown.
     """
 
     name: str
@@ -107,15 +122,14 @@ class Arm:
 
 @dataclass(frozen=True)
 class RatioRow:
-    """One comparison of an arm against another.
+    """Comparison of an arm with another arm on a metric.
 
-    The metric is throughput, do_no_harm, peak_memory, energy (joules per row) or final_metric_difference.
-
-    For final_metric_difference `ratio` holds differences (points or percent, see `Comparison.unit`), no ratios.
-    `cpu`: throughput per second of processor time of the whole process, where it was recorded in every pair.
-    `whole`: of the pairs, those that ran to the end of the budget; the others were timed for a few steps. None where
-    that makes no difference.
-    `failed`: which arm failed and in how many races, "" where none did; read it by `failure_of`.
+    Args:
+        metric: throughput, do_no_harm, peak_memory, energy (joules per sample) or final_metric_difference.
+        ratio: the ratio; for final_metric_difference, differences in points or percent (see `Comparison.unit`).
+        cpu: ratio of throughput per CPU second of the process, if recorded in every pair.
+        whole: number of pairs run to the end of the budget, the rest being timed for a few steps; None if irrelevant.
+        failed: failed arms with the number of failed runs, or ""; read it with `failure_of`.
     """
 
     metric: str
@@ -130,25 +144,28 @@ class RatioRow:
 
     @property
     def shown(self) -> Verdict:
-        """The verdict by its name: of "do no harm" that holds, older reports say "no gain"."""
+        """The verdict under its current name; older reports name a passed "do no harm" test "no gain"."""
         was_named_otherwise = self.metric == "do_no_harm" and self.verdict.kind == "no gain"
         return Verdict(NO_HARM, self.verdict.sentence) if was_named_otherwise else self.verdict
 
 
 @dataclass(frozen=True)
 class TargetRow:
-    """Time to one rung of the ladder.
+    """Time to a target, for an arm and another arm.
 
     Args:
-        ratio: theirs over ours in seconds (above 1: ours is faster), over the pairs in which both reached it.
-        bound: when an arm was censored in some pair: a sentence such as ">= 3.10x" (no interval then).
-        at_least, at_most: the speed in it, rounded outward to a hundredth; read them by `limits_of`.
-        failed: which arm failed and in how many races, "" where none did; read it by `failure_of`.
-        reached_arm, reached_against, n: how many of n pairs reached it. left_censored: crossed at the first evaluation.
-        arm_s, against_s: seconds to target per pair (inf: never, or it failed).
-        arm_rows, against_rows: rows each was to train on (0: not recorded).
-        arm_j, against_j: joules to target of the pairs in which both reached it and they were counted, those of
-            planning among them where it is charged. energy: their ratio, ours over theirs, where that is every pair.
+        ratio: seconds of the other arm over seconds of the arm (above 1: the arm is faster), over pairs in which both
+            reached the target.
+        bound: a bound such as ">= 3.10x" if an arm was censored in some pair (then without an interval).
+        at_least, at_most: the speed-up in `bound`, rounded outward to a hundredth; read them with `limits_of`.
+        failed: failed arms with the number of failed runs, or ""; read it with `failure_of`.
+        reached_arm, reached_against: number of the `n` pairs in which the target was reached.
+        left_censored: number of pairs with a crossing at the first evaluation.
+        arm_s, against_s: seconds to target by pair (infinite: not reached, or the run failed).
+        arm_rows, against_rows: sample budget (0: not recorded).
+        arm_j, against_j: joules to target of pairs with both crossings and energy figures, including planning if
+            charged.
+        energy: ratio of the joules, arm over other arm, if known for every pair.
     """
 
     target: float
@@ -176,9 +193,9 @@ class TargetRow:
 
 
 def limits_of(row: TargetRow) -> tuple[float | None, float | None]:
-    """Return how many times as fast an arm is at the least and at the most; None: no such bound is known.
+    """Return the lower and upper bound of an arm's speed-up; None for an unknown bound.
 
-    Of a row that was written before it had these, what its sentence says.
+    Rows written before the fields existed are read from the `bound` text.
     """
     told = _BOUND.match(row.bound) if row.at_least is None and row.at_most is None else None
     if told is None:
@@ -187,16 +204,16 @@ def limits_of(row: TargetRow) -> tuple[float | None, float | None]:
 
 
 def limit_in_words(at_least: float | None, at_most: float | None) -> str:
-    """Return `at least 3.10x` or `at most 0.80x`; "" where neither is known."""
+    """Return `at least 3.10x` or `at most 0.80x`; "" if neither bound is known."""
     if at_least is not None:
         return f"at least {at_least:.2f}x"
     return "" if at_most is None else f"at most {at_most:.2f}x"
 
 
 def failure_of(row: RatioRow | TargetRow) -> str:
-    """Return `plan_S failed in 1 of 5 races`, or "" where no arm did.
+    """Return a phrase such as `plan_S failed in 1 of 5 races`, or "" without failures.
 
-    Of a row that was written before it had that, what the sentence of its verdict begins with.
+    Rows written before the field existed are read from the start of the verdict's sentence.
     """
     said = row.verdict.sentence
     return row.failed or (said.partition(": ")[0] if _FAILED in said else "")
@@ -204,12 +221,16 @@ def failure_of(row: RatioRow | TargetRow) -> str:
 
 @dataclass(frozen=True)
 class ThirdRow:
-    """A third of training, by the rows of each run: "early", "middle" or "late".
+    """Comparison over a third of training, by samples of a run.
 
     Args:
-        speed: rows per second, ours over theirs. progress: of the held-out metric over that third, ours over theirs;
-            progress_per_s: the same per second. saved: share of the seconds that a whole run saves; None as well where
-            it is not clear that it does, or it trains on other rows. None: not known, and `why` not.
+        third: "early", "middle" or "late".
+        speed: ratio of samples per second, arm over other arm; None if unknown.
+        progress: ratio of the held-out metric's improvement over the third; None if unknown.
+        progress_per_s: the ratio of improvement per second; None if unknown.
+        why: the reason for unknown ratios.
+        saved: fraction of a run's saved seconds that falls in the third; None if a saving is not significant or the
+            arms train on different numbers of samples.
     """
 
     third: str
@@ -225,21 +246,26 @@ class ThirdRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything a report shows.
+    """Complete result of a comparison, as shown in a report.
 
     Args:
-        headline: the verdict, first thing read. unit: the metric's, as `Metric` has it: "relative" differences are in
-            percent, others in points. planning_s: of all plans. resolution: A/A interval as a ratio row (arm "self"),
-            or None.
-        plans: key of `PLAN_ARMS` -> plan. trials: every planning trial, infeasible ones too.
-        data_source: name, origin, sha256. command: reproduces this. environment: machine and versions.
-        memory: arm -> what its step holds, by part and over time.
-        notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
-        num_ranks: processes that each arm was trained by together. batch_rows: of a step, of all of them; None: not
-            written down, in reports of before.
-        meter: what counted joules, or why nothing did. planning_energy: of what `planning_s` of a plan is the seconds
-            of, where the same meter counted it.
-        gain: seconds of the reference and of the plan by phase, in turns; None: not measured. thirds: of training.
+        headline: the main verdict.
+        unit: unit of the metric, as in `Metric`: "relative" differences are in percent, all other units in points.
+        planning_s: seconds spent on all plans.
+        resolution: A/A interval (reference against arm "self"), or None.
+        plans: plans by key of `PLAN_ARMS`.
+        trials: all planning trials, including infeasible trials.
+        data_source: name, origin and sha256 of the data.
+        command: command line to reproduce the result.
+        environment: machine and versions.
+        memory: memory of a step by arm, by part and over time.
+        notes: caveats (left-censored targets, stopped arms, missing measurements).
+        num_ranks: number of ranks per arm.
+        batch_rows: batch size over all ranks; None in older reports.
+        meter: the energy meter, or the reason for its absence.
+        planning_energy: energy of planning by plan, if counted by the same meter.
+        gain: seconds of the reference and of the plan by phase, from interleaved steps; None if not measured.
+        thirds: comparison by thirds of training.
     """
 
     task: str

@@ -1,4 +1,4 @@
-"""A comparison as flat benchmark rows: what `trimtab compare --json` prints."""
+"""A comparison as flat benchmark rows, printed by `trimtab compare --json`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ METRICS = {
     "final_metric_difference": "final_metric_difference",
     "do_no_harm": "do_no_harm_ratio",
 }
-# What the A/A control, a ratio of speeds, is the resolution of.
+# Metrics to which the resolution of the A/A control (a ratio of speeds) applies.
 _TIMED = ("throughput", "do_no_harm")
 
 
 def benchmark_object(comparison: Comparison) -> dict[str, Any]:
-    """Return the object of every benchmark; a row is flat but for its pairs, ratios are ours over theirs."""
+    """Return the benchmark object of a comparison.
+
+    Rows are flat except for `pairs`; ratios are arm over other arm.
+    """
     rows = [_ratio_row(comparison, row) for row in comparison.ratios]
     rows += [target_object(comparison.task, row, comparison.resolution) for row in comparison.target_rows]
     rows += [_planning_row(comparison, key, comparison.plans[key]) for key in PLAN_ARMS if key in comparison.plans]
@@ -43,19 +46,19 @@ def benchmark_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _run(comparison: Comparison) -> dict[str, Any]:
-    """Return what was run, on what data, and the verdict."""
+    """Return the command, the data hash, the verdict and the energy meter."""
     sha256 = comparison.data_source.get("sha256")
     energy = {} if comparison.meter == NO_METER else {"energy": comparison.meter.describe()}
     return {"command": comparison.command, "data_sha256": sha256} | verdict_object(comparison.headline) | energy
 
 
 def verdict_object(headline: Verdict) -> dict[str, str]:
-    """Return the verdict read first, and why it is the one."""
+    """Return the headline verdict with its sentence."""
     return {"verdict": headline.kind, "verdict_why": headline.sentence}
 
 
 def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any]:
-    """Return what a plan's arm is charged with, its search included."""
+    """Return the planning cost charged to a plan's arm, including search."""
     head = {"metric": "planning_s", "task": comparison.task, "tier": plan.tier, "arm": PLAN_ARMS[key]}
     spent: dict[str, Any] = {"planning_s": plan.planning_s, "search_s": plan.search_s}
     if key in comparison.planning_energy:
@@ -79,10 +82,12 @@ def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
 
 
 def target_object(task: str, row: TargetRow, control: Ratio | None) -> dict[str, Any]:
-    """Return a rung; its ratio is ours over theirs in seconds, so below 1 is faster; a bound is of speeds.
+    """Return the row of a target; the ratio is in seconds (below 1 is faster), bounds are speed-ups.
 
     Args:
-        control: the A/A ratio that it is resolved by.
+        task: name of the task.
+        row: time to target of an arm and another arm.
+        control: the A/A ratio, for the resolution.
     """
     head = {
         "metric": "time_to_target_ratio",
@@ -116,24 +121,24 @@ def target_object(task: str, row: TargetRow, control: Ratio | None) -> dict[str,
 
 
 def _median(seconds: tuple[float, ...]) -> float | None:
-    """Return the median over the pairs, or None where it was never reached."""
+    """Return the median over pairs, or None if infinite."""
     middle = statistics.median(seconds)
     return middle if math.isfinite(middle) else None
 
 
 def interval_of(ratio: Ratio) -> dict[str, Any]:
-    """Return the keys of a ratio."""
+    """Return a ratio's mean, interval, number of pairs and raw ratios as row fields."""
     return {"mean": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n, "pairs": ratio.pairs}
 
 
 def _cpu(ratio: Ratio | None) -> dict[str, Any]:
-    """Return throughput per second of processor time, beside that on the wall clock."""
+    """Return the row fields for throughput per CPU second."""
     if ratio is None:
         return {"cpu_mean": None, "cpu_low": None, "cpu_high": None}
     return {"cpu_mean": ratio.mean, "cpu_low": ratio.low, "cpu_high": ratio.high}
 
 
 def resolution_of(control: Ratio | None) -> dict[str, Any]:
-    """Return the smallest effect the A/A control can tell from nothing; None below the pairs a verdict needs."""
+    """Return the smallest significant effect given the A/A control; None below the pairs needed for a verdict."""
     ends = None if control is None else bounds(control)
     return {"resolution": None if ends is None else max(ends[1], 1 / ends[0]) - 1}

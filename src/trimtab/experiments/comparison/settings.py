@@ -1,4 +1,4 @@
-"""How much of a comparison is run, as it was asked for."""
+"""Validated options of a comparison."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.racing.peer_arms import PEERS, USUAL_PEERS
 
-# What tier F may change where nothing else was asked for.
+# Training settings that a tuned plan may change by default.
 USUAL_ADAPT = ("learning_rate",)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much to run.
+    """Options of a comparison.
 
     Args:
-        num_pairs: races, one per seed; 5 for a verdict, 8 for a claim.
-        whole_pairs: how many of them run to the end of the budget (None: all); the others run a few steps an arm, which
-            is enough for throughput and costs a tenth.
-        quick: short arms, and no more pairs than fit about two minutes with the planning (one at the least).
-        adapt: what a tier-F plan may change, which is then made and raced; (): none is. peers: whether other recipes
-            take part. against: which, by name, each of which the task must have; None: the usual ones that it has.
-        cap_s: training seconds after which an arm is censored. reference_cap_s: after which the reference is; None: as
-            any other. What is to be many times as fast is not held up by what it is raced against, nor cut off with it.
+        num_pairs: paired runs, a seed each; 5 for a verdict, 8 for a claim.
+        whole_pairs: number of full runs to the end of the budget (None: all). The remaining runs take a few steps per
+            arm, enough for throughput at a tenth of the cost.
+        quick: short arms, and at least one pair but no more than fit in about two minutes including planning.
+        adapt: training settings a tuned plan may change; () runs no tuned plan.
+        peers: True to run baseline recipes.
+        cap_s: training seconds after which an arm is stopped (censored).
+        against: names of the baseline recipes, required in the task; None for the default recipes present in the task.
+        reference_cap_s: time cap of the reference, at least `cap_s`; None for the same cap. A higher cap lets a slow
+            reference reach the target without delaying the stop of the remaining arms.
     """
 
     num_pairs: int = 5
@@ -58,6 +60,6 @@ class Settings:
 
     @property
     def raced(self) -> tuple[str, ...]:
-        """The peers that take part."""
+        """The baseline recipes to run."""
         asked = USUAL_PEERS if self.against is None else self.against
         return asked if self.peers else ()

@@ -1,4 +1,4 @@
-"""From the records of races to ratios and times to target (math: section 8). Reads records, nothing else."""
+"""Ratios and times to target, computed from the records of paired runs (math: section 8)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 from trimtab.experiments.comparison.result import Ratio
 
 Races = Mapping[int, Mapping[str, RunRecord]]  # seed -> arm name -> record
-# In a header's detail: the rows an arm was to train on.
+# Key in a header's detail: the sample budget of the arm.
 GIVEN_ROWS = "given_rows"
 ALIKE = 0.02  # of their rows, by which two runs of as many may differ: windows of several batches end beyond a budget
 
@@ -22,17 +22,20 @@ Pair = tuple[RunRecord, RunRecord]
 
 
 def paired(races: Races, arm: str, against: str) -> list[Pair]:
-    """Return (arm, against) of every race both ran without an error, by seed; `failures` says what that leaves out."""
+    """Return the (arm, against) records of every seed without an error in either, by seed.
+
+    `failures` describes the seeds left out.
+    """
     return [pair for pair in _both(races, arm, against) if not any(map(failed, pair))]
 
 
 def to_the_end(races: Races, arm: str, against: str) -> list[Pair]:
-    """Return the pairs in which neither was only timed for a few steps, and neither failed."""
+    """Return the pairs of full runs without a failure in either arm."""
     return [pair for pair in whole(races, arm, against) if not any(map(failed, pair))]
 
 
 def whole(races: Races, arm: str, against: str) -> list[Pair]:
-    """Return the pairs in which neither was only timed for a few steps, those too in which one failed."""
+    """Return the pairs of full runs (not only timed for a few steps), including pairs with a failed arm."""
     return [pair for pair in _both(races, arm, against) if not any(map(is_brief, pair))]
 
 
@@ -41,32 +44,32 @@ def _both(races: Races, arm: str, against: str) -> list[Pair]:
 
 
 def failures(races: Races, *arms: str) -> str:
-    """Return `plan_S failed in 1 of 5 races` of each of the arms that did, or "".
+    """Return, for every failed arm, a phrase such as `plan_S failed in 1 of 5 races`, or "" without failures.
 
-    The races that such an arm survived were selected by their outcome: they show a ratio and allow no verdict.
+    The remaining runs of a failed arm were selected by their outcome, so a ratio is reported but no verdict.
     """
     return " and ".join(f"{arm} failed {where}" for arm in arms if (where := failed_in(races, arm)))
 
 
 def failed_in(races: Races, arm: str) -> str:
-    """Return `in 1 of 5 races` of an arm that failed in some, or ""."""
+    """Return a phrase such as `in 1 of 5 races` for an arm that failed, or ""."""
     errors = [failed(race[arm]) for race in races.values() if arm in race]
     return f"in {sum(map(bool, errors))} of {len(errors)} races" if any(errors) else ""
 
 
 def failed_with(races: Races, arm: str) -> str:
-    """Return `in 1 of 5 races (a loss of nan)` of an arm that failed in some, with the first error; or ""."""
+    """Return a phrase such as `in 1 of 5 races (a loss of nan)` with an arm's first error, or ""."""
     errors = [text for race in races.values() if arm in race and (text := failed(race[arm]))]
     return f"{failed_in(races, arm)} ({errors[0]:.200})" if errors else ""
 
 
 def is_brief(record: RunRecord) -> bool:
-    """Return whether an arm was only timed for a few steps."""
+    """Return True if an arm was only timed for a few steps."""
     return bool(record.header.detail.get(BRIEF))
 
 
 def failed(record: RunRecord) -> str:
-    """Return the error an arm left its race with, a metric that was no number among them, or ""."""
+    """Return the error that ended an arm's run, including a non-finite metric, or ""."""
     if record.end is None:
         return ""
     if record.end.reason == "diverged":
@@ -75,18 +78,18 @@ def failed(record: RunRecord) -> str:
 
 
 def given_rows(record: RunRecord) -> int:
-    """Return the rows an arm was to train on; from records that do not say so, those it trained on."""
+    """Return the sample budget of an arm; older records without a budget give the number of samples trained on."""
     trained = record.end.detail.get("rows", 0) if record.end else 0
     return int(record.header.detail.get(GIVEN_ROWS, trained))
 
 
 def curve(record: RunRecord, metric: str) -> tuple[tuple[int, float, float], ...]:
-    """Return (rows, train seconds, metric) of every evaluation."""
+    """Return (samples, training seconds, metric) of every evaluation."""
     return tuple((e.rows, e.train_s, e.metrics[metric]) for e in record.evaluations)
 
 
 def as_ratio(interval: Interval, pairs: Sequence[float]) -> Ratio:
-    """Return an interval with its raw pairs; no bounds below two."""
+    """Return a `Ratio` from an interval and the raw ratios of all pairs; no bounds below two pairs."""
     bounded = interval.n >= 2
     return Ratio(
         interval.mean, interval.low if bounded else None, interval.high if bounded else None, interval.n, tuple(pairs)
@@ -94,7 +97,7 @@ def as_ratio(interval: Interval, pairs: Sequence[float]) -> Ratio:
 
 
 def bounds(ratio: Ratio) -> tuple[float, float] | None:
-    """Return the interval that a verdict may rest on, or None where one needs more pairs."""
+    """Return the confidence interval a verdict may use, or None below the minimum number of pairs."""
     if ratio.n < MIN_PAIRS_FOR_VERDICT or ratio.low is None or ratio.high is None:
         return None
     return ratio.low, ratio.high
@@ -102,7 +105,7 @@ def bounds(ratio: Ratio) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Block:
-    """One lap of one arm; no number: processor time that was not recorded, joules that nothing counted."""
+    """Samples, wall seconds, CPU seconds and joules of an arm in a round; NaN if not measured."""
 
     rows: int
     seconds: float
@@ -111,17 +114,17 @@ class Block:
 
 
 def throughput_ratios(races: Races, arm: str, against: str) -> list[float]:
-    """Return rows per second of `arm` over `against`, per race, over the laps both ran."""
+    """Return, per seed, the ratio of samples per second of `arm` to `against` over the rounds both completed."""
     return _ratios(races, arm, against, "seconds")
 
 
 def cpu_ratios(races: Races, arm: str, against: str) -> list[float]:
-    """Return rows per second of processor time of `arm` over `against`, per race that holds it."""
+    """Return, per seed with CPU times, the ratio of samples per CPU second of `arm` to `against`."""
     return _ratios(races, arm, against, "cpu_s")
 
 
 def energy_ratios(races: Races, arm: str, against: str) -> list[float]:
-    """Return joules per row of `arm` over those of `against`, per race, over those laps of both that have them."""
+    """Return, per seed, the ratio of joules per sample of `arm` to `against` over rounds measured for both."""
     found = []
     for pair in paired(races, arm, against):
         laps = zip(*_common(*map(blocks, pair)), strict=True)
@@ -132,14 +135,14 @@ def energy_ratios(races: Races, arm: str, against: str) -> list[float]:
 
 
 def step_joules(record: RunRecord, rows_per_step: int) -> float:
-    """Return joules per `rows_per_step` rows of one arm, as `step_seconds`; no number where nothing counted them."""
+    """Return joules per `rows_per_step` samples of an arm, without its first block; NaN if energy was not measured."""
     found = blocks(record)
     rate = _rate([b for b in found[1:] or found if math.isfinite(b.energy_j)], "energy_j")
     return rows_per_step / rate if rate > 0 else math.nan
 
 
 def step_seconds(record: RunRecord, rows_per_step: int) -> float:
-    """Return seconds per `rows_per_step` rows of one arm, its first block left out where there is another."""
+    """Return seconds per `rows_per_step` samples of an arm, without its first block unless there is no second."""
     found = blocks(record)
     rate = _rate(found[1:] or found, "seconds")
     return rows_per_step / rate if rate > 0 else math.nan
@@ -152,9 +155,9 @@ def _ratios(races: Races, arm: str, against: str, clock: str) -> list[float]:
 
 
 def _common(ours: list[Block], theirs: list[Block]) -> tuple[list[Block], list[Block]]:
-    """Return the blocks of the laps both ran, so that each has a partner of about its time.
+    """Return the blocks of the rounds both arms completed, so that paired blocks ran at about the same time.
 
-    The first, in which caches fill and kernels are chosen, is left out of both, unless one of them has no other.
+    The first round fills caches and selects kernels. It is excluded unless an arm has only one round.
     """
     laps = min(len(ours), len(theirs))
     first = 1 if laps > 1 else 0
@@ -162,14 +165,14 @@ def _common(ours: list[Block], theirs: list[Block]) -> tuple[list[Block], list[B
 
 
 def _rate(laps: Sequence[Block], clock: str) -> float:
-    """Return rows per second of a clock; nan without rows, or where the clock was not read or stood still."""
+    """Return samples per unit of `clock`; NaN without samples or without a positive clock reading."""
     rows = sum(block.rows for block in laps)
     seconds = math.fsum(getattr(block, clock) for block in laps)
     return rows / seconds if rows and seconds > 0 else math.nan
 
 
 def blocks(record: RunRecord | RunSummary) -> list[Block]:
-    """Return the laps of one arm."""
+    """Return the blocks of an arm, in order."""
     details = [event.detail for event in record.events if event.name == "block"]
     return [
         Block(int(d["rows"]), float(d["seconds"]), _number(d.get("cpu_s")), _number(d.get("energy_j"))) for d in details
@@ -177,9 +180,9 @@ def blocks(record: RunRecord | RunSummary) -> list[Block]:
 
 
 def trained(record: RunSummary) -> tuple[int, float]:
-    """Return (rows, seconds) of training: of a run's windows, or of the laps of an arm of a race.
+    """Return (samples, seconds) of training, from a run's steps or from the blocks of an arm in a paired run.
 
-    Windows with an unknown number of rows count as 0 rows.
+    Steps with an unknown number of samples count as 0 samples.
     """
     if record.steps:
         return record.steps.trained()
@@ -192,21 +195,22 @@ def _number(value: Any) -> float:
 
 
 def is_beyond(value: float, target: float, higher_is_better: bool) -> bool:
-    """Return whether a metric meets a target."""
+    """Return True if a metric meets a target."""
     return value >= target if higher_is_better else value <= target
 
 
 def time_to_target(record: RunRecord, metric: str, target: float, higher_is_better: bool) -> tuple[float, bool]:
-    """Return (seconds, left-censored): the first of two consecutive evaluations beyond the target, interpolated.
+    """Return (seconds, left-censored) of the interpolated crossing of a target, confirmed by the next evaluation.
 
-    Infinity when it was never reached. A crossing at the very first evaluation is left-censored: its time is that
-    evaluation's. The last evaluation alone does not count: nothing confirms it.
+    Seconds are infinite if the target was not reached. A crossing at the very first evaluation is left-censored and
+    takes the time of that evaluation. The last evaluation alone does not count, because no later evaluation confirms
+    it.
     """
     return crossing(curve(record, metric), target, higher_is_better)
 
 
 def crossing(points: Sequence[tuple[int, float, float]], target: float, higher_is_better: bool) -> tuple[float, bool]:
-    """Return (seconds, left-censored) of a curve's (rows, seconds, metric), as `time_to_target` has it of a record."""
+    """Return (seconds, left-censored) for a curve of (samples, seconds, metric), like `time_to_target`."""
     met = [is_beyond(value, target, higher_is_better) for _, _, value in points]
     for i, (_, seconds, value) in enumerate(points):
         if not met[i] or (i + 1 < len(points) and not met[i + 1]) or i + 1 == len(points):

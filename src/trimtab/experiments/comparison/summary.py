@@ -1,4 +1,4 @@
-"""From plans and race records to the `Comparison` every report reads."""
+"""Builds a `Comparison` from plans and the records of paired runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def summarise(
     environment: Mapping[str, str],
     ranks: Ranks = ONE_RANK,
 ) -> Comparison:
-    """Return everything a report shows."""
+    """Return the comparison with all figures of a report."""
     present = [name for name in ARMS if any(name in race for race in races.values())]
     failed = [name for name in ARMS if name in facts and facts[name].error and name not in present]
     again, meter = stats.throughput_ratios(races, "self", "reference"), meter_of(races)
@@ -90,18 +90,18 @@ def summarise(
 
 
 def _planning_s(plans: Plans) -> float:
-    """Return the seconds of all plans: tier F's are those of tier S and of its search, the one for P2 is made apart."""
+    """Return the seconds of all plans; those of a tuned plan include the equivalent plan and the search."""
     found = {key: plan.planning_s for key, plan in plans.plans.items()}
     return math.fsum([found.get("F", found["S"]), *(found[key] for key in PLAN_LOOPS if key in found)])
 
 
 def _control(races: stats.Races, again: Sequence[float]) -> Interval | None:
-    """Return the interval of the reference's throughput over its own, by race `again`; None: too few, or it failed."""
+    """Return the A/A interval of the reference's throughput, or None after a failure or below two pairs."""
     return ratio_interval(again) if len(again) > 1 and not stats.failed_in(races, "self") else None
 
 
 def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, str]:
-    """Return where each arm that failed did, and what was the first error."""
+    """Return the description of the failures by arm, with the first error."""
     raced = {name: stats.failed_with(races, name) for name in ARMS}
     early = {name: "before the first race" for name, fact in facts.items() if fact.error}
     return early | {name: where for name, where in raced.items() if where}
@@ -156,7 +156,7 @@ def _arm(
 
 
 def _freed_label(plan: Plan) -> str:
-    """Return what a tier-F plan was found to change; of one that was tried and kept all, what was tried."""
+    """Return the label of a tuned plan, naming the settings tried."""
     words = (name.replace("_", " ") for name in tried(plan))
     return f"trimtab, {' and '.join(words) or 'nothing'} adapted"
 
@@ -166,7 +166,7 @@ def _known(figures: Iterable[float | None]) -> tuple[float, ...]:
 
 
 def _terms_per_row(task: Task, facts: Mapping[str, ArmFacts]) -> float:
-    """Return what a row holds: as the reference's loss counted it, for every arm, so that rates compare as rows do."""
+    """Return loss terms per sample as counted in the reference's loss, used for all arms to keep rates comparable."""
     counted = facts["reference"].terms_per_row if "reference" in facts else None
     return task.terms_per_row if counted is None else counted
 
@@ -181,9 +181,9 @@ def _charged_s(name: str, plans: Plans) -> float | None:
 
 
 def _charge(name: str, plans: Plans, meter: MeterFacts) -> Charge | None:
-    """Return what an arm is charged; its joules where the meter of the races counted them.
+    """Return the planning cost charged to an arm, with joules if counted by the meter of the paired runs.
 
-    None where nothing is known of it: a plan by hand says 0 s, which no planning took.
+    Returns None if no planning time is known, as for a hand-written plan with 0 s.
     """
     if not (seconds := _charged_s(name, plans)):
         return None

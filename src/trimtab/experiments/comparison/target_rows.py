@@ -1,4 +1,4 @@
-"""Seconds to the rungs of the ladder, with what censoring leaves to be said."""
+"""Time to target of paired arms, with bounds for censored runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHER_EARLY = "not measured: the other crossed before its first evaluation"
 
 @dataclass(frozen=True)
 class Charge:
-    """What an arm is charged beside its training: seconds of planning and search, and their joules; None: not known."""
+    """Planning and search cost added to an arm's training; joules are None if unknown."""
 
     seconds: float
     joules: float | None = None
@@ -37,12 +37,16 @@ class Charge:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Seconds to a target of an arm (charge included) and of another, and what is known of them.
+    """Seconds to target of an arm (charge included) and of the other arm, with censoring.
 
-    An arm that failed never reached it. `early`: crossed by the first evaluation, so that the time is an upper bound.
-    `cap_s`: how long the other is known to have taken at least, where it never reached it. `charge_s`: what is charged,
-    which an arm takes however early it crosses. `cut_s`: how long the arm had taken when it was stopped by a cap before
-    it crossed (charge included); infinite where it was not.
+    A failed arm never reached the target.
+
+    Args:
+        ours, theirs: seconds to target; infinite if not reached.
+        ours_early, theirs_early: True if crossed by the first evaluation, so that the time is an upper bound.
+        cap_s: lower bound of the other arm's time if it did not reach the target.
+        charge_s: charged seconds, a lower bound of the arm's time.
+        cut_s: seconds (charge included) until a cap stopped the arm before a crossing; infinite if not stopped.
     """
 
     ours: float
@@ -55,13 +59,13 @@ class _Pair:
 
     @property
     def least_s(self) -> float:
-        """Seconds that the arm took at the least."""
+        """Lower bound of the arm's seconds."""
         return self.charge_s if self.ours_early else min(self.ours, self.cut_s)
 
 
 @dataclass(frozen=True)
 class _Limits:
-    """What is known of a speed that is not known itself: at least or at most so much, else `why` it is neither."""
+    """Bounds of a speed-up with an unknown value, or the reason `why` for their absence."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -69,7 +73,7 @@ class _Limits:
 
     @property
     def said(self) -> str:
-        """It as a row's `bound`."""
+        """The text for the `bound` field of a row."""
         if self.at_least is not None:
             return f">= {self.at_least:.2f}x"
         return self.why if self.at_most is None else f"<= {self.at_most:.2f}x"
@@ -88,12 +92,20 @@ def target_row(
     *,
     meter: MeterFacts = NO_METER,
 ) -> TargetRow | None:
-    """Return one rung of the ladder; what the arm is charged is added to it.
+    """Return the comparison of times to a target, with the charge added to the arm.
 
-    None when the two were to run to the end in no race.
+    Returns None without a pair of full runs.
 
     Args:
-        meter: of the races, whose joules are told.
+        races: records by seed and arm.
+        arm, against: names of the arms.
+        tier: "S" or "F" for plans, "" for recipes.
+        target: value of the metric to reach.
+        metric: name of the metric.
+        higher_is_better: direction of the metric.
+        charge: planning cost added to the arm, or None.
+        control: A/A interval of the reference.
+        meter: energy meter of the runs; joules are reported only with a meter.
     """
     records = whole(races, arm, against)
     if not records:
@@ -132,7 +144,7 @@ def target_row(
 
 
 def _joules(records: list[Pair], pairs: list[_Pair], charge: Charge) -> list[tuple[float, float]]:
-    """Return the joules to the target of pairs whose seconds to it are known exactly, where they were counted."""
+    """Return the joules to target of pairs with uncensored times and energy figures."""
     found: list[tuple[float, float]] = []
     if charge.joules is None:
         return found
@@ -148,7 +160,7 @@ def _pair(
 ) -> _Pair:
     ours, ours_early = time_to_target(record, metric, target, higher_is_better)
     theirs, theirs_early = time_to_target(other, metric, target, higher_is_better)
-    # Where the other failed after it had crossed, no more than that time may be counted against it.
+    # If the other arm failed after its crossing, its time to the crossing is the most that may count against it.
     cap_s = theirs if math.isfinite(theirs) else _not_yet_s(other, metric, target, higher_is_better)
     was_cut = math.isinf(ours) and not failed(record) and record.end is not None and record.end.reason == "cap"
     cut_s = _not_yet_s(record, metric, target, higher_is_better) + charge_s if was_cut else math.inf
@@ -157,9 +169,10 @@ def _pair(
 
 
 def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: bool) -> float:
-    """Return how long an arm trained without a crossing: to its last evaluation that is not beyond the target.
+    """Return the time of an arm's last evaluation short of the target.
 
-    What it trained for after that rules none out: a crossing is told from the evaluation before it.
+    Training after that evaluation does not rule out a crossing, because a crossing is interpolated from the evaluation
+    before.
     """
     points = curve(record, metric)
     before = len(points)
@@ -171,7 +184,7 @@ def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: 
 def _judge(
     pairs: list[_Pair], control: Interval | None, arm: str, against: str
 ) -> tuple[Ratio | None, _Limits, Verdict]:
-    """Return (ratio, limits, verdict): one of ratio and limits."""
+    """Return (ratio, limits, verdict), with either a ratio or limits."""
     if (loss := _sure_loss(pairs, control, arm, against)) is not None:
         return None, *loss
     ratios = [min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs]
@@ -182,8 +195,8 @@ def _judge(
     is_behind = any(math.isinf(pair.theirs) for pair in pairs)
     if not is_behind and not any(pair.ours_early for pair in pairs):
         return ratio, _Limits(), verdict
-    # Each such ratio is a lower bound, and so is their mean. How long the other would have taken is anyone's guess, so
-    # that there the least of them is what can be said; else the interval's lower end.
+    # All ratios are lower bounds here, and so is their mean. If the other arm did not reach the target, its time is
+    # unbounded, so the smallest ratio is reported; otherwise the interval's lower end.
     least = min(ratios) if is_behind or ratio.low is None else ratio.low
     if verdict.kind == "gain" and least < 1 and ratio.low is not None:
         least = ratio.low  # what the verdict rests on: a least that says "slower" would speak against it
@@ -195,11 +208,10 @@ def _judge(
 
 
 def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[_Limits, Verdict] | None:
-    """Return (limits, verdict) where the arm surely took longer than the other, or None.
+    """Return (limits, verdict) if the arm is certainly slower than the other arm, otherwise None.
 
-    Times that are bounds show a loss all the same. Where an arm had crossed by its first evaluation they are upper
-    ones: the other's as it stands, the arm's by what it took at the least. Where a cap stopped the arm before it
-    crossed, it took that long at the least.
+    Bounds suffice to show a loss. A crossing by the first evaluation gives an upper bound on the other arm's time, and
+    the charge is a lower bound for the arm. A cap before the crossing also gives a lower bound for the arm.
     """
     cut = sum(math.isfinite(pair.cut_s) for pair in pairs)
     if not cut and not any(pair.ours_early or pair.theirs_early for pair in pairs):
@@ -228,13 +240,13 @@ def _up(ratio: float) -> float:
 
 
 def _most(pairs: list[_Pair]) -> list[float]:
-    """Return how many times as fast as the other the arm can be in each pair at the most; []: of some it is unknown."""
+    """Return the upper bound of the speed-up by pair, or [] if any bound is unknown."""
     known = all(0 < pair.least_s < math.inf and pair.theirs < math.inf for pair in pairs)
     return [pair.theirs / pair.least_s for pair in pairs] if known else []
 
 
 def _unknown(pairs: list[_Pair]) -> _Limits | None:
-    """Return what pairs allow in which it is not known how long the arm took, or the other at the least; else None."""
+    """Return limits if some pair lacks the arm's time or a lower bound for the other arm; otherwise None."""
     never = [math.isinf(pair.ours) for pair in pairs]
     if any(never) and (most := _most(pairs)):
         return _Limits(at_most=_up(max(most)))

@@ -1,4 +1,4 @@
-"""Gain early, in the middle and late in training: each run in thirds of its own rows. Reads records, nothing else."""
+"""Gain in the early, middle and late third of training, by the samples of every run, from records."""
 
 from __future__ import annotations
 
@@ -20,35 +20,41 @@ _NOT_SEEN = "its metric was not evaluated early enough"
 
 @dataclass(frozen=True)
 class _Course:
-    """A run over its share of rows: seconds, and how good its metric is, both between two points on a line."""
+    """A run over its fraction of samples: piecewise linear curves of seconds and of the metric (higher is better)."""
 
     rows: int
     seconds: tuple[tuple[float, float], ...]
     goodness: tuple[tuple[float, float], ...]
 
     def taken_s(self, begin: float, end: float) -> float:
-        """Return the seconds from one share of its rows to another."""
+        """Return the seconds between two fractions of the run."""
         return _at(self.seconds, end) - _at(self.seconds, begin)
 
     def of_a_row_s(self, begin: float, end: float) -> float:
-        """Return the seconds of a row between them."""
+        """Return the seconds per sample between two fractions of the run."""
         return self.taken_s(begin, end) / (end - begin) / self.rows
 
     def progress(self, begin: float, end: float) -> float:
-        """Return how much better its metric became meanwhile."""
+        """Return the improvement of the metric between two fractions of the run."""
         return _at(self.goodness, end) - _at(self.goodness, begin)
 
 
 def third_rows(
     races: Races, arm: str, against: str, tier: str, metric: str, higher_is_better: bool, unit: str
 ) -> list[ThirdRow]:
-    """Return a row for each third of those pairs in which both ran to the end of their budget.
+    """Return a row for every third of training, from pairs in which both arms ran to the end of their budget.
 
-    Each run's first block, in which caches fill, is left out, and for progress what was before the first evaluation.
-    Progress is a difference of shares or percents, and of logarithms of what is relative, as a perplexity is.
+    A run's first block, with cold caches, is excluded; progress excludes the time before the first evaluation.
+    Progress
+    is a difference of fractions or percentages, or of logarithms for a relative metric such as perplexity.
 
     Args:
-        unit: of the metric, as `Metric` has it.
+        races: records by seed and arm.
+        arm, against: names of the arms.
+        tier: "S", "F" or "".
+        metric: name of the metric.
+        higher_is_better: direction of the metric.
+        unit: unit of the metric, as in `Metric`.
     """
 
     def course(record: RunRecord) -> _Course:
@@ -65,10 +71,10 @@ def third_rows(
 
 
 def _saved(courses: Sequence[tuple[_Course, _Course]], warm: float) -> list[Ratio | None]:
-    """Return each third's share of the seconds that a run saves; where the first block is left out, by the rest.
+    """Return every third's fraction of the saved seconds; a first block that was excluded is extrapolated.
 
-    None where it is not clear that it saves any, or where it saves them by training on fewer rows: of a row, as windows
-    of several batches end a little beyond a budget.
+    Returns None for every third if the saving is not significant or the arms train on different numbers of samples.
+    Seconds are per sample, because steps of several batches can exceed the budget slightly.
     """
     begins, ends = [max(begin, warm) for begin in _EDGES[:-1]], _EDGES[1:]
     are_unlike = any(abs(ours.rows / theirs.rows - 1) > ALIKE for ours, theirs in courses)
@@ -137,7 +143,7 @@ def _goodness(higher_is_better: bool, unit: str) -> Callable[[float], float]:
 
 
 def _at(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Return the value at x between two points; beyond the last, its value."""
+    """Return the linear interpolation at x; beyond the last point, the last value."""
     for (left, before), (right, after) in itertools.pairwise(points):
         if left <= x <= right and right > left:
             return before + (after - before) * (x - left) / (right - left)

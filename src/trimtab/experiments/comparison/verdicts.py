@@ -1,4 +1,4 @@
-"""What intervals allow to be said (math: section 8)."""
+"""Verdicts from confidence intervals (math: section 8)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _POWER = 0.90
 
 
 def figures(ratio: Ratio) -> str:
-    """Return `1.31x (95% 1.20 to 1.43, n=8)`; without an interval the mean alone."""
+    """Return a ratio as `1.31x (95% 1.20 to 1.43, n=8)`, or the mean alone without an interval."""
     if ratio.low is None or ratio.high is None:
         return f"{ratio.mean:.2f}x"
     return f"{ratio.mean:.2f}x (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})"
 
 
 def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
-    """Return gain, harm or no gain; no verdict below five pairs, of the ratio or of the A/A control."""
+    """Return gain, harm or no gain; no verdict below five pairs of the ratio or of the A/A control."""
     side = clear_side(ratio, control)
     if isinstance(side, Verdict):
         return side
@@ -36,11 +36,12 @@ def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str
 
 
 def interaction_verdict(ratio: Ratio, control: Interval | None, what: str) -> Verdict:
-    """Return whether changes are worth more or less together than apart; "none found" where neither is shown.
+    """Return the verdict on an interaction: "more together", "less together" or "none found".
 
     Args:
-        ratio: worth together over worth apart. control: the same of two runs of the same loops, whose truth is 1.
-        what: of which changes.
+        ratio: gain of the changes together over the product of the separate gains.
+        control: the same ratio for identical loops, with a true value of 1.
+        what: name of the changes.
     """
     side = clear_side(ratio, control)
     if isinstance(side, Verdict):
@@ -53,9 +54,9 @@ def interaction_verdict(ratio: Ratio, control: Interval | None, what: str) -> Ve
 
 
 def clear_side(ratio: Ratio, control: Interval | None) -> int | Verdict:
-    """Return 1 or -1 where a ratio is above or below 1 by more than its noise and the control's, else 0.
+    """Return 1 or -1 if a ratio is significantly above or below 1, beyond the control's resolution; otherwise 0.
 
-    No verdict below five pairs, of the ratio or of the A/A control.
+    Returns a "no verdict" below five pairs of the ratio or of the A/A control.
     """
     if (ends := bounds(ratio)) is None:
         return too_few(ratio)
@@ -64,7 +65,7 @@ def clear_side(ratio: Ratio, control: Interval | None) -> int | Verdict:
         pairs = "" if control is None else f" of {MIN_PAIRS_FOR_VERDICT} pairs ({control.n} ran)"
         return Verdict(NO_VERDICT, f"no A/A control{pairs}, so {figures(ratio)} may be noise")
     resolved = resolution(control)
-    # Where the reference differs from itself, a ratio has to be clear of that difference too.
+    # If the control's interval excludes 1, the ratio must also be clear of that bias.
     least, most = (1.0, 1.0) if control.low <= 1 <= control.high else (min(1.0, control.low), max(1.0, control.high))
     return int(low > most and ratio.mean - 1 > resolved) - int(high < least and 1 - ratio.mean > resolved)
 
@@ -74,7 +75,7 @@ def _resolved(control: Interval | None) -> str:
 
 
 def control_verdict(ratio: Ratio, what: str = "the reference") -> Verdict:
-    """Return the verdict on a loop against itself: its interval is the resolution, and should hold 1."""
+    """Return the verdict on the A/A control: its interval is the resolution, and should contain 1."""
     if (ends := bounds(ratio)) is None:
         return too_few(ratio)
     low, high = ends
@@ -84,7 +85,7 @@ def control_verdict(ratio: Ratio, what: str = "the reference") -> Verdict:
 
 
 def non_inferiority(ratio: Ratio) -> Verdict:
-    """Return whether the interval lies at or above 0.97 ("do no harm"), below it, or shows neither."""
+    """Return "no harm" if the interval lies at or above 0.97, "harm" if below, otherwise "no verdict"."""
     if (ends := bounds(ratio)) is None:
         return too_few(ratio)
     low, high = ends
@@ -104,10 +105,10 @@ def _power(ratio: Ratio) -> str:
 
 
 def pairs_for_power(ratios: Sequence[float]) -> int | None:
-    """Return the pairs that show non-inferiority with 90% power, were mean and deviation what these say.
+    """Return the number of pairs needed to show non-inferiority with 90% power at the observed mean and deviation.
 
-    `n = ((z_.975 + z_.90) * s / (mean_log - log .97))^2` on log ratios (normal approximation), at least 5; None where
-    the mean is at or below the bar.
+    `n = ((z_.975 + z_.90) * s / (mean_log - log .97))^2` on log ratios (normal approximation), at least 5; None for a
+    mean at or below 0.97.
     """
     logs = [math.log(ratio) for ratio in ratios]
     margin = statistics.fmean(logs) - math.log(NON_INFERIOR)
@@ -119,13 +120,15 @@ def pairs_for_power(ratios: Sequence[float]) -> int | None:
 
 
 def quality_verdict(ratio: Ratio, tier: str, unit: str) -> Verdict:
-    """Return the verdict on a difference of the final metric: clear of 0 and beyond half a point or percent.
+    """Return the verdict on a difference of the final metric: significant, and above half a point or percent.
 
-    An interval within it shows that there is none; of tier F, one not below it that nothing is lost. Tier S keeps the
-    maths: better is not its claim.
+    "no gain" means an interval within the limit; for a tuned plan, a lower bound within the limit suffices. An
+    equivalent plan keeps the numerics, so a better metric is no gain.
 
     Args:
-        unit: of the metric, as `Metric` has it.
+        ratio: differences of the final metric.
+        tier: "S" for an equivalent plan, "F" for a tuned plan.
+        unit: unit of the metric, as in `Metric`.
     """
     ends = _finite(ratio)
     if isinstance(ends, Verdict):
@@ -142,11 +145,11 @@ def quality_verdict(ratio: Ratio, tier: str, unit: str) -> Verdict:
 
 
 def quality_interaction(ratio: Ratio, what: str) -> Verdict:
-    """Return whether changes do more or less for quality together than apart: clear of 0, and beyond the same limit.
+    """Return the verdict on an interaction in quality: significant, and above half a point or percent.
 
     Args:
-        ratio: difference of two differences of the metric, or ratio of two ratios in percent; better above 0.
-        what: of which changes.
+        ratio: difference of two metric differences, or ratio of two ratios in percent; above 0 is better.
+        what: name of the changes.
     """
     ends = _finite(ratio)
     if isinstance(ends, Verdict):
@@ -163,7 +166,7 @@ def quality_interaction(ratio: Ratio, what: str) -> Verdict:
 
 
 def quality_figures(ratio: Ratio, unit: str = "") -> str:
-    """Return `+4.70 points (95% +2.72 to +6.68, n=5)`, by the metric's unit; without an interval the mean alone."""
+    """Return a difference as `+4.70 points (95% +2.72 to +6.68, n=5)`, or the mean alone without an interval."""
     words = {"share": " points", "percent": " points", "relative": " percent"}.get(unit, "")
     if ratio.low is None or ratio.high is None:
         return f"{ratio.mean:+.2f}{words}"
@@ -171,12 +174,12 @@ def quality_figures(ratio: Ratio, unit: str = "") -> str:
 
 
 def _finite(ratio: Ratio) -> tuple[float, float] | Verdict:
-    """Return the interval of differences of a metric, or why there is no verdict on them."""
+    """Return the interval of metric differences, or a "no verdict" with the reason."""
     if not all(map(math.isfinite, ratio.pairs)):
         return Verdict(NO_VERDICT, "the metric is not finite in some pair")
     return bounds(ratio) or too_few(ratio)
 
 
 def too_few(ratio: Ratio) -> Verdict:
-    """Return that a verdict needs more pairs."""
+    """Return a "no verdict" for too few pairs."""
     return Verdict(NO_VERDICT, f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")

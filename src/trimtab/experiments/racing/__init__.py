@@ -1,1 +1,1 @@
-"""Arms that train side by side on one machine: their loops, their turns, and the folder that they leave."""
+"""Paired runs on a machine: training loops, interleaving and results folder."""

@@ -1,4 +1,4 @@
-"""What ends a comparison: a reference that fails; on several ranks, any of them that fails alone."""
+"""Errors that end a comparison: a failed reference, or a failure of a single rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from trimtab.distributed.alone import Together
 
 
 def blame_reference(error: BaseException) -> NoReturn:
-    """Raise what ends a comparison whose reference, which all is held against, failed.
+    """Raise the error that ends a comparison after a failure of the reference.
 
     Raises:
-        TrimtabError: as it came, where it was one. LoopError: else, raised from the original.
+        TrimtabError: the original error, if of this type.
+        LoopError: otherwise, raised from the original error.
     """
     if isinstance(error, TrimtabError):
         raise error
@@ -26,10 +27,11 @@ def blame_reference(error: BaseException) -> NoReturn:
 
 
 def end_with(error: Exception, together: Together, *, is_reference: bool) -> NoReturn:
-    """Raise what is behind an arm's error: its own, or the end of another rank.
+    """Raise the cause of an arm's error: the error itself, or the failure of another rank.
 
     Raises:
-        RankError: another rank ended. The rest as of `blame_reference`, or the error as it came.
+        RankError: another rank ended.
+        LoopError: the reference failed; see `blame_reference`.
     """
     reason = together.ended(error)
     if is_reference:

@@ -1,4 +1,4 @@
-"""What races leave in a folder, by stage: plans, what each arm holds, records. What is there is not made again."""
+"""Results folder of paired runs: plans, measurements of arms and records. Existing results are reused."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from trimtab.measure.machine import environment
 from trimtab.tasks.placement import placed
 from trimtab.tasks.task import Task, TaskData
 
-# The arm that all is held against, without which there is nothing to say.
+# The arm all other arms are compared with; a comparison needs it.
 REFERENCE = "reference"
 
 
 class RaceFolder:
-    """The folder of one task's races on one device; rank 0 alone reads and writes it.
+    """Results folder of a task's paired runs on a device; only rank 0 reads and writes it.
 
     Attributes:
-        path: of the folder. device: that they run on.
+        path: path of the folder.
+        device: device of the runs.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class RaceFolder:
 
     @functools.cached_property
     def held(self) -> tuple[TaskData, Choice]:
-        """The data where races take it from, and why there: placed once, at the first of them."""
+        """The training data as placed for the runs (host or device), with the reason; placed once, at the first run."""
         return placed(self._data, self.device)
 
     def plans(self, make: Callable[[], Plans]) -> Plans:
-        """Return the plans."""
+        """Return the stored plans, or make and store them."""
         path = self.path / "plans.json"
         if (kept := self._together.read(Plans, path)) is not None:
             return kept
@@ -62,7 +63,7 @@ class RaceFolder:
         return plans
 
     def facts(self, entries: Sequence[Entry], peaks_alone: Collection[str] = ()) -> dict[str, ArmFacts]:
-        """Return what is known of each arm apart from the races; of those in `peaks_alone` what it holds at most."""
+        """Return the measurements of all arms; for arms in `peaks_alone`, only peak memory."""
         facts = {}
         for entry in entries:
             path = self.path / f"arm-{entry.name}.json"
@@ -85,7 +86,7 @@ class RaceFolder:
             return ArmFacts(None, error=describe(error))
 
     def of_race(self, seed: int, *, brief: bool) -> Path:
-        """Return where a seed's race is, whose arms are only timed or not."""
+        """Return the folder of a seed's paired run, brief or full."""
         return self.path / (f"brief-{seed}" if brief else f"race-{seed}")
 
     def race(
@@ -99,10 +100,14 @@ class RaceFolder:
         reference_cap_s: float | None = None,
         meter: RaceMeter | None = None,
     ) -> dict[str, RunRecord]:
-        """Return the record of each arm in the race of a seed, one of so many.
+        """Return the records of all arms for a seed, read from the folder or from a new paired run.
 
         Args:
-            cap_s, reference_cap_s, meter: as of `race`.
+            entries: the arms.
+            seed: the seed.
+            num: total number of paired runs, for progress messages.
+            brief: True if all arms are only timed.
+            cap_s, reference_cap_s, meter: see `race`.
         """
         folder, together = self.of_race(seed, brief=brief), self._together
 
@@ -140,22 +145,23 @@ def _write(folder: Path, records: Sequence[RunRecord]) -> None:
 
 
 def read_back(done: int, races: int, out: Path) -> tuple[str, ...]:
-    """Say how many of the races were there already."""
+    """Return a note with the number of paired runs read from an earlier comparison."""
     if not done:
         return ()
     return (f"{done} of {races} races were read back from {out}, where an earlier run of this comparison left them",)
 
 
 def environment_of(races: Mapping[int, Mapping[str, RunRecord]]) -> Mapping[str, str]:
-    """Return where the races ran, which may have been other days than today; what differs between them is all told."""
+    """Return the environment recorded in the runs, possibly on different days; differing values are all listed."""
     headers = [record.header for race in races.values() for record in race.values()]
     return read_together(header.environment for header in headers) or environment()
 
 
 def reference_s(plans: Plans, facts: Mapping[str, ArmFacts], num_ranks: int = 1) -> float:
-    """Return about how long a step of the reference takes here.
+    """Return the approximate seconds of a reference step.
 
-    A plan that was given may be from elsewhere, and one of several ranks was made for a share that nobody else runs.
+    A given plan may come from another machine, and a plan for several ranks was made for a shard, so both use the
+    measured phases.
     """
     baseline = plans.plans["S"].baseline if plans.profiles and num_ranks == 1 else None
     return baseline.step_s if baseline else sum(facts[REFERENCE].phases_s.values()) or 1.0

@@ -1,4 +1,4 @@
-"""One arm looked at on its own, apart from the races: peak memory of a step, seconds by phase, FLOP and terms."""
+"""Measurement of an arm outside the paired runs: peak memory, phases, FLOP and loss terms."""
 
 from __future__ import annotations
 
@@ -35,14 +35,18 @@ def measure_arm(
     *,
     peak_alone: bool = False,
 ) -> ArmFacts:
-    """Return what a step of a fresh loop takes, once the optimizer's state exists, and what its loss counts.
+    """Return the measurements of a step of a fresh loop, after the optimizer state exists.
 
-    Its phases are clocked (`measure.phases`) in steps of their own. Several ranks measure in step: the peak is the
-    largest of theirs, terms are of all of them, the rest is rank 0's.
+    Phases are timed (`measure.phases`) in separate steps. Several ranks measure in step: the peak is the largest over
+    ranks, terms cover all ranks, all other figures are rank 0's.
 
     Args:
-        peak_alone: what it holds at most is all that is asked for: neither phases nor FLOP, which take steps of their
-            own.
+        make: builds the training loop.
+        task: the task to train.
+        data: data of the task.
+        device: device of the loop.
+        together: the ranks of the job.
+        peak_alone: True to measure only peak memory, without the extra steps for phases and FLOP.
     """
     rows = [rows_of_rank(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
     shares = [each.stop - each.start for each in rows]
@@ -72,27 +76,27 @@ def measure_arm(
 
 
 def _peak(loop: Loop, device: torch.device) -> str:
-    """Return what a loop in fp32 computes its convolutions in, where torch rounds their operands to fewer bits."""
+    """Return "tf32" for an fp32 loop with convolutions that torch computes in TF32, otherwise ""."""
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in loop.model.modules())
     in_tf32 = device.type == "cuda" and convolves and convolves_in_tf32()
     return "tf32" if loop.precision == "fp32" and in_tf32 else ""
 
 
 def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_ranks: int) -> int | None:
-    """Return peak bytes of a step of this rank's, whose optimizer's state exists; None where its engine hides some.
+    """Return the peak bytes of a step on this rank, or None if the sharding backend hides some memory.
 
-    On CUDA the loop is the only one that holds anything.
+    The optimizer state must exist. On CUDA no other tensors may be alive.
     """
     loop.optimizer.zero_grad(set_to_none=True)  # alive before the count, gradients are not in it
     peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
     if num_ranks > 1 and device.type == "cpu" and not is_sharded(loop.model):
-        # The buckets of gradients, which DDP holds all the time.
+        # DDP keeps its gradient buckets allocated between steps.
         peak += storage_bytes(p for p in loop.model.parameters() if p.requires_grad)
     return None if getattr(loop, "hides_memory", False) else peak
 
 
 def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: Watch) -> float:
-    """Return what the loss counted in a row of all batches so far; the task's own figure where it is a mean."""
+    """Return loss terms per sample over all batches so far, or the task's figure if the loss is a mean."""
     if not watch.counts:  # a step of the user's own takes its loss itself: the declared one is asked apart
         watch.num_batches = 0
         for _ in range(_PHASE_STEPS):
@@ -104,14 +108,14 @@ def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: Watch) -> float:
 
 
 def _mean(terms: list[float], rows: list[int]) -> float:
-    """Return the terms of a row over all ranks."""
+    """Return terms per sample over all ranks."""
     return terms[0] if len(terms) == 1 else math.fsum(map(operator.mul, terms, rows)) / sum(rows)
 
 
 def _flops_per_row(loop: Loop, batches: Iterator[Any], together: Together) -> float | None:
-    """Return FLOP of a step over its rows; None where the counter's dispatch mode is too much for the loop."""
+    """Return FLOP per sample of a step, or None if the loop fails under the counter's dispatch mode."""
     rows: list[int] = []
-    # The loop ran without it: that is no failure of the arm.
+    # The loop ran without the counter, so a failure under it is not a failure of the arm.
     flops = together.attempt(lambda: count_flops(lambda: rows.append(loop.step(batches))))
     return None if flops is None else flops / rows[0]
 
@@ -123,11 +127,11 @@ def _phases(loop: Loop, batches: Iterator[Any], watch: Watch) -> dict[str, float
         for _ in range(_PHASE_STEPS):
             loop.step(batches)
     phases = by_phase(watch.clock.seconds(), watch.num_batches - drawn)  # P1 takes several a step
-    # A step of the user's own calls no loss function of ours: its forward and backward are in what is left.
+    # A custom step does not call the wrapped loss function, so its forward and backward appear in the rest.
     hidden = {} if "forward" in phases else {"rest": "forward, backward and rest"}
     return {hidden.get(name, name): seconds for name, seconds in phases.items()}
 
 
 def _live(loop: Loop) -> Iterator[Tensor]:
-    """Yield what a loop holds between steps; of shards, this rank's."""
+    """Yield the tensors a loop keeps alive between steps; for a sharded model, this rank's shards."""
     yield from map(local, alive_between_steps(loop.model, loop.optimizer))

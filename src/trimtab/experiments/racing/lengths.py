@@ -1,4 +1,4 @@
-"""How long arms run where they are only timed, and for how long a first look goes on."""
+"""Length of timed-only arms, and time limit of a quick comparison."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from typing import NamedTuple
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.tasks.task import Task
 
-# What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
+# Minimum steps and reference seconds of a short arm, so that fast steps also fill more than one block.
 _FEW_STEPS, _FEW_S = 60, 6.0
-# On a GPU, whose seconds are dear: of each arm by its own step.
+# The same on a GPU, where device time is expensive; seconds are counted by the arm's own step.
 _DEAR_STEPS, _DEAR_S = 24, 5.0
 _QUICK_STEPS, _QUICK_S = 4, 3.5
-# And in a race whose other arms run to the end: the control is what that race can resolve, and laps are what it lacks.
+# Minimum seconds of the control in a full run: the control sets the resolution, and needs rounds for that.
 _CONTROL_S = 60.0
-# A first look ends about here: with fewer pairs where planning left no more time.
+# A quick comparison ends at about this time, with fewer pairs if planning took long.
 _QUICK_END_S = 110.0
 
 
 class Lengths(NamedTuple):
-    """Rows of an arm that is only timed, and of a control: as many, but in a race whose others run to their end."""
+    """Samples of a timed-only arm and of the control, which is longer in a full run."""
 
     few: int
     control: int
 
 
 def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool = False) -> Lengths:
-    """Return the rows of short arms, at most the task's.
+    """Return the samples of short arms, at most the task's budget.
 
     Args:
-        step_s: of the reference, or of the arm where seconds are `dear`, as on a GPU. quick: a first look. brief:
-            whether all arms of the race are short.
+        task: the task to train.
+        step_s: seconds per step of the reference, or of the arm itself if `dear`.
+        quick: True for a quick comparison.
+        brief: True if all arms of the paired run are short.
+        dear: True if device time is expensive (a GPU).
     """
     usual = (_DEAR_STEPS, _DEAR_S) if dear else (_FEW_STEPS, _FEW_S)
     steps, seconds = (_QUICK_STEPS, _QUICK_S) if quick else usual
@@ -45,10 +48,13 @@ def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool =
 
 
 def seeds_in_time(num: int, *, quick: bool, begun: float, together: Together = ALONE) -> Iterator[int]:
-    """Yield the seeds of so many races; of a first look as long as one more fits in its time, and one at the least.
+    """Yield the seeds of `num` paired runs; a quick comparison stops when no further run fits, after at least one.
 
     Args:
-        begun: when it began, by `time.perf_counter`.
+        num: number of paired runs.
+        quick: True for a quick comparison.
+        begun: start of the comparison, from `time.perf_counter`.
+        together: the ranks of the job.
     """
     race_s = 0.0
     for seed in range(num):

@@ -1,4 +1,4 @@
-"""Our side of a race: a task trained through a plan."""
+"""Training loops of plans in a paired run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from trimtab.tasks.task import Task
 
 
 def settling_steps(loop: Loop) -> int:
-    """Return the steps after which a loop is what it stays: one, or those in which it is recorded, or checked.
+    """Return the number of steps until a loop reaches its steady state.
 
-    A dozen of those run as the model was: a large part of a few dozen steps, and next to none of a run.
+    More than one with CUDA graph capture or a checked compilation. These steps run at the model's original speed: a
+    large part of a run of a few dozen steps, negligible in a long run.
     """
     return getattr(loop, "settling_steps", 1)
 
 
 def nonfinite_in(loop: Loop) -> str:
-    """Return what of a loop is NaN or infinite: its last loss, or a parameter; "" if nothing is. Waits for the device.
+    """Return a description of a non-finite loss or parameter of a loop, or "". Synchronises with the device.
 
-    Of several ranks each sees its own. Under fp16 a loss is not looked at: a forward that overflows is a skipped step.
+    Every rank checks its own shard. Under fp16 the loss is not checked, because an overflow only causes a skipped
+    step.
     """
     loss = None if getattr(loop, "precision", "") == "fp16" else getattr(loop, "loss", None)
     if isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
@@ -44,11 +46,11 @@ def _settling(plan: Plan) -> int:
 
 
 class PlanLoop:
-    """The task's model, optimizer and loss, trained by a run of the plan.
+    """The task's model, optimizer and loss, trained with a plan applied.
 
     Attributes:
-        hides_memory: whether its engine holds tensors that neither the model nor the optimizer has. settling_steps:
-            after which it is what it stays.
+        hides_memory: True if the sharding backend holds tensors outside the model and the optimizer.
+        settling_steps: steps until the loop reaches its steady state.
     """
 
     def __init__(self, task: Task, device: torch.device, plan: Plan, total_samples: int | None = None) -> None:
@@ -60,7 +62,7 @@ class PlanLoop:
         self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_rows)
 
     def step(self, batches: Iterator[Any]) -> int:
-        """Train on one batch as one window; of several ranks' rows each has its share."""
+        """Train on the batches of one optimizer step, and return the number of samples over all ranks."""
         drawn = list(itertools.islice(batches, self._run.num_batches))
         self._run.train_step(self._run.window(*drawn), self._task.loss_fn)
         return len(drawn) * self._task.batch_rows
@@ -76,7 +78,7 @@ class PlanLoop:
 
 
 class StrongPlanLoop(StrongLoop):
-    """The strong recipe with its inner step replaced by a run of the plan made for it; its schedule stays its own."""
+    """The hand-tuned recipe with a plan applied to its step; the recipe's learning-rate schedule is kept."""
 
     def __init__(self, task: Task, device: torch.device, plan: Plan) -> None:
         super().__init__(task, device)
@@ -84,7 +86,7 @@ class StrongPlanLoop(StrongLoop):
         self.precision, self.settling_steps = plan.precision.value, _settling(plan)
 
     def update(self, batch: Any) -> None:
-        """Take one optimizer step."""
+        """Take an optimizer step."""
         self._run.train_step(self._run.window(batch), self.loss_fn)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The meter of a race: joules of each block of every rank together."""
+"""Energy meter of a paired run: joules per block, summed over ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trimtab.distributed.energy import RankMeter, meter_of_rank
 from trimtab.measure.energy import EnergyClock
 from trimtab.measure.meters import Metering
 
-# Of the shortest window of which a meter says something: ranks aim at a length, and half of what they hit is shorter.
+# Factor on the shortest window of a meter: half of all blocks end shorter than the target length.
 _AIM = 1.1
 
 
 class RaceMeter:
-    """Joules of blocks; of several ranks each reads what is its own, and they are added up once a block."""
+    """Joules per block; every rank reads its own meter, and readings are summed once per block."""
 
     def __init__(self, metered: RankMeter, together: Together) -> None:
         self._metered, self._together = metered, together
@@ -25,26 +25,26 @@ class RaceMeter:
 
     @property
     def block_s(self) -> float:
-        """Seconds that a block has to aim at to have joules."""
+        """Target seconds of a block, long enough for a reading."""
         return _AIM * WINDOW_S if self._metered.job.provenance is Provenance.MEASURED else 0.0
 
     def begin(self) -> None:
-        """A block begins."""
+        """Begin a block."""
         self._clock = EnergyClock(self._metered.meter)
         self._clock.start()
 
     def tick(self) -> None:
-        """A step of it is done."""
+        """Record the end of a step."""
         self._clock.tick()
 
     def end(self) -> float | None:
-        """Return the joules of the block, or None where they are not known; all ranks call it, and wait."""
+        """Return the joules of the block, or None if unknown. Collective: all ranks must call it."""
         return self._metered.of_all(self._clock.read(), lambda figure: math.fsum(self._together.each(figure))).joules
 
 
 def race_meter(
     device: torch.device, metering: Metering | None, together: Together
 ) -> tuple[RaceMeter | None, MeterFacts]:
-    """Return the meter of what races on a device, None where there is none; and what is said of it, alike on all."""
+    """Return the meter of a device, or None without one, and its description, equal on all ranks."""
     found = meter_of_rank(device, metering, idle=True)
     return (None if found.job.is_absent else RaceMeter(found, together)), found.job

@@ -1,11 +1,11 @@
-"""Whether a user's own step function does the maths that the task declares.
+"""Check that a user's own step function computes the training declared by the task.
 
-A plan trains `loss_fn` with `make_optimizer`; the reference trains by `task.step`. Were the two different maths, each
-ratio between them would compare two trainings, not two speeds.
+A plan trains `loss_fn` with `make_optimizer`, the reference trains with `task.step`. If the two differed, ratios would
+compare two trainings instead of two speeds.
 
-Compared are the gradients that the optimizer's steps see, and the weights that both loops reach on equal ones: on each
-its own, weights say both too much and too little. Adam moves one whose gradient is rounding alone (an attention's key
-bias) by all of its rate, either way, and takes a gradient four times too large as if it were right.
+The check compares the gradients seen by the optimizer, and the weights reached by both loops from equal gradients.
+Weights alone mislead: Adam moves a weight with a gradient of mere rounding (such as an attention's key bias) by the
+full learning rate in either direction, and hides a gradient that is four times too large.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks.task import Task, TaskData
 
 _STEPS = 2
-# Largest ||difference|| / ||declared||, of gradients and of what the weights moved by; rounding alone stays far below.
+# Limit of ||difference|| / ||declared|| for gradients and for weight updates; rounding alone stays far below.
 _LIMIT = 1e-3
-# A parameter's gradient below this share of the whole one's is held to the share: rounding may be all there is of it.
+# Gradients below this fraction of the total norm are compared with the fraction, because rounding may dominate them.
 _SMALL = 1e-2
-# Where the step differs from itself (atomic additions on a GPU), how often that much is still the same maths.
+# If the step is not deterministic (atomic additions on a GPU), differences up to this multiple of its own noise pass.
 _NOISE = 3.0
 
-# One a parameter, zero where it has none, on the host.
+# A tensor per parameter on the CPU, zero without a gradient.
 _Gradients = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """All weights at the start and after two steps, and the gradients that each step of the optimizer saw."""
+    """All weights at the start and after two steps, and the gradients seen by the optimizer at every step."""
 
     start: Tensor
     end: Tensor
@@ -51,9 +51,9 @@ class _Trained:
 
 
 class _Difference(NamedTuple):
-    """How far a loop is from another: its weights, of what they moved by, and its gradients, of their norm.
+    """Relative difference of two loops: of weight updates, and of gradients.
 
-    Weights come first: were they to part on equal gradients, so would the gradients of the step after.
+    Weights come first: if weights diverge from equal gradients, the gradients of the next step diverge too.
     """
 
     weights: float
@@ -61,11 +61,11 @@ class _Difference(NamedTuple):
 
 
 def check_step(task: Task, data: TaskData, device: torch.device) -> None:
-    """Train two steps by `task.step` and by `loss_fn` through a plan that changes nothing, from one seed.
+    """Train two steps with `task.step` and with `loss_fn` under an unchanged plan from the same seed, and compare.
 
     Raises:
-        ValueGivenError: gradients, weights, or the number of the optimizer's steps differ. LoopError: the step function
-            raised.
+        ValueGivenError: gradients, weights or the number of optimizer steps differ.
+        LoopError: the step function raised.
     """
     if task.step is None:
         return
@@ -86,14 +86,14 @@ def check_step(task: Task, data: TaskData, device: torch.device) -> None:
 
 
 def _plain_plan(task: Task, device: torch.device) -> PlanLoop:
-    """Return the loop of a plan that does what the task declares of its reference."""
+    """Return a plan's loop with the precision and clipping declared for the reference."""
     declared = task.reference
     plan = Plan.fixed(task.batch_rows, precision=declared.precision, clip_norm=declared.clip_norm)
     return PlanLoop(task, device, plan)
 
 
 def _reference(task: Task, data: TaskData, device: torch.device, given: Sequence[_Gradients] = ()) -> _Trained:
-    """Train by the step function."""
+    """Train with the step function."""
     try:
         return _trained(ReferenceLoop, task, data, device, given)
     except Exception as error:
@@ -101,7 +101,7 @@ def _reference(task: Task, data: TaskData, device: torch.device, given: Sequence
 
 
 def _trained(make: MakeLoop, task: Task, data: TaskData, device: torch.device, given: Sequence[_Gradients]) -> _Trained:
-    """Train two steps; `given` are gradients to step on in place of the loop's own."""
+    """Train two steps; `given` gradients replace the loop's own."""
     torch.manual_seed(PLANNING_SEED)
     loop = make(task, device)
     seen: list[_Gradients] = []
@@ -119,7 +119,7 @@ def _trained(make: MakeLoop, task: Task, data: TaskData, device: torch.device, g
 
 
 def _watch(loop: Loop, seen: list[_Gradients], given: Iterable[_Gradients]) -> RemovableHandle:
-    """Note what gradients the loop's optimizer steps on, and put those given, while there are any, in their place."""
+    """Record the gradients seen by the loop's optimizer, and replace them with the `given` gradients."""
     parameters = list(loop.model.parameters())
     waiting = iter(given)
 
@@ -144,7 +144,7 @@ def _weights(model: torch.nn.Module) -> Tensor:
 
 
 def _difference(ours: _Trained, theirs: _Trained) -> _Difference:
-    """Return how far theirs is from ours: the weights at the end, and the worst parameter's gradient of any step."""
+    """Return the difference of final weights, and of the worst parameter gradient over all steps."""
     pairs = zip(ours.gradients, theirs.gradients, strict=False)
     gradient = max((_worst(mine, other) for mine, other in pairs), default=0.0)
     moved = float((theirs.end - theirs.start).norm())
@@ -152,7 +152,10 @@ def _difference(ours: _Trained, theirs: _Trained) -> _Difference:
 
 
 def _worst(ours: _Gradients, theirs: _Gradients) -> float:
-    """Return the largest ||difference|| of a parameter's gradient, of its norm, or of a share of the whole one's."""
+    """Return the largest relative gradient difference over parameters.
+
+    The denominator is the parameter's gradient norm, but at least a fraction of the total norm.
+    """
     sizes = [_norm(grad) for grad in ours]
     least = _SMALL * math.hypot(*sizes)
     differences = (_norm(mine - other) for mine, other in zip(ours, theirs, strict=True))
@@ -164,14 +167,14 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _share(difference: float, whole: float) -> float:
-    """Return a difference over what it is of; infinite where that is nothing."""
+    """Return a relative difference; infinite for a zero denominator."""
     if difference == 0:
         return 0.0
     return difference / whole if whole > 0 else math.inf
 
 
 def _check_number(theirs: int, ours: int) -> None:
-    """Raise where the step function calls `optimizer.step` more or less often than the declared loop."""
+    """Raise an error if the step function and the declared loop differ in the number of `optimizer.step` calls."""
     if theirs in (0, ours):  # one that never calls it, or with a closure, is held by its weights alone
         return
     raise ValueGivenError(

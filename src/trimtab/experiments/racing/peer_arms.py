@@ -1,4 +1,4 @@
-"""The recipes that a reference and its plans can be raced against: by name, and which of them a task has."""
+"""Baseline recipes for paired runs, by name, and their availability in a task."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks.task import RECIPES, Task
 
 PEERS = ("strict", "paper", *RECIPES)
-# Those that are raced where none are named.
+# The default recipes.
 USUAL_PEERS = ("paper", "strong")
 HAND_TUNED: Mapping[str, MakeLoop] = {loop.field: loop for loop in (StrongLoop, MuonLoop)}
 
 
 def require_peers(task: Task, named: Iterable[str]) -> None:
-    """Raise where a peer was asked for by name that the task cannot be raced against.
+    """Raise an error if a named baseline recipe is unavailable for the task.
 
     Raises:
-        ValueGivenError: it has no such recipe, or its reference computes in something else than fp32.
+        ValueGivenError: the task has no such recipe, or "strict" was named and the reference is not fp32.
     """
     lacking = {name: "which has no such recipe" for name in RECIPES if name not in task.recipes}
     if task.reference.precision != "fp32":

@@ -1,17 +1,17 @@
-"""A race: arms trained in turn, block by block, in one process, each on its own clock.
+"""Paired run: arms trained alternately in blocks in a single process, with separate clocks.
 
-All arms of a race share seed, initial weights and data order. They advance in blocks of a second or a few steps, in
-an order that changes from lap to lap (`turns`), so that a machine whose speed drifts slows all of them alike.
-Evaluations happen at the same sample counts and are kept off the clock; an arm that is only timed has them too, so that
-it finds caches and heap as the others do, and what they say is dropped. Each arm has its own random generators and
-global modes. An arm that raises leaves the race with its error; only the first, which the others are held against,
-ends it.
+All arms share seed, initial weights and data order. They advance in blocks of a second or a few steps, and the
+interleaving order changes from round to round (`turns`), so that drift in machine speed slows all arms alike.
+Evaluations happen at the same sample counts, outside the clock. A timed-only arm also evaluates, so that it finds the
+same caches and heap, and discards the result. Every arm has separate random generators and global modes. An arm that
+raises drops out with its error; only an error in the first arm, the reference, ends the paired run.
 
-Arms are built in an order drawn by the seed. Where in the heap an arm lies decides how much of it is handed back to the
-system after each step: with one order for all races an arm would keep what that costs, and it would pass for an effect.
+Arms are built in an order drawn from the seed. The position of an arm in the heap determines how much memory is
+returned to the system after a step: with a fixed order, the cost would always hit the same arm and look like an
+effect.
 
-Several ranks run the same race in step: a block begins on all of them, takes what the slowest takes, and has as many
-steps on each. What ends one of them ends the race.
+Several ranks run the same arms in step: a block begins on all ranks, lasts as long as on the slowest rank, and has the
+same number of steps. A failed rank ends the paired run.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from trimtab.tasks.placement import ahead
 from trimtab.tasks.task import Task, TaskData
 
 _BLOCK_S = 1.0
-# A block's first step finds caches and heap as another arm left them: it must not be the rule where steps are long.
+# The first step of a block finds caches and heap left by another arm, and must not dominate when steps are long.
 _BLOCK_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Block:
-    """What an arm did in one lap: rows, wall-clock seconds, and seconds of processor time of the whole process.
+    """An arm's samples, wall-clock seconds and process CPU seconds in a round.
 
-    Of several ranks the seconds are the slowest one's, those of processor time all of theirs. `energy_j`: joules of
-    what all of them ran on; None where nothing counted them, or not for so short a block.
+    With several ranks, wall-clock seconds are the slowest rank's and CPU seconds the sum. `energy_j` is the energy of
+    all
+    ranks in joules, or None if not measured or the block is too short for the meter.
     """
 
     rows: int
@@ -63,13 +64,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """An arm that enters a race.
+    """An arm of a paired run.
 
     Args:
-        name: reference, self, strict, paper, strong, muon, plan_S, plan_F, strong_plan. make: builds its loop.
-        budget_rows: rows after which it stops.
-        is_timed_only: whether it runs a few steps for their time alone: once it has settled, no evaluation kept.
-        detail: kept in its record's header.
+        name: reference, self, strict, paper, strong, muon, plan_S, plan_F, strong_plan.
+        make: builds the training loop.
+        budget_rows: samples to train on.
+        is_timed_only: True to time a few steps after settling, without recorded evaluations.
+        detail: extra fields for the record's header.
     """
 
     name: str
@@ -80,7 +82,7 @@ class Entry:
 
 
 class Racer:
-    """One arm on its own clock."""
+    """An arm in progress, with a separate clock."""
 
     def __init__(
         self,
@@ -116,21 +118,21 @@ class Racer:
 
     @property
     def loop(self) -> Loop:
-        """The loop, once entered."""
+        """The loop, after `enter`."""
         assert self._loop is not None
         return self._loop
 
     def fail(self, error: Exception) -> None:
-        """Leave the race."""
+        """Drop out of the paired run with an error."""
         self.end, self.error = "error", describe(error)
 
     def close(self) -> None:
-        """Undo what the loop changed."""
+        """Undo the changes of the loop."""
         if self._loop is not None:
             self._loop.close()
 
     def run_block(self, cap_s: float) -> None:
-        """Train for a second and a few steps, or to the next evaluation; evaluate when it is due."""
+        """Train for a second and a few steps, or to the next evaluation, and evaluate if due."""
         self._state.restore()
         due = (self.rows // self._task.eval_every_rows + 1) * self._task.eval_every_rows
         stop = min(due, self.entry.budget_rows)
@@ -163,7 +165,8 @@ class Racer:
 
     def _evaluate(self) -> None:
         metric = self._task.metric
-        # On all ranks, as those that share a model out need one another; where batch statistics differ rank 0's count.
+        # All ranks evaluate, because a sharded model needs all of them. Where batch statistics differ, rank 0's value
+        # counts.
         own = metric.figure(metric.evaluate(self.loop.model, self._data.held_out))
         value = metric.check(self._together.each(own)[0])
         if not self.entry.is_timed_only:
@@ -178,16 +181,16 @@ class Racer:
             self.end = "cap"
 
     def _leave_if_nonfinite(self) -> None:
-        """Leave the race if loss or parameters are non-finite, whatever the held-out metric says of them.
+        """End the arm if its loss or parameters are non-finite, whatever the held-out metric.
 
-        NaN logits have an accuracy, and steps over NaN take as long as others.
+        NaN logits still have an accuracy, and steps on NaN take the usual time.
         """
         found = nonfinite_in(self.loop)
         if any(self._together.each(float(bool(found)))):
             self.end, self.error = "diverged", found or "a non-finite loss or parameter on another rank"
 
     def record(self, seed: int, environment: dict[str, str]) -> RunRecord:
-        """Return what happened."""
+        """Return the record of the arm."""
         detail = self.entry.detail | {GIVEN_ROWS: self.entry.budget_rows}
         header = Header(self.entry.name, seed, None, environment, detail)
         events = tuple(Event("block", i, asdict(block)) for i, block in enumerate(self.blocks))
@@ -210,14 +213,23 @@ def race(
     together: Together = ALONE,
     meter: RaceMeter | None = None,
 ) -> list[RunRecord]:
-    """Race the entries for one seed; returns a record per entry, in order.
+    """Run the arms for a seed, and return a record per arm in order.
 
     Args:
-        cap_s: training seconds after which an arm is stopped (censored). reference_cap_s: after which the first entry
-            is; None: as any other. meter: what counts joules; None: nothing does.
+        entries: the arms, with the reference first.
+        task: the task to train.
+        data: data of the task.
+        seed: seed of weights, data order and interleaving.
+        device: device of the runs.
+        cap_s: training seconds after which an arm is stopped (censored).
+        reference_cap_s: time cap of the first arm; None for `cap_s`.
+        environment: machine and versions, recorded in the headers.
+        progress: receives progress messages.
+        together: the ranks of the job.
+        meter: energy meter, or None.
 
     Raises:
-        LoopError: the first entry's loop raised (that error is its cause); another one's ends that arm alone.
+        LoopError: the first arm's loop raised, chained to the original error. Errors of other arms end only that arm.
         RankError: another rank ended.
     """
     outside, is_over = ProcessState.capture(), False
@@ -249,7 +261,7 @@ def race(
 
 @contextlib.contextmanager
 def _leaving(racer: Racer, last: Racer, together: Together) -> Iterator[None]:
-    """Let an arm that raises leave the race; without the `last` there is none."""
+    """Drop an arm that raises; re-raise for the reference (`last`)."""
     try:
         yield
     except Exception as error:

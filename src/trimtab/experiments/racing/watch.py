@@ -1,4 +1,4 @@
-"""What passes through a loop: seconds by phase, where the clock is on, and what its loss counted."""
+"""Instrumented losses and batches of a loop: seconds by phase and counts of loss terms."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from trimtab.tasks.task import LossFn, Task
 
 
 class Watch:
-    """A task's losses and batches, watched.
+    """A task's losses and batches with timing and counting.
 
     Args:
-        num_rows: of a batch, on this rank. waits: whether ranks wait for one another after a backward.
+        task: the task.
+        device: device of the loop.
+        num_rows: samples per batch on this rank.
+        waits: True if ranks wait for each other after a backward.
 
     Attributes:
-        num_batches: drawn so far. counts: of each forward pass; None where the loss is a mean.
+        num_batches: number of batches drawn so far.
+        counts: loss terms of every forward pass; None if the loss is a mean.
     """
 
     def __init__(self, task: Task, device: torch.device, num_rows: int, *, waits: bool = False) -> None:
@@ -31,7 +35,7 @@ class Watch:
         self.counts: list[Any] = []
 
     def watched_task(self) -> Task:
-        """Return the task, every loss that a loop may train it by watched."""
+        """Return the task with all its losses instrumented."""
         watched = {
             name: replace(recipe, loss_fn=self.around(recipe.loss_fn))
             for name, recipe in self.task.recipes.items()
@@ -40,7 +44,7 @@ class Watch:
         return replace(self.task, loss_fn=self.loss, **watched)
 
     def around(self, loss_fn: LossFn) -> LossFn:
-        """Return a loss that is clocked and counted."""
+        """Return the loss function with timing and counting."""
 
         def loss(model: torch.nn.Module, batch: Any) -> Any:
             result = self.clock.forward(loss_fn, model, batch)
@@ -50,11 +54,11 @@ class Watch:
         return loss
 
     def loss(self, model: torch.nn.Module, batch: Any) -> Any:
-        """Return the task's loss."""
+        """Return the task's loss, with timing and counting."""
         return self.around(self.task.loss_fn)(model, batch)
 
     def drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches."""
+        """Yield the batches, with timing and counting."""
         while True:
             with self.clock.phase("data"):
                 batch = next(batches)
@@ -63,13 +67,13 @@ class Watch:
 
 
 def by_phase(seconds: Mapping[Label, float], num_batches: int) -> dict[str, float]:
-    """Return seconds per batch of each phase that there is, in order."""
+    """Return seconds per batch of every phase present, in order."""
     found = {phase: sum(s for (name, _), s in seconds.items() if name == phase) for phase in PHASES}
     present = {phase for phase, _ in seconds}
     return {phase: found[phase] / num_batches for phase in PHASES if phase in present}
 
 
 def by_part(seconds: Mapping[Label, float], num_batches: int) -> dict[str, float]:
-    """Return seconds per batch of the forward and the backward by class of module, as "forward Linear"."""
+    """Return seconds per batch of forward and backward by module class, as "forward Linear"."""
     found = {label: s for label, s in seconds.items() if label[0] in ("forward", "backward")}
     return {" ".join(label).strip(): s / num_batches for label, s in sorted(found.items())}
