@@ -83,7 +83,7 @@ def _forget() -> None:
     """Unregister the groups made in the block; torch's own function would destroy all of the job's."""
     for group, name in list(c10d._world.pg_names.items()):
         group.shutdown()
-        c10d._unregister_process_group(name)
+        c10d._unregister_process_group(name)  # type: ignore[attr-defined]
 
 
 def _unknown_torch(why: str = "it has its process groups in an unknown place") -> DependencyError:

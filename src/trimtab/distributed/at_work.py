@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -11,6 +12,9 @@ from trimtab.core.errors import RankError
 from trimtab.distributed.heartbeat import Silence, awaited, beating, say
 from trimtab.distributed.launched import SILENT
 from trimtab.distributed.process_group import from_first, job_store, time_limit_s
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
@@ -39,7 +43,7 @@ def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
     return list(json.loads(from_first(all_said, topic)))
 
 
-def _word_of(store: dist.Store, rank: int, key: str, limit_s: float) -> str:
+def _word_of(store: Store, rank: int, key: str, limit_s: float) -> str:
     try:
         return awaited(store, key, limit_s)
     except Silence as silence:

@@ -70,7 +70,7 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
             given=f"{options['nonfinite']} with DeepSpeed, which skips such steps by itself",
             expected="warn, error or continue with this engine",
         )
-    if stage >= 2 or plan.engine.value == "deepspeed":
+    if int(stage) >= 2 or plan.engine.value == "deepspeed":
         _require_no_layout(model, plan)
     module, name = _DEEPSPEED if plan.engine.value == "deepspeed" else _BACKENDS[int(stage)]
     backend: Backend = getattr(importlib.import_module(module), name)()

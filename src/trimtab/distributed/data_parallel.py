@@ -46,7 +46,7 @@ class DataParallel(Torch):
         self._inner, self.optimizer = model, optimizer
         if plan.memory_layout.value == "channels_last":
             _settle_strides(model)
-        own = {"bucket_cap_mb": _bucket_mib(plan), "gradient_as_bucket_view": True, BUFFERS: False}
+        own: dict[str, Any] = {"bucket_cap_mb": _bucket_mib(plan), "gradient_as_bucket_view": True, BUFFERS: False}
         with _without_buffers(model):
             self.model = DistributedDataParallel(model, **own)
         self._sync = GradientSync(self.model, self.exchange)

@@ -161,7 +161,8 @@ def shard(
         return (_DealtWithPlace if is_stateful(loader) else Dealt)(loader, own, ranks, batching)
     return DataLoader(
         loader.dataset,
-        batch_sampler=_Share(loader.batch_sampler, loader.dataset, own, ranks),
+        # torch declares lists of indices, and takes any sequence.
+        batch_sampler=_Share(loader.batch_sampler, loader.dataset, own, ranks),  # type: ignore[arg-type]
         num_workers=loader.num_workers,
         collate_fn=_Collate(loader.collate_fn),
         pin_memory=loader.pin_memory,

@@ -16,7 +16,7 @@ def put_state(zero: Any, had: State) -> None:
     """Copy existing optimizer state into the shards; DeepSpeed starts without state."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-    kinds = next(iter(had.values()))
+    kinds: dict[str, Any] = next(iter(had.values()))
     sharded = hasattr(zero, "fp32_partitioned_groups_flat")
     for flat in zero.fp32_partitioned_groups_flat if sharded else zero.single_partition_of_fp32_groups:
         zero.optimizer.state[flat] = {k: torch.zeros_like(flat) if _is_whole(v) else _copy(v) for k, v in kinds.items()}
@@ -40,7 +40,7 @@ def take(zero: Any, parameters: list[Tensor]) -> tuple[dict[Tensor, Tensor], Sta
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     _link(zero)
-    kinds = next(iter(zero.optimizer.state.values()), {})
+    kinds: dict[str, Any] = next(iter(zero.optimizer.state.values()), {})
     full = {each: safe_get_full_fp32_param(each).clone().view(_shape(each)) for each in parameters}
     states: State = {}
     for each in parameters if kinds else []:

@@ -28,6 +28,7 @@ def connect(model: nn.Module) -> RankExchange | None:
     if not has_peers():
         return None
     parallel = data_parallel(model)
+    group: dist.ProcessGroup | None
     if parallel is not None:
         group = parallel.process_group
     elif is_sharded(model):

@@ -84,7 +84,8 @@ class _InBf16:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Run the reduce-scatter."""
-        return _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work: dist.Work | None = _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work
 
 
 # torch 2.13 renamed it, and warns about the old name.
@@ -102,7 +103,7 @@ def send_in_bf16(model: nn.Module) -> None:
             if not hasattr(module, "set_custom_reduce_scatter"):
                 expected = "one with FSDPModule.set_custom_reduce_scatter, or a plan with reduce_dtype='fp32'"
                 raise DependencyError("torch", given=torch.__version__, expected=expected)
-            module.set_custom_reduce_scatter(_InBf16())
+            module.set_custom_reduce_scatter(_InBf16())  # type: ignore[arg-type]  # torch's base class is private
 
 
 class FullySharded(Torch):

@@ -8,14 +8,16 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _BEAT_S = 2.0
 _SOONEST_S, _LATEST_S = 0.001, 0.25  # seconds between two polls, increasing with the waiting time
 _HEAR_S = 4 * _LATEST_S
 # Keys written by this rank with their number of readers, per store; weak, because a store must be free to end.
-_written: weakref.WeakKeyDictionary[dist.Store, list[tuple[str, int]]] = weakref.WeakKeyDictionary()
+_written: weakref.WeakKeyDictionary[Store, list[tuple[str, int]]] = weakref.WeakKeyDictionary()
 
 
 class Silence(Exception):
@@ -23,7 +25,7 @@ class Silence(Exception):
 
 
 @contextlib.contextmanager
-def beating(store: dist.Store, key: str, limit_s: float) -> Iterator[None]:
+def beating(store: Store, key: str, limit_s: float) -> Iterator[None]:
     """Increment a heartbeat counter while the block runs, several times per time limit.
 
     Args:
@@ -47,7 +49,7 @@ def beating(store: dist.Store, key: str, limit_s: float) -> Iterator[None]:
         thread.join(limit_s)
 
 
-def awaited(store: dist.Store, key: str, limit_s: float) -> str:
+def awaited(store: Store, key: str, limit_s: float) -> str:
     """Return the value of a key, waiting as long as its writer sends heartbeats.
 
     Args:
@@ -74,9 +76,7 @@ def awaited(store: dist.Store, key: str, limit_s: float) -> str:
     return found
 
 
-def _look(
-    store: dist.Store, key: str, news: queue.SimpleQueue[str | RuntimeError | None], is_over: threading.Event
-) -> None:
+def _look(store: Store, key: str, news: queue.SimpleQueue[str | RuntimeError | None], is_over: threading.Event) -> None:
     """Put the value once found, None for every new heartbeat, or an error of the store."""
     wait_s, last = _SOONEST_S, -1
     try:
@@ -96,14 +96,14 @@ def _look(
         news.put(error)
 
 
-def say(store: dist.Store, key: str, text: str, readers: int) -> None:
+def say(store: Store, key: str, text: str, readers: int) -> None:
     """Write a value for a number of readers, and delete earlier values that all readers have fetched."""
     store.set(key, text)
     before = _written.get(store, [])
     _written[store] = [each for each in before if not _is_removed(store, *each)] + [(key, readers)]
 
 
-def _is_removed(store: dist.Store, key: str, readers: int) -> bool:
+def _is_removed(store: Store, key: str, readers: int) -> bool:
     """Delete a key if all readers have fetched it; return True if deleted."""
     if store.add(_heard(key), 0) < readers:
         return False
@@ -112,7 +112,7 @@ def _is_removed(store: dist.Store, key: str, readers: int) -> bool:
     return True
 
 
-def last_words(store: dist.Store, key: str, text: str, others: int) -> None:
+def last_words(store: Store, key: str, text: str, others: int) -> None:
     """Write a value, and wait briefly for its readers, because the store may end with this process."""
     end = time.monotonic() + _HEAR_S
     with contextlib.suppress(RuntimeError):  # Without a store there are no readers.

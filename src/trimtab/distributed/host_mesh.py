@@ -99,8 +99,10 @@ class HostMesh:
 
     def close(self) -> None:
         """Close the sockets; sent messages can still be read."""
-        for each in (*self._read.values(), *self._peers.values()):
-            each.close()
+        for reader in self._read.values():
+            reader.close()
+        for peer in self._peers.values():
+            peer.close()
 
 
 class Answer:
@@ -125,8 +127,10 @@ def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> HostMesh | None:
     """
     if dist.get_world_size(group) > MOST_RANKS:
         return None
+    world = dist.group.WORLD
+    assert world is not None
     # Keyed by members: all members of a group agree on its entry, while different groups may overlap.
-    ranks, apart = tuple(dist.get_process_group_ranks(group)), _apart.setdefault(dist.group.WORLD, set())
+    ranks, apart = tuple(dist.get_process_group_ranks(group)), _apart.setdefault(world, set())
     if ranks in apart:
         return None
     found = _met(group)

@@ -52,7 +52,8 @@ class Ranks(Together):
     def __init__(self) -> None:
         self._exchange = RankExchange(None)
         self.num_ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self._entered, self._attempts, self._refused = 0, 0, None
+        self._entered, self._attempts = 0, 0
+        self._refused: UsageError | None = None
         with self._exchange.explaining():
             self.crowded = crowded()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def calibrate(device: torch.device) -> Calibration:
     points = []
     for size in _SIZES:
         sent = torch.zeros(size // 4, device=device)
-        points.append((float(size), slowest(_seconds(lambda sent=sent: dist.all_reduce(sent), device))))
+        points.append((float(size), slowest(_seconds(partial(dist.all_reduce, sent), device))))
         if points[-1][1] > _LONGEST_S and len(points) >= 3:
             break
     ranks = dist.get_world_size()

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from trimtab.core import checks
 from trimtab.core.errors import RankError, ValueGivenError
 from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words, say
 from trimtab.distributed.launched import ENDED, SILENT
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 # Seconds after which an awaited rank counts as dead. torch's defaults are 10 and 30 minutes.
 TIMEOUT_S = 60.0
@@ -103,9 +107,10 @@ def joined(timeout_s: float | None = None) -> Iterator[Place]:
 
 def limit_host(seconds: float) -> None:
     """Set the time limit of the world group's CPU backend; the CUDA backend keeps its own."""
-    host = torch.device("cpu")
+    host, world = torch.device("cpu"), dist.group.WORLD
+    assert world is not None
     # torch has no public name for either; its own `_set_pg_timeout` would change NCCL's limit too.
-    dist.group.WORLD._get_backend(host)._set_default_timeout(timedelta(seconds=seconds))
+    world._get_backend(host)._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _give_up() -> None:
@@ -186,9 +191,9 @@ def _require_rank(rank: str, number: str, found: Place) -> None:
         )
 
 
-def job_store() -> dist.Store:
+def job_store() -> Store:
     """Return the job's store, for messages outside of collectives."""
-    found: dist.Store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    found: Store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
     return found
 
 

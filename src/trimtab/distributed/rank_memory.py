@@ -153,7 +153,7 @@ def _largest_part(model: nn.Module, optimizer: Optimizer) -> set[str]:
 
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     try:
-        dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()
+        dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()  # type: ignore[attr-defined]
     except Exception as error:  # for instance parameters of different dtypes
         raise cannot_trace(error) from error
     parts = [[parameter for group in part for parameter in group["params"]] for part in dealt]

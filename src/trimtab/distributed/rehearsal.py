@@ -183,12 +183,12 @@ class Rehearsal:
             words = json.dumps([_said(failure), num_sent()])
             said = words_of_all(f"rehearsal/{next(_numbers)}", words, limit_s)
         except (RuntimeError, dist.DistError) as silence:
-            error = failure or silence
-            if (reason := exchange.failed(error)) is error:
-                raise error from None
-            raise reason from error
+            cause = failure or silence
+            if (reason := exchange.failed(cause)) is cause:
+                raise cause from None
+            raise reason from cause
         exchange.close()
-        told = [(rank, *json.loads(text)) for rank, text in enumerate(said)]
+        told = [(rank, str(text), sent) for rank, (text, sent) in enumerate(map(json.loads, said))]
         if (first := next(((rank, text) for rank, text, _ in told if text), None)) is None:
             return made[0]
         if any(sent != told[0][2] for _, _, sent in told):
@@ -237,5 +237,6 @@ def of_live(
         return *copied_together(model, optimizer), loss_fn, batch
 
     beside, unchanged = partial(alive_between_steps, model, optimizer), partial(unchanged_by, loss_fn, model, optimizer)
-    how = {"clip_norm": clip_norm, "progress": progress, "batching": batching}
-    return Rehearsal(copied, beside=beside, unchanged=unchanged, **how)
+    return Rehearsal(
+        copied, beside=beside, unchanged=unchanged, clip_norm=clip_norm, progress=progress, batching=batching
+    )

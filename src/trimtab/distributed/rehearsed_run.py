@@ -48,8 +48,14 @@ def rehearsing(
     """
     gc.collect()  # An error of an earlier run holds its frames, and the frames hold the run's tensors.
     model, optimizer, loss_fn, batch = copied()
-    kept = {"schedule": KEEP_SCHEDULE, "learning_rate_scale": KEEP_LEARNING_RATE, "batch_policy": KEEP_BATCH}
-    plan = replace(plan, batch_rule=None, warmup_fraction=KEEP_WARMUP, **kept)
+    plan = replace(
+        plan,
+        batch_rule=None,
+        warmup_fraction=KEEP_WARMUP,
+        schedule=KEEP_SCHEDULE,
+        learning_rate_scale=KEEP_LEARNING_RATE,
+        batch_policy=KEEP_BATCH,
+    )
     clip = None if plan.clip_norm.value is not None else clip_norm
     backend: Backend | None = backend_of(model, plan, {"clip_norm": clip})
     ours: RehearsedRun | None = None

@@ -17,8 +17,9 @@ def num_sent() -> list[int]:
     of a different rank. Backends without a count are left out.
     """
     group, distributed = dist.group.WORLD, dist.distributed_c10d
+    assert group is not None
     found = [distributed._world.group_count]
     for kind in sorted(backends()):
         with contextlib.suppress(RuntimeError):
-            found.append(group._get_backend(torch.device(kind))._get_sequence_number_for_group())
+            found.append(group._get_backend(torch.device(kind))._get_sequence_number_for_group())  # type: ignore[attr-defined]
     return found

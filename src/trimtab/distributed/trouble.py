@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -12,6 +13,9 @@ from trimtab.core.errors import RankError
 from trimtab.distributed.launched import ENDED, SILENT
 from trimtab.distributed.process_group import job_store
 from trimtab.runtime.gradient_sync import UNREDUCED
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 # Seconds to answer a roll call. All ranks whose wait for a rank failed take part within moments of each other, except
 # those whose own time limit began later.
@@ -79,7 +83,7 @@ class Trouble:
             return said, silent
         return {}, [0] if self._rank else []  # without a launcher, rank 0's process holds the store
 
-    def _answers(self, store: dist.Store, rank: int) -> bool:
+    def _answers(self, store: Store, rank: int) -> bool:
         try:
             store.wait([f"{self._prefix}/here/{rank}"], timedelta(seconds=_ANSWER_S))
         except (RuntimeError, dist.DistError):
@@ -87,7 +91,7 @@ class Trouble:
         return True
 
     @contextlib.contextmanager
-    def _store(self) -> Iterator[dist.Store]:
+    def _store(self) -> Iterator[Store]:
         """Use the store; errors of an unreachable store are ignored."""
         with contextlib.suppress(RuntimeError, dist.DistError):
             yield job_store()

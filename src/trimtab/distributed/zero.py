@@ -37,7 +37,7 @@ class ShardedState(DataParallel):
         super().spread(model, optimizer, plan)
         self._user, self._whole = optimizer, [list(group["params"]) for group in optimizer.param_groups]
         groups = [dict(group) | {"params": list(group["params"])} for group in optimizer.param_groups]
-        self.optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=self._share)
+        self.optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=self._share)  # type: ignore[arg-type]
 
     def _share(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return the user's optimizer, restricted to this rank's parameters."""
@@ -67,7 +67,7 @@ class ShardedState(DataParallel):
 
     def gather(self, error: BaseException | None) -> None:
         """Restore the user's optimizer with all parameters, and the state sent by their owners."""
-        owners = dict(self.optimizer._param_to_rank)
+        owners = dict(self.optimizer._param_to_rank)  # type: ignore[attr-defined]
         for group, parameters in zip(self._user.param_groups, self._whole, strict=True):
             group["params"] = parameters
         if error is None:
