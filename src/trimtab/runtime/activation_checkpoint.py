@@ -62,13 +62,14 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
             hook.remove()
         for module, kind in plain:
             # Skip blocks whose class the user replaced since.
-            if isinstance(module, _Swapped) and type(module).__mro__[2] is kind:
+            now = type(module)
+            if issubclass(now, _Swapped) and now.__mro__[2] is kind:
                 module.__class__ = kind
             module.__dict__.pop(_PART, None)
 
     try:
         for index, part in swaps:
-            kind = _swapped(type(modules[index]))
+            kind = _swapped(type(modules[index]))  # type: ignore[arg-type]  # a class is hashable
             modules[index].__dict__[_PART] = part
             modules[index].__class__ = kind
     except BaseException:  # A class that cannot be subclassed, or Ctrl-C after some blocks were replaced.
@@ -200,7 +201,8 @@ class _Swapped:
         return part.run(self, super().forward, args, kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, (kind, *others), *rest = super().__reduce_ex__(max(2, protocol))
+        reduced: Any = super().__reduce_ex__(max(2, protocol))
+        _, (kind, *others), *rest = reduced
         if rest and isinstance(rest[0], dict):
             rest[0] = {name: value for name, value in rest[0].items() if name != _PART}
         return _plain, (type(self).__mro__[2] if kind is type(self) else kind, *others), *rest

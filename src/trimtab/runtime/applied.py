@@ -8,6 +8,7 @@ import weakref
 import torch
 from torch import nn
 
+from trimtab.core.compiled import Compiled
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.runtime import activation_checkpoint, compiled, dropout, layout, loss_head, muon, optimizers, precision
@@ -38,14 +39,14 @@ def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> c
     Returns:
         An exit stack that undoes the changes.
     """
-    compiled.require_as_written(plan.compiled.value, model)
+    compiled.require_as_written(_compiled(plan), model)
     with contextlib.ExitStack() as undo:
         if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
             if sparse := layout.sparse_module(model, optimizer):
                 raise layout.sparse_gradient(sparse)
             undo.callback(optimizers.use_fused(optimizer))  # May refuse, so comes before any other change.
         if plan.weight_decay.value is not None:
-            undo.callback(use_weight_decay(optimizer, plan.weight_decay.value))
+            undo.callback(use_weight_decay(optimizer, float(plan.weight_decay.value)))
         if plan.optimizer.value == "muon":
             undo.callback(muon.use_muon(model, optimizer))
         if plan.memory_layout.value == "channels_last":
@@ -90,7 +91,7 @@ def apply_plan(
     Raises:
         ValueGivenError: the device does not support a setting of the plan.
     """
-    compiled.check_available(plan.compiled.value, next(model.parameters()).device)
+    compiled.check_available(_compiled(plan), next(model.parameters()).device)
     with contextlib.ExitStack() as undo:
         _active.add(model)
         undo.callback(_active.discard, model)
@@ -105,7 +106,7 @@ def apply_plan(
         if plan.allocator.value == "retain":
             undo.callback(retained_memory.hold())
         if plan.compiled.value:
-            call = compiled.CompiledCall(called, forward.note, plan.compiled.value)
+            call = compiled.CompiledCall(called, forward.note, _compiled(plan))
             undo.callback(call.undo)
             # CUDA graphs are not compared with eager execution: the memory pools of both would be held at once.
             if note is not None and call.recorder is not None:
@@ -120,6 +121,11 @@ def apply_plan(
         layout.align_state(optimizer)
         optimizers.drop_gradients(optimizer)
         return undo.pop_all()
+
+
+def _compiled(plan: Plan) -> Compiled:
+    value = plan.compiled.value
+    return value if isinstance(value, str) else bool(value)
 
 
 def _note_launches(recorder: Recorder, note: Note) -> None:

@@ -143,7 +143,7 @@ def _renewed(value: Any, inner: InnerLists | None, shared: Container[int]) -> An
         return _map(value, _unchanged)
     if id(value) in shared:
         return kind(value)
-    kinds = set(map(type, value))
+    kinds: set[Any] = set(map(type, value))
     if kinds <= _LEAVES:
         return kind(value)
     if kinds in ({list}, {dict}, {tuple}) and of_batch.levels_of_constants(value, 2):
@@ -279,7 +279,7 @@ def checksum(batch: Batch) -> int:
     for tensor in tensors_in(batch):
         if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 1:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            found = zlib.crc32(real.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), found)
+            found = zlib.crc32(real.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return found
 
 
@@ -393,7 +393,7 @@ def _leave_out(part: Any, name: str) -> None:
             code="batch.tensor_no_field",
         )
     del part.__dict__[name]
-    _warn_of_no_field(kind, name)
+    _warn_of_no_field(kind, name)  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache  # Once per field, not per micro-batch.

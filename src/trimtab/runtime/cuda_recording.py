@@ -108,7 +108,7 @@ class Recording:
         """Replay the forward on new input tensors and return its output."""
         for ours, theirs in zip(self._inputs, tensors, strict=True):
             ours.copy_(written(theirs), non_blocking=True)
-        found = iter(_Launch.apply(self, token, *self.parameters))
+        found = iter(_Launch.apply(self, token, *self.parameters))  # type: ignore[no-untyped-call]
         return tree_unflatten([None if is_none else next(found) for is_none in self._is_none], self._spec)
 
     def forward(self) -> list[Tensor]:
@@ -176,9 +176,7 @@ class _Launch(torch.autograd.Function):
     """Autograd function for a replay."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, recording: Recording, token: Token, *_: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, recording: Recording, token: Token, *_: Tensor) -> tuple[Tensor, ...]:
         found = recording.forward()
         ctx.recording, ctx.token = recording, token
         ctx.mark_non_differentiable(*recording.constant(found))
@@ -187,7 +185,7 @@ class _Launch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         if not ctx.token.is_open:
             raise LoopError(
                 "loss.backward",

@@ -164,6 +164,7 @@ class Run(Passes, Resumable):
     def _tell(self) -> None:
         """Send this rank's part of the window to the other ranks, before the gradient is reduced."""
         window, weights, limit = self._order.window, self._weights, self._recovery.limit.rows
+        assert window is not None
         stop, samples = self._stopping.asked, window.samples
         share = Share(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, stop, samples)
         self._peers.tell(share)

@@ -129,7 +129,8 @@ class Forwards:
         named = (item for each in self.modules for item in vars(each).items())
         # Torch's own dictionaries.
         tables = {id(value) for name, value in named if name.startswith("_") and isinstance(value, dict)}
-        holds, tensors = {}, []
+        holds: dict[Any, Callable[[], Replayed | None]] = {}
+        tensors = []
         for held, path in watch.held():
             if isinstance(held, HeldTensor):
                 if id(held.tensor) not in own and not held.tensor.is_inference():

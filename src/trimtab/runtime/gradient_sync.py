@@ -183,7 +183,7 @@ class GradientSync:
 
         def mark(gradient: Tensor) -> None:
             for index in indices:
-                reducer._autograd_hook(index)
+                reducer._autograd_hook(index)  # type: ignore[attr-defined]
 
         root = torch.zeros((), device=self._parameter(0).device, requires_grad=True)
         root.register_hook(mark)
@@ -252,7 +252,7 @@ def _num_collectives(model: DistributedDataParallel) -> int | None:
     """Return the number of collectives started on DDP's process group; None if the backend does not count."""
     try:
         backend = model.process_group._get_backend(next(model.module.parameters()).device)
-        return int(backend._get_sequence_number_for_group())
+        return int(backend._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
         return None
 

@@ -144,7 +144,7 @@ class OwnGradients:
     def _has_changed(self) -> bool:
         def differs(was: tuple[Tensor, int | None] | None, now: Tensor | None) -> bool:
             if was is None or now is None:
-                return was is not now
+                return (was is None) != (now is None)
             return was[0] is not now or was[1] != _version(now)
 
         return any(differs(was, p.grad) for was, p in zip(self._seen or [], self._parameters, strict=False))

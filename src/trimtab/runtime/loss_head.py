@@ -56,7 +56,7 @@ def watched(model: nn.Module) -> Iterator[dict[LossHead, int]]:
     heads = loss_heads(model)
     try:
         for head in heads:
-            head.loss = watch(head)  # type: ignore[method-assign]
+            head.loss = watch(head)  # type: ignore[method-assign,assignment]
         yield seen
     finally:
         for head in heads:

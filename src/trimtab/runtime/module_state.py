@@ -42,7 +42,7 @@ class ModuleState:
     @property
     def has_hooks(self) -> bool:
         """True if a module has hooks, or global module hooks exist."""
-        return any(self._hooks) or bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+        return any(self._hooks) or bool(torch.nn.modules.module._has_any_global_hook())
 
     @property
     def modes(self) -> list[bool]:

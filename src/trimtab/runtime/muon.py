@@ -105,7 +105,7 @@ class _Beside:
         self._places = [index for index, found in enumerate(by_group) if found]
         self._muon = torch.optim.Muon([{"params": by_group[index]} for index in self._places], adjust_lr_fn=_SCALE)
         self._hidden: list[Tensor | None] = []
-        self._before = {p: optimizer.state.pop(p) for p in matrices if p in optimizer.state}
+        self._before: dict[Tensor, Any] = {p: optimizer.state.pop(p) for p in matrices if p in optimizer.state}
         self._hooks: list[Any] = []
         try:
             for p in matrices:

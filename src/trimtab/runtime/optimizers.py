@@ -170,7 +170,7 @@ def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = Fa
         groups = optimizer.param_groups if between_steps else []
         before = [(p.grad, p.grad._version, p) for group in groups for p in group["params"] if p.grad is not None]
         is_replaced = "zero_grad" in vars(optimizer)
-        sets_to_none = _takes_to_none(optimizer.zero_grad) if is_replaced else _says_to_none(type(optimizer))
+        sets_to_none = _takes_to_none(optimizer.zero_grad) if is_replaced else _says_to_none(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
         optimizer.zero_grad(set_to_none=True) if sets_to_none else optimizer.zero_grad()
         kept = [p for grad, version, p in before if p.grad is grad and grad._version == version]
         # An in-place `grad.data.zero_()` does not change the version counter.

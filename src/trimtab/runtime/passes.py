@@ -276,7 +276,7 @@ class Passes(RunView):
         step = f"The plan is for steps of {planned} samples, {accumulate} batches of the loader each"
         if sum(rows) <= planned / accumulate:
             text = f"{step}; this step has {sum(rows)}. Call run.of_batches({accumulate}) before run.windows(loader)"
-        elif len(rows) > 1 and max(rows) < self.plan.micro_batch.value:
+        elif len(rows) > 1 and max(rows) < int(self.plan.micro_batch.value or 1):
             micro = f"its micro-batch of {self.plan.micro_batch.value} samples is larger than a batch, {max(rows)}"
             text = (
                 f"{step}; {micro}, so that every batch trains alone. Let the loader yield {planned} samples at a time"
@@ -299,6 +299,18 @@ class Passes(RunView):
 
     def _require_open(self) -> None:
         """Raise `LoopError` if the run is closed."""
+        raise NotImplementedError
+
+    def open_window(self, window: Window) -> None:
+        """Called by the window before its first micro-batch."""
+        raise NotImplementedError
+
+    def begin_micro_batch(self, window: Window, rows: int, *, of_next: bool, last: bool) -> None:
+        """Called by the window before each micro-batch."""
+        raise NotImplementedError
+
+    def end_micro_batch(self, window: Window) -> None:
+        """Called by the window after the loop's body for each micro-batch."""
         raise NotImplementedError
 
 

@@ -45,7 +45,7 @@ def wider(device: torch.device) -> str:
     """Return the replacement for fp16 after repeated overflows: bf16 if the device supports it natively, else fp32."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return "bf16" if any("bf16" in name and found is True for name, found in capabilities.items()) else "fp32"
 
 
@@ -151,7 +151,7 @@ class MixedPrecision(Part):
         def load() -> None:
             if left:
                 self.leave_fp16(state["name"])
-            elif scaler is not None:
+            elif scaler is not None and checked is not None:
                 scaler.load_state_dict(checked)
                 self._scale = None
 

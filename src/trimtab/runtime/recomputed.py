@@ -61,7 +61,7 @@ def recomputed(
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():  # torch.compile handles buffers itself.
         selective = functools.partial(create_selective_checkpoint_contexts, _policy)
-        options = {"context_fn": selective} if in_part else {}
+        options: dict[str, Any] = {"context_fn": selective} if in_part else {}
         return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

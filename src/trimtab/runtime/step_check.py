@@ -159,7 +159,8 @@ def _kind(parameter: Tensor) -> Key:
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions in order of decreasing stride."""
-    return tuple(sorted(range(tensor.dim()), key=lambda each: (-tensor.stride(each), each)))
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda each: (-strides[each], each)))
 
 
 def _rate_dtype(group: Mapping[str, Any]) -> torch.dtype | None:

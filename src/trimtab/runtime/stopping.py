@@ -84,8 +84,7 @@ class StopTest(Part):
         """
         is_over = self.reason not in (None, StopReason.INTERRUPTED)  # An interrupted run is meant to be resumed.
         reason = self.reason.value if self.reason is not None and is_over else None
-        average = {"average": self._average, "weight": self._weight, "seen": self._seen}
-        average |= {"pending": self._pending()}
+        average = {"average": self._average, "weight": self._weight, "seen": self._seen, "pending": self._pending()}
         return average | {"reason": reason, "conditions": self._conditions}
 
     def loading(self, state: Mapping[str, Any]) -> Load:

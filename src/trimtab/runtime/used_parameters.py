@@ -82,7 +82,7 @@ class Reached:
         reached = {group for group, leaf in zip(groups, self._leaves, strict=True) if id(leaf) in ahead}
         unreached = [index for index, group in enumerate(groups) if group not in reached]
         each = [unpacked(figures) for figures in exchange.share(packed(unreached, len(self.names)))]
-        if unlike := set.union(*each) - set.intersection(*each):
+        if unlike := each[0].union(*each) - each[0].intersection(*each):
             raise self.error(sorted(unlike), UNLIKE, way_out)
 
     def close(self) -> None:

@@ -228,7 +228,7 @@ def require_plannable(hooks: tuple[GradientHook, ...]) -> None:
 
 def described(hook: Any, kind: str, owner: str, attributes: Iterable[Any] = ()) -> GradientHook:
     """Return the description of a hook; attributes of its owner are searched for optimizers."""
-    optimizers = tuple(reached((hook, *attributes), Optimizer))  # type: ignore[type-abstract]
+    optimizers = tuple(reached((hook, *attributes), Optimizer))
     return GradientHook(kind, owner, _name(hook), optimizers)
 
 

@@ -169,7 +169,7 @@ class WindowStart:
     def kept_bytes(self) -> int:
         """Bytes of the copies made before every window, over all devices."""
         copies, _ = self._always
-        states = [state for state in self._generators or () if state is not None]
+        states: list[Tensor] = [state for state in self._generators or () if state is not None]
         return sum(each.nbytes for each in (*copies, *states)) + sum(each.copied_bytes for each in self._large)
 
     def restore(self) -> None:
