@@ -60,17 +60,19 @@ def profile(
     from trimtab.tasks.placement import device_here
 
     require_folder(out)
-    how = {"adapt": (), "strong": False, "budget": Budget(memory, step_time), "traces": True}
     with ProgressBar() as progress:
         loaded = load_task(task)
         plans = make_plans(
             loaded,
             loaded.load_data(),
             device_here(),
+            adapt=(),
+            strong=False,
+            budget=Budget(memory, step_time),
             objective=Objective(1.0, memory_weight, energy_weight),
+            traces=True,
             metering=Metering(energy_watts, without=without_meter),
             progress=progress,
-            **how,
         )
     found = plans.profiles["S"]
     try:

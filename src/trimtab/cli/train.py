@@ -85,9 +85,18 @@ def train(
     grid = intensity(carbon, carbon_kind) if carbon or not when_clean else None
     loaded = load_task(task).shortened(batch_rows=rows, judged_batches=judged)
     kept, tracks = kept_in(loaded.name, checkpoints, every, resume, accept), tuple(track or ())
-    beside = {"pauses": pauses, "takes": takes, "watts": energy_watts, "idle_watts": idle_watts, "is_dry": dry_run}
-    process = {"is_kept": kept is not None, "num_ranks": ranks_of_job(ranks)}
-    hours = clean_hours(when_clean, carbon_kind, by, **beside, **process)
+    hours = clean_hours(
+        when_clean,
+        carbon_kind,
+        by,
+        pauses=pauses,
+        takes=takes,
+        watts=energy_watts,
+        idle_watts=idle_watts,
+        is_dry=dry_run,
+        is_kept=kept is not None,
+        num_ranks=ranks_of_job(ranks),
+    )
     require_record(*(None, None) if here.rank else (record, kept), loaded.name, seed)
     require_trackers(tracks, record)
     if plan_file is not None:
@@ -98,10 +107,29 @@ def train(
         launch(sys.argv[1:], ranks)
         return
     with joined():
-        plan = {"file": plan_file, "kept": kept, "budget": limits, "adapt": adaptation(adapt), "rehearse": rehearse}
-        how = {"seed": seed, "record": record, "metering": Metering(energy_watts), "grid": grid, "tracks": tracks}
-        how |= {"nonfinite": nonfinite}
-        made = partial(plan_of_run, loaded, steps, **plan)
-        found = train_or_tell(loaded, steps, made, hours, say, checkpoints=kept, **how)
+        made = partial(
+            plan_of_run,
+            loaded,
+            steps,
+            file=plan_file,
+            kept=kept,
+            budget=limits,
+            adapt=adaptation(adapt),
+            rehearse=rehearse,
+        )
+        found = train_or_tell(
+            loaded,
+            steps,
+            made,
+            hours,
+            say,
+            checkpoints=kept,
+            seed=seed,
+            record=record,
+            metering=Metering(energy_watts),
+            grid=grid,
+            tracks=tracks,
+            nonfinite=nonfinite,
+        )
     if here.rank == 0:
         print_figures(found, as_json=as_json)
