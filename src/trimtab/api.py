@@ -46,7 +46,8 @@ from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.rehearsal import of_live
 from trimtab.distributed.stage_choice import Share, of_replicas, share_of
 from trimtab.measure.energy import EnergyClock
-from trimtab.measure.meters import Metering, elsewhere_meter, find_meter, measurable
+from trimtab.measure.meters import Metering as Metering
+from trimtab.measure.meters import elsewhere_meter, find_meter, measurable
 from trimtab.runtime.batching import Batching, Count, Split, of_same_size
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.optimizers import modules_beside, require_alone
@@ -141,8 +142,18 @@ def profile(
     if longest_batch is not None:
         batch, example = of_same_size(longest_batch, example_batch, batching), example_batch
     named = checks.names("blocks", blocks)
-    given = {"named_blocks": named, "example": example, "modules": modules_beside(model, modules), "batching": batching}
-    subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, **given)
+    subject = Subject(
+        model,
+        optimizer,
+        loss_fn,
+        batch,
+        reference.clip_norm,
+        frees_batch,
+        named_blocks=named,
+        example=example,
+        modules=modules_beside(model, modules),
+        batching=batching,
+    )
     if not model.training:
         warnings.warn(_IN_EVALUATION, stacklevel=2)
     metered = find_meter(subject.device, metering)
@@ -150,8 +161,18 @@ def profile(
     metered = dataclasses.replace(metered, facts=facts)
     times = checks.integer("num_blocks", num_blocks, low=3)
     steps = None if total_steps is None else checks.integer("total_steps", total_steps)
-    asked = {"data": data, "total_steps": steps, "num_blocks": times, "traces": traces, "progress": progress}
-    return profile_loop(subject, reference, objective, budget, metered=metered, **asked)
+    return profile_loop(
+        subject,
+        reference,
+        objective,
+        budget,
+        data=data,
+        total_steps=steps,
+        num_blocks=times,
+        traces=traces,
+        metered=metered,
+        progress=progress,
+    )
 
 
 def plan_elsewhere(
@@ -183,8 +204,19 @@ def plan_elsewhere(
         UsageError: the device is unknown, or a step cannot be traced.
         InfeasibleError: no settings meet the budget.
     """
-    asked = {"budget": budget, "objective": objective, "reference": reference, "blocks": blocks, "progress": progress}
-    return choose_there(profile_there(model, optimizer, loss_fn, example_batch, device, **asked))
+    found = profile_there(
+        model,
+        optimizer,
+        loss_fn,
+        example_batch,
+        device,
+        budget=budget,
+        objective=objective,
+        reference=reference,
+        blocks=blocks,
+        progress=progress,
+    )
+    return choose_there(found)
 
 
 def profile_there(
@@ -343,8 +375,16 @@ def plan(
     if not is_shared:
         return made(measured()).plan
     clips = None if reference is None else reference.clip_norm
-    how = {"clip_norm": clips, "progress": progress, "batching": batching}
-    rehearsal = partial(of_live, model, optimizer, protected(loss_fn), batch, **how)
+    rehearsal = partial(
+        of_live,
+        model,
+        optimizer,
+        protected(loss_fn),
+        batch,
+        clip_norm=clips,
+        progress=progress,
+        batching=batching,
+    )
     return plan_together(of_rank, next(model.parameters()).device, rehearsal if rehearse else None)
 
 
@@ -423,14 +463,18 @@ def start(
             )
         if is_to_share(model):
             warnings.warn(_APART, stacklevel=2)
-    options = {"total_samples": total_samples, "total_tokens": total_tokens, "clip_norm": clip_norm}
-    options |= {
+    options: dict[str, Any] = {
+        "total_samples": total_samples,
+        "total_tokens": total_tokens,
+        "clip_norm": clip_norm,
         "nonfinite": nonfinite,
         "out_of_memory": out_of_memory,
         "stop": checks.dataclass_or("stop", stop, Stop, None),
+        "modules": beside,
+        "batching": Batching(count, split),
+        "backend": backend,
+        "recorder": None if record is None else Recorder(record, energy),
     }
-    options |= {"modules": beside, "batching": Batching(count, split)}
-    options |= {"backend": backend, "recorder": None if record is None else Recorder(record, energy)}
     settings: Checkpoints | None = checks.dataclass_or("checkpoints", checkpoints, Checkpoints, None)
     if settings is not None:
         return kept(settings, model, optimizer, plan, options)

@@ -86,7 +86,7 @@ def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
         if _OF_TORCH is None or features.dtype is torch.float16:
-            result: Tensor = _Chunked.apply(features, weight, bias, targets, chunk_rows)
+            result: Tensor = _Chunked.apply(features, weight, bias, targets, chunk_rows)  # type: ignore[no-untyped-call]
             return result
         # torch's default options hold all logits, and its automatic choice of chunks is several times slower.
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_rows, acc_policy="accurate")
