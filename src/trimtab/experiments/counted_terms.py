@@ -22,7 +22,7 @@ class CountedTerms:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._is_mean = False
-        self._sum: Any = 0.0  # a tensor where the counts are: to read each of them would be to wait for it
+        self._sum: Any = 0.0  # A tensor if the counts are tensors: reading a count would synchronise with the device.
         self._last: Any = 0.0
         self.pending = 0
 

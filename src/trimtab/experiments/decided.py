@@ -15,7 +15,7 @@ from trimtab.decide.planner import choose, choose_there
 from trimtab.experiments.recorded import recorded_profile
 from trimtab.experiments.text import profile_text
 
-if TYPE_CHECKING:  # it comes with torch, without which what was recorded is decided
+if TYPE_CHECKING:  # Imports torch, which is not needed for a recorded profile.
     from trimtab.api import Metering
 
 

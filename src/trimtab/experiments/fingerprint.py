@@ -24,7 +24,8 @@ def code_of(task: Task) -> str:
     Imported modules and closure variables are not included.
     """
     functions = _functions(task)
-    each = sorted({hashlib.sha256(path.read_bytes()).hexdigest() for path in _files(functions)})  # wherever they lie
+    # Sorted, to be independent of file locations.
+    each = sorted({hashlib.sha256(path.read_bytes()).hexdigest() for path in _files(functions)})
     bound = repr([_bound(function) for function in functions])
     return hashlib.sha256(" ".join([*each, bound]).encode()).hexdigest()
 

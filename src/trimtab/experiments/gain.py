@@ -39,8 +39,8 @@ from trimtab.tasks.task import Task, TaskData
 
 ROUNDS = 8
 _FEWEST = 2
-_LAP_S, _MOST_STEPS = 0.3, 20  # of each of a lap's two halves
-_PASS_S = 120.0  # that a pass takes about, at the most, where rounds were not asked for
+_LAP_S, _MOST_STEPS = 0.3, 20  # For each half of a round: with and without phase timing.
+_PASS_S = 120.0  # Approximate upper bound of the measurement, unless rounds are given.
 _WARM_STEPS = 3
 _COMPILED = "compiled: its modules run as one, and what its fused operators move is not known"
 _HIDDEN = "a step function of the task's own: forward and backward are in the rest"
@@ -93,7 +93,7 @@ class _Arm:
         with together.entering():
             self._loop = make(self._watch.watched_task(), device)
         together.draw_apart(0)
-        self._batches = self._watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # as a race has them
+        self._batches = self._watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # As in a paired run.
         self._is_compiled = is_compiled(self._loop.model)
         self._laps: list[Lap] = []
         self._step(max(_WARM_STEPS, settling_steps(self._loop)))
@@ -218,7 +218,8 @@ def measure_gain(
         spec = device_spec(device)
         found, is_over = [arm.found(spec) for arm in arms], True
     finally:
-        for arm in arms if is_over or together.num_ranks == 1 else ():  # else others would be waited for
+        # After an error, other ranks would wait in collectives.
+        for arm in arms if is_over or together.num_ranks == 1 else ():
             arm.close()
         outside.restore()
     how: dict[str, Any] = {"num_ranks": together.num_ranks, "environment": environment()}

@@ -39,7 +39,7 @@ class KeptBatches:
         """Yield the remaining batches of the epoch."""
         whole = self._data.batches(self._seed, self._batch_rows, begin=self._drawn)
         for batch in ahead(shard(itertools.islice(whole, max(0, self._steps - self._drawn))), self._device):
-            self._drawn += 1  # here, where it is taken: more may have been drawn ahead
+            self._drawn += 1  # Counted when taken, because batches are also prefetched.
             yield batch
 
     def state_dict(self) -> dict[str, Any]:

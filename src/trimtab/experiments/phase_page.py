@@ -9,7 +9,7 @@ from trimtab.core.phases import Gain
 from trimtab.experiments.comparison.result import ThirdRow
 
 PAGE_SCHEMA = 1
-FILE = "phases.json"  # what an evaluation calls it
+FILE = "phases.json"  # File name in an evaluation's folder.
 
 
 @dataclass(frozen=True)

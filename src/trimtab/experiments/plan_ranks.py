@@ -59,7 +59,7 @@ def plan_ranks(
         given, expected = "energy that counts, on several ranks", "time and memory: no trace tells a stage's joules"
         raise ValueGivenError("energy", given=given, expected=expected, way_out="Leave the energy out, or the ranks.")
     share = task_of_rank(task, ranks)
-    ring_link(link, device or device_name(device_here()), ranks)  # or it is refused, before anything is measured
+    ring_link(link, device or device_name(device_here()), ranks)  # Validates the link before anything is measured.
     if device is None:
         found = profile_here(share, budget, objective, progress)
         found = with_traces(found, loop_of(share, found.device.kind), progress)

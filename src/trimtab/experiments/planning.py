@@ -228,7 +228,7 @@ def _for_strong(task: Task, device: torch.device, batch: Any, limits: _Limits) -
     recipe = task.strong
     assert recipe is not None
     steps = -(-(task.planned_rows or recipe.budget_rows) // task.batch_rows)
-    with closing(StrongLoop(task, device)) as peer:  # its precision is the process's, not for what comes after
+    with closing(StrongLoop(task, device)) as peer:  # The loop sets the process-wide precision; closing restores it.
         subject = Subject(peer.model, peer.optimizer, peer.loss_fn, batch)
         found = limits.profile(subject, Reference(recipe.precision, recipe.clip_norm), total_steps=steps)
     try:

@@ -28,7 +28,8 @@ class PlanningMeter:
     def __init__(self, device: torch.device, metering: Metering | None) -> None:
         given = metering or Metering()
         self._meter = find_meter(device, given).meter
-        if given.meter is not None and not isinstance(given.meter, GivenWatts):  # which loses nothing
+        # Given watts can be read twice without loss.
+        if given.meter is not None and not isinstance(given.meter, GivenWatts):
             self._meter, theirs = readers_of(given.meter, 2)
             given = replace(given, meter=theirs)
         self.metering = given

@@ -37,7 +37,7 @@ class ProgressBar:
         self._bar.update(
             self._task, description=printable(text), total=None if share is None else 1.0, completed=share or 0.0
         )
-        self._bar.start()  # where it is not yet
+        self._bar.start()  # No effect if already started.
         self._bar.refresh()
 
     def __exit__(self, *exc: object) -> None:

@@ -73,7 +73,7 @@ def _optimizer_facts(task: Task) -> dict[str, Any]:
     try:
         with torch.device("meta"):
             return optimizer_facts(task.make_optimizer(task.make_model()))
-    except Exception:  # one that cannot be made without memory is compared when its run starts
+    except Exception:  # An optimizer that cannot be built on the meta device is compared when its run starts.
         return {}
 
 
@@ -155,7 +155,7 @@ def job_plans(
     task: Task, budget: Budget, objective: Objective, progress: Callable[[str], None], together: Together
 ) -> Plans:
     """Return the plan of a comparison's job with rank 0's profile, on all ranks."""
-    own: list[Profile] = []  # rank 0's
+    own: list[Profile] = []  # Rank 0's profile.
     plan = plan_on_ranks(task, budget, (), progress, objective=objective, seen=own.append)
     return together.made(Plans, lambda: Plans({"S": plan}, {"S": own[0]}))
 

@@ -21,7 +21,7 @@ def recorded_profile(path: str, budget: Budget, objective: Objective, device: st
         FormatError: the file is no profile, or has no traces for other devices.
     """
     recorded = read_json(Profile, path)
-    for trial in recorded.trials:  # times are compared as ratios
+    for trial in recorded.trials:  # Times are compared as ratios, so they must be positive and finite.
         checks.positive_and_finite(f"{path}: trials.block_s", trial.block_s)
     if device is None:
         return recorded

@@ -24,7 +24,7 @@ def step_memory(task: Task, data: TaskData, device: torch.device, plan: Plan | N
     """
     try:
         return _traced(task, data, device, plan)
-    except Exception:  # whatever cannot be started or traced here is left out of a report that has all the rest
+    except Exception:  # A step that cannot be started or traced is left out of the report.
         return None
 
 
@@ -39,7 +39,8 @@ def _traced(task: Task, data: TaskData, device: torch.device, plan: Plan | None)
         if plan is not None:
             run = stack.enter_context(start(model, optimizer, plan, total_samples=task.budget_rows))
             count, rows, forward = plan.num_micro_batches, plan.micro_batch_of(rows), run.autocast
-            if plan.recompute.value is not None:  # which a copy of the model, as is traced, does not
+            # The traced copy of the model lacks recomputation, so it is applied again.
+            if plan.recompute.value is not None:
                 prepare = partial(use_plan, plan=plan)
         micro = next(BY_CONTAINERS.slices(batch, task.batch_rows, rows))[0]
         return trace_step(

@@ -152,7 +152,8 @@ def _trained(run: Run, batches: Any, asked: Training, counted: CountedTerms, bef
         run.train_step(window, counted.loss)
         done += window.num_batches
         yield done
-        if done == asked.steps and asked.checkpoints is not None:  # before its data are over: more may follow
+        # Saved before the loader is exhausted, so that the run can be extended.
+        if done == asked.steps and asked.checkpoints is not None:
             run.checkpoint()
 
 

@@ -69,7 +69,8 @@ def figures_of(task: Task, steps: int, parts: Sequence[Part]) -> dict[str, Any]:
         "energy": energy.describe(),
         "energy_j": energy.joules,
         **_carbon_figures([part.carbon for part in parts if part.carbon is not None]),
-        **({} if last.done * task.batch_rows == last.rows_before else {"loss": last.loss}),  # where a step was left
+        # Absent if no step remained.
+        **({} if last.done * task.batch_rows == last.rows_before else {"loss": last.loss}),
         "data": f"{last.data.name} ({last.data.origin})",
         "data_on": f"{last.where.value}: {last.where.reason}",
     }
@@ -92,5 +93,5 @@ def told_carbon(seconds: float, energy: Energy, grid: Intensity) -> Carbon:
     """Return the carbon emissions of a run that ended just now after `seconds` seconds, at constant power."""
     try:
         return carbon_of([(time.time() - seconds, energy)], grid)
-    except ValueGivenError as error:  # the file ends before the run did: no reason to lose what it trained
+    except ValueGivenError as error:  # An intensity file that ends before the run does must not lose the training.
         return Carbon(None, grid.kind, Provenance.ABSENT, str(error))

@@ -93,7 +93,7 @@ def _stretch(train: Callable[..., Part], found: CarbonSchedule, clock: Clock) ->
     """Train the first time window of a decision; the last window ends only with the last step."""
     if len(found.stretches) == 1:
         return train(is_over=lambda: False)
-    with heeded() as signals:  # one that comes while the run is made ready, or saved for its pause, is nobody else's
+    with heeded() as signals:  # A signal during start-up or saving would otherwise have no handler.
         return train(is_over=lambda: signals.came is not None or clock.now() >= found.stretches[0].end_s)
 
 

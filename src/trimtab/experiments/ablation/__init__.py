@@ -1,1 +1,1 @@
-"""Each change of a plan alone and without it: races, effects with intervals, and their table."""
+"""Ablation: every change of a plan alone and removed from the plan, with effects and intervals."""

@@ -1,8 +1,8 @@
-"""`trimtab ablate`: what each change of a plan is worth, added to the loop alone and taken out of the plan (table III).
+"""`trimtab ablate`: effect of every change of a plan, added to the loop alone and removed from the plan (table III).
 
-    plan -> an arm for each set of changes that is told -> peaks, apart -> races of all of them, one a seed -> Ablation
+    plan -> an arm per set of changes -> peak memory, measured separately -> paired runs, a set per seed -> `Ablation`
 
-Every stage leaves its result in the output folder, as a comparison's does; started again, it goes on there.
+Every phase writes its result to the output folder, as in a comparison, so that a restart resumes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ from trimtab.tasks.task import Task
 
 @dataclass(frozen=True)
 class AblateSettings:
-    """How much to run.
+    """Options of an ablation.
 
     Args:
-        num_seeds: races, one a seed; 5 for a verdict, 8 for a claim. whole_seeds: how many of them run to the end of
-            the budget, which tells quality (None: all; 0: it is left out); the others run a few steps an arm.
-        quick: short arms, and no more seeds than fit about two minutes with the planning (one at the least).
-        adapt: whether the plan may change the learning rate and its schedule. pairwise: whether each two changes are
-            run together too. cap_s: training seconds after which an arm is censored.
+        num_seeds: paired runs, a seed each; 5 for a verdict, 8 for a claim.
+        whole_seeds: number of full runs to the end of the budget, for quality (None: all; 0: no quality). The
+            remaining
+            runs take a few steps per arm.
+        quick: short arms, and at least one seed but no more than fit in about two minutes including planning.
+        adapt: True if the plan may change the learning rate and its schedule.
+        pairwise: True to run every pair of changes together too.
+        cap_s: training seconds after which an arm is stopped (censored).
     """
 
     num_seeds: int = 5
@@ -67,7 +70,7 @@ class AblateSettings:
             raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
 
     def is_brief(self, seed: int) -> bool:
-        """Return whether the arms of a seed's race run a few steps only."""
+        """Return True if the arms of a seed's run take only a few steps."""
         return self.whole_seeds is not None and seed >= self.whole_seeds
 
 
@@ -81,10 +84,16 @@ def ablate(
     plan: Plan | None = None,
     progress: Progress = silent,
 ) -> Ablation:
-    """Run (or go on with) an ablation in the folder `out`; returns what it found.
+    """Run or resume an ablation in the folder `out`, and return the result.
 
     Args:
-        budget: that the plan is made under. plan: what is ablated, in place of one that is made here.
+        task: the task.
+        out: output folder, locked while the ablation runs.
+        settings: options of the ablation.
+        command: command line, recorded in the report.
+        budget: limits of the plan.
+        plan: the plan to ablate; None to make a plan.
+        progress: receives progress messages.
 
     Raises:
         InUseError: another ablation runs in the folder.
@@ -106,7 +115,7 @@ def _ablated(
     progress: Progress,
     begun: float,
 ) -> Ablation:
-    """Return what `ablate` does, in a folder that is locked."""
+    """Run the ablation for `ablate` in a locked folder."""
     progress(f"reading {task.name}")
     device, data = device_here(), task.load_data()
     fixed = {name: value for name, value in asdict(settings).items() if not name.endswith("_seeds")}
@@ -139,7 +148,7 @@ def _raced(
     budget: Budget,
     begun: float,
 ) -> Raced:
-    """Run every arm that can be: its peak, then the races."""
+    """Run every possible arm: peak memory first, then the paired runs."""
     plan = _whole(plans)
     arms, refusals = plans_of(plan, design, task.reference)
     makes = _loops(arms, task.budget_rows)
@@ -161,21 +170,21 @@ def _raced(
 
 
 def _whole(plans: Plans) -> Plan:
-    """Return the plan that is taken apart: with all that it was let change."""
+    """Return the plan to ablate: the tuned plan if there is one."""
     return plans.plans.get("F", plans.plans["S"])
 
 
 def _loops(arms: Mapping[str, Plan], rows: int) -> dict[str, MakeLoop]:
-    """Return what builds each arm's loop, the reference's first."""
+    """Return the loop builders of all arms, with the reference first."""
     plans: dict[str, MakeLoop] = {name: partial(PlanLoop, plan=plan, total_samples=rows) for name, plan in arms.items()}
     return {REFERENCE: ReferenceLoop} | plans
 
 
 def _step_within(plans: Plans, reference_s: float, *, dear: bool) -> float:
-    """Return the seconds by which short arms of the plan are as long as they are: on a GPU its own, where it is faster.
+    """Return the step seconds used for the length of the plan's short arms; on a GPU the plan's own, if faster.
 
-    Of a plan that is many times as fast, as many steps as of the loop are one block, on which its ratio would rest. One
-    that was given may have been measured elsewhere.
+    With the reference's step time, a much faster plan would finish in a single block, and its ratio would rest on that
+    block. The measurement of a given plan may come from another machine and is not used.
     """
     measured = _whole(plans).measured
     own_s = measured.step_s if measured is not None and plans.profiles else reference_s
@@ -183,7 +192,7 @@ def _step_within(plans: Plans, reference_s: float, *, dear: bool) -> float:
 
 
 def _brief_rows(design: Design, makes: Mapping[str, MakeLoop], few: int, within: int) -> dict[str, int]:
-    """Return the rows of each arm of a short race: those that have most of the plan's changes as fast as the plan."""
+    """Return the samples of every arm in a short run; arms with most changes are assumed as fast as the plan."""
     held = design.arms
     return {name: within if 2 * len(held.get(name, ())) > len(design.changes) else few for name in makes}
 
@@ -191,7 +200,7 @@ def _brief_rows(design: Design, makes: Mapping[str, MakeLoop], few: int, within:
 def _entries(
     task: Task, design: Design, makes: Mapping[str, MakeLoop], rows: Mapping[str, int], control_rows: int
 ) -> list[Entry]:
-    """Return all arms with so many rows each, and those once more that are the controls, of a short race as long."""
+    """Return all arms with their samples, and the A/A controls, with equal length in short runs."""
     again = {name: rows[base] for name, base in design.controls.items()}
     is_brief = any(each < task.budget_rows for each in rows.values())
     budgets = dict(rows) | {name: each if is_brief else min(each, control_rows) for name, each in again.items()}

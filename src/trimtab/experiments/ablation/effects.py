@@ -1,4 +1,4 @@
-"""From the records of an ablation to what each change is worth (math: section 8). Reads records, nothing else."""
+"""Effects of changes, computed from the records of an ablation (math: section 8)."""
 
 from __future__ import annotations
 
@@ -44,16 +44,20 @@ from trimtab.experiments.comparison.verdicts import (
     speed_verdict,
 )
 
-# An arm over another, and the power its ratio is taken to.
+# An arm, another arm, and the exponent of their ratio.
 Term = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured of the arms: races, peaks by arm, and how the held-out metric is read.
+    """Measurements of an ablation: paired runs, peak memory by arm, and the held-out metric.
 
     Args:
-        labels: of each arm, for a person. metric, higher_is_better, unit: as of the task's.
+        design: arms and changes of the ablation.
+        races: records by seed and arm.
+        peaks: peak bytes by arm.
+        labels: label by arm.
+        metric, higher_is_better, unit: of the task's held-out metric.
     """
 
     design: Design
@@ -66,27 +70,27 @@ class Evidence:
 
     @property
     def has_interactions(self) -> bool:
-        """Whether there are several changes."""
+        """True if there are several changes."""
         return len(self.design.changes) > 1
 
     def control(self, again: str) -> Interval | None:
-        """Return a loop's second run against its first; None where they have not run, or failed."""
+        """Return the A/A interval of a loop, or None if the second run is missing or failed."""
         found = self.design.controls
         return None if again not in found else self._control([(again, found[again], 1)])
 
     @property
     def interaction_terms(self) -> list[Term]:
-        """What an interaction is of, where every loop in it is one that ran before."""
+        """Terms of the A/A interaction, in which all loops are repeats."""
         return [(PLAN_AGAIN, PLAN, 1), (UNCHANGED_AGAIN, UNCHANGED, -1)]
 
     @property
     def interaction_control(self) -> Interval | None:
-        """What two runs of the same loops seem to be worth together beyond apart."""
+        """Apparent interaction between two runs of the same loops, as an interval."""
         return self._control(self.interaction_terms) if self.has_interactions else None
 
     @property
     def interaction_ratio(self) -> Ratio | None:
-        """The same with its pairs."""
+        """Apparent interaction between two runs of the same loops, as a ratio with its pairs."""
         return self._product(self.interaction_terms) if self.has_interactions else None
 
     def _control(self, terms: Sequence[Term]) -> Interval | None:
@@ -94,7 +98,7 @@ class Evidence:
         return ratio_interval(ratios) if len(ratios) > 1 and not failures(self.races, *_arms(terms)) else None
 
     def ratio(self, arm: str, against: str, tier: str, control: Interval | None) -> Iterator[RatioRow]:
-        """Yield throughput, memory and quality of an arm over another, where they were measured."""
+        """Yield the throughput, memory and quality ratios of two arms, as far as measured."""
         names = self.labels.get(arm, arm), self.labels.get(against, against)
         if ratios := throughput_ratios(self.races, arm, against):
             ratio = as_ratio(ratio_interval(ratios), ratios)
@@ -109,7 +113,7 @@ class Evidence:
             yield quality
 
     def effects(self, change: Change) -> Iterator[Effect]:
-        """Yield what a change is worth alone and in the plan, and how these differ."""
+        """Yield the effects of a change alone and in the plan, and their interaction."""
         design, settings = self.design, {ALONE: UNCHANGED_AGAIN, WITHIN: PLAN_AGAIN}
         both = {ALONE: design.alone(change.name), WITHIN: design.within(change.name)}
         for setting, (arm, against) in both.items():
@@ -121,7 +125,7 @@ class Evidence:
             yield from self._interactions(change, both[WITHIN], both[ALONE])
 
     def pair_effects(self, change: Change, other: Change) -> Iterator[Effect]:
-        """Yield what a change is worth beside one other, over what it is worth alone."""
+        """Yield the interaction of a change with another change."""
         tier = "F" if "F" in (change.tier, other.tier) else "S"
         beside, alone = self.design.beside(change.name, other.name), self.design.alone(change.name)
         if ALONE not in {**change.refusals, **other.refusals}:
@@ -135,7 +139,7 @@ class Evidence:
         other: Change | None = None,
         tier: str = "",
     ) -> Iterator[Effect]:
-        """Yield the effect beside other changes over the effect alone."""
+        """Yield the effect next to other changes over the effect alone."""
         terms: list[Term] = [(*beside, 1), (*alone, -1)]
         what = change.says if other is None else f"{change.says} with {other.says}"
         rest = {"arm": beside[0], "against": beside[1], "other": "" if other is None else other.name}
@@ -153,10 +157,11 @@ class Evidence:
             yield Effect(change.name, INTERACTION, QUALITY, tier, found, verdict, **rest)
 
     def _further(self, beside: tuple[str, str], alone: tuple[str, str]) -> Ratio | None:
-        """Return what a change does for the held-out metric in one setting beyond the other, paired by seed.
+        """Return the interaction in the held-out metric, paired by seed.
 
-        Of four arms after the same rows, the last that all of them were evaluated at. In points a difference of two
-        differences; of a metric that is told in percent of another's a ratio of two ratios, in percent.
+        The four arms are compared at their last common evaluation: a difference of differences in points, or for a
+        relative
+        metric a ratio of ratios in percent.
         """
         found = []
         for _, race in sorted(self.races.items()):
@@ -169,7 +174,7 @@ class Evidence:
         return as_ratio(Interval(mean, low, high, interval.n), pairs)
 
     def _ends(self, records: Sequence[RunRecord]) -> list[float]:
-        """Return each arm's metric after the last rows that all have; () where one was timed only, or failed."""
+        """Return the metric of all arms at the last common evaluation; [] if an arm was only timed or failed."""
         if any(is_brief(record) or failed(record) for record in records):
             return []
         values = [by_rows(record, self.metric) for record in records]
@@ -177,7 +182,10 @@ class Evidence:
         return [each[max(common)] for each in values] if common else []
 
     def _apart(self, beside: float, without: float, alone: float, loop: float) -> float:
-        """Return one seed's interaction, better above 0: in points, or 100 times a logarithm where it is relative."""
+        """Return the interaction for a seed (above 0 is better).
+
+        In points, or 100 times a logarithm for a relative metric.
+        """
         if self.unit != "relative":
             points = difference(beside, without, self.higher_is_better, self.unit)
             return points - difference(alone, loop, self.higher_is_better, self.unit)
@@ -195,7 +203,10 @@ class Evidence:
         return 1 if self.higher_is_better else -1
 
     def all_together(self, changes: Sequence[Change]) -> Iterator[Effect]:
-        """Yield all changes' worth over the product of what each is worth alone; of two it is their interaction."""
+        """Yield the effect of all changes over the product of the separate effects.
+
+        Nothing for fewer than three changes: for two, the product is their interaction.
+        """
         if len(changes) < 3 or any(ALONE in change.refusals for change in changes):
             return
         terms: list[Term] = [(PLAN, UNCHANGED, 1), *((*self.design.alone(each.name), -1) for each in changes)]
@@ -213,7 +224,7 @@ class Evidence:
         return as_ratio(ratio_interval(ratios), ratios) if ratios else None
 
     def control_rows(self) -> Iterator[RatioRow]:
-        """Yield each loop that ran twice against itself."""
+        """Yield the A/A ratio of every repeated loop."""
         for again, base in self.design.controls.items():
             if ratios := throughput_ratios(self.races, again, base):
                 ratio = as_ratio(ratio_interval(ratios), ratios)
@@ -221,13 +232,13 @@ class Evidence:
                 yield RatioRow(THROUGHPUT, again, base, "", ratio, verdict)
 
     def whole(self, tier: str) -> Iterator[RatioRow]:
-        """Yield the plan against the user's loop, and the engine that changes nothing."""
+        """Yield the plan, and the unchanged run, against the user's loop."""
         for arm, of in ((PLAN, tier), (UNCHANGED, "S")):
             yield from self.ratio(arm, REFERENCE, of, self.control(UNCHANGED_AGAIN))
 
 
 def products(races: Races, terms: Sequence[Term]) -> list[float]:
-    """Return the product of throughput ratios, each to its power, of every race that has them all."""
+    """Return, by seed, the product of throughput ratios with exponents, for seeds with all ratios."""
     found = []
     for seed in sorted(races):
         one = {seed: races[seed]}
@@ -242,7 +253,7 @@ def _arms(terms: Sequence[Term]) -> tuple[str, ...]:
 
 
 def _memory_interaction(value: float, what: str) -> Verdict:
-    """Return whether peaks multiply: four counts, each of which repeats to within 1%."""
+    """Return the verdict on whether peak ratios multiply; each of the four counts repeats to within 1%."""
     if abs(math.log(value)) <= 2 * math.log1p(SAME_PEAK):
         return Verdict("none found", f"{what}: {value:.3f}x the peak it leaves apart")
     more = "more" if value < 1 else "less"

@@ -1,4 +1,4 @@
-"""The first sentences of an ablation: the plan as a whole, its dearest change, and what acts together."""
+"""Headline of an ablation: the plan as a whole, its most valuable change, and interactions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ def headline(
     unit: str = "share",
     failed: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """Return the verdict read first.
+    """Return the headline verdict.
 
     Args:
-        control: of interactions. unit: of the metric. failed: arm -> why it has no figures.
+        changes: changes of the plan.
+        effects: effects of the changes.
+        whole: ratios of the whole plan.
+        control: A/A interval of interactions.
+        unit: unit of the metric.
+        failed: reason for missing figures, by arm.
     """
     if not changes:
         return NOTHING
@@ -48,7 +53,7 @@ def headline(
 
 
 def _kind(speed: RatioRow, quality: RatioRow | None) -> str:
-    """Return one verdict on speed and on what training ends with; where the one gains and the other loses, none."""
+    """Return a combined verdict on speed and final metric; "no verdict" if they contradict."""
     found = speed.verdict.kind
     if quality is None or found == "no verdict":
         return found
@@ -60,7 +65,7 @@ def _kind(speed: RatioRow, quality: RatioRow | None) -> str:
 
 
 def _ends(quality: RatioRow | None, unit: str) -> str:
-    """Say what the plan's training ends with; of one that keeps the maths, where that differs."""
+    """Return a sentence on the final metric; for an equivalent plan, only if it differs."""
     if quality is None or (quality.tier != "F" and quality.verdict.kind == "no gain"):
         return ""
     found = quality_figures(quality.ratio, unit)
@@ -81,9 +86,9 @@ def _whole(row: RatioRow, many: str) -> str:
 
 
 def _dearest(changes: Sequence[Change], effects: Sequence[Effect], whole: RatioRow) -> str:
-    """Name the change that the plan would be slowest without, and those that it would be faster without.
+    """Return a sentence on the most valuable change, and on changes that slow the plan down.
 
-    It is most of a gain where it is more than half of it, as a factor.
+    "Most of the gain" means more than half of the gain on a logarithmic scale.
     """
     within = [e for e in effects if (e.setting, e.metric) == (WITHIN, THROUGHPUT)]
     says = {change.name: change.says for change in changes}
@@ -99,7 +104,7 @@ def _dearest(changes: Sequence[Change], effects: Sequence[Effect], whole: RatioR
 
 
 def _together(changes: Sequence[Change], effects: Sequence[Effect], control: Interval | None) -> str:
-    """Say which changes act together with the rest of the plan, or that none is seen to."""
+    """Return a sentence on changes that interact with the rest of the plan, or on the absence of interactions."""
     says = {change.name: change.says for change in changes}
     found = _interactions(effects, THROUGHPUT)
     seen = []
@@ -113,7 +118,7 @@ def _together(changes: Sequence[Change], effects: Sequence[Effect], control: Int
 
 
 def _for_quality(changes: Sequence[Change], effects: Sequence[Effect], unit: str) -> str:
-    """Say what changes do for quality together beyond apart; of two changes it is one figure."""
+    """Return a sentence on interactions in quality; two changes share a single interaction."""
     says = {change.name: change.says for change in changes}
     found = _interactions(effects, QUALITY)[: 1 if len(changes) == 2 else None]
     seen = []
@@ -127,5 +132,5 @@ def _for_quality(changes: Sequence[Change], effects: Sequence[Effect], unit: str
 
 
 def _interactions(effects: Sequence[Effect], metric: str) -> list[Effect]:
-    """Return those of one change with the rest of the plan."""
+    """Return the interactions of single changes with the rest of the plan."""
     return [e for e in effects if (e.setting, e.metric) == (INTERACTION, metric) and e.change and not e.other]

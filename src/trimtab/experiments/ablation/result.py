@@ -1,12 +1,13 @@
-"""What each change of a plan is worth, alone and in the plan, and how the two differ (paper, table III). Values only.
+"""Effects of a plan's changes, alone and in the plan, with interactions (paper, table III). Values only.
 
     alone       = (loop with the change) / (loop)
     in the plan = (plan) / (plan without the change)
-    interaction = in the plan / alone, on log ratios: a difference, paired by seed; of quality in the plan - alone, in
-                  points; of a metric that is relative in the plan / alone, in percent
+    interaction = in the plan / alone, on log ratios: a difference, paired by seed; for quality: in the plan - alone,
+    in
+                  points; for a relative metric: in the plan / alone, in percent
 
-The loop is the one that the plan's own engine runs with nothing changed, so that what the engine itself takes is in no
-change. Changes that act apart have an interaction of 1, of quality 0.
+The loop is trimtab's run with nothing changed, so that the overhead of the run itself is in no change. Independent
+changes have an interaction of 1, in quality 0.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ THROUGHPUT, MEMORY, QUALITY = "throughput", "peak_memory", "final_metric_differe
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a plan.
+    """A change of a plan.
 
     Args:
-        name: of the choice. says: with its value, for a person. tier: "S" keeps the maths, "F" changes the dynamics.
-        refusals: setting -> why it could not be tried in it: what it depends on, or what it raised.
+        name: name of the setting.
+        says: setting with its value, for reports.
+        tier: "S" keeps the numerics (up to rounding), "F" changes training.
+        refusals: reason for an impossible arm (a dependency or an error), by setting "alone" or "in the plan".
     """
 
     name: str
@@ -40,11 +43,17 @@ class Change:
 
 @dataclass(frozen=True)
 class AblatedArm:
-    """The loop with some changes, as it ran.
+    """Results of the loop with some changes.
 
     Args:
-        label: what a person reads. changes: their names. row_s: median seconds per row, one per seed. peak_bytes: of a
-            step, counted apart; None: not counted. final_metric: one per seed that ran to its end, after `final_rows`.
+        name: name of the arm.
+        label: label in reports.
+        changes: names of the changes.
+        row_s: median seconds per sample, by seed.
+        peak_bytes: peak memory of a step, measured separately; None if not counted.
+        final_metric: metric after `final_rows` samples, by seed with a full run.
+        final_rows: samples at the end of full runs.
+        error: error of a failed arm, or "".
     """
 
     name: str
@@ -59,13 +68,17 @@ class AblatedArm:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a change is worth in one setting: the loop with it over the loop without.
+    """Effect of a change in a setting: the loop with the change over the loop without.
 
     Args:
-        change: its name; "" for all of them against the product of each alone. setting: alone, in the plan, or
-            interaction. metric: throughput, peak_memory or final_metric_difference, as of `RatioRow`.
-        arm, against: with and without it; of an interaction, the plan's. other: of an interaction with one other change
-            alone, its name.
+        change: name of the change; "" for all changes over the product of the separate effects.
+        setting: alone, in the plan, or interaction.
+        metric: throughput, peak_memory or final_metric_difference, as in `RatioRow`.
+        tier: "S" or "F".
+        ratio: the effect.
+        verdict: verdict on the effect.
+        arm, against: arms with and without the change; for an interaction, those of the plan.
+        other: name of the other change in a pairwise interaction, or "".
     """
 
     change: str
@@ -81,11 +94,12 @@ class Effect:
 
 @dataclass(frozen=True)
 class ChangeTime:
-    """Seconds to one rung of the ladder with a change and without: the column of table III.
+    """Time to a target with and without a change, as in table III.
 
     Args:
-        change: its name; "" for all of them, against the reference. setting: alone, in the plan, or whole.
-        row: of the two arms; charged with planning and search (whole), or with the search that found the change.
+        change: name of the change; "" for all changes against the reference.
+        setting: alone, in the plan, or whole.
+        row: time to target of both arms, charged with planning and search (whole) or with the search for the change.
     """
 
     change: str
@@ -95,15 +109,18 @@ class ChangeTime:
 
 @dataclass(frozen=True)
 class Ablation:
-    """Everything a report shows.
+    """Complete result of an ablation, as shown in a report.
 
     Args:
-        headline: the verdict, first thing read. unit: of the metric, as `Comparison` has it. whole: throughput, memory
-            and quality of the plan against the reference, and of the engine that changes nothing.
-        controls: loops against themselves: what can be told from nothing.
-        interaction_control: worth together over worth apart of two runs of the same loops, whose truth is 1.
-        times: seconds to targets; (): no arm ran whole.
-        notes: anything a reader must know.
+        headline: the headline verdict.
+        unit: unit of the metric, as in `Comparison`.
+        num_seeds: number of paired runs.
+        plan: the ablated plan.
+        whole: throughput, memory and quality against the reference, for the plan and for the unchanged run.
+        controls: A/A ratios of repeated loops.
+        interaction_control: interaction between two runs of the same loops, with a true value of 1.
+        times: times to targets; () without full runs.
+        notes: caveats.
     """
 
     task: str
@@ -134,6 +151,6 @@ class Ablation:
         return next((change for change in self.changes if change.name == name), None)
 
     def effect(self, change: str, setting: str, metric: str = THROUGHPUT, other: str = "") -> Effect | None:
-        """Return what a change is worth, or None where that was not measured."""
+        """Return an effect, or None if not measured."""
         key = (change, setting, metric, other)
         return next((e for e in self.effects if (e.change, e.setting, e.metric, e.other) == key), None)

@@ -1,4 +1,4 @@
-"""An ablation as flat benchmark rows: what `trimtab ablate --json` prints."""
+"""An ablation as flat benchmark rows, printed by `trimtab ablate --json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from trimtab.experiments.comparison.rows import (
 
 
 def ablation_object(ablation: Ablation) -> dict[str, Any]:
-    """Return the object of every benchmark; a row is flat but for its pairs, ratios are with a change over without."""
+    """Return the benchmark object of an ablation; rows are flat except for `pairs`.
+
+    Ratios are with the change over without.
+    """
     run = {"command": ablation.command, "data_sha256": ablation.data_source.get("sha256")}
     run |= verdict_object(ablation.headline)
     found = {
@@ -78,7 +81,7 @@ def _times(ablation: Ablation) -> Iterator[dict[str, Any]]:
 
 
 def _controls(ablation: Ablation) -> dict[str, Ratio | None]:
-    """Return by setting the A/A ratio that it is resolved by."""
+    """Return the A/A ratio for the resolution, by setting."""
     found = {row.arm: row.ratio for row in ablation.controls}
     loop, plan = found.get(UNCHANGED_AGAIN), found.get(PLAN_AGAIN)
     return {ALONE: loop, WHOLE: loop, WITHIN: plan, INTERACTION: ablation.interaction_control}

@@ -1,4 +1,4 @@
-"""From the plan, races and peaks of an ablation to the `Ablation` every report reads."""
+"""Builds an `Ablation` from the plan, paired runs and peak memory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ from trimtab.tasks.task import Task, TaskData
 
 @dataclass(frozen=True)
 class Raced:
-    """What was run.
+    """Measurements of an ablation.
 
     Args:
-        facts: of each arm apart from the races. refusals: arm -> why it did not run. budget: that the plan was made
-            under.
+        plan: the ablated plan.
+        design: arms and changes.
+        races: records by seed and arm.
+        facts: measurements outside the paired runs, by arm.
+        refusals: reason for not running, by arm.
+        budget: limits of the plan.
     """
 
     plan: Plan
@@ -42,19 +46,19 @@ class Raced:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Peak bytes of a step of each arm that was counted."""
+        """Peak bytes of a step, by measured arm."""
         return {name: fact.peak_bytes for name, fact in self.facts.items() if fact.peak_bytes}
 
     @property
     def failed(self) -> dict[str, str]:
-        """Why each arm has no figures that has none: it could not be built, or no race of it was finished."""
+        """Reason for missing figures by arm: it could not be built, or failed in all paired runs."""
         raced = {name for race in self.races.values() for name in race}
         errors = {name: [stats.failed(race[name]) for race in self.races.values() if name in race] for name in raced}
         return {name: found[0] for name, found in errors.items() if all(found)} | dict(self.refusals)
 
 
 def summarise(task: Task, data: TaskData, raced: Raced, command: str, notes: Sequence[str] = ()) -> Ablation:
-    """Return everything a report shows."""
+    """Return the ablation with all figures of a report."""
     plan, design, metric = raced.plan, raced.design, task.metric
     says = {name: says_of(plan, name) for name in design.changes}
     labels = labels_of(design, says)
@@ -83,7 +87,7 @@ def summarise(task: Task, data: TaskData, raced: Raced, command: str, notes: Seq
 
 
 def nothing_to_ablate(task: Task, data: TaskData, plan: Plan, command: str) -> Ablation:
-    """Return the result for a plan that is the loop."""
+    """Return the result for a plan without changes."""
     return _ablation(
         task, data, plan, command, headline=headline((), (), ()), num_seeds=0, environment=dict(environment_of({}))
     )
@@ -115,7 +119,7 @@ def _effects(evidence: Evidence, changes: Sequence[Change]) -> Iterator[Effect]:
 
 
 def says_of(plan: Plan, name: str) -> str:
-    """Return a change with its value, for a person: `precision bf16`, `fused optimizer`."""
+    """Return a change with its value as text, such as `precision bf16` or `fused optimizer`."""
     value, words = getattr(plan, name).value, name.replace("_", " ")
     if isinstance(value, bool):
         return words if value else f"not {words}"
@@ -123,7 +127,7 @@ def says_of(plan: Plan, name: str) -> str:
 
 
 def labels_of(design: Design, says: Mapping[str, str]) -> dict[str, str]:
-    """Return what each arm is called, in the order of the table."""
+    """Return the label of every arm, in table order."""
     found = {REFERENCE: "the reference", UNCHANGED: "the loop, nothing changed"}
     for name, changes in design.arms.items():
         if name in (UNCHANGED, PLAN):
@@ -140,7 +144,7 @@ def _tier(plan: Plan, name: str) -> str:
 
 
 def _refusals(raced: Raced, change: str) -> dict[str, str]:
-    """Return why a change could not be tried in a setting, where one of that setting's two arms has no figures."""
+    """Return the reason for an impossible setting of a change, if either of its two arms failed."""
     failed, design, found = raced.failed, raced.design, {}
     arm, loop = design.alone(change)
     if loop in failed:
@@ -175,7 +179,7 @@ def _arm(name: str, label: str, task: Task, raced: Raced) -> AblatedArm:
 
 
 def _notes(raced: Raced, changes: Sequence[Change], effects: Sequence[Effect]) -> list[str]:
-    """Return what a reader must know besides the figures."""
+    """Return the caveats of an ablation."""
     races = raced.races
     found = [f"{name}: {reason}" for name, reason in noted.ends(races).items()]
     found += [f"{change.says} {reason}" for change in changes for reason in change.refusals.values()]
@@ -184,7 +188,7 @@ def _notes(raced: Raced, changes: Sequence[Change], effects: Sequence[Effect]) -
         found.append("One change: alone and in the plan are the same, and there is nothing to interact with.")
     if all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: quality was not measured.")
-    one = changes[-1].name if len(changes) == 2 else None  # whose interaction is that of the other
+    one = changes[-1].name if len(changes) == 2 else None  # Two changes share a single interaction.
     told = [effect for effect in effects if not (effect.setting == INTERACTION and effect.change == one)]
     timed = sum(effect.ratio.n >= MIN_PAIRS_FOR_VERDICT for effect in told)
     if timed > 1:
@@ -196,7 +200,7 @@ def _notes(raced: Raced, changes: Sequence[Change], effects: Sequence[Effect]) -
 
 
 def _limits(raced: Raced, change: Change) -> Iterator[str]:
-    """Say where the limit on memory is met only by a change."""
+    """Yield a caveat if the memory limit is met only with a change."""
     limit, peaks = raced.budget.memory_bytes, raced.peaks
     without = raced.design.within(change.name)[1]
     if limit is not None and peaks.get(PLAN, limit + 1) <= limit < peaks.get(without, 0):

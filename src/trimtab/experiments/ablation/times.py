@@ -1,4 +1,4 @@
-"""Seconds to the rungs of the ladder with a change and without (paper, table III). Reads records, nothing else."""
+"""Times to target with and without a change (paper, table III), from records."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from trimtab.experiments.ablation.effects import Evidence
 from trimtab.experiments.ablation.result import ALONE, WHOLE, WITHIN, Change, ChangeTime
 from trimtab.experiments.comparison.target_rows import Charge, target_row
 
-# With and without, and the loop whose second run is their control.
+# Arms with and without the change, and the loop with the A/A control.
 _Arms = tuple[str, str, str]
 
 
 def times(evidence: Evidence, plan: Plan, changes: Sequence[Change], targets: Sequence[float]) -> Iterator[ChangeTime]:
-    """Yield each rung of the plan as a whole and of each change, where two loops ran whole; with its charge beside it.
+    """Yield times to all targets of the whole plan and of every change with full runs, also with charged planning.
 
-    The plan is charged with its planning and search. A change of tier F is charged with all of the search: what of it
-    each change took is not known.
+    The plan is charged with planning and search. A tier-F change is charged with the whole search, because the search
+    time
+    per change is unknown.
     """
     for target in targets:
         yield from _rung(evidence, "", WHOLE, plan.tier, (PLAN, REFERENCE, UNCHANGED_AGAIN), target, plan.planning_s)
@@ -29,7 +30,7 @@ def times(evidence: Evidence, plan: Plan, changes: Sequence[Change], targets: Se
 
 
 def _settings(evidence: Evidence, change: Change) -> dict[str, _Arms]:
-    """Return the arms of each setting that a change could be tried in."""
+    """Return the arms of every possible setting of a change."""
     design = evidence.design
     found = {ALONE: (*design.alone(change.name), UNCHANGED_AGAIN)}
     if evidence.has_interactions:

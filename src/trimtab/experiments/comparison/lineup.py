@@ -75,7 +75,7 @@ class Lineup:
         yield self._entry("plan_S", make, rows, timed=self._control if why else 0, why=why, short=self._own_few("S"))
         if "F" in self._plans:
             freed = self._plans["F"]
-            has_schedule = freed.schedule.value != "user"  # only a schedule has to end somewhere
+            has_schedule = freed.schedule.value != "user"  # Only a schedule needs a fixed horizon.
             horizon = min(rows, self._task.adapted_rows or rows) if has_schedule else rows
             make = partial(PlanLoop, plan=freed, total_samples=horizon)
             yield self._entry("plan_F", make, horizon, short=self._own_few("F"))

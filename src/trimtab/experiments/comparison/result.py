@@ -16,8 +16,8 @@ from trimtab.core.profile import Trial
 from trimtab.core.step_memory import StepMemory
 
 RESULT_SCHEMA = 6
-NO_HARM = "no harm"  # the verdict of a plan that was shown to do a tuned loop none
-NO_VERDICT = "no verdict"  # where the figures allow none to be given
+NO_HARM = "no harm"  # Verdict of a plan that passed the non-inferiority test.
+NO_VERDICT = "no verdict"  # Verdict if the figures decide nothing.
 # Patterns for sentences in reports written before these rows had fields for a bound and for failures.
 _BOUND = re.compile(r"([<>])= (\d+(?:\.\d+)?)x")
 _FAILED = " failed in "

@@ -116,7 +116,8 @@ def target_object(task: str, row: TargetRow, control: Ratio | None) -> dict[str,
         at_least, at_most = limits_of(row)
         limits = {"bound": row.bound, "at_least": at_least, "at_most": at_most}
         return head | limits | {"verdict": row.verdict.kind}
-    interval = {key: value for key, value in interval_of(row.ratio.inverse).items() if key != "n"}  # that of all pairs
+    # The row already has the n of all pairs.
+    interval = {key: value for key, value in interval_of(row.ratio.inverse).items() if key != "n"}
     return head | interval | resolution_of(control) | {"verdict": row.verdict.kind}
 
 

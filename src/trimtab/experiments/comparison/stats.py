@@ -15,7 +15,7 @@ from trimtab.experiments.comparison.result import Ratio
 Races = Mapping[int, Mapping[str, RunRecord]]  # seed -> arm name -> record
 # Key in a header's detail: the sample budget of the arm.
 GIVEN_ROWS = "given_rows"
-ALIKE = 0.02  # of their rows, by which two runs of as many may differ: windows of several batches end beyond a budget
+ALIKE = 0.02  # Tolerance of equal sample counts: steps of several batches can exceed a budget.
 
 
 Pair = tuple[RunRecord, RunRecord]

@@ -199,7 +199,7 @@ def _judge(
     # unbounded, so the smallest ratio is reported; otherwise the interval's lower end.
     least = min(ratios) if is_behind or ratio.low is None else ratio.low
     if verdict.kind == "gain" and least < 1 and ratio.low is not None:
-        least = ratio.low  # what the verdict rests on: a least that says "slower" would speak against it
+        least = ratio.low  # The verdict rests on this bound; a bound below 1 would contradict the gain.
     limits = _Limits(at_least=_down(least))
     why = "the other had not come there when it ended" if is_behind else "it had crossed by its first evaluation"
     if verdict.kind == "gain":

@@ -1,1 +1,1 @@
-"""The paper's evaluation: what runs of every kind show, beside what the paper states."""
+"""Evaluation of the paper: results of all kinds of runs next to the paper's statements."""

@@ -1,7 +1,7 @@
-"""From folders and files to runs: what each is, read strictly; what is no run is refused by name.
+"""Reads runs from folders and files, and refuses other files by name.
 
-A further kind of result is one entry of `KINDS`: the file a folder has it in, a key that only it has, its class, and
-the function that returns its findings.
+A new kind of result needs an entry in `KINDS`: file name, a unique JSON key, its class, and the function that returns
+its findings.
 """
 
 from __future__ import annotations
@@ -34,8 +34,13 @@ class Kind:
     """A kind of result.
 
     Args:
-        file: in a run's folder. key: of its JSON object, and of no other kind's. has_report: whether its command writes
-            a report of it alone. has_folder: whether the folder it is in is the run's own, and says more of it.
+        name: name of the kind.
+        file: file name in a run's folder.
+        key: key of the JSON object, unique to the kind.
+        value: class of the result.
+        run_of: returns the run for a name and a result.
+        has_report: True if the command writes a separate report.
+        has_folder: True if the folder belongs to the run and contains further facts.
     """
 
     name: str
@@ -57,11 +62,11 @@ _EXPECTED = f"a folder or file of {', '.join(kind.name for kind in KINDS)}, or a
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[Run, ...]:
-    """Return the runs that folders and files hold, in their order.
+    """Return the runs stored in folders and files, in order.
 
     Raises:
-        FormatError: one is damaged, of another schema, or no run; it is named.
-        ValueGivenError: one was given twice.
+        FormatError: a file is damaged, has another schema, or is no run; the error names the file.
+        ValueGivenError: a run was given twice.
     """
     files = [_file(Path(path)) for path in paths]
     for index, file in enumerate(files):
@@ -79,7 +84,7 @@ def _file(path: Path) -> Path:
         raise FormatError(str(path), given=given, expected="one result", way_out=way_out)
     if files:
         return files[0]
-    if (path / NAME).is_file():  # without a result beside it, it was cut off
+    if (path / NAME).is_file():  # A settings file without a result: the run was interrupted.
         raise FormatError(
             str(path),
             given="a run that was cut off before its first result",
@@ -110,7 +115,7 @@ def _read(name: str, file: Path) -> Run:
 
 
 def has_own_report(path: Path) -> bool:
-    """Return whether what is there is of a kind that has a report of its own; damage is told by who reads it."""
+    """Return True if the result has a separate report; damaged files count as True and are reported on reading."""
     try:
         data = parse(read_text(_file(path), _EXPECTED))
     except (FormatError, OSError, ValueError, RecursionError):
@@ -124,13 +129,13 @@ def _kind_of(data: Any) -> Kind | None:
 
 
 def _beside(run: Run, folder: Path) -> Run:
-    """Return a run with what its folder says beside its result, which may have been written down as less."""
+    """Return a run with facts from its folder, possibly more complete than the result file."""
     where = environment_beside(folder) or run.environment
     return replace(run, environment=where, planned=planned_beside(folder))
 
 
 def _what(data: Any) -> str:
-    """Say what a file holds that is no run."""
+    """Return a description of the content of a file that is no run."""
     if isinstance(data, dict) and {"name", "rows"} <= data.keys():
         return f"the rows that benchmark {data['name']!r:.40} printed, without the run they are of"
     return "JSON of something else"

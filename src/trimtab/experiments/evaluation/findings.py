@@ -1,4 +1,4 @@
-"""Findings of each kind of run. A further kind is a function here and an entry in `evaluation.files.KINDS`."""
+"""Findings of every kind of run. A new kind is a function here and an entry in `evaluation.files.KINDS`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_finding
 from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
 
-_Point = tuple[int, float, float]  # of a curve: rows, seconds, metric
+_Point = tuple[int, float, float]  # A point of a curve: samples, seconds, metric.
 
 
 def of_comparison(name: str, found: Comparison) -> Run:
-    """Return what a comparison shows."""
+    """Return the run of a comparison."""
     return Run(
         name,
         "comparison",
@@ -53,7 +53,7 @@ def of_comparison(name: str, found: Comparison) -> Run:
 
 
 def _gains(found: Comparison) -> Iterator[Finding]:
-    # An arm that failed in some race has no verdict, and so no gain.
+    # An arm that failed in some paired run has no verdict, and so no gain.
     faster = {
         row.arm
         for row in found.ratios
@@ -63,12 +63,12 @@ def _gains(found: Comparison) -> Iterator[Finding]:
 
 
 def _label(arm: Arm) -> str:
-    """Return what a person reads of an arm; of one that is no plan of ours also what it computed in here."""
+    """Return an arm's label; for recipes with the compute precision on this machine."""
     return f"{arm.label}, computed in {arm.precision}" if arm.precision and not arm.tier else arm.label
 
 
 def _trained(found: Comparison) -> str:
-    """Return how far the reference was trained, and the rungs of the ladder that it reached."""
+    """Return the samples trained on by the reference, its final metric and the targets it reached."""
     reference = found.arm(REFERENCE)
     if reference is None or not reference.final_metric or not reference.curves:
         return ""
@@ -102,26 +102,30 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
 
 
 def _of_a_row(joules: float | None, found: Comparison) -> float | None:
-    """Return joules of a batch as those of a row, as records tell them; None where no plan says how many rows it has.
+    """Return joules per sample from joules per batch; None if the batch size is unknown.
 
-    Joules are of all ranks. Of reports of before only a plan is known, which has the rows of one rank, the fullest.
+    Joules cover all ranks. Older reports contain only a plan, with the batch size of the fullest rank.
     """
     batches = {found.batch_rows or plan.batch_rows * found.num_ranks for plan in found.plans.values()}
     return joules / batches.pop() if joules is not None and len(batches) == 1 else None
 
 
 def _has_verdict(row: RatioRow) -> bool:
-    """Return whether an interval may be held against a bar; that its own bar is in it is no reason against another."""
+    """Return True if an interval may be compared with a claim.
+
+    For "do no harm", an interval that includes its own limit may still decide against another limit.
+    """
     if row.metric == "do_no_harm" and not failure_of(row):
         return row.ratio.n >= MIN_PAIRS_FOR_VERDICT
     return row.verdict.kind != NO_VERDICT
 
 
 def _quality(found: Comparison, row: RatioRow) -> Finding:
-    """Return what a plan's quality is beside the reference's: of tier S after the same rows, of tier F at both ends.
+    """Return a plan's final metric against the reference: at equal samples for tier S, at both ends for tier F.
 
-    Both metrics are of where they are compared. Rows that end before the reference's budget are no statement of what
-    training ends with: no verdict then, but for tier F's own, which may be fewer.
+    Both values are taken at the point of comparison. A comparison before the end of the reference's budget gives no
+    verdict,
+    because it does not describe the trained model. A tuned plan may end early itself.
     """
     ours, theirs = found.arm(row.arm), found.arm(row.against)
     ends = [] if ours is None or theirs is None else _ends(ours, theirs, after_equal_rows=row.tier != "F")
@@ -136,14 +140,14 @@ def _quality(found: Comparison, row: RatioRow) -> Finding:
 
 
 def _budget_rows(found: Comparison) -> int:
-    """Return the rows that the reference was to train on; from reports that do not say so, those it trained on."""
+    """Return the reference's sample budget; for older reports, the number of samples trained on."""
     given = [row.against_rows for row in found.target_rows if row.against == REFERENCE]
     reference = found.arm(REFERENCE)
     return max(given, default=0) or (0 if reference is None else reference.final_rows)
 
 
 def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
-    """Yield what a plan holds over the tuned loop that it was made for, of which a comparison has no row."""
+    """Yield the peak-memory ratio of a plan over its hand-tuned loop, missing from a comparison's rows."""
     ours, theirs = (_value("peak_memory", found.arm(name)) for name in (row.arm, row.against))
     if ours and theirs:
         figure = Ratio(ours / theirs, None, None, 1, (ours / theirs,), counted=True)
@@ -169,7 +173,7 @@ def _targets(found: Comparison) -> Iterator[Finding]:
 
 
 def _without_figure(time: Finding, failed: str) -> Finding:
-    """Return a time of an arm that failed, which shows nothing: a bound would be held against a bar as a figure is."""
+    """Return the time of a failed arm without bounds, because a bound would count as a figure."""
     return replace(time, said=failed, figure=None, has_verdict=False, at_least=None, at_most=None, failed=failed)
 
 
@@ -199,7 +203,7 @@ def _median(seconds: Sequence[float]) -> float | None:
 
 
 def _peers(found: Comparison) -> Iterator[Finding]:
-    """Yield what a comparison has no row for: the final metric of the other recipes against the reference's."""
+    """Yield the final metric of other recipes against the reference, missing from a comparison's rows."""
     reference = found.arm(REFERENCE)
     if reference is None or reference.error:
         return
@@ -215,8 +219,9 @@ def _peers(found: Comparison) -> Iterator[Finding]:
 
 
 def _ends(arm: Arm, reference: Arm, *, after_equal_rows: bool) -> list[tuple[_Point, _Point]]:
-    """Return where a pair's metrics are compared, theirs beside ours: at the last rows that both were judged after, or
-    where each ended. Empty where a pair lacks that.
+    """Return the points of comparison of every pair: the last common evaluation, or the end of both runs.
+
+    Returns [] if a pair lacks such points.
     """
     theirs, ends = {curve.seed: curve for curve in reference.curves}, []
     for curve in arm.curves:
@@ -233,11 +238,14 @@ def _ends(arm: Arm, reference: Arm, *, after_equal_rows: bool) -> list[tuple[_Po
 
 
 def _after(ends: Sequence[tuple[_Point, _Point]], rows: int) -> tuple[str, tuple[bool, bool]]:
-    """Return after how much of the reference's training a pair is compared, or "" of all of it; and whether it is all
-    of it, nearly, for ours and for theirs.
+    """Return the position of the comparison in the reference's training, and whether both runs are nearly complete.
 
     Args:
-        rows: of that training.
+        ends: points of comparison, by pair.
+        rows: samples of the reference's training.
+
+    Returns:
+        A text, or "" at the end of training; and (arm complete, reference complete).
     """
     if not ends:
         return "some pair has no evaluation of both", (False, False)
@@ -256,10 +264,9 @@ def _between(shares: Sequence[float]) -> str:
 
 
 def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str, bool] | None:
-    """Return the difference of the final metric of all pairs (positive is better), the rows that it is after, and
-    whether these are all of both, without which there is no verdict.
+    """Return the difference of the final metric (positive is better), its position, and whether both runs are complete.
 
-    A recipe ends where its own budget does: windows of several batches go a little beyond, a short schedule ends early.
+    A recipe ends with its own budget: steps of several batches go slightly beyond it, and a short schedule ends early.
     """
     ends = _ends(arm, reference, after_equal_rows=False)
     if not ends:
@@ -270,7 +277,7 @@ def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str
 
 
 def _mfu(found: Comparison) -> Iterator[Finding]:
-    """Yield the share of the peak FLOP/s of each arm; over seeds it moves as its throughput does."""
+    """Yield the model FLOP/s utilisation of all arms; over seeds it varies with throughput."""
     reference = found.arm(REFERENCE)
     for arm in found.arms:
         if arm.mfu is None or not arm.terms_per_s or arm.name == REFERENCE:
@@ -285,7 +292,7 @@ def _mfu(found: Comparison) -> Iterator[Finding]:
 
 
 def of_scaling(name: str, found: Scaling) -> Run:
-    """Return what a scaling table shows."""
+    """Return the run of a scaling table."""
     return Run(
         name,
         "scaling",
@@ -298,7 +305,7 @@ def of_scaling(name: str, found: Scaling) -> Run:
 
 
 def _threads(found: Scaling) -> dict[str, str]:
-    """Return the threads of each rank: those of the process that started them are others."""
+    """Return the threads per rank, unlike those of the launching process."""
     return {"threads": f"{' / '.join(map(str, found.threads))} a rank"} if found.threads else {}
 
 
@@ -319,7 +326,7 @@ def _efficiency(found: Interval, pairs: Sequence[float]) -> Ratio:
 
 
 def of_ablation(name: str, found: Ablation) -> Run:
-    """Return what an ablation shows: each change alone, over the loop that the plan's engine runs unchanged."""
+    """Return the run of an ablation: every change alone, over the unchanged loop in trimtab's run."""
     return Run(
         name,
         "ablation",
@@ -359,7 +366,7 @@ def _components(found: Ablation) -> Iterator[Finding]:
 
 
 def _whole(found: Ablation, names: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what all changes together are worth, and what is told from nothing: loops against themselves."""
+    """Yield the effect of all changes together, and the A/A controls."""
     labels = {arm.name: arm.label for arm in found.arms} | {"reference": "the reference"}
     for row in (*found.whole, *found.controls):
         if row.ratio is not None and row.metric in names:

@@ -1,4 +1,4 @@
-"""Findings of where a gain comes from: of laps under a clock, and of the thirds of races."""
+"""Findings on the source of a gain: from interleaved timed steps, and from thirds of training."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from trimtab.experiments.phase_page import PhasePage
 REFERENCE = "reference"
 _UNPROVED = "laps of one process: no races show that the plan gains"
 _NOT_FASTER = "its races do not show that it is faster"
-_LAPPED = "plan_S"  # the arm whose laps are clocked
-_PARTS = {MEMORY_BOUND: "memory"}  # as the paper's claims name it
+_LAPPED = "plan_S"  # The arm with phase timing.
+_PARTS = {MEMORY_BOUND: "memory"}  # The name used in the paper's claims.
 
 
 def gain_findings(gain: Gain | None, thirds: Sequence[ThirdRow], faster: Collection[str]) -> Iterator[Finding]:
-    """Yield shares of what a step saves by phase and bound, where it was clocked, and of a run by third.
+    """Yield fractions of the saved time by phase, bound and third of training.
 
     Args:
-        faster: arms of which races have shown that they gain, by their control, and that failed in none. Laps are of
-            one seed and of arms that are built once, and thirds are of the races that an arm survived: alone neither
-            allows a verdict.
+        gain: the gain by phase, or None.
+        thirds: comparison by thirds of training.
+        faster: arms with a significant gain in paired runs and no failure. Phase timing covers a single seed with arms
+            built once, and thirds cover only successful runs, so neither allows a verdict alone.
     """
     if gain is not None:
         yield from _shares(gain, _LAPPED in faster)
@@ -48,10 +49,10 @@ def _shares(gain: Gain, is_proved: bool) -> Iterator[Finding]:
 
 
 def of_phases(name: str, found: PhasePage) -> Run:
-    """Return what laps under a clock show.
+    """Return the run of a phase table.
 
     Raises:
-        FormatError: they are of several plans, or none; or of steps that took no time.
+        FormatError: the table has no plan or several plans, or steps with zero or infinite time.
     """
     if len(found.gains) != 1:
         given, way_out = f"{len(found.gains)} of them", "trimtab phases ONE --out FILE"

@@ -1,4 +1,4 @@
-"""Which runs are of one kind of machine: figures of different ones stand side by side, and in no ratio together."""
+"""Machines of runs: figures of different machines appear side by side, never in a common ratio."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Machine = tuple[tuple[str, str], ...]
 
 
 def letters(runs: Sequence[Run]) -> dict[Machine, str]:
-    """Return a name for each machine: A, B and so on, in the order of the runs."""
+    """Return a letter for every machine (A, B, ...), in the order of the runs."""
     found = dict.fromkeys(run.machine for run in runs)
     known = [machine for machine in found if machine]
     named = {machine: _letter(index) for index, machine in enumerate(known)}
@@ -25,7 +25,7 @@ def _letter(index: int) -> str:
 
 
 def sameness(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return what has to be known where runs are read side by side."""
+    """Return caveats about comparing runs: machines, versions and data."""
     machines = {run.machine for run in runs}
     found = []
     if () in machines:

@@ -1,4 +1,4 @@
-"""What the paper's own figures come to, checked by arithmetic alone: no machine is needed for it (math: section 8)."""
+"""Arithmetic checks of the paper's own figures, independent of any machine (math: section 8)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from trimtab.decide.projection import doubling_months, net_speedup, speedup_of_t
 from trimtab.experiments.evaluation.paper_figures import BATCH_IMAGES, MAIN_TABLES, RANKS
 
 GPU = "RTX 3090"
-# FLOP of an image, forward and backward, of ResNet-50 by its stem (math: section 9).
+# FLOP per image of ResNet-50, forward and backward, by stem (math: section 9).
 FLOP_PER_IMAGE = {"3x3": 7.78e9, "7x7": 0.50e9}
 
 
 @dataclass(frozen=True)
 class Check:
-    """A statement of the paper beside what its own figures give.
+    """A statement of the paper next to the result computed from its own figures.
 
     Args:
-        gives: the figures. holds: whether they are what it says, to the digits that it gives.
+        says: the statement.
+        source: section, table or equation.
+        gives: the computed figures.
+        holds: True if both agree to the printed digits.
     """
 
     says: str
@@ -28,7 +31,7 @@ class Check:
 
 
 def checks() -> tuple[Check, ...]:
-    """Return them in the order of the paper."""
+    """Return all checks in the order of the paper."""
     return (_times(), _perplexity(), *_efficiencies(), _utilisation(), _net(), *_doublings(), _overhead())
 
 

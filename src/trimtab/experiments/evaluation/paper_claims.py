@@ -1,4 +1,4 @@
-"""Whether what was measured shows what the paper claims: of its own recipe, and of our plans (math: section 8)."""
+"""Verdicts on the paper's claims, for its own recipe and for trimtab's plans (math: section 8)."""
 
 from __future__ import annotations
 
@@ -24,22 +24,26 @@ from trimtab.experiments.evaluation.result import Finding, Run
 
 PASS, FAIL = "pass", "fail"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
-# The paper's recipe, as it stands in its text; and ours. A component's effect is of the plan that has it.
+# The paper's recipe as described in its text, and trimtab's plans. A component's effect belongs to the plan with it.
 LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
-NEAR = 0.1  # of the whole, around a share that is claimed, what is about it
-_ABSOLUTE = ("mfu",)  # which is of a device, as no ratio of two loops on it is
+NEAR = 0.1  # Tolerance around a claimed fraction, as a fraction of the whole gain.
+_ABSOLUTE = ("mfu",)  # Measures that depend on the device, unlike ratios of two loops.
 _THIRDS = (("early",), ("middle",), ("late",))
-# What a claim is over: the reference; of an efficiency nothing else; of a component the loop without it.
+# Baseline of a claim: the reference; none for an efficiency; the loop without it for a component.
 _AGAINST = ("reference", "", "alone")
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim held against one finding of one run.
+    """A claim compared with a finding of a run.
 
     Args:
-        status: pass, fail, no verdict, not comparable. here: what it would be, were the machine and the size no matter.
-        why: what the status rests on.
+        claim: the claim.
+        run: the run.
+        finding: the finding.
+        status: pass, fail, no verdict or not comparable.
+        here: the status regardless of machine and model size.
+        why: the reason for the status.
     """
 
     claim: Claim
@@ -51,19 +55,21 @@ class Judged:
 
     @property
     def is_literal(self) -> bool:
-        """Whether it is of the paper's own recipe."""
+        """True for the paper's own recipe."""
         return self.finding.arm == LITERAL
 
 
 def judge(runs: Sequence[Run], claims: Sequence[Claim] = CLAIMS) -> dict[Claim, tuple[Judged, ...]]:
-    """Return each claim with all that was measured of it; nothing where it was not."""
+    """Return all claims with their judged findings, empty if not measured."""
     return {claim: tuple(_judged(claim, runs)) for claim in claims}
 
 
 def status_of(judged: Sequence[Judged]) -> str:
-    """Return one status of findings that may differ: one that fails makes the claim fail.
+    """Return the combined status of several findings: a failure makes the claim fail.
 
-    Each model (of images: each stem) is judged by itself. A pass on one does not speak for another that was measured.
+    Every model (for images: every stem) is judged separately, so that a pass on a model does not count for other
+    measured
+    models.
     """
     models: dict[tuple[str, ...], set[str]] = {}
     for each in judged:
@@ -90,9 +96,11 @@ def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
 
 
 def _ways(claim: Claim, run: Run) -> Iterator[tuple[Claim, str, Finding]]:
-    """Yield what a run can judge a claim by, and how that is labelled where it is not what the claim speaks of.
+    """Yield the findings of a run to judge a claim by, with a label if the measure differs from the claim's.
 
-    A component's time to the target is its throughput where both loops learn as much of a row: in tier S, not in F.
+    For an equivalent plan, a component's time to target can be replaced by throughput, because both loops learn
+    equally per
+    sample; for a tuned plan it cannot.
     """
     own = tuple(_of(claim, run))
     if claim.measure != "component_time" or any(map(_tells, _of(replace(claim, target=None), run))):
@@ -105,7 +113,7 @@ def _ways(claim: Claim, run: Run) -> Iterator[tuple[Claim, str, Finding]]:
 
 
 def _tells(rung: Finding) -> bool:
-    """Return whether something is known of a time: itself, a bound, or that one of the two came there more often."""
+    """Return True if a time is informative: a value, a bound, or a different number of reached targets."""
     return rung.figure is not None or rung.is_bounded or rung.reached[0] != rung.reached[1]
 
 
@@ -123,13 +131,13 @@ def _because(claim: Claim, here: str, finding: Finding) -> str:
 
 
 def _is_even(claim: Claim, finding: Finding) -> bool:
-    """Return whether a claim is of a third of training, and a third of the gain is in its interval."""
+    """Return True if a claim concerns a third of training and the interval includes 1/3."""
     ends = _ends(finding.figure)
     return claim.part in _THIRDS and ends is not None and ends[0] <= 1 / 3 <= ends[1]
 
 
 def _open(finding: Finding) -> str:
-    """Say what keeps a finding from a verdict."""
+    """Return the reason for a missing verdict."""
     figure = finding.figure
     if figure is None or not math.isfinite(figure.mean):
         return "there is no figure"
@@ -139,7 +147,7 @@ def _open(finding: Finding) -> str:
 
 
 def _of(claim: Claim, run: Run) -> Iterator[Finding]:
-    """Yield the findings of a run that a claim is about; of times, to its target or the next, uncharged and charged."""
+    """Yield the findings relevant for a claim; for times, at its target or the nearest, with and without planning."""
     found = [
         finding
         for finding in run.findings
@@ -157,18 +165,20 @@ def _of(claim: Claim, run: Run) -> Iterator[Finding]:
 
 
 def _way_of(finding: Finding) -> tuple[str, bool, str]:
-    """Return what tells a ladder from another of the same run."""
+    """Return the key of a series of targets within a run."""
     return finding.arm, finding.charged, finding.part
 
 
 def nearest(rungs: Sequence[Finding], target: float | None) -> Finding:
-    """Return the rung of a target; where the ladder has none, the hardest whose time is known, or the last.
+    """Return the finding for a target; otherwise the hardest target with a known time, or the last target.
 
-    A bound from above is one of an arm that was left behind. With a harder one, where the other arm reached that in
-    more pairs: a gain on an easier rung does not speak for an arm that was left behind.
+    An upper bound belongs to an arm that fell behind. `behind_at` is set to a harder target reached more often by the
+    other
+    arm, because a gain at an easier target does not speak for an arm that falls behind later.
 
     Args:
-        rungs: easiest first. target: None, where no rung is meant more than another.
+        rungs: findings by target, easiest first.
+        target: the target, or None for no preference.
     """
     if exact := [each for each in rungs if target is not None and each.target == target]:
         return exact[-1]
@@ -180,7 +190,7 @@ def nearest(rungs: Sequence[Finding], target: float | None) -> Finding:
 
 
 def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
-    """Say why a figure is not of what the paper speaks of, or ""."""
+    """Return the reason why a figure is not comparable with the paper, or ""."""
     found = []
     if run.task in claim.workload.smaller:
         found.append("a smaller task")
@@ -194,18 +204,19 @@ def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
 
 
 def _its_gpu(run: Run, here: str) -> str:
-    """Name the device of what passes or fails by the paper's ratios on another one than the paper's."""
+    """Return the name of the GPU if a verdict rests on a GPU other than the paper's, or ""."""
     is_another = here in (PASS, FAIL) and run.has_gpu and not run.has_gpu_of(GPU)
     return f"; on another GPU, {run.environment['gpu']}" if is_another else ""
 
 
 def met(sense: str, bar: float, finding: Finding) -> str:
-    """Return whether a figure's whole interval is beyond a bar (pass), or short of it (fail); else no verdict.
+    """Return pass if a figure's whole interval meets a limit, fail if none of it does, otherwise no verdict.
 
-    A count has no interval: it is the figure itself that is beyond or short. A time that is bounded lies beyond its
-    bound, which passes where it is clear of chance too. What is reached on an easier target is not, where the arm was
-    left behind on a harder one. Of a difference of the final metric where training is another one, tier F's or P1's,
-    only what is worse counts (math: section 8).
+    A count has no interval, so its value decides. A bounded time passes if the bound meets the limit and the verdict
+    is
+    significant. A gain at an easier target does not pass if the arm falls behind at a harder target. For a final
+    metric
+    under different training (a tuned plan or the paper's recipe), only a worse value counts (math: section 8).
     """
     ends = _ends(finding.figure) if finding.has_verdict else None
     ends = _shares(finding) if finding.figure is None else ends
@@ -230,7 +241,7 @@ def _beyond(sense: str, bar: float, ends: tuple[float, float], finding: Finding)
 
 
 def _shares(finding: Finding) -> tuple[float, float] | None:
-    """Return between which shares of the other's a time lies of which a bound on the speed is all that is known."""
+    """Return the range of a time relative to the other arm's, from bounds on the speed-up; None if unknown."""
     if len(finding.values) < MIN_PAIRS_FOR_VERDICT:
         return None
     if finding.at_least is not None:
@@ -243,14 +254,14 @@ def _share(speed: float) -> float:
 
 
 def _ends(figure: Ratio | None) -> tuple[float, float] | None:
-    """Return between what a figure lies, by its interval or as it was counted; None where it allows no verdict."""
+    """Return the interval of a figure (a count is its own interval), or None without a basis for a verdict."""
     if figure is None or not math.isfinite(figure.mean):
         return None
     return (figure.mean, figure.mean) if figure.counted else bounds(figure)
 
 
 def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
-    """Say why there is no figure of the paper's own recipe for a claim."""
+    """Return the reason why the paper's own recipe has no figure for a claim."""
     given = [run for run in runs if run.task in tasks_of(claim)]
     precisions = [run.precisions.get(LITERAL, "") for run in given if LITERAL in run.labels]
     if claim.part == PRECISION and precisions and all(each == "fp32" for each in precisions):
@@ -271,12 +282,12 @@ def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
 
 
 def tasks_of(claim: Claim) -> tuple[str, ...]:
-    """Return the tasks that a claim speaks of: at the paper's size, and smaller ones."""
+    """Return the tasks of a claim, at the paper's size and smaller."""
     return (*claim.workload.tasks, *claim.workload.smaller)
 
 
 def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
-    """Return what is read first: how many claims the paper's own recipe shows, and how many our plans reach."""
+    """Return the headline verdict: number of claims shown by the paper's recipe, and reached by trimtab's plans."""
     literal = [_stands(claim, [each for each in found if each.is_literal]) for claim, found in judged.items()]
     ours = [_stands(claim, [each for each in found if not each.is_literal]) for claim, found in judged.items()]
     reached = sum(status == PASS for status in ours)

@@ -1,7 +1,7 @@
-"""The paper's figures, and where in it each stands: tables I to IV, and what it claims of them. Values only.
+"""Figures of the paper with their location: tables I to IV and the claims about them. Values only.
 
-Of "Systematic Training Compute Optimization for Large-Scale AI Models: A Dynamic Resource Allocation Approach"
-(M. Nallaretnam, U. Thayasivam), the full version. Figures are as printed, in its own units.
+From "Systematic Training Compute Optimization for Large-Scale AI Models: A Dynamic Resource Allocation Approach"
+(M. Nallaretnam, U. Thayasivam), the full version. Figures are as printed, in the paper's units.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ BATCH_IMAGES = 128  # section IV.B
 
 @dataclass(frozen=True)
 class Workload:
-    """Whose runs can show what the paper claims of it, and whose say something beside it.
+    """Tasks that can confirm the paper's claims for a workload, and smaller tasks that cannot.
 
     Args:
-        models: tasks at the paper's size, apart by model, as the paper does not say which stem its ResNet has.
-            smaller: tasks of the same data, for two cores.
+        says: data and model.
+        models: tasks at the paper's size, grouped by model, because the paper does not state the stem of its ResNet.
+        smaller: tasks on the same data, sized for two cores.
     """
 
     says: str
@@ -32,7 +33,7 @@ class Workload:
         return tuple(task for model in self.models for task in model)
 
     def model_of(self, task: str) -> tuple[str, ...]:
-        """Return the tasks of the same model; of a smaller task all smaller ones."""
+        """Return the tasks with the same model; for a smaller task, all smaller tasks."""
         return next((model for model in self.models if task in model), self.smaller)
 
 
@@ -53,7 +54,11 @@ class Line:
     """A line of table I or II.
 
     Args:
-        measure: what it is of, as findings name it. unit: of the two figures. change: as printed.
+        measure: the measure, as in `Finding`.
+        says: description of the line.
+        unit: unit of both figures.
+        baseline, optimised: the two figures.
+        change: change as printed.
     """
 
     measure: str
@@ -69,7 +74,10 @@ class MainTable:
     """Table I or II.
 
     Args:
-        target: held-out metric that the time is to.
+        name: name of the table.
+        workload: data and model.
+        target: held-out metric for the time to target.
+        lines: lines of the table.
     """
 
     name: str
@@ -105,18 +113,22 @@ MAIN_TABLES = (
 )
 
 
-# Choices of a plan that are a component of table III.
+# Settings of a plan that match a component of table III.
 SPLITTING, PRECISION, RECOMPUTE = ("micro_batch",), ("precision",), ("recompute",)
-ACCUMULATION = (*SPLITTING, "batch_policy")  # of one batch cut up, or of whole ones
+ACCUMULATION = (*SPLITTING, "batch_policy")  # Micro-batches of a split batch, or whole batches.
 SCHEDULE = ("schedule", "warmup_fraction", "learning_rate_scale")
 
 
 @dataclass(frozen=True)
 class Component:
-    """A line of table III: what is added to the lines above it.
+    """A line of table III: a component added to the lines above.
 
     Args:
-        choices: the plan's choices that are the same component.
+        says: description of the line.
+        choices: settings of a plan that match the component.
+        minutes: time to 85% accuracy.
+        memory_gb: peak memory.
+        accuracy: final accuracy in percent.
     """
 
     says: str
@@ -137,7 +149,7 @@ COMPONENTS = (  # table III
 
 @dataclass(frozen=True)
 class Ranks:
-    """A line of table IV: images per second, and efficiency, of the baseline and of the optimised recipe."""
+    """A line of table IV: images per second and efficiency of the baseline and of the optimised recipe."""
 
     num: int
     baseline_per_s: float
@@ -155,12 +167,18 @@ RANKS = (  # table IV
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says of its recipe, as a bar that a measured figure meets or does not.
+    """A claim of the paper about its recipe, as a limit for a measured figure.
 
     Args:
-        measure: the figure, as findings name it. bar: what it has to reach. sense: "at most", "at least", "within" so
-            much of 0, or "about" it. target: of a time, the held-out metric. ranks: of an
-            efficiency. part: of a component, its choices; of a share of the gain, the part of training.
+        says: the claim.
+        source: section or table.
+        measure: the measure, as in `Finding`.
+        sense: "at most", "at least", "within" (of 0) or "about" the limit.
+        bar: the limit.
+        workload: data and model.
+        target: held-out metric of a time to target.
+        ranks: number of ranks of an efficiency.
+        part: settings of a component, or the part of training or phase of a fraction of the gain.
     """
 
     says: str

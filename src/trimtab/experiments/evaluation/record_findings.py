@@ -1,4 +1,4 @@
-"""Findings of the record of one run."""
+"""Findings of the record of a single run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.experiments.evaluation.result import Finding, Run
 
 
 def of_record(name: str, record: RunRecord | RunSummary) -> Run:
-    """Return what the record of one run shows: no ratio, for it is paired with nothing."""
+    """Return the run of a single record, without ratios, because it is not paired."""
     found = summary_of(record) if isinstance(record, RunRecord) else record
     header, steps = found.header, found.steps
     rows, seconds = trained(found)
@@ -28,7 +28,8 @@ def of_record(name: str, record: RunRecord | RunSummary) -> Run:
         metric, value = next(iter(found.last_evaluation.metrics.items()), ("", math.nan))
         findings.append(Finding("final_metric", "run", value=value, said=metric))
     ending, meter = {} if found.end is None else found.end.detail, _meter_of(found)
-    if meter is None or OTHER_RANKS not in meter.uncounted:  # their rows are in the record, their joules are not
+    # The record has the samples of all ranks, but not their joules.
+    if meter is None or OTHER_RANKS not in meter.uncounted:
         findings += [Finding("energy", "run", value=each) for each in _joules_per_row(found)]
     data = header.detail.get("data", {})
     return Run(
@@ -45,9 +46,9 @@ def of_record(name: str, record: RunRecord | RunSummary) -> Run:
 
 
 def _joules_per_row(found: RunSummary) -> Iterator[float]:
-    """Yield it by the watts that were counted: evaluations cut off up to a second of training before each.
+    """Yield joules per sample, from mean power: evaluations exclude up to a second of training before them.
 
-    Of a run that was gone on with it is of what was trained since.
+    For a resumed run, only training after the resume counts.
     """
     ending = {} if found.end is None else found.end.detail
     joules, seconds, begun = (ending.get(f"energy_{key}") for key in ("j", "s", "from_step"))
@@ -58,13 +59,13 @@ def _joules_per_row(found: RunSummary) -> Iterator[float]:
 
 
 def _meter_of(found: RunSummary) -> MeterFacts | None:
-    """Return what counted a run's joules, or None where its record does not name it."""
+    """Return the energy meter of a run, or None if not recorded."""
     said = found.header.detail.get("meter")
     return from_jsonable(MeterFacts, said) if isinstance(said, Mapping) else None
 
 
 def _said_of(meter: MeterFacts | None, ending: Mapping[str, Any]) -> str:
-    """Return what counted a run's joules, or why nothing did; "" where it was not asked to."""
+    """Return the description of a run's energy meter, or the reason for missing figures; "" without metering."""
     provenance = ending.get("energy")
     if not isinstance(provenance, str):
         return ""

@@ -1,4 +1,4 @@
-"""What runs show, in one form whatever they are: findings, each of one run on one machine. Values only."""
+"""Results of runs in a uniform form: findings, each from a single run on a single machine. Values only."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ from dataclasses import dataclass, field
 from trimtab.core.phases import Gain
 from trimtab.experiments.comparison.result import Ratio, Verdict, limit_in_words
 
-# Of an environment: what makes a machine another one, and what a figure depends on beside it.
+# Keys of an environment: those that identify a machine, and further keys that affect figures.
 MACHINE = ("cpu", "cpu_cores", "gpu", "os")
 VERSIONS = ("trimtab", "sources", "torch", "cuda", "numpy", "python", "threads")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One measured figure of one run.
+    """A measured figure of a run.
 
     Args:
         measure: time_to_target, peak_memory, throughput, final_metric, mfu, energy, do_no_harm, scaling_efficiency,
             component_throughput, component_memory, component_quality, component_time, gain_share.
-        arm, against: of which loops; "" where there is no other, of a component "alone" or "in the plan".
+        arm, against: the two loops; `against` is "" without a second loop, and "alone" or "in the plan" for a
+            component.
         tier: "S", "F" or "".
-        value, baseline: the figure itself of each, in its unit: seconds, bytes, terms per second.
-        figure: what is judged: the ratio ours over theirs (below 1 is better for time and memory), a difference of the
-            final metric (points or percent, positive is better), or a share; None: not known.
-        said: what stands in place of it, where it is not known, or has to be known beside it.
-        at_least, at_most: of a time of which no more is known, how many times as fast ours is; None where an arm
-            failed, as such a bound would be held against a bar without a verdict of its run.
-        failed: which arm failed in some race, and where; "" where none did.
-        has_verdict: whether its run has one on it: enough pairs, a control, and nothing that failed.
-        values: the figure itself of each pair, where there is one of each; infinite: never reached.
-        reached: of a target, the pairs in which each of the two did. behind_at: a harder target that
-            the other arm reached in more pairs, if any: no gain on this one speaks for the arm.
-        target, charged: of a time, and whether planning is counted. ranks: of an efficiency. part: of a component, its
-            choice; of a share, what it is of.
+        value, baseline: absolute figures of both loops: seconds, bytes or terms per second.
+        figure: the judged figure: ratio arm over other arm (below 1 is better for time and memory), difference of the
+            final metric (points or percent, positive is better), or fraction; None if unknown.
+        said: text shown instead of an unknown figure, or next to a figure.
+        has_verdict: True if the run has a verdict on the figure: enough pairs, a control, and no failure.
+        values: absolute figure of every pair; infinite for a target not reached.
+        reached: pairs in which each of the two arms reached the target.
+        behind_at: a harder target that the other arm reached in more pairs, or None.
+        target: held-out metric of a time to target.
+        charged: True if a time includes planning.
+        ranks: number of ranks of an efficiency.
+        part: setting of a component, or the subject of a fraction.
+        at_least, at_most: bounds of the speed-up of a censored time; None after a failure, because a bound would be
+            compared with claims without a verdict of the run.
+        failed: failed arms with the number of failed runs, or "".
     """
 
     measure: str
@@ -59,34 +62,43 @@ class Finding:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a bound is what is known of it."""
+        """True if only a bound is known."""
         return self.at_least is not None or self.at_most is not None
 
     @property
     def told(self) -> str:
-        """What is said, as a person reads it: of a bound also that it is of speeds, which amid changes is not seen."""
+        """The text for a reader; a bound is given as a speed-up, to distinguish it from relative changes."""
         return bound_in_words(self.at_least, self.at_most) or self.said
 
 
 def bound_in_words(at_least: float | None, at_most: float | None) -> str:
-    """Return a bound on how many times as fast something is as a person reads it; "" where there is none."""
+    """Return a bound on a speed-up as text, or "" without a bound."""
     said = limit_in_words(at_least, at_most)
     return f"{said} the speed" if said else ""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one folder or file holds.
+    """Content of a result folder or file.
 
     Args:
-        name: as it was given. kind: comparison, scaling, record and the like. labels: arm -> what a person reads.
-        precisions: arm -> what it computed in, where that is known.
-        data_sha256: of what it was trained on, "" where that is not recorded. higher_is_better: of its metric.
-        trained: what its reference was trained on and came to, in words; "" where that is not known.
-        planned: how much longer a run its plan was made for than what was raced, in words; "" where that is the same.
-        meter: what counted its joules, or why nothing did, in words; "" where joules are not asked of its kind.
-        known: what was found of its races after they were run, which no figure holds.
-        gain: laps of its reference and its plan of tier S under a clock; None: they were not clocked.
+        name: name as given by the user.
+        kind: comparison, scaling, record, ...
+        task: name of the task.
+        environment: machine and versions.
+        headline: the headline verdict.
+        findings: measured figures.
+        metric, unit, terms: held-out metric, its unit, and the loss terms counted.
+        labels: label by arm.
+        command: command line to reproduce the run.
+        data_sha256: hash of the training data, or "" if not recorded.
+        higher_is_better: direction of the metric.
+        trained: samples trained on by the reference and its result, as text; "" if unknown.
+        planned: length of the run assumed in planning relative to the paired runs, as text; "" if equal.
+        meter: description of the energy meter or the reason for its absence; "" for kinds without energy.
+        known: defects of the paired runs found after recording.
+        gain: timed phases of the reference and the equivalent plan, or None.
+        precisions: compute precision by arm, if known.
     """
 
     name: str
@@ -111,19 +123,19 @@ class Run:
 
     @property
     def machine(self) -> tuple[tuple[str, str], ...]:
-        """What tells its machine from another; empty where that was not recorded."""
+        """Keys that identify the machine; empty if not recorded."""
         return tuple((key, self.environment[key]) for key in MACHINE if key in self.environment)
 
     @property
     def versions(self) -> tuple[tuple[str, str], ...]:
-        """What else its figures depend on."""
+        """Further environment values that affect figures."""
         return tuple((key, self.environment[key]) for key in VERSIONS if key in self.environment)
 
     @property
     def has_gpu(self) -> bool:
-        """Whether its figures are of a GPU: where there is one, loops run on it."""
+        """True if the figures come from a GPU: loops use a GPU if present."""
         return "gpu" in self.environment
 
     def has_gpu_of(self, model: str) -> bool:
-        """Whether its figures are of a GPU of a model; one of another that goes by a longer name, as a Ti, is not."""
+        """Return True for a GPU of exactly this model; a longer name such as "Ti" is a different model."""
         return self.environment.get("gpu", "").endswith(model)

@@ -1,4 +1,4 @@
-"""Several runs as flat rows: what `trimtab report RUN RUN ... --json` prints."""
+"""Several runs as flat rows, printed by `trimtab report RUN RUN ... --json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.experiments.evaluation.result import Finding, Run
 
 
 def evaluation_object(runs: Sequence[Run], command: str) -> dict[str, Any]:
-    """Return the object of every benchmark; ratios are ours over theirs, each of one run."""
+    """Return the benchmark object of several runs; ratios are arm over other arm within a run."""
     judged = judge(runs)
     found = {
         "schema": ROWS_SCHEMA,
@@ -29,7 +29,7 @@ def evaluation_object(runs: Sequence[Run], command: str) -> dict[str, Any]:
 
 
 def _shared(runs: Sequence[Run]) -> dict[str, str]:
-    """Return what is the same in all runs."""
+    """Return the environment values common to all runs."""
     first, *others = (dict(run.environment) for run in runs)
     return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 

@@ -1,4 +1,4 @@
-"""What a folder says of a run beside its result: where its races ran, and how long a run its plan was made for."""
+"""Facts of a run from its folder: environment of the paired runs, and length of the run assumed in planning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RACES = ("race-*/*.jsonl", "brief-*/*.jsonl")
 
 
 def environment_beside(folder: Path) -> dict[str, str]:
-    """Return where all races of a folder ran, by their own records; nothing where there are none.
+    """Return the environment recorded by all paired runs of a folder; {} without records.
 
     Raises:
         FormatError: a record is damaged.
@@ -22,10 +22,10 @@ def environment_beside(folder: Path) -> dict[str, str]:
 
 
 def planned_beside(folder: Path) -> str:
-    """Say how much longer the run is that a plan was made for than the races it ran in; "" where it is as long.
+    """Return the length of the run assumed in planning relative to the paired runs, as text; "" if equal.
 
     Raises:
-        FormatError: the settings are damaged.
+        FormatError: the settings file is damaged.
     """
     if not (folder / NAME).is_file():
         return ""

@@ -79,7 +79,7 @@ class RaceFolder:
     def _measured(self, entry: Entry, *, is_peak: bool) -> ArmFacts:
         try:
             return measure_arm(entry.make, self._task, self._data, self.device, self._together, peak_alone=is_peak)
-        except Exception as error:  # an arm that cannot run here is reported as such; without the reference nothing is
+        except Exception as error:  # A failed arm is reported as such; a failed reference ends the comparison.
             is_reference = entry.name == REFERENCE
             if is_reference or not self._together.may_leave(error):
                 end_with(error, self._together, is_reference=is_reference)
@@ -141,7 +141,7 @@ def _write(folder: Path, records: Sequence[RunRecord]) -> None:
         path = partial_folder / f"{record.header.name}.jsonl"
         path.unlink(missing_ok=True)
         write_record(path, record)
-    partial_folder.rename(folder)  # a race counts only when all its arms are on disk
+    partial_folder.rename(folder)  # A paired run counts only when all its arms are on disk.
 
 
 def read_back(done: int, races: int, out: Path) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def measure_arm(
     with together.entering():
         loop = make(watch.watched_task(), device)
     together.draw_apart(0)
-    batches = watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # as in a race
+    batches = watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # As in a paired run.
     is_over = False
     try:
         for _ in range(2):
@@ -87,7 +87,7 @@ def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_r
 
     The optimizer state must exist. On CUDA no other tensors may be alive.
     """
-    loop.optimizer.zero_grad(set_to_none=True)  # alive before the count, gradients are not in it
+    loop.optimizer.zero_grad(set_to_none=True)  # Gradients alive before the count would be missing from it.
     peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
     if num_ranks > 1 and device.type == "cpu" and not is_sharded(loop.model):
         # DDP keeps its gradient buckets allocated between steps.
@@ -97,7 +97,7 @@ def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_r
 
 def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: Watch) -> float:
     """Return loss terms per sample over all batches so far, or the task's figure if the loss is a mean."""
-    if not watch.counts:  # a step of the user's own takes its loss itself: the declared one is asked apart
+    if not watch.counts:  # A custom step computes its own loss, so the declared loss is evaluated separately.
         watch.num_batches = 0
         for _ in range(_PHASE_STEPS):
             with autocast(loop.precision, watch.device):
@@ -126,7 +126,8 @@ def _phases(loop: Loop, batches: Iterator[Any], watch: Watch) -> dict[str, float
     with watch.clock.on(loop.model, parts=False):
         for _ in range(_PHASE_STEPS):
             loop.step(batches)
-    phases = by_phase(watch.clock.seconds(), watch.num_batches - drawn)  # P1 takes several a step
+    # The paper recipe (P1) takes several batches per step.
+    phases = by_phase(watch.clock.seconds(), watch.num_batches - drawn)
     # A custom step does not call the wrapped loss function, so its forward and backward appear in the rest.
     hidden = {} if "forward" in phases else {"rest": "forward, backward and rest"}
     return {hidden.get(name, name): seconds for name, seconds in phases.items()}

@@ -125,15 +125,15 @@ def _watch(loop: Loop, seen: list[_Gradients], given: Iterable[_Gradients]) -> R
 
     def note(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(map(callable, (*args[1:], *kwargs.values()))):
-            return  # a closure: its gradients are computed inside the step
+            return  # With a closure, gradients are computed inside the step.
         if bool(getattr(optimizer, "found_inf", None)):
-            return  # a fused step, told by a loss scaler to skip itself
-        scale = getattr(optimizer, "grad_scale", None)  # what a fused step still has to divide by
+            return  # A fused step that the loss scaler skips.
+        scale = getattr(optimizer, "grad_scale", None)  # The fused step divides by this scale.
         scale = 1.0 if scale is None else float(scale)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad / scale for p in parameters]
         seen.append([grad.detach().cpu() for grad in grads])
         for parameter, grad in zip(parameters, next(waiting, ()), strict=False):
-            if parameter.grad is not None:  # where there is none the optimizer skips the parameter, and has to still
+            if parameter.grad is not None:  # The optimizer skips a parameter without gradient, and must still do so.
                 parameter.grad = grad.to(parameter.device) * scale
 
     return loop.optimizer.register_step_pre_hook(note)
@@ -175,7 +175,7 @@ def _share(difference: float, whole: float) -> float:
 
 def _check_number(theirs: int, ours: int) -> None:
     """Raise an error if the step function and the declared loop differ in the number of `optimizer.step` calls."""
-    if theirs in (0, ours):  # one that never calls it, or with a closure, is held by its weights alone
+    if theirs in (0, ours):  # Without a call, or with a closure, only weights are compared.
         return
     raise ValueGivenError(
         "task.step",

@@ -137,11 +137,12 @@ class Racer:
         due = (self.rows // self._task.eval_every_rows + 1) * self._task.eval_every_rows
         stop = min(due, self.entry.budget_rows)
         rows = steps = 0
-        if self.entry.is_timed_only and not self.blocks:  # a few steps are too few to leave the first of them out
+        # A short run has too few steps to exclude its first block, so it settles before the clock starts.
+        if self.entry.is_timed_only and not self.blocks:
             for _ in range(settling_steps(self.loop)):
                 self.loop.step(self._batches)
         synchronize(self._device)
-        self._together.each(0.0)  # all begin the block together
+        self._together.each(0.0)  # All ranks begin the block together.
         if self._meter is not None:
             self._meter.begin()
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -174,7 +175,7 @@ class Racer:
 
     def _finish_if_due(self, cap_s: float) -> None:
         if self.evaluations and not math.isfinite(next(iter(self.evaluations[-1].metrics.values()))):
-            self.end = "diverged"  # also where it was to end: what it computed in that time is no gain
+            self.end = "diverged"  # Also at the end of the budget: time saved by a diverged run is no gain.
         elif self.rows >= self.entry.budget_rows:
             self.end = "budget"
         elif self.train_s >= cap_s:
@@ -254,7 +255,8 @@ def race(
         is_over = True
         return [racer.record(seed, environment or {}) for racer in racers]
     finally:
-        for racer in racers if is_over or together.num_ranks == 1 else ():  # else others would be waited for
+        # After an error, other ranks would wait in collectives.
+        for racer in racers if is_over or together.num_ranks == 1 else ():
             racer.close()
         outside.restore()
 

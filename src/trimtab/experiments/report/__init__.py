@@ -1,4 +1,4 @@
-"""Reports: one self-contained page, the same as Markdown, the values as JSON, and a terminal view.
+"""Reports: a self-contained HTML page, the same as Markdown, the values as JSON, and a terminal view.
 
 Reads values only. matplotlib (figures) and rich (terminal) are optional and loaded on first use.
 """
@@ -37,10 +37,10 @@ __all__ = [
 
 
 def write_report(found: Comparison | Ablation, directory: Path) -> dict[str, Path]:
-    """Write `report.html`, `report.md` and `report.json`; return their paths by kind: html, md, json.
+    """Write `report.html`, `report.md` and `report.json`; return the paths by kind: html, md, json.
 
     Raises:
-        DependencyError: matplotlib is not installed; nothing is written then.
+        DependencyError: matplotlib is not installed; nothing is written.
     """
     return _write(_texts(partial(_document, found), partial(to_json, found, indent=1)), "report", directory)
 
@@ -48,19 +48,22 @@ def write_report(found: Comparison | Ablation, directory: Path) -> dict[str, Pat
 def write_evaluation(
     runs: Sequence[Run], directory: Path, command: str, goals: Sequence[tuple[str, str, str]] = ()
 ) -> dict[str, Path]:
-    """Write `evaluation.html`, `evaluation.md` and `evaluation.json` of several runs; return their paths by kind.
+    """Write `evaluation.html`, `evaluation.md` and `evaluation.json` of several runs; return the paths by kind.
 
     Args:
-        goals: what was to be reached, how that stands, and what was measured.
+        runs: the runs.
+        directory: output folder.
+        command: command line to reproduce the evaluation.
+        goals: (goal, status, measurement) by goal.
 
     Raises:
-        DependencyError: matplotlib is not installed; nothing is written then.
+        DependencyError: matplotlib is not installed; nothing is written.
     """
     return _write(evaluation_texts(runs, command, goals), "evaluation", directory)
 
 
 def evaluation_texts(runs: Sequence[Run], command: str, goals: Sequence[tuple[str, str, str]] = ()) -> dict[str, str]:
-    """Return what `write_evaluation` writes, by kind; the same of the same runs.
+    """Return the texts written by `write_evaluation`, by kind; equal runs give equal texts.
 
     Raises:
         DependencyError: matplotlib is not installed.
@@ -73,7 +76,7 @@ def evaluation_texts(runs: Sequence[Run], command: str, goals: Sequence[tuple[st
 
 
 def _texts(make: Callable[[], Document], values: Callable[[], str]) -> dict[str, str]:
-    # What draws is missing before anything is made, not after.
+    # Imported first, so that a missing matplotlib is reported before the document is built.
     from trimtab.experiments.report.html import html_page
     from trimtab.experiments.report.markdown import markdown_page
 
@@ -91,10 +94,10 @@ def _write(texts: Mapping[str, str], stem: str, directory: Path) -> dict[str, Pa
 
 
 def read_report(path: Path) -> Comparison | Ablation:
-    """Return what a `report.json` holds.
+    """Return the comparison or ablation stored in a `report.json`.
 
     Raises:
-        FormatError: it is neither.
+        FormatError: the file is neither.
     """
     kind: type[Comparison] | type[Ablation] = Comparison
     text = read_text(path, "a readable Comparison JSON file")
@@ -104,7 +107,7 @@ def read_report(path: Path) -> Comparison | Ablation:
 
 
 def terminal_report(found: Comparison | Ablation) -> RenderableType:
-    """Return what `rich.print` shows: verdict, key figures and the main tables.
+    """Return a view for `rich.print`: verdict, key figures and main tables.
 
     Raises:
         DependencyError: rich is not installed.
@@ -115,7 +118,7 @@ def terminal_report(found: Comparison | Ablation) -> RenderableType:
 
 
 def gains_report(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> RenderableType:
-    """Return where the gain of each comes from, for `rich.print`; several side by side at the end.
+    """Return the attribution of every gain for `rich.print`, with a side-by-side table of several gains at the end.
 
     Raises:
         DependencyError: rich is not installed.
@@ -127,7 +130,7 @@ def gains_report(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) ->
 
 
 def terminal_evaluation(runs: Sequence[Run], command: str) -> RenderableType:
-    """Return what `rich.print` shows of several runs.
+    """Return the view of several runs for `rich.print`.
 
     Raises:
         DependencyError: rich is not installed.

@@ -1,4 +1,4 @@
-"""The figure of an ablation: what each change is worth in throughput, alone and in the plan."""
+"""Figure of an ablation: the throughput effect of every change, alone and in the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROLES = {ALONE: "s2", WITHIN: "s4"}
 
 
 def effects_figure(ablation: Ablation, tier: str) -> Drawing:
-    """Throughput of each change of a tier in both settings with intervals; the wider A/A control is shaded around 1."""
+    """Throughput effects of a tier's changes in both settings with intervals; the widest A/A interval is shaded."""
     rows = [
         (change, setting, effect.ratio)
         for change in ablation.changes
@@ -51,7 +51,7 @@ def effects_figure(ablation: Ablation, tier: str) -> Drawing:
 
 
 def _widest(controls: Sequence[Ratio]) -> tuple[float, float] | None:
-    """Return what all controls hold; None where one of them resolves nothing."""
+    """Return the range covering all controls, or None if any control has no usable interval."""
     if not controls or not all(map(say.is_resolved, controls)):
         return None
     bounds = [(ratio.low, ratio.high) for ratio in controls if ratio.low is not None and ratio.high is not None]

@@ -1,4 +1,4 @@
-"""The report of an ablation in its order: the plan as a whole, what each change is worth, then every arm as it ran."""
+"""Report of an ablation: the plan as a whole, the effect of every change, and all arms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trimtab.experiments.report.key_figures import tile_of
 from trimtab.experiments.report.outline import facts
 from trimtab.experiments.report.tables import tier_title
 
-if TYPE_CHECKING:  # it comes with matplotlib, without which the text is written
+if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
     from trimtab.experiments.report.drawing import Drawing
 
 READ = (

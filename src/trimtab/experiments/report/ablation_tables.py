@@ -1,4 +1,4 @@
-"""The tables of an ablation: the plan as a whole, each change alone and in the plan, and every arm as it ran."""
+"""Tables of an ablation: the plan as a whole, every change alone and in the plan, and all arms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Cell, Table, planning_counted, target_cells
 
 _SETTINGS = {ALONE: "alone", WITHIN: "in the plan", INTERACTION: "in the plan, over alone"}
-_BEYOND = "in the plan, beyond alone"  # of a difference
+_BEYOND = "in the plan, beyond alone"  # For a difference of the metric.
 _ALL = ("all changes", "together, over each alone")
 _READ = {
     "throughput": "Above 1 is faster.",
@@ -34,7 +34,7 @@ _COLUMNS = ("Estimate", "95% interval", "n", "Verdict")
 
 
 def whole_table(ablation: Ablation, tier: str) -> Table:
-    """Return the plan and the engine that changes nothing, each against the user's loop."""
+    """Return the plan and the unchanged run, both against the user's loop."""
     rows = [row for row in ablation.whole if row.tier == tier]
     return Table(
         title="",
@@ -48,7 +48,7 @@ def whole_table(ablation: Ablation, tier: str) -> Table:
 
 
 def control_table(ablation: Ablation) -> Table:
-    """Return what each loop is against itself: what an effect has to be clear of."""
+    """Return the A/A controls: the noise an effect must exceed."""
     found = [(f"{_capital(_label(ablation, row.against))}, against itself", row.ratio) for row in ablation.controls]
     if ablation.interaction_control is not None:
         found.append(("Both of them together, over apart", ablation.interaction_control))
@@ -72,7 +72,7 @@ def _capital(text: str) -> str:
 
 
 def effect_table(ablation: Ablation, measured: str, tier: str) -> Table:
-    """Return what each change of a tier is worth by one measure: alone, in the plan, and the one over the other."""
+    """Return the effect of a tier's changes on a measure: alone, in the plan, and the ratio of both."""
     lines = [line for change in ablation.changes if change.tier == tier for line in _lines(ablation, change, measured)]
     whole = ablation.effect("", INTERACTION, measured)
     if whole is not None and whole.tier == tier:
@@ -89,10 +89,12 @@ def effect_table(ablation: Ablation, measured: str, tier: str) -> Table:
 
 
 def time_table(ablation: Ablation, tier: str, *, whole: bool) -> Table:
-    """Return seconds to each target with a change and without: the column that the paper's table III has.
+    """Return seconds to each target with and without a change, as in the paper's table III.
 
     Args:
-        whole: of the plan as a whole, else of each of its changes.
+        ablation: the ablation.
+        tier: "S" or "F".
+        whole: True for the plan as a whole, False for its changes.
     """
     rows = [each for each in ablation.times if each.row.tier == tier and (each.setting == WHOLE) is whole]
     columns = ("Set in", "Target", "Search", "Reached", "Time", "Speed-up", "95% interval", "n", "Verdict")
@@ -139,7 +141,7 @@ def _cells(row: RatioRow | Effect, ablation: Ablation) -> tuple[Cell, ...]:
 
 
 def pair_table(ablation: Ablation, measured: str, tier: str) -> Table:
-    """Return what two changes are worth together, over the product of each alone."""
+    """Return the effect of two changes together over the product of the separate effects."""
     found = [e for e in ablation.effects if e.other and (e.metric, e.tier) == (measured, tier)]
     return Table(
         title=_capital(say.measure_of(measured, ablation.metric)),
@@ -183,7 +185,7 @@ def _of(ablation: Ablation, effect: Effect) -> str:
 
 
 def arm_table(ablation: Ablation) -> Table:
-    """Return every arm as it ran: the paper's table III."""
+    """Return all arms with their measurements, as in the paper's table III."""
     columns = ("Configuration", "Time per row", "Peak memory", f"Final {say.one_line(ablation.metric)}")
     return Table(
         title="",
@@ -205,5 +207,5 @@ def _arm_row(arm: AblatedArm) -> tuple[Cell, ...]:
 
 
 def tiers_of(rows: Sequence[Change] | Sequence[Effect] | Sequence[RatioRow]) -> tuple[str, ...]:
-    """Return the tiers that occur, S first."""
+    """Return the tiers present, S first."""
     return tuple(sorted({row.tier for row in rows}, key="SF".find))

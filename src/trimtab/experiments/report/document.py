@@ -1,4 +1,4 @@
-"""What a report is made of, once for every rendering: the verdict, key figures, and sections of blocks in order."""
+"""Structure of a report, shared by all formats: verdict, key figures and sections of blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trimtab.experiments.comparison.result import Verdict
 from trimtab.experiments.report.tables import Table
 
-if TYPE_CHECKING:  # it comes with matplotlib, without which the text is written
+if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
     from trimtab.experiments.report.drawing import Drawing
 
 
@@ -36,14 +36,14 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Code:
-    """Something to type."""
+    """A command line to type."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure by name, of one tier where plans are compared."""
+    """A figure by name, of a single tier if plans are compared."""
 
     name: str
     tier: str = ""
@@ -54,7 +54,7 @@ Block = Heading | Paragraph | Bullets | Code | Picture | Table
 
 @dataclass(frozen=True)
 class Section:
-    """A titled part; `brief` ones are shown in the terminal too."""
+    """A titled part; `brief` sections also appear in the terminal."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -63,7 +63,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Tile:
-    """One key figure: what it is, the figure, and how sure it is."""
+    """A key figure: label, value and uncertainty."""
 
     label: str
     value: str
@@ -75,8 +75,13 @@ class Document:
     """A report.
 
     Args:
-        kind: "comparison" or "ablation" of the `task`, or "evaluation" of several. verdict: read first.
-            byline: of what it is. draw: returns the drawing of a picture.
+        kind: "comparison" or "ablation" of the `task`, or "evaluation" of several tasks.
+        verdict: the headline verdict.
+        description: description of the task.
+        byline: number of runs, metric and date.
+        tiles: key figures.
+        sections: sections in reading order.
+        draw: returns the drawing of a picture.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The part of a report about energy: which meter there was, and what it counted; or why nothing did."""
+"""Energy section of a report: the meter and its figures, or the reason for missing figures."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trimtab.experiments.report.tables import Table, versus
 
 
 def joules(value: float | None) -> str:
-    """Return an energy in words."""
+    """Return an energy as text."""
     return say.UNMEASURED if value is None else format_joules(value)
 
 
 def meter_sentence(comparison: Comparison) -> str:
-    """Return what is said before the figures, or in place of them."""
+    """Return the sentence about the energy meter, shown before the figures or in place of them."""
     said = say.one_line(comparison.meter.describe())
     if comparison.meter.is_absent:
         return f"Energy is {said}."
@@ -23,7 +23,7 @@ def meter_sentence(comparison: Comparison) -> str:
 
 
 def planning_sentence(comparison: Comparison) -> str:
-    """Return what planning took, by plan; "" where the meter of the races did not count it."""
+    """Return the energy of planning by plan, or "" if not counted by the meter of the paired runs."""
     spent = comparison.planning_energy
     said = [f"{joules(spent[key].joules)} {_made_for(key)}" for key in tables.tiers(spent)]
     within = "; tier F's has that of tier S in it" if {"S", "F"} <= spent.keys() else ""
@@ -36,7 +36,7 @@ def _made_for(key: str) -> str:
 
 
 def arm_energy_table(comparison: Comparison) -> Table:
-    """Return each arm's joules and watts."""
+    """Return the joules and watts of all arms."""
     arms = [arm for arm in comparison.arms if arm.joules]
     rows = tuple(
         (say.arm_name(arm), say.spread(arm.joules, joules), say.spread(arm.watts, lambda w: f"{w:.3g} W"))
@@ -50,7 +50,7 @@ def arm_energy_table(comparison: Comparison) -> Table:
 
 
 def target_energy_table(comparison: Comparison) -> Table:
-    """Return joules to each target of those pairs in which both arms reached it, without planning and with it."""
+    """Return joules to each target over pairs with both arms at the target, with and without planning."""
     found = [row for row in comparison.target_rows if row.arm_j]
     rows = tuple(
         (

@@ -1,4 +1,4 @@
-"""The report of several runs in its order: what the paper claims and whether it shows, its tables, what was run."""
+"""Report of several runs: the paper's claims with verdicts, the paper's tables, and the list of runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHARES = (
 
 
 def document(runs: Sequence[Run], command: str, goals: Sequence[tuple[str, str, str]] = ()) -> Document:
-    """Return the report of several runs; with goals, how they stand."""
+    """Return the report of several runs, with the status of goals if given."""
     judged = judge(runs)
     return Document(
         "evaluation",
@@ -61,7 +61,7 @@ def document(runs: Sequence[Run], command: str, goals: Sequence[tuple[str, str, 
 
 
 def _known(runs: Sequence[Run]) -> Iterator[Block]:
-    """Yield what was found of races after they were run, with the runs that it is of."""
+    """Yield defects found in paired runs after they were recorded, with the affected runs."""
     of: dict[str, list[str]] = {}
     for number, run in enumerate(runs, 1):
         for says in run.known:
@@ -151,9 +151,9 @@ def _gains(runs: Sequence[Run]) -> Iterator[Block]:
 
 
 def _of_each_kind(clocked: Sequence[tuple[int, Gain]]) -> list[tuple[int, Gain]]:
-    """Return of images and of text, a CNN and a transformer, the run with most laps, of equals the last.
+    """Return the run with the most rounds for images (a CNN) and for text (a transformer); the last of equals.
 
-    Of plans that change something, in one process. All, where there is none of one of them.
+    Only single-process runs of plans with changes count. If a kind is missing, all runs are returned.
     """
     found = []
     for workload in (IMAGES, TOKENS):

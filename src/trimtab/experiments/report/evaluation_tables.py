@@ -1,4 +1,4 @@
-"""The tables of several runs: what the paper claims, its tables beside what was measured, and where that was."""
+"""Tables of several runs: the paper's claims, its tables next to the measurements, and the machines."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ _FIGURES = ("Figure", "95% interval", "n")
 
 
 def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequence[Run], *, whole: bool) -> Table:
-    """Return claims with what was measured of them, a row each.
+    """Return the claims with their measurements, a row each.
 
     Args:
-        whole: whether claims of which nothing was measured are shown too.
+        judged: judged findings by claim.
+        title: title of the table.
+        runs: all runs.
+        whole: True to include claims without a measurement.
     """
     numbers = {id(run): number for number, run in enumerate(runs, 1)}
     rows = []
@@ -48,7 +51,8 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
             rows.append((claim.says, empty, "", "", "", "", claim.source))
     return Table(
         title,
-        ("Claim", "Verdict", *_FIGURES, "Run", "Source"),  # the widest last: a narrow page cuts off where it lies
+        # The widest columns come last, because a narrow page cuts them off.
+        ("Claim", "Verdict", *_FIGURES, "Run", "Source"),
         tuple(rows),
         "Nothing was measured of it.",
         "Pass: the whole interval is beyond what is claimed; fail: short of it. Between them, or below 5 pairs, there "
@@ -60,10 +64,9 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
 
 
 def _beside_of(finding: Finding, run: Run) -> str:
-    """Return what has to be known beside a figure: that planning is counted in it, the rows that it is after.
+    """Return caveats of a figure: planning included, number of samples, or a target at which the arm is behind.
 
-    Or that the other arm came further. Planning takes what it may take of the run that it is for, which may be a longer
-    one than was raced.
+    Planning has the time budget of the run it was made for, possibly longer than the paired run.
     """
     said = [finding.said] if finding.measure == "final_metric" and finding.figure is not None and finding.said else []
     charged = [f"planning counted{f' ({run.planned})' if run.planned else ''}"] if finding.charged else []
@@ -72,7 +75,7 @@ def _beside_of(finding: Finding, run: Run) -> str:
 
 
 def _part(finding: Finding) -> str:
-    """Return what a figure is of: of a component also what it was set in, of a share of the gain itself alone."""
+    """Return the subject of a figure: a component with its setting, or a part of the gain."""
     set_in = f" {finding.against}" if finding.measure.startswith("component_") else ""
     return f", {say.one_line(finding.part).replace('_', ' ')}{set_in}" if finding.part else ""
 
@@ -83,7 +86,7 @@ def _verdict(each: Judged) -> Verdict:
 
 
 def figures(finding: Finding, run: Run) -> tuple[str, str, str]:
-    """Return a finding's figure, its interval and its pairs, as text; what is said where it is not known."""
+    """Return a finding's figure, interval and number of pairs as text, or the reason for a missing figure."""
     if finding.figure is None:
         return say.one_line(finding.told) or say.UNMEASURED, "", ""
     is_turned = finding.measure in _DIFFERENCES and not run.higher_is_better
@@ -93,19 +96,22 @@ def figures(finding: Finding, run: Run) -> tuple[str, str, str]:
 
 
 def _sign_of(run: Run) -> str:
-    """Say how the change of a metric is told of which less is better; a run's own report has it the other way round."""
+    """Return a note on the sign of a change for a metric with lower values better.
+
+    A run's own report uses the opposite sign.
+    """
     return "" if run.higher_is_better else f"Of {say.one_line(run.metric)} the change as it is: below 0 is better."
 
 
 def turned(difference: Ratio) -> Ratio:
-    """Return a difference whose positive is better as one of the metric itself, where less of that is better."""
+    """Return a difference with its sign reversed: from "positive is better" to the change of the metric itself."""
     low, high = (None if end is None else -end for end in (difference.high, difference.low))
     pairs = tuple(-pair for pair in difference.pairs)
     return Ratio(-difference.mean, low, high, difference.n, pairs, difference.counted)
 
 
 def words_of(finding: Finding, run: Run) -> Callable[[float], str]:
-    """Return how the figure of a finding is written: a share, a difference, or how much more or less it is."""
+    """Return the formatter of a finding's figure: a fraction, a difference or a relative change."""
     if finding.measure in _SHARES:
         return say.share
     if finding.measure in _DIFFERENCES:
@@ -114,7 +120,7 @@ def words_of(finding: Finding, run: Run) -> Callable[[float], str]:
 
 
 def goal_table(goals: Sequence[tuple[str, str, str]]) -> Table:
-    """Return how goals stand, which are of trimtab's plans and not of the paper."""
+    """Return the status of goals set for trimtab's plans, independent of the paper."""
     rows = tuple((say.one_line(says), Verdict(status, say.one_line(told))) for says, status, told in goals)
     note = (
         "Met and missed by the whole interval, or by a count; not shown: between them, or too few pairs for a verdict. "
@@ -124,7 +130,7 @@ def goal_table(goals: Sequence[tuple[str, str, str]]) -> Table:
 
 
 def arithmetic_table() -> Table:
-    """Return what the paper says beside what its own figures give."""
+    """Return the paper's statements next to results computed from its own figures."""
     kinds = {True: "holds", False: "does not hold"}
     rows = tuple((each.says, each.source, each.gives, kinds[each.holds]) for each in checks())
     return Table("", ("The paper says", "Source", "Its own figures give", "So it"), rows, "Nothing was checked.")
@@ -143,7 +149,7 @@ def _printed(line: Line) -> tuple[str, str, str]:
 
 
 def beside_table(table: MainTable, run: Run, arm: str) -> Table:
-    """Return the lines of table I or II for one arm of a run, against the reference, with the paper's change beside."""
+    """Return the lines of table I or II for an arm of a run against the reference, next to the paper's change."""
     rows = tuple(row for line in table.lines for row in _beside(table, line, run, arm))
     tier = next((each.tier for each in run.findings if each.arm == arm and each.tier), "")
     label = say.one_line(run.labels.get(arm, arm)) + (f" (tier {tier})" if tier else "")
@@ -152,7 +158,7 @@ def beside_table(table: MainTable, run: Run, arm: str) -> Table:
 
 
 def _beside(table: MainTable, line: Line, run: Run, arm: str) -> Iterator[tuple[Cell, ...]]:
-    """Yield a line's row; of a time whose planning is known, also one with that counted."""
+    """Yield a line's row, and for a time with known planning cost a second row including it."""
     wanted = (line.measure, arm, "reference")
     found = [each for each in run.findings if (each.measure, each.arm, each.against) == wanted]
     if not found:
@@ -174,7 +180,7 @@ def _first(text: str) -> str:
 
 
 def _more(finding: Finding, run: Run) -> tuple[str, str, str]:
-    """Return how much more one share of the peak is than another: by throughput, and by the peaks themselves."""
+    """Return the relative change of an arm's MFU: the throughput ratio, scaled by the ratio of peak FLOP/s."""
     same = ("throughput", finding.arm, finding.against)
     rate = next((each for each in run.findings if (each.measure, each.arm, each.against) == same), None)
     known = (finding.value, finding.baseline, rate and rate.value, rate and rate.baseline)
@@ -198,7 +204,7 @@ def _value(finding: Finding, value: float | None, run: Run) -> str:
 
 
 def component_paper_table() -> Table:
-    """Return table III as the paper has it: each line with all above it."""
+    """Return table III of the paper, in which every line includes all lines above."""
     base = COMPONENTS[0]
     rows = tuple(
         (
@@ -216,7 +222,7 @@ def component_paper_table() -> Table:
 
 
 def component_table(run: Run, tier: str) -> Table:
-    """Return what each change of an ablation's plan is worth, with the paper's component that it is."""
+    """Return the gain of every change in an ablation's plan, with the matching component of the paper."""
     of = {choice: each.says for each in COMPONENTS for choice in each.choices}
     rows = tuple(
         (
@@ -240,14 +246,14 @@ def component_table(run: Run, tier: str) -> Table:
 
 
 def _measure(component: Finding) -> str:
-    """Return what of a component is told; of a time, to which target."""
+    """Return the measure of a component, with the target for a time."""
     what = component.measure.removeprefix("component_")
     counted = ", search counted" if component.charged else ""
     return what if component.target is None else f"{what} to {say.metric(component.target)}{counted}"
 
 
 def gain_table(run: Run, tier: str) -> Table:
-    """Return what shares of what an arm saves lie where, beside what the paper claims of it for such a model."""
+    """Return the fractions of the saved time by phase and third, next to the paper's claim for such a model."""
     of_it = [each for each in CLAIMS if each.measure == "gain_share" and run.task in tasks_of(each)]
     claimed = {part: f"{100 * each.bar:g}%" for each in of_it for part in each.part}
     rows = tuple(
@@ -260,7 +266,7 @@ def gain_table(run: Run, tier: str) -> Table:
 
 
 def ranks_paper_table() -> Table:
-    """Return table IV as the paper has it."""
+    """Return table IV of the paper."""
     rows = tuple(
         (
             str(each.num),
@@ -276,7 +282,7 @@ def ranks_paper_table() -> Table:
 
 
 def ranks_table(run: Run, tier: str) -> Table:
-    """Return scaling efficiency of one tier's loops beside the plain one's, of the same rounds."""
+    """Return the scaling efficiency of a tier's loops next to the plain loop's, from the same rounds."""
     rows = tuple(
         (
             say.one_line(run.labels.get(each.arm, each.arm)),
@@ -296,7 +302,7 @@ def _title(run: Run) -> str:
 
 
 def run_table(runs: Sequence[Run]) -> Table:
-    """Return every run that was given, and its machine."""
+    """Return all runs with their machines."""
     named = letters(runs)
     rows = tuple(
         (
@@ -313,7 +319,7 @@ def run_table(runs: Sequence[Run]) -> Table:
 
 
 def machine_table(runs: Sequence[Run]) -> Table:
-    """Return the machines, each with the versions its runs had."""
+    """Return the machines, with the versions used on each."""
     rows = tuple(_machines(runs))
     columns = ("Machine", "Processor", "GPU", "Versions", "Runs")
     return Table("Machines", columns, rows, "No machine was recorded.")
@@ -331,7 +337,7 @@ def _machines(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 
 def energy_table(runs: Sequence[Run]) -> Table:
-    """Return joules per row of each arm, over those of another, with what counted them or why nothing did."""
+    """Return joules per sample of all arms, ratios to other arms, and the energy meter."""
     rows = tuple(
         row
         for number, run in enumerate(runs, 1)
@@ -360,7 +366,7 @@ def _joules(name: str, run: Run) -> Iterator[tuple[str, ...]]:
 
 
 def record_table(runs: Sequence[Run]) -> Table:
-    """Return single runs by their records: no ratio, for they are paired with nothing."""
+    """Return single runs from their records, without ratios, because they are not paired."""
     rows = tuple(_records(runs))
     columns = ("Run", "Task", "Throughput", "Final metric")
     return Table("", columns, rows, "No record of a single run was given.", numeric=columns[2:])

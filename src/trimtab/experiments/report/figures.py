@@ -1,4 +1,4 @@
-"""The figures of what was measured: learning curves, throughput ratios and phases; `draw` finds any figure by name."""
+"""Figures of measurements: learning curves, throughput ratios and phases; `draw` finds a figure by name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trimtab.experiments.report.document import Picture
 from trimtab.experiments.report.drawing import LABEL, Drawing, Key, border, dash, series, time_unit
 from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
 
-_MAX_POINTS = 150  # per curve: more cannot be seen and would swell the page
+_MAX_POINTS = 150  # Per curve: more points are not visible and enlarge the page.
 
 
 @dataclass(frozen=True)
 class Band:
-    """An arm's curves over seeds at equal rows: median seconds; lowest, median and highest metric."""
+    """An arm's curves over seeds at equal samples: median seconds; lowest, median and highest metric."""
 
     seconds: NDArray[np.float64]
     low: NDArray[np.float64]
@@ -43,7 +43,7 @@ def draw(picture: Picture, comparison: Comparison) -> Drawing:
 
 
 def curve_band(arm: Arm) -> Band | None:
-    """Return the arm's band over the rows that every seed reached: past them it would be a band of survivors."""
+    """Return the arm's band over samples reached by all seeds, to avoid survivorship bias beyond them."""
     found = [_columns(curve) for curve in arm.curves if curve.points]
     if not found:
         return None
@@ -65,9 +65,9 @@ def _columns(curve: ArmCurve) -> tuple[NDArray[np.float64], ...]:
 
 
 def curves(comparison: Comparison, tier: str) -> Drawing:
-    """Held-out metric against training seconds of a tier's plan and what it may be held against, with seeds' range.
+    """Held-out metric against training seconds of a tier's plan and comparable arms, with the range of seeds.
 
-    The other recipes train otherwise: tier S meets them in throughput and memory alone.
+    Other recipes train differently, so an equivalent plan is compared with them in throughput and memory only.
     """
     arms = [arm for arm in comparison.arms if arm.tier == tier or (not arm.tier and _may_meet(tier, arm))]
     bands = [(arm, band) for arm in arms if (band := curve_band(arm)) is not None]
@@ -95,7 +95,7 @@ def curves(comparison: Comparison, tier: str) -> Drawing:
 
 
 def _name(picture: str, tier: str) -> str:
-    """Return an element's name that no other figure has."""
+    """Return a unique element name for a figure."""
     return f"{picture}-{''.join(c for c in tier if c.isalnum()) or 'recipes'}"
 
 
@@ -106,7 +106,7 @@ def _may_meet(tier: str, arm: Arm) -> bool:
 def _paint_band(ax: Any, band: Band, factor: float, colour: str, style: str) -> None:
     time = band.seconds / factor
     ax.fill_between(time, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
-    marker = "o" if len(time) == 1 else ""  # one evaluation is a point, which a line would not show
+    marker = "o" if len(time) == 1 else ""  # A line through a single evaluation would be invisible.
     ax.plot(time, band.middle, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=4)
 
 
@@ -116,7 +116,7 @@ def _paint_targets(ax: Any, targets: Sequence[float]) -> None:
 
 
 def _label_targets(ax: Any, targets: Sequence[float]) -> None:
-    """Write each target at the right edge, but none over another."""
+    """Label targets at the right edge, skipping labels that would overlap."""
     taken: list[float] = []
     for target in targets:
         height = float(ax.transData.transform((0, target))[1])
@@ -127,7 +127,7 @@ def _label_targets(ax: Any, targets: Sequence[float]) -> None:
 
 
 def forest(comparison: Comparison, tier: str) -> Drawing:
-    """Throughput ratios of one tier with their intervals; the A/A control's interval is shaded around 1."""
+    """Throughput ratios of a tier with intervals; the A/A control's interval is shaded around 1."""
     rows = [row for row in comparison.ratios if row.metric == "throughput" and row.tier == tier and row.ratio.pairs]
     if not rows:
         return Drawing("", "No figure: no throughput ratio was measured for this group.")
@@ -160,7 +160,7 @@ def _forest_label(row: RatioRow, comparison: Comparison) -> str:
 
 
 def paint_ratio(ax: Any, height: float, ratio: Ratio, role: str = "s4") -> None:
-    """Draw a ratio at a height: its pairs, and of five or more its mean and interval."""
+    """Draw a ratio at a height: raw pairs, and with five or more pairs the mean and interval."""
     pairs = [pair for pair in ratio.pairs if 0 < pair < np.inf]
     ax.plot(pairs, [height + 0.22] * len(pairs), "o", color=COLOUR["ink"], alpha=0.45, markersize=2.6, linewidth=0)
     if ratio.n < say.PAIRS_FOR_A_VERDICT:
@@ -171,7 +171,7 @@ def paint_ratio(ax: Any, height: float, ratio: Ratio, role: str = "s4") -> None:
 
 
 def phases(comparison: Comparison) -> Drawing:
-    """Seconds per batch of each arm, stacked by phase."""
+    """Seconds per batch of all arms, stacked by phase."""
     arms, names = [arm for arm in comparison.arms if arm.phases_s], tables.phase_names(comparison)
     if not arms:
         return Drawing("", "No figure: no phases were measured.")

@@ -1,4 +1,4 @@
-"""Where the gain comes from, as tables: by phase, by what bounds it, by third of training; and its projection."""
+"""Tables of a gain: by phase, by limiting resource, by third of training, and its projection."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DISTORTED = (
 
 
 def phase_gain_table(gain: Gain) -> Table:
-    """Return what each phase of a step saves."""
+    """Return the seconds saved by phase of a step."""
     found = attribute(gain)
     rows = (*found.phases, found.unattributed, found.whole)
     return Table(
@@ -77,7 +77,7 @@ def _between(interval: Interval, words: Callable[[float], str]) -> str:
 
 
 def part_table(gain: Gain, *, folded: bool) -> Table:
-    """Return what the forward and the backward save by class of module."""
+    """Return the seconds saved in forward and backward by class of module."""
     rows = tuple((_part(row.phase), *_saved(row)) for row in attribute(gain).parts)
     note = (
         "What a module does itself, without the modules in it. A backward begins where the gradient of what a module "
@@ -92,7 +92,7 @@ def _part(name: str) -> str:
 
 
 def bound_table(gain: Gain) -> Table:
-    """Return the seconds of a step by what bounds them, of both arms."""
+    """Return the seconds of a step of both arms by limiting resource (compute, memory, communication, ...)."""
     columns, title = ("Bound by", "Reference", "Plan"), "What bounds it"
     if is_distorted(gain):
         return Table(title, columns, (), f"Not told: {_DISTORTED}", "", columns[1:])
@@ -102,13 +102,13 @@ def bound_table(gain: Gain) -> Table:
 
 
 def _in_any(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
-    """Return the bounds that occur, in their order."""
+    """Return the bounds present, in display order."""
     present = {name for each in found for name in each}
     return tuple(name for name in BOUNDS if name in present)
 
 
 def _is_unknown(found: Mapping[str, float], name: str) -> bool:
-    """Whether what an arm has of a bound is in what is not known of it."""
+    """Return True if an arm's seconds of this bound are part of its unattributed seconds."""
     return name in (COMPUTE, MEMORY) and UNBOUND in found and name not in found
 
 
@@ -134,7 +134,7 @@ def _roofs(gain: Gain) -> str:
 
 
 def gain_notes(gain: Gain) -> tuple[str, ...]:
-    """Return what is not told, and why; and what the phases are."""
+    """Return notes on missing figures with reasons, and the meaning of the phases."""
     theirs, ours = set(gain.reference.notes), set(gain.plan.notes)
     told = (("both", theirs & ours), ("the reference", theirs - ours), ("the plan", ours - theirs))
     notes = (f"of {whose}: {say.one_line(note)}" for whose, found in told for note in sorted(found))
@@ -143,7 +143,7 @@ def gain_notes(gain: Gain) -> tuple[str, ...]:
 
 
 def thirds_table(thirds: Sequence[ThirdRow], tier: str) -> Table:
-    """Return gain early, in the middle and late in training, of one tier."""
+    """Return the gain in the early, middle and late third of training, for a tier."""
     rows = [row for row in thirds if row.tier == tier]
     columns = ("Third", "Rows per second", "Progress", "Progress per second", "Of the seconds saved", "n")
     note = (
@@ -178,7 +178,7 @@ def _beside(value: str, interval: str) -> str:
 
 
 def projection_sentences(gain: Gain) -> tuple[str, ...]:
-    """Return eqs. 21 to 23 of what steps took without the clock of phases, where these tell both arms apart."""
+    """Return eqs. 21 to 23 computed from step times without phase timing, if the speed-up is significant."""
     speedup = speedup_of(gain)
     net, doubling = _net(gain, speedup), _doubling(gain, speedup)
     return f"Net speed-up [21], by laps in one process: {net}", f"Doubling [22, 23], by these laps: {doubling}"
@@ -226,7 +226,7 @@ def _months(speedup: float) -> str:
 
 
 def side_by_side(gains: Sequence[Gain]) -> Table:
-    """Return tasks beside one another: of a step of each, the share of a phase and of a bound; and what it saves."""
+    """Return tasks side by side: fractions of a step by phase and bound, and the saved time."""
     founds = [attribute(gain) for gain in gains]
     phases = [phase for phase in MEANINGS if any(row.phase == phase for found in founds for row in found.phases)]
     rows = [(phase, *(cell for found in founds for cell in _phase_cells(found, phase))) for phase in phases]

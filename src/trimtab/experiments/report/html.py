@@ -1,4 +1,4 @@
-"""The report as one self-contained page: no network, no script, every string from outside escaped."""
+"""The report as a self-contained HTML page: no network, no script, external strings escaped."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from trimtab.experiments.report.style import style_sheet
 from trimtab.experiments.report.svg import variable
 from trimtab.experiments.report.tables import Cell, Table
 
-# Whatever a name may smuggle in, the browser is told to load nothing and to run nothing.
+# If a name contains markup, the browser still loads nothing and runs nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _BADGES = dict.fromkeys(("gain", "pass", "met"), "gain") | dict.fromkeys(("harm", "fail", "missed"), "harm")
 _MAX_ASIDE = 12
-_TIGHT = 26  # characters of a cell that stays on one line
+_TIGHT = 26  # Longest cell in characters to stay on one line.
 _LONG_WORD = 22
 _SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")
 _PIECE = re.compile(r"[^/_.,;:=-]{1,22}[/_.,;:=-]?|[/_.,;:=-]{1,22}")
 
 
 def html_page(document: Document) -> str:
-    """Return the page."""
+    """Return the report as an HTML page."""
     parts = document.sections
     body = [_header(document), _contents(parts), *(_section(part, document) for part in parts)]
     return page(f"{document.task}: trimtab {document.kind}", "\n".join(body))
 
 
 def page(title: str, body: str) -> str:
-    """Return a page of what is between its tags, self-contained: no network, no script."""
+    """Return a self-contained HTML page (no network, no script) with the given body."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -158,7 +158,7 @@ def _cell(table: Table, column: str, cell: Cell, extra: str = "") -> str:
 
 
 def labelled(column: str, content: str, kind: str = "text") -> str:
-    """Return a cell of a table, of HTML: a narrow page has no row of heads, and shows each cell beside its label."""
+    """Return a table cell with its column label, because a narrow page shows labels instead of a head row."""
     label = escape(column).strip()
     return f'<td class="{kind}{"" if label else " bare"}" data-label="{label}"><div>{content}</div></td>'
 
@@ -170,7 +170,7 @@ def _content(cell: Cell) -> str:
 
 
 def breakable(text: str) -> str:
-    """Return escaped text in which a word too long for a column may break, at a separator where it has one."""
+    """Return escaped text with line-break opportunities in long words, at separators where possible."""
     words = (_PIECE.findall(word) if len(word) > _LONG_WORD else [word] for word in say.one_line(text).split(" "))
     return " ".join("<wbr>".join(html.escape(piece) for piece in pieces) for pieces in words)
 

@@ -1,4 +1,4 @@
-"""The few figures under the headline."""
+"""Key figures under the headline of a report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trimtab.experiments.report import tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Tile
 
-_LABEL = 48  # characters of a name under a figure
+_LABEL = 48  # Longest name in characters.
 
 
 def key_figures(comparison: Comparison) -> tuple[Tile, ...]:
-    """Return the tiles under the headline; of one plan only, tier S when there is one."""
+    """Return the tiles under the headline, for a single plan: the equivalent plan if present."""
     leading = next((arm for key in ("S", "F") if (arm := comparison.arm(PLAN_ARMS[key]))), None)
     if leading is None:
         return ()
@@ -22,7 +22,7 @@ def key_figures(comparison: Comparison) -> tuple[Tile, ...]:
     counted = () if comparison.meter.is_absent else ("energy",)
     tiles = [_ratio_tile(comparison, leading, name) for name in (*metrics, *counted)]
     tiles += _target_tile(comparison, leading)
-    # A figure of the races that it survived must not be read without that.
+    # The remaining runs of a failed arm must not be read without a note of the failure.
     said = "; this arm failed: see every arm as it ran" if leading.error else ""
     return tuple(replace(tile, detail=tile.detail + said) for tile in tiles)
 
@@ -45,7 +45,7 @@ def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
         return ()
     order = {target: rung for rung, target in enumerate(comparison.targets)}
     row = max(rows, key=lambda row: (row.reached_arm > 0, order.get(row.target, -1)))
-    # The figure is a speed-up, above 1 better: called a time it would read the other way round.
+    # The figure is a speed-up (above 1 is better); the label "time" would suggest the opposite.
     label = f"Speed-up to {comparison.metric} {say.metric(row.target)}, planning counted"
     value, _ = tables.target_estimate(row)
     if row.ratio and not row.bound and row.reached_arm:
@@ -57,7 +57,7 @@ def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
 
 
 def tile_of(label: str, value: Ratio, words: say.Words, against: str) -> Tile:
-    """Return a ratio as a key figure: its interval, or under five pairs the raw pairs, beside it."""
+    """Return a ratio as a key figure with its interval, or with the raw pairs below five pairs."""
     if value.counted:
         return Tile(label, words(value.mean), f"count of allocated bytes; {against}")
     if value.n < say.PAIRS_FOR_A_VERDICT:

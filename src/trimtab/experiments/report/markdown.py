@@ -1,4 +1,4 @@
-"""The report as Markdown: the same tables and words, figures left to the page."""
+"""The report as Markdown: the same tables and text, without figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Block, Bullets, Code, Document, Heading, Paragraph, Picture, Section
 from trimtab.experiments.report.tables import Cell, Table
 
-# An underscore inside a word is no emphasis, and `plan_S` reads better unescaped.
+# An underscore inside a word is not emphasis in Markdown, and `plan_S` reads better unescaped.
 _SPECIAL = re.compile(r"[\\`*\[\]|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 
@@ -32,7 +32,7 @@ def markdown_page(document: Document) -> str:
 
 
 def escape(text: object, limit: int = say.MAX_TEXT) -> str:
-    """Return text on one line, without a character that Markdown or HTML would take for its own."""
+    """Return text on one line, with Markdown and HTML special characters escaped."""
     line = html.escape(say.one_line(text, limit), quote=False)
     return _SPECIAL.sub(lambda match: "\\" + match[0], line)
 
@@ -60,7 +60,7 @@ def _block(block: Block) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a fenced block whose fence is longer than any inside it."""
+    """Return a fenced block with a fence longer than any inside the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}sh\n{say.printable(text)}\n{fence}"

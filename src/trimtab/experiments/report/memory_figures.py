@@ -1,4 +1,4 @@
-"""The figure of what a step holds: bytes by part over the step, the loop's beside the plan's."""
+"""Figure of a step's memory: bytes by part over the step, for the plain loop and the plan's loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.experiments.report.svg import COLOUR
 
 
 def timeline(comparison: Comparison) -> Drawing:
-    """Bytes by part over one step, stacked; one picture for each loop that was traced."""
+    """Bytes by part over a step, stacked; a panel for every traced loop."""
     steps = comparison.memory
     if not steps:
         return Drawing("", "No figure: no step could be traced.")

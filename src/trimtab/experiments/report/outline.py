@@ -1,4 +1,4 @@
-"""The report of a comparison in its order: verdict first, then evidence, then how to repeat it."""
+"""Report of a comparison: the verdict, the evidence, and the command to reproduce it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trimtab.experiments.report.document import (
 from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.tables import Table
 
-if TYPE_CHECKING:  # it comes with matplotlib, without which the text is written
+if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
     from trimtab.experiments.report.drawing import Drawing
 
 TIER_NOTE = (
@@ -71,7 +71,7 @@ def byline(comparison: Comparison) -> str:
 
 
 def sections(comparison: Comparison) -> tuple[Section, ...]:
-    """Return the report in reading order."""
+    """Return the sections of the report in reading order."""
     return (
         Section("What the plans change", _plans(comparison), brief=True),
         Section("Throughput, memory and quality", _ratios(comparison), brief=True),
@@ -93,10 +93,13 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
 
 
 def gain_section(gain: Gain | None, thirds: Sequence[ThirdRow], title: str = GAIN, *, folded: bool = True) -> Section:
-    """Return where a gain comes from: by phase and bound as measured in turns, by third of training as recorded.
+    """Return the attribution of a gain: by phase and bound from interleaved steps, by third from the records.
 
     Args:
-        folded: whether classes of modules are shown on demand alone.
+        gain: the measured gain, or None.
+        thirds: comparison by thirds of training.
+        title: title of the section.
+        folded: True to collapse the table of module classes.
     """
     blocks: list[Block] = [Paragraph("No steps of the plan were clocked against the reference's.")]
     if gain is not None:
@@ -114,7 +117,7 @@ def gain_section(gain: Gain | None, thirds: Sequence[ThirdRow], title: str = GAI
 
 
 def gain_sections(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> tuple[Section, ...]:
-    """Return where the gain of each task comes from, and several of them side by side."""
+    """Return the attribution of every gain, and a side-by-side table for several gains."""
     each = [
         gain_section(gain, rows, f"{GAIN}: {say.one_line(gain.task)}", folded=False)
         for gain, rows in zip(gains, thirds, strict=True)
@@ -205,6 +208,6 @@ def _environment(comparison: Comparison) -> tuple[Block, ...]:
 
 
 def facts(title: str, found: Mapping[str, str]) -> Table:
-    """Return what is known of something, a line each."""
+    """Return a two-column table of facts."""
     rows = tuple((say.one_line(key).replace("_", " "), say.one_line(value)) for key, value in found.items())
     return Table(title, ("", " "), rows, f"{title}: not recorded.")

@@ -1,4 +1,4 @@
-"""The tables about planning: what each plan changes, what was rejected, what it cost and how well it predicted."""
+"""Tables about planning: changes of every plan, rejected alternatives, cost and prediction error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKS = {Mark.EXACT: "exact", Mark.ROUNDING: "same maths, other rounding", Mark.
 
 
 def change_table(plan: Plan, *, changed: bool) -> Table:
-    """Return the settings a plan changes, or those it leaves, with mark, reason and losers."""
+    """Return the settings changed (or left unchanged) by a plan, with numerical effect, reason and alternatives."""
     choices = [(name, choice) for name, choice in plan.choices() if choice.changed == changed]
     return Table(
         title="" if changed else "Left as the loop has it",
@@ -43,7 +43,7 @@ def _losers(choice: Choice) -> tuple[str, ...]:
 
 
 def plan_sentences(plan: Plan, arm: Arm | None) -> tuple[str, ...]:
-    """Return what a person reads before the table: against what, and whether the gradient check passed."""
+    """Return the introduction of a plan's table: the reference loop and the result of the gradient check."""
     lines = [f"Against the {plan.reference.describe()} loop, {plan.batch_rows} rows per optimizer step."]
     if plan.check is not None:
         verdict = "splitting the batch keeps the gradient" if plan.check.splittable else "splitting is refused"
@@ -56,7 +56,7 @@ def plan_sentences(plan: Plan, arm: Arm | None) -> tuple[str, ...]:
 
 
 def rejected_table(comparison: Comparison) -> Table:
-    """Return every loser of every choice, with the plans that rejected it."""
+    """Return all rejected alternatives of all settings, with the plans that rejected them."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for tier in tiers(comparison.plans):
         for name, choice in comparison.plans[tier].choices():
@@ -68,7 +68,7 @@ def rejected_table(comparison: Comparison) -> Table:
 
 
 def failed_table(comparison: Comparison) -> Table:
-    """Return the trials that could not run."""
+    """Return the trials that failed."""
     failed = [trial for trial in comparison.trials if trial.error or trial.step_s is None]
     rows = tuple(
         (
@@ -82,7 +82,7 @@ def failed_table(comparison: Comparison) -> Table:
 
 
 def trial_table(comparison: Comparison) -> Table:
-    """Return every planning trial."""
+    """Return all planning trials."""
     rows = tuple(
         (
             say.one_line(trial.candidate.describe()),
@@ -103,7 +103,7 @@ def _timed(trial: Trial) -> str:
 
 
 def role(comparison: Comparison, trial: Trial) -> str:
-    """Return what a trial stands for: the loop a plan was made for, what a plan chose, the A/A control, or nothing."""
+    """Return the role of a trial: reference loop, chosen by a plan, A/A control, or ""."""
     plans = comparison.plans
     loops = [_loop(key) for key, plan in plans.items() if trial.candidate == reference_candidate(plan)]
     roles = list(dict.fromkeys(loops))
@@ -113,30 +113,30 @@ def role(comparison: Comparison, trial: Trial) -> str:
 
 
 def chosen_candidate(plan: Plan) -> Candidate:
-    """Return the tier-S settings of a plan as a candidate."""
+    """Return the equivalent settings of a plan as a candidate."""
     values = {name: getattr(plan, name).value for name in Candidate.__dataclass_fields__}
     return Candidate(**values)
 
 
 def reference_candidate(plan: Plan) -> Candidate:
-    """Return the candidate that is the loop as it stood: what the plan changed, changed back."""
+    """Return the candidate of the unchanged loop, with the plan's changes reverted."""
     fused = plan.fused_optimizer
     was_fused = bool(fused.value) != fused.changed
     return Candidate(plan.reference.precision, "keep", was_fused, plan.batch_rows)
 
 
 def arm_of(comparison: Comparison, key: str) -> Arm | None:
-    """Return the arm that ran the plan of this key."""
+    """Return the arm that ran the plan with this key."""
     return comparison.arm(PLAN_ARMS.get(key, ""))
 
 
 def _loop(key: str) -> str:
-    """Return the arm whose loop the plan of this key was made for."""
+    """Return the arm with the loop that the plan was made for."""
     return PLAN_LOOPS.get(key, "reference")
 
 
 def prediction_table(comparison: Comparison) -> Table:
-    """Return predicted against measured step time and peak memory of each plan."""
+    """Return predicted and measured step time and peak memory of all plans."""
     rows = tuple(_prediction_row(tier, comparison) for tier in tiers(comparison.plans))
     columns = ("Plan", "Step, predicted", "measured", "error", "Peak, predicted", "measured ", "error ")
     note = "Error: predicted over measured, minus one. Measured: median of the arm's runs."
@@ -153,7 +153,7 @@ def _prediction_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
 
 
 def memory_table(comparison: Comparison) -> Table:
-    """Return what each part holds at the peak of a step."""
+    """Return the bytes by part at the peak of a step."""
     rows = tuple(
         (say.named(comparison, name), step.peak.phase, *(say.size(step.peak.bytes_by_part.get(p, 0)) for p in PARTS))
         for name, step in comparison.memory.items()
@@ -168,7 +168,7 @@ def _error(predicted: float | None, measured: float | None) -> str:
 
 
 def cost_table(comparison: Comparison) -> Table:
-    """Return what planning cost and after how many steps it is paid back: cost over saving per step."""
+    """Return the planning cost of all plans, and the break-even step: cost over saving per step."""
     return Table(
         title="",
         columns=("Plan", "Planning", "Search in it", "Charged", "Saved per step", "Break-even", "Throughput"),
@@ -202,15 +202,15 @@ def _signed(value: float | None) -> str:
 
 
 def break_even(charged_s: float, saved_s: float | None) -> str:
-    """Return the steps after which a cost is paid back; "never" when nothing is saved."""
+    """Return the number of steps to recover a cost, or "never" without a saving."""
     if saved_s is None or math.isnan(saved_s):
         return say.UNMEASURED
-    # Rounded first, so that 400.00000001 steps are 400.
+    # Rounded first, because 400.00000001 steps are 400 steps.
     return f"{math.ceil(round(charged_s / saved_s, 6)):,} steps" if saved_s > 0 else say.NEVER
 
 
 def _speed_verdict(key: str, comparison: Comparison) -> str:
-    """Return the verdict on a plan's speed against the loop that it was made for."""
+    """Return the verdict on a plan's speed against the loop it was made for."""
     rows = [row for row in comparison.ratios if (row.arm, row.against) == (PLAN_ARMS.get(key), _loop(key))]
     row = next((row for row in rows if row.metric in ("throughput", "do_no_harm")), None)
     return say.honest(row.shown, row.ratio.n, counted=row.ratio.counted).kind if row else say.UNMEASURED

@@ -1,4 +1,4 @@
-"""The figures about planning: memory against time of the trials, and predicted against measured."""
+"""Figures about planning: memory against time of trials, and predicted against measured values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
 
 
 def memory_time(comparison: Comparison) -> Drawing:
-    """Peak memory against step time of every trial of whole steps; reference and chosen settings ringed and named.
+    """Peak memory against step time of full-step trials; the reference and chosen settings are ringed and named.
 
-    Beside them the Pareto front of all that tier S was chosen from; what breaks a limit is crossed out.
+    The Pareto front of all candidates for the equivalent plan is drawn too, with infeasible points crossed out.
     """
     whole = [trial for trial in comparison.trials if trial.is_whole]
     drawn = [trial for trial in whole if trial.step_s is not None and trial.peak_bytes is not None]
@@ -59,7 +59,7 @@ def _not_drawn(trial: Trial) -> str:
 
 
 def _named(comparison: Comparison, drawn: Sequence[Trial]) -> list[tuple[str, Trial]]:
-    """Return one trial for each role, the last of its kind: later stages measure longer."""
+    """Return a trial for every role, the last of its kind, because later search phases measure longer."""
     roles = {plan_tables.role(comparison, trial): trial for trial in drawn if not trial.control}
     return sorted((name, trial) for name, trial in roles.items() if name)
 
@@ -72,7 +72,7 @@ def _ring(ax: Any, at: tuple[float, float], name: str, *, above: bool) -> None:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """One quantity of one plan: predicted, and as it came out over the runs."""
+    """A quantity of a plan: prediction, measurement, and the values of single runs."""
 
     predicted: float | None
     measured: float | None
@@ -80,7 +80,7 @@ class _Outcome:
 
 
 def predictions(comparison: Comparison) -> Drawing:
-    """Predicted and measured step time and peak memory of each plan, from zero."""
+    """Predicted and measured step time and peak memory of all plans, from zero."""
     tiers = tables.tiers(comparison.plans)
     times = [_time(comparison, tier) for tier in tiers]
     peaks = [_peak(comparison, tier) for tier in tiers]

@@ -1,4 +1,4 @@
-"""The page of one run: loss, k, noise and learning rate against what was consumed, and what happened on the way."""
+"""HTML page of a run: loss, micro-batches, noise scale and learning rate over samples, and events."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ENDS = {
     "interrupted": "interrupted, to be gone on with",
     "error": "ended by an error",
 }
-_MOST_POINTS = 600  # a track of more is thinned out: the page stays small
+_MOST_POINTS = 600  # Longer curves are thinned out to keep the page small.
 
 
 @dataclass(frozen=True)
 class Track:
-    """One figure: a value of each window, with a line where something happened."""
+    """A figure of a value per step, with a line at every event."""
 
     name: str
     label: str
@@ -39,20 +39,20 @@ class Track:
 
 
 def run_page(found: RunRecord | RunSummary) -> str:
-    """Return the page, self-contained: no network, no script, every string from outside escaped."""
+    """Return the self-contained HTML page: no network, no script, external strings escaped."""
     record = summary_of(found) if isinstance(found, RunRecord) else found
     body = "\n".join((_header(record), _tracks(record), _events(record)))
     return page(f"{record.header.name}: trimtab run", body)
 
 
 def tracks(steps: StepColumns) -> tuple[Track, ...]:
-    """Return what is drawn: noise and k only where they say something."""
+    """Return the curves to draw; noise scale and micro-batches only if informative."""
     found = [Track("loss", "mean loss per term", steps.loss)]
     if len(set(steps.num_micro_batches)) > 1:
         found.append(Track("k", "micro-batches per window", steps.num_micro_batches, is_step=True))
     if any(map(math.isfinite, steps.noise_scale)):
         found.append(Track("noise", "noise scale N, in rows", steps.noise_scale, is_log=True))
-    if not steps or any(map(math.isfinite, steps.learning_rate)):  # an optimizer may set its own rates
+    if not steps or any(map(math.isfinite, steps.learning_rate)):  # An optimizer may set its own learning rates.
         found.append(Track("rate", "learning rate, first group", steps.learning_rate))
     return tuple(found)
 
@@ -66,7 +66,7 @@ def _header(record: RunSummary) -> str:
 
 
 def _trained(record: RunSummary) -> str:
-    """Say what was trained; of an arm of a race its record holds laps, and no window."""
+    """Return a summary of the training; the record of an arm in a paired run has blocks instead of steps."""
     steps, laps = record.steps, blocks(record)
     rows, seconds = trained(record)
     void = steps.num_skipped
@@ -78,7 +78,7 @@ def _trained(record: RunSummary) -> str:
 def _tracks(record: RunSummary) -> str:
     if len(record.steps) < 2:
         return '<p class="muted">Too few windows to draw.</p>'
-    # Where the rows of some window are unknown, the course is drawn by windows.
+    # If some step has an unknown number of samples, the x axis counts steps.
     counts = itertools.repeat(1, len(record.steps)) if record.steps.has_unknown_rows else record.steps.rows
     rows = array("d", itertools.accumulate(counts))
     marks = [rows[min(event.step, len(rows)) - 1] if event.step else 0 for event in record.events]

@@ -1,4 +1,4 @@
-"""The page of a scaling table: efficiency by ranks, the table, and what has to be known beside it."""
+"""HTML page of a scaling table: efficiency by ranks, the table and its caveats."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trimtab.experiments.report.svg import COLOUR, render, variable
 from trimtab.experiments.scaling.result import MODES, Scaling, ScalingRow
 from trimtab.experiments.scaling.table import notes, tables
 
-# As the same loops have them in the figures of comparisons; what frees the batch shares no figure with what keeps it.
+# The same colours as in the figures of comparisons. Adaptive and fixed batch sizes never share a figure.
 _ROLES = {"baseline": "s0", "plan": "s4"}
 
 
 def scaling_page(found: Scaling) -> str:
-    """Return the page, self-contained: no network, no script, every string from outside escaped."""
+    """Return the self-contained HTML page: no network, no script, external strings escaped."""
     body = "\n".join((_header(found), _figure(found), _tables(found), _notes(found)))
     return page(f"{found.task}: trimtab scaling", body)
 
@@ -32,7 +32,7 @@ def _header(found: Scaling) -> str:
 
 
 def _figure(found: Scaling) -> str:
-    """Return efficiency by ranks, a line a recipe and mode, with its interval."""
+    """Return the figure of efficiency by ranks with intervals, a line per recipe and mode."""
     lines = [
         (mode, recipe, rows)
         for mode in MODES
@@ -65,7 +65,7 @@ def _figure(found: Scaling) -> str:
 
 
 def _drawn(found: Scaling) -> list[ScalingRow]:
-    """Return the rows that have an efficiency which says something: not of ranks that share cores or devices."""
+    """Return rows with a meaningful efficiency, excluding oversubscribed ranks."""
     return [row for row in found.rows if row.efficiency is not None and not row.crowded]
 
 

@@ -1,4 +1,4 @@
-"""The page's style sheet: system fonts, one accent, dark and light by the reader's setting, cards on a phone, print."""
+"""Style sheet of the page: system fonts, a single accent colour, dark and light mode, narrow layout, print."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ figure svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans
 
 
 def style_sheet() -> str:
-    """Return the CSS of the page; paper is always light."""
+    """Return the CSS of the page; print is always light."""
     dark = f"@media screen and (prefers-color-scheme:dark){{:root{{{_variables(_DARK)}}}}}"
     return f":root{{color-scheme:light dark;{_variables(_LIGHT)}}}\n{dark}{_PAGE}{_TABLES}"
 

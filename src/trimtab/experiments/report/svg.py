@@ -1,6 +1,7 @@
-"""The one module that adapts matplotlib: inline SVG that follows the page's colours and is the same every time.
+"""Adapter of matplotlib: deterministic inline SVG that follows the page's colours.
 
-matplotlib needs literal colours, so each role has a sentinel that is replaced by `currentColor` or a CSS variable.
+matplotlib needs literal colours, so every role has a sentinel colour, later replaced by `currentColor` or a CSS
+variable.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ NUM_SERIES = 8
 NUM_PARTS = 7
 _ROLES = ("ink", "line", "page", *(f"s{i}" for i in range(NUM_SERIES)), *(f"p{i}" for i in range(NUM_PARTS)))
 COLOUR = {role: f"#ab{index:02x}cd" for index, role in enumerate(_ROLES)}
-_WIDTH = 420  # points; scales to the column, and stays readable at the width of a phone
-_STYLE: Any = {  # Any: the keys are a Literal of all names in matplotlib's own types
+_WIDTH = 420  # In points; scales to the column, and stays readable on a phone.
+_STYLE: Any = {  # Any, because matplotlib types the keys as a Literal of all names.
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a label with a dollar sign is a label
+    "text.parse_math": False,  # A dollar sign in a label is literal.
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -54,11 +55,11 @@ def variable(role: str) -> str:
 
 
 def render(paint: Callable[[Sequence[Any]], None], *, name: str, title: str, height: float, columns: int = 1) -> str:
-    """Return the SVG that `paint(axes)` draws; `name` keeps its ids apart from those of other figures."""
+    """Return the SVG drawn with `paint(axes)`; `name` prefixes its ids to keep them unique on the page."""
     buffer = io.StringIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the reader's browser picks the font
-        matplotlib.rcdefaults()  # a user's matplotlibrc must not change a report
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # The browser chooses the font.
+        matplotlib.rcdefaults()  # A user's matplotlibrc must not change a report.
         matplotlib.rcParams.update(_STYLE | {"svg.hashsalt": name})
         figure = Figure(figsize=(_WIDTH / 72, height / 72), layout="constrained")
         paint(figure.subplots(1, columns, squeeze=False, sharey=columns > 1)[0])
@@ -67,7 +68,7 @@ def render(paint: Callable[[Sequence[Any]], None], *, name: str, title: str, hei
 
 
 def plain_log(ax: Any, which: str) -> None:
-    """Make an axis ("x" or "y") logarithmic with plain numbers, and enough of them over less than a decade."""
+    """Make an axis ("x" or "y") logarithmic with plain numbers, and with enough ticks below a decade."""
     getattr(ax, f"set_{which}scale")("log")
     axis = getattr(ax, f"{which}axis")
     low, high = getattr(ax, f"get_{which}lim")()
@@ -78,12 +79,12 @@ def plain_log(ax: Any, which: str) -> None:
 
 
 def few_ticks(axis: Any, count: int = 5) -> None:
-    """Keep an axis to few round ticks."""
+    """Limit an axis to a few round ticks."""
     axis.set_major_locator(MaxNLocator(count))
 
 
 def _inline(text: str, name: str, title: str) -> str:
-    """Return the drawing without prolog, metadata, fixed size and page-wide style, with ids and colours of its own."""
+    """Return the SVG without prolog, metadata, fixed size and global style, with prefixed ids and CSS colours."""
     text = text[text.index("<svg") :]
     for pattern in (r"<metadata>.*?</metadata>\s*", r"<style[^>]*>.*?</style>\s*", r"<!--.*?-->\s*"):
         text = re.sub(pattern, "", text, flags=re.DOTALL)

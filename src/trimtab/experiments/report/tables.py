@@ -1,4 +1,4 @@
-"""The tables of measured results as rows of text, formatted once for the page, Markdown and the terminal."""
+"""Tables of results as rows of text, formatted once for HTML, Markdown and the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.experiments.comparison.result import Arm, Comparison, RatioRow, Tar
 from trimtab.experiments.report import wording as say
 
 Cell = str | Verdict
-_PHASE_STEPS = 4  # that each arm is clocked for: a constant of `racing.inspect_arm`, which needs torch
+_PHASE_STEPS = 4  # Timed steps per arm, as in `racing.inspect_arm`, which imports torch.
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,16 @@ class Table:
     """Rows of text under column names.
 
     Args:
-        empty: the sentence that stands in for a table without rows. note: how to read it.
-        numeric: names of the columns that hold figures. folded: shown on demand where that is possible.
-        extras: per row, sentences shown on demand; `extras_label` names them.
-        groups: per row, what it belongs to; said once for rows that follow each other.
+        title: title of the table.
+        columns: column names.
+        rows: cells of every row.
+        empty: sentence shown instead of a table without rows.
+        note: explanation shown with the table.
+        numeric: names of the columns with figures.
+        folded: True to collapse the table if the format allows.
+        extras: collapsible sentences of every row.
+        extras_label: label of the extras.
+        groups: group name of every row, shown once for consecutive rows.
     """
 
     title: str
@@ -37,7 +43,7 @@ class Table:
 
 
 def with_groups(table: Table) -> Table:
-    """Return the table with its groups as a first column, for renderings that have no rows across."""
+    """Return the table with groups as a first column, for formats without spanning rows."""
     if not table.groups:
         return table
     repeated = zip(table.groups, ("", *table.groups), table.rows, strict=False)
@@ -46,7 +52,7 @@ def with_groups(table: Table) -> Table:
 
 
 def tiers(values: Iterable[str]) -> tuple[str, ...]:
-    """Return the tiers that occur, S and F first: each gets a table of its own, never one for both."""
+    """Return the tiers present, S and F first; every tier gets a separate table."""
     found = set(values)
     return tuple(tier for tier in say.TIERS if tier in found) + tuple(sorted(found - say.TIERS.keys()))
 
@@ -57,7 +63,7 @@ def tier_title(tier: str) -> str:
 
 
 def plan_name(key: str) -> str:
-    """Return what a plan is called where several stand side by side."""
+    """Return the name of a plan in tables of several plans."""
     return f"plan, {say.one_line(say.PLANS.get(key, key))}"
 
 
@@ -67,7 +73,7 @@ def plan_title(key: str) -> str:
 
 
 def ratio_table(comparison: Comparison, tier: str) -> Table:
-    """Return throughput, memory and quality of one tier's arms against others."""
+    """Return throughput, memory and quality of a tier's arms against other arms."""
     rows = [row for row in comparison.ratios if row.tier == tier]
     return Table(
         title=tier_title(tier),
@@ -81,12 +87,12 @@ def ratio_table(comparison: Comparison, tier: str) -> Table:
 
 
 def versus(comparison: Comparison, row: RatioRow | TargetRow) -> str:
-    """Return which arm a row compares with which."""
+    """Return the label of a comparison, "arm against arm"."""
     return f"{say.named(comparison, row.arm)} against {say.named(comparison, row.against)}"
 
 
 def _ratio_rows(row: RatioRow, comparison: Comparison) -> Iterator[tuple[Cell, ...]]:
-    """Yield a ratio's row, and the same by processor time, where that was recorded, which has no verdict."""
+    """Yield a ratio's row, and a second row without verdict for CPU time if recorded."""
     words, name = say.words_for(row, comparison), say.measure(row.metric, comparison)
     verdict = say.honest(row.shown, row.ratio.n, counted=row.ratio.counted)
     yield (name, *say.estimate(row.ratio, words), say.pairs(row), verdict)
@@ -131,7 +137,7 @@ def _target_row(row: TargetRow) -> tuple[Cell, ...]:
 
 
 def target_cells(row: TargetRow) -> tuple[Cell, ...]:
-    """Return what is known of a time to a target, from who reached it to the verdict."""
+    """Return the cells of a time to target, from the reached counts to the verdict."""
     value, interval = target_estimate(row)
     return (
         f"{row.reached_arm}/{row.n} vs {row.reached_against}/{row.n}",
@@ -144,12 +150,12 @@ def target_cells(row: TargetRow) -> tuple[Cell, ...]:
 
 
 def planning_counted(row: TargetRow) -> str:
-    """Return whether the seconds of planning and search are in the times."""
+    """Return "counted" if times include planning and search, otherwise "not counted"."""
     return "counted" if row.charged else "not counted"
 
 
 def target_pairs_table(comparison: Comparison, tier: str) -> Table:
-    """Return the seconds of each pair behind a tier's times to target."""
+    """Return the seconds of all pairs behind a tier's times to target."""
     rows = [row for row in comparison.target_rows if row.tier == tier]
     return Table(
         title="Each pair",
@@ -171,7 +177,7 @@ def _target_pairs(row: TargetRow) -> str:
 
 
 def target_estimate(row: TargetRow) -> tuple[str, str]:
-    """Return (speed-up, interval) of a target row; a censored row has its bound and no interval."""
+    """Return (speed-up, interval) of a target row; a censored row has a bound and no interval."""
     if row.bound:
         return say.one_line(row.bound), "none: censored"
     if row.n and row.reached_arm == 0:
@@ -180,7 +186,7 @@ def target_estimate(row: TargetRow) -> tuple[str, str]:
 
 
 def arm_table(comparison: Comparison) -> Table:
-    """Return every arm as it ran, failed ones with their error."""
+    """Return all arms with their measurements, and errors of failed arms."""
     return Table(
         title="",
         columns=("Arm", "Computes in", "Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
@@ -213,7 +219,7 @@ def _utilisation(arm: Arm) -> str:
 
 
 def origin_table(comparison: Comparison) -> Table:
-    """Return which file runs each arm, how far it trained and what planning it is charged."""
+    """Return the source file, samples trained on and charged planning of all arms."""
     rows = tuple(
         (
             say.arm_name(arm),
@@ -243,5 +249,5 @@ def phase_table(comparison: Comparison) -> Table:
 
 
 def phase_names(comparison: Comparison) -> tuple[str, ...]:
-    """Return the phases that occur, in the order in which arms name them."""
+    """Return the phases present, in the arms' order."""
     return tuple(dict.fromkeys(name for arm in comparison.arms for name in arm.phases_s))

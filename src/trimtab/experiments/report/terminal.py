@@ -1,4 +1,4 @@
-"""The report in a terminal: verdict, key figures and the brief sections. The one module that adapts rich."""
+"""The report in a terminal: verdict, key figures and brief sections. The only module that imports rich."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def terminal_view(document: Document) -> RenderableType:
 
 
 def sections_view(parts: Iterable[Section]) -> RenderableType:
-    """Return some sections alone for `rich.print`."""
+    """Return the given sections for `rich.print`."""
     return Group(*map(_section, parts))
 
 
 def _text(words: object, style: str = "") -> Text:
-    """Return literal text: rich would read square brackets in a plain string as markup."""
+    """Return literal text, because rich reads square brackets in a plain string as markup."""
     return Text(say.one_line(words, 4 * say.MAX_TEXT), style=style)
 
 
@@ -92,7 +92,7 @@ def _table(table: Table) -> RenderableType:
 
 
 def _part(table: Table, group: str) -> tuple[RenderableType, ...]:
-    """Return the rows of one group under its name; rich has no cell across columns."""
+    """Return the rows of a group under its name; rich has no spanning cells."""
     grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for name in table.columns:
         numeric = name in table.numeric

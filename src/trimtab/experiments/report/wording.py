@@ -1,4 +1,4 @@
-"""Figures as words: every number of the report is formatted here and nowhere else."""
+"""Formatting of all numbers in a report."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ UNMEASURED = "not measured"
 NEVER = "never"
 TIERS = {"S": "Tier S: the same maths", "F": "Tier F: other dynamics", "": "Recipes and controls"}
 PLANS = {"S": "tier S", "F": "tier F", "strong": "for P2 (tier S)"}
-MAX_PAIRS_SHOWN = 16  # report.json holds all of them
-MAX_TEXT = 600  # a traceback in an error field must not become the page
+MAX_PAIRS_SHOWN = 16  # report.json contains all pairs.
+MAX_TEXT = 600  # Keeps a traceback in an error field from filling the page.
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration; infinity is "never"."""
+    """Return a duration as text; infinity is "never"."""
     if value is None or math.isnan(value):
         return UNMEASURED
     return format_seconds(value) if value else "0 s"
 
 
 def signed_seconds(value: float) -> str:
-    """Return a duration that may be below zero, as one that was lost where it might have been saved."""
+    """Return a duration as text, negative for lost time."""
     return f"-{seconds(-value)}" if value < 0 else seconds(value)
 
 
@@ -39,66 +39,66 @@ def size(value: float | None) -> str:
 
 
 def rate(value: float | None, terms: str) -> str:
-    """Return `12.3 k tokens/s`."""
+    """Return a rate such as `12.3 k tokens/s`."""
     return UNMEASURED if value is None or not math.isfinite(value) else f"{format_count(value)} {terms}/s"
 
 
 def ratio(value: float) -> str:
-    """Return `1.423x`: three decimals, because what matters may be as small as the resolution."""
+    """Return a ratio such as `1.423x`: three decimals, because relevant effects can be as small as the resolution."""
     if not math.isfinite(value):
         return NEVER if value > 0 else UNMEASURED
     return f"{value:.3f}x" if abs(value) < 10 else f"{value:.4g}x"
 
 
 def pairs(row: RatioRow) -> str:
-    """Return how many pairs a ratio is of, `8 (5 whole)` where some were only timed for a few steps."""
+    """Return the number of pairs of a ratio, such as `8 (5 whole)` if some pairs were only timed for a few steps."""
     if row.whole in (None, 0, row.ratio.n):
         return str(row.ratio.n)
     return f"{row.ratio.n} ({row.whole} whole)"
 
 
 def percent(value: float | None) -> str:
-    """Return a signed relative difference, `+3.1%`."""
+    """Return a signed relative difference such as `+3.1%`."""
     if value is None or not math.isfinite(value):
         return UNMEASURED
-    return f"{round(100 * value, 2) + 0.0:+.2f}%"  # plus zero, so that nothing reads -0.00%
+    return f"{round(100 * value, 2) + 0.0:+.2f}%"  # Adding zero avoids "-0.00%".
 
 
 def share(value: float | None) -> str:
-    """Return a fraction as `42.3%`."""
+    """Return a fraction such as `42.3%`."""
     return UNMEASURED if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
 
 
 def points(value: float) -> str:
-    """Return a signed absolute difference, `+0.12 points`."""
+    """Return a signed absolute difference such as `+0.12 points`."""
     return f"{value:+.3g} points" if math.isfinite(value) else UNMEASURED
 
 
 def metric(value: float | None) -> str:
-    """Return a held-out metric; a diverged run is "not finite"."""
+    """Return a held-out metric as text; a diverged run is "not finite"."""
     if value is None:
         return UNMEASURED
     if not math.isfinite(value):
         return "not finite"
-    return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e9 else f"{value:.4g}"  # 20,000 rather than 2e+04
+    return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e9 else f"{value:.4g}"  # 20,000 rather than 2e+04.
 
 
 def plain(value: object) -> str:
-    """Return the value of a setting."""
+    """Return the value of a setting as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def middle(values: Sequence[float]) -> float | None:
-    """Return the median; None when empty, nan when any is nan."""
+    """Return the median; None for no values, NaN if any value is NaN."""
     if any(math.isnan(value) for value in values):
         return math.nan
     return statistics.median(values) if values else None
 
 
 def spread(values: Sequence[float], words: Callable[[float | None], str]) -> str:
-    """Return `median (lowest to highest)`."""
+    """Return the values as `median (lowest to highest)`."""
     text = words(middle(values))
     if len(values) < 2 or any(math.isnan(value) for value in values):
         return text
@@ -106,42 +106,42 @@ def spread(values: Sequence[float], words: Callable[[float | None], str]) -> str
 
 
 def words_for(row: RatioRow, comparison: Comparison) -> Words:
-    """Return how a row's figures are written."""
+    """Return the formatter of a row's figures."""
     return words_of(row.metric, comparison.unit)
 
 
 def words_of(measured: str, unit: str) -> Words:
-    """Return how figures of a measure are written: a ratio, or a difference of the held-out metric in its unit."""
+    """Return the formatter of a measure: a ratio, or a difference of the held-out metric in its unit."""
     if measured != "final_metric_difference":
         return ratio
     return relative if unit == "relative" else points
 
 
 def relative(value: float) -> str:
-    """Return a relative difference that is given in percent."""
+    """Return a relative difference given in percent as text."""
     return percent(value / 100)
 
 
 def is_perplexity(comparison: Comparison) -> bool:
-    """Whether the metric is drawn on a log axis."""
+    """Return True if the metric is drawn on a log axis."""
     return "perplexity" in comparison.metric.lower()
 
 
 def measure(name: str, comparison: Comparison) -> str:
-    """Return what a ratio row's metric is called."""
+    """Return the name of a ratio row's metric."""
     is_estimated = name == "energy" and comparison.meter.provenance is Provenance.ESTIMATED
     return f"{name}, estimated" if is_estimated else measure_of(name, comparison.metric)
 
 
 def measure_of(name: str, held_out: str) -> str:
-    """Return what a measure is called, of a task with this held-out metric."""
+    """Return the name of a measure, for a task with this held-out metric."""
     if name == "final_metric_difference":
         return f"final {one_line(held_out)}, difference (above 0 is better)"
     return name.replace("_", " ")
 
 
 def estimate(value: Ratio, words: Words) -> tuple[str, str]:
-    """Return (estimate, interval); under 5 pairs the raw pairs stand for both."""
+    """Return (estimate, interval) as text; below 5 pairs the raw pairs replace both."""
     if value.counted:
         return words(value.mean), "counted once"
     if value.n < PAIRS_FOR_A_VERDICT:
@@ -150,20 +150,20 @@ def estimate(value: Ratio, words: Words) -> tuple[str, str]:
 
 
 def is_resolved(control: Ratio | None) -> bool:
-    """Whether an A/A control has an interval that may be shown as the resolution."""
+    """Return True if an A/A control has an interval usable as the resolution."""
     ends = None if control is None else bounds(control)
     return ends is not None and all(map(math.isfinite, ends))
 
 
 def interval(value: Ratio, words: Words) -> str:
-    """Return `1.31x to 1.54x`."""
+    """Return an interval such as `1.31x to 1.54x`."""
     if value.low is None or value.high is None or not (math.isfinite(value.low) and math.isfinite(value.high)):
         return UNMEASURED
     return f"{words(value.low)} to {words(value.high)}"
 
 
 def raw_pairs(value: Ratio, words: Words) -> str:
-    """Return the raw pairs, the first of them when there are many."""
+    """Return the raw pairs as text, truncated if there are many."""
     if not value.pairs:
         return UNMEASURED
     text = ", ".join(words(pair) for pair in value.pairs[:MAX_PAIRS_SHOWN])
@@ -172,7 +172,7 @@ def raw_pairs(value: Ratio, words: Words) -> str:
 
 
 def honest(verdict: Verdict, n: int, *, counted: bool = False) -> Verdict:
-    """Return the verdict, or "no verdict" when there are too few pairs to have one, whatever was recorded."""
+    """Return the verdict, replaced by "no verdict" below the required number of pairs."""
     if counted or n >= PAIRS_FOR_A_VERDICT or verdict.kind == NO_VERDICT:
         return verdict
     return Verdict(NO_VERDICT, f"Fewer than {PAIRS_FOR_A_VERDICT} pairs: the raw pairs are all there is.")
@@ -185,7 +185,7 @@ def arm_name(arm: Arm, limit: int = MAX_TEXT) -> str:
 
 
 def named(comparison: Comparison, name: str, limit: int = MAX_TEXT) -> str:
-    """Return the label of the arm of this name, or the name when there is no such arm."""
+    """Return the label of the arm with this name, or the name if there is no such arm."""
     arm = comparison.arm(name)
     return arm_name(arm, limit) if arm else one_line(name, limit)
 
@@ -197,5 +197,5 @@ def one_line(text: object, limit: int = MAX_TEXT) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text as it stands, less control characters; line breaks are kept."""
+    """Return text without control characters; line breaks are kept."""
     return "\n".join("".join(c for c in line if c.isprintable()) for line in text.splitlines())

@@ -1,1 +1,1 @@
-"""A loop on 1, 2, 4 ranks: jobs, rounds and the table of what they keep."""
+"""Scaling of a loop over 1, 2, 4, ... ranks: jobs, rounds and result table."""

@@ -1,7 +1,8 @@
-"""All loops of one job of a scaling table, timed in turns; and what each of them holds at most.
+"""Interleaved timing of all loops in a job of a scaling table, with peak memory.
 
-Each has a model and an optimizer of its own, as sharding has no way back: up to six on each rank until the last lap of
-blocks, where a loop ends with its last one. Between its blocks a loop holds no gradients.
+Every loop has a separate model and optimizer, because sharding cannot be undone: up to six loops per rank are in
+memory
+until their last block. Between blocks a loop holds no gradients.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task, TaskData
 
-_MIN_WINDOWS = 4  # of a block
+_MIN_WINDOWS = 4  # Per block.
 _WARM_WINDOWS = 3
-# A batch that is freed has settled when it was the same in so many windows on end, or is taken as it is after so many.
+# An adaptive batch counts as settled after this many equal steps in a row, or is accepted after the maximum.
 _SETTLED, _MOST_WINDOWS = 25, 120
-_COUNTED = ("baseline", "plan")  # a freed batch has no peak of its own, and the control the baseline's
+_COUNTED = ("baseline", "plan")  # An adaptive batch has no fixed peak, and the control shares the baseline's.
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """How much of a job to run.
+    """Options of a job.
 
     Args:
-        modes: of `scaling.result.MODES`. blocks: of each loop, about `block_s` seconds each. frees_batch: whether a
-            plan whose batch is freed runs too.
-        budget: each rank's; with a limit on memory, ranks choose how they share the model. plan: given, whose settings
-            run on each number of ranks; None: one is made.
+        modes: scaling modes, from `scaling.result.MODES`.
+        blocks: number of blocks per loop.
+        block_s: approximate seconds per block.
+        frees_batch: True to time a plan with adaptive batch size too.
+        budget: limits of a rank; with a memory limit, the ranks choose a ZeRO stage.
+        plan: a given plan, applied to every number of ranks; None to make a plan.
     """
 
     modes: tuple[str, ...] = ("weak", "strong")
@@ -63,28 +66,28 @@ class JobSettings:
 
 
 class _Stepped:
-    """A loop over this rank's share of its batches, under global modes and random numbers of its own."""
+    """A loop over this rank's shard of the batches, with separate global modes and random generators."""
 
     def __init__(self, loop: Loop, batches: Iterator[Any]) -> None:
         self._loop, self._batches, self._state = loop, batches, ProcessState.capture()
         self.settled = True
 
     def steps(self, windows: int) -> int:
-        """Train on so many windows; returns the rows of all ranks."""
+        """Train for `windows` steps, and return the number of samples over all ranks."""
         return sum(self._loop.step(self._batches) for _ in range(windows))
 
     def enter(self) -> None:
-        """Make the process as this loop left it."""
+        """Restore the process state of this loop."""
         self._state.restore()
 
     def leave(self) -> None:
-        """Keep what it has made of the process, and of its memory no more than the next window begins with."""
+        """Save the process state and free the gradients."""
         self._loop.model.zero_grad(set_to_none=True)
         self._state = ProcessState.capture()
 
     @property
     def nonfinite(self) -> str:
-        """What of the loop is NaN or infinite, on any rank; "" if nothing is. Every rank asks."""
+        """Description of a non-finite loss or parameter on any rank, or "". All ranks must read it."""
         found = nonfinite_in(self._loop)
         return (found or "a non-finite loss or parameter on another rank") if total(float(bool(found))) else ""
 
@@ -95,10 +98,10 @@ class _Stepped:
 
 
 class Bench:
-    """All arms of one mode, timed in turns: each with its communication and without.
+    """All arms of a scaling mode, timed alternately, with and without communication.
 
     Attributes:
-        refused: recipes that have become non-finite, so that their times say nothing; known after `arms`.
+        refused: recipes that became non-finite, so that their times are meaningless; filled by `arms`.
     """
 
     def __init__(
@@ -117,10 +120,10 @@ class Bench:
         self.refused: list[Refused] = []
 
     def arms(self, plan: Plan | None) -> list[TimedArm]:
-        """Return what was timed of each recipe; without a plan, of the plain loop.
+        """Return the timings of all recipes; without a plan, of the plain loop.
 
         Raises:
-            NonFiniteError: the plain loop has become non-finite: there is nothing to compare with.
+            NonFiniteError: the plain loop became non-finite, so there is no baseline.
         """
         outside, makes = ProcessState.capture(), self._makes(plan)
         try:
@@ -172,7 +175,7 @@ class Bench:
         return makes
 
     def _loop(self, name: str, make: MakeLoop, outside: ProcessState) -> _Stepped:
-        """Return a loop of its own, once its kernels are chosen and its batch has settled."""
+        """Return a new loop after warm-up, with its kernels selected and its batch size settled."""
         self._progress(f"{self._mode}: {name}")
         outside.restore()
         torch.manual_seed(0)
@@ -187,7 +190,7 @@ class Bench:
         return iter(shard(self._data.batches(self._number, self._task.batch_rows)))
 
     def _peak(self, make: MakeLoop, outside: ProcessState) -> int | None:
-        """Return what a loop holds at most, on the rank where that is most, while there is no other."""
+        """Return the peak bytes of a loop on the rank with the largest peak, without other loops in memory."""
         outside.restore()
         torch.manual_seed(0)
         loop, batches = make(self._task, self._device), self._batches()
@@ -196,11 +199,11 @@ class Bench:
         peak = held_at_most(loop, batches, self._device, place().num_ranks)
         loop.close()
         del loop
-        gc.collect()  # it refers to itself, and would be in the next loop's count
+        gc.collect()  # A loop is part of a reference cycle and would be in the next loop's count.
         return None if peak is None else int(slowest(peak))
 
     def _timed(self, loops: dict[str, _Stepped]) -> dict[str, tuple[Timed, int]]:
-        """Return the blocks of each loop, and their windows; a loop ends with its last block."""
+        """Return the blocks of all loops with their number of steps; a loop is closed after its last block."""
         counts = {name: self._windows_of(loop) for name, loop in loops.items()}
         rows: dict[str, list[int]] = {name: [] for name in loops}
         seconds: dict[str, list[float]] = {name: [] for name in loops}
@@ -216,17 +219,17 @@ class Bench:
                     if why := loops[name].nonfinite:
                         self._nonfinite[name] = why
                     loops.pop(name).end()
-                    gc.collect()  # a run refers to itself, and would stay for a while
+                    gc.collect()  # A run is part of a reference cycle and would be freed late.
         blocks = self._settings.blocks
         return {name: (Timed(tuple(rows[name]), tuple(seconds[name])), blocks * counts[name]) for name in counts}
 
     def _windows_of(self, loop: _Stepped) -> int:
-        """Return the windows of a block, as many on every rank."""
+        """Return the number of steps per block, equal on all ranks."""
         _, seconds = self._block(loop, 2)
         return max(_MIN_WINDOWS, math.ceil(2 * self._settings.block_s / seconds))
 
     def _block(self, loop: _Stepped, windows: int) -> tuple[int, float]:
-        """Return rows of all ranks, and seconds of the slowest; all begin together."""
+        """Return the samples of all ranks and the seconds of the slowest rank; all ranks begin together."""
         loop.enter()
         total(0.0)
         synchronize(self._device)
@@ -239,9 +242,9 @@ class Bench:
 
 
 def _settle(loop: _Stepped) -> bool:
-    """Step a loop whose batch is freed until that stays, and return whether it did.
+    """Step a loop with adaptive batch size until the size is stable; return True if it became stable.
 
-    It is the same on every rank, and so are the windows.
+    Batch sizes, and so the number of steps, are equal on all ranks.
     """
     same, before = 0, -1
     for _ in range(_MOST_WINDOWS):
@@ -253,7 +256,7 @@ def _settle(loop: _Stepped) -> bool:
 
 
 def _sharing(plan: Plan) -> Sharing:
-    """Return what a plan has a rank do."""
+    """Return the sharding of a plan."""
     return Sharing(
         None if plan.zero_stage.value is None else int(plan.zero_stage.value),
         bool(plan.reduces_once.value),
@@ -265,7 +268,7 @@ def _sharing(plan: Plan) -> Sharing:
 
 
 def _says(plan: Plan) -> str:
-    """Return how a plan trains, in a line."""
+    """Return a one-line description of a plan's training."""
     if plan.zero_stage.value is None:
         return f"{plan.precision.value}, {plan.num_micro_batches} micro-batches"
     bucket = "torch's buckets" if plan.bucket_bytes.value is None else f"buckets of {plan.bucket_bytes.value} bytes"

@@ -1,4 +1,4 @@
-"""What the command `scale` does: start ranks or be one of them, and write the table down."""
+"""`trimtab scale`: start ranks or run as a rank, and write the table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trimtab.tasks.task import Task
 
 @dataclass(frozen=True)
 class Found:
-    """A table, where it was written, and what its link is called; None: of each row its own."""
+    """A table with its report path and the name of the link; None to use the link of every row."""
 
     table: Scaling
     path: Path
@@ -34,11 +34,11 @@ class Found:
 
     @property
     def text(self) -> str:
-        """For a terminal."""
+        """Text for a terminal."""
         return scaling_table.text(self.table)
 
     def as_benchmark(self) -> dict[str, Any]:
-        """Return the one object of a benchmark."""
+        """Return the benchmark object."""
         rows = list(scaling_table.benchmark_rows(self.table, self.link))
         return {"schema": 1, "name": "scale", "environment": self.table.environment or {}, "rows": rows}
 
@@ -46,14 +46,18 @@ class Found:
 def run_scale(
     task: str, out: Path, settings: ScaleSettings, job: int | None, progress: Progress, asked: Sequence[str] = ()
 ) -> Found | None:
-    """Return the table of a task; nothing on a rank that another one speaks for.
+    """Return the scaling table of a task; None on ranks that do not report.
 
     Args:
-        task: as it was named. job: the round that this process times a job of, started by this very command; None: it
-            was started by a person, or by a launcher. asked: options that say which jobs, where they were given.
+        task: name of the task.
+        out: output folder.
+        settings: options of the table.
+        job: round of the job to time, if started by this command; None if started by a user or a launcher.
+        progress: receives progress messages.
+        asked: options that select jobs, if given.
 
     Raises:
-        ValueGivenError: they were, under a launcher, whose ranks are one job.
+        ValueGivenError: such options were given under a launcher, whose ranks form a single job.
     """
     loaded, here = load_task(task), place()
     if job is None and not is_launched():
@@ -73,7 +77,7 @@ def run_scale(
 
 
 def _again(out: Path) -> Launch:
-    """Return what runs this command once more, as the ranks of one job."""
+    """Return a function that runs this command again as the ranks of a job."""
     given = [arg for arg in sys.argv[1:] if arg != "--json"]
     return lambda ranks, number: launch([*given, "--out", str(out), "--job", str(number)], ranks)
 

@@ -1,4 +1,4 @@
-"""One job of a scaling table: on every rank of it, the plain loop and the plans, timed in turns."""
+"""A job of a scaling table: the plain loop and the plans, timed alternately on all ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ from trimtab.tasks.task import Task, TaskData
 
 
 def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progress: Progress) -> Job | None:
-    """Time a task on the ranks there are, and return what was found on rank 0; every rank calls it.
+    """Time a task on the current ranks, and return the job on rank 0. Collective: all ranks must call it.
 
     Args:
-        number: of the round. folder: that plans are kept in, for all jobs with as many rows a rank.
+        task: the task.
+        number: number of the round.
+        folder: folder of plans, shared by jobs with the same number of samples per rank.
+        settings: options of the job.
+        progress: receives progress messages.
     """
     here, data = place(), task.load_data()
     require_same_task(task, data)
@@ -42,7 +46,8 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         arms += bench.arms(found.plan)
         refused += bench.refused
         refused += [] if found.plan is not None else [Refused("plan", mode, here.num_ranks, found.refusal)]
-    link = _link(device) if here.num_ranks > 1 and not number else None  # once: it takes seconds over a slow one
+    # Once per number of ranks, because a slow link takes seconds.
+    link = _link(device) if here.num_ranks > 1 and not number else None
     shared = crowded()
     if here.rank:
         return None
@@ -69,5 +74,5 @@ def _planned(
 def _link(device: torch.device) -> Link | None:
     try:
         return calibrate(device).link
-    except ValueGivenError:  # times that say nothing of a link: the table stands without
+    except ValueGivenError:  # Unusable link times: the table is made without a link.
         return None

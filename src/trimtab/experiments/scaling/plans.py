@@ -1,4 +1,4 @@
-"""The plan of a scaling table's job: made from its share of a batch, chosen within a limit, or given."""
+"""Plan of a scaling job: made from a rank's shard, chosen under a limit, or given."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ from trimtab.tasks.task import Task, TaskData
 
 @dataclass(frozen=True)
 class Planned:
-    """A job's plan, a JSON value; None, and why, where none meets the limit."""
+    """A job's plan, or None with the reason if no plan meets the limit. A JSON value."""
 
     plan: Plan | None
     refusal: str = ""
 
 
 def plan_of_job(share: Task, data: TaskData, device: torch.device, folder: Path) -> Planned:
-    """Return the plan of the ranks there are, made with no limit; every rank calls it.
+    """Return the plan of the current ranks, without limits. Collective: all ranks must call it.
 
     Args:
-        share: of one rank. folder: as of `kept`.
+        share: the task as seen from a rank.
+        data: data of the task.
+        device: device of the rank.
+        folder: folder of plans, see `kept`.
     """
     make = kept(share, data, device, folder)
     if place().num_ranks == 1:
@@ -44,7 +47,7 @@ def plan_of_job(share: Task, data: TaskData, device: torch.device, folder: Path)
 
 
 def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], Made]:
-    """Return what makes a plan of one rank's share, or reads from the folder the one that an earlier job made."""
+    """Return a function that makes the plan of a rank's shard, or reads the plan of an earlier job."""
     path = folder / f"plan-{share.batch_rows}.json"
 
     def make() -> Made:
@@ -60,12 +63,16 @@ def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Cal
 
 
 def within(budget: Budget, whole: Task, rows: int, folder: Path, progress: Progress) -> Planned:
-    """Return the plan that the ranks there are choose within a limit, with its stage; every rank calls it.
+    """Return the plan chosen under a limit, including the ZeRO stage. Collective: all ranks must call it.
 
-    All jobs of as many ranks and rows have the one that the first of them chose.
+    Jobs with the same number of ranks and samples share the plan of the first job.
 
     Args:
-        rows: of one rank.
+        budget: the limits.
+        whole: the task over all ranks.
+        rows: samples per batch and rank.
+        folder: folder of plans.
+        progress: receives progress messages.
     """
     here = place()
     path = folder / f"plan-{rows}-{here.num_ranks}.json"
@@ -90,9 +97,9 @@ def _chosen(budget: Budget, whole: Task, progress: Progress) -> Planned:
 
 
 def fitted(plan: Plan, rows: int, ranks: int) -> Plan:
-    """Return a given plan's settings for so many ranks, each with so many rows; what was told of it only where it is.
+    """Return a given plan's settings for a number of ranks and samples per rank; predictions of the plan are dropped.
 
-    Its micro-batch stays where it splits a batch. One rank has the same settings, and shares nothing.
+    The micro-batch size is kept if the plan splits the batch. A single rank uses the same settings without sharding.
     """
     if (plan.batch_rows, plan.num_ranks) == (rows, ranks):
         return plan
@@ -105,10 +112,10 @@ def fitted(plan: Plan, rows: int, ranks: int) -> Plan:
 
 
 def refuse_other_maths(plan: Plan | None) -> None:
-    """Raise where a given plan may change more than the maths allow: it is timed beside what keeps them.
+    """Raise an error if a given plan is tuned, because it would be timed next to equivalent plans.
 
     Raises:
-        ValueGivenError: it is of tier F.
+        ValueGivenError: the plan is of tier F.
     """
     if plan is not None and plan.tier != "S":
         given = f"a plan of tier {plan.tier}, which changes {plan.changes_in_words}"
@@ -116,9 +123,9 @@ def refuse_other_maths(plan: Plan | None) -> None:
 
 
 def told_bytes(plan: Plan) -> int | None:
-    """Return what a rank is told to hold at most; None where that is not known, or was told of one process.
+    """Return the predicted peak bytes of a rank; None if unknown or predicted for a single process.
 
-    A plan that was chosen among the stages of ranks is held against no loop of one process.
+    A plan chosen among ZeRO stages has no single-process baseline.
     """
     if plan.predicted is None or (plan.num_ranks > 1 and plan.baseline is not None):
         return None

@@ -1,6 +1,6 @@
-"""What more ranks are worth: throughput, scaling efficiency and what is waited for, from timed jobs (math: section 8).
+"""Scaling results: throughput, efficiency and waiting time from timed jobs (math: section 8).
 
-A round is one job of each number of ranks, one after the other; efficiency is paired within it. Values only.
+A round is a job for every number of ranks in sequence; efficiency is paired within a round. Values only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trimtab.core.link import Link
 from trimtab.core.record import read_together
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, resolution
 
-# "weak": every rank has the task's batch. "strong": ranks share it.
+# "weak": every rank has the task's batch size. "strong": the ranks share a batch.
 MODES = ("weak", "strong")
 RECIPES = {
     "baseline": "the plain loop in DistributedDataParallel, as torch has it by default",
@@ -28,7 +28,7 @@ SCALING_SCHEMA = 2
 
 @dataclass(frozen=True)
 class Timed:
-    """Blocks of windows: rows of all ranks, and seconds of the slowest one."""
+    """Timed blocks of steps: samples of all ranks, and seconds of the slowest rank."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -39,18 +39,21 @@ class Timed:
 
     @property
     def rows_per_s(self) -> float:
-        """Rows of all ranks per second."""
+        """Samples per second over all ranks."""
         return sum(self.rows) / math.fsum(self.seconds)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a plan has a rank do.
+    """Sharding of a plan on a rank.
 
     Args:
-        zero_stage: None of one process. micro_batch: rows. num_micro_batches: k, of a window of the plan's own batch.
-        reduce_dtype: that gradients are sent in. told_bytes: that a rank is predicted to hold at most; None: not known,
-            or known of one process alone.
+        zero_stage: ZeRO stage; None for a single process.
+        reduces_once: True if gradients are reduced once per step instead of once per micro-batch.
+        micro_batch: samples per micro-batch.
+        num_micro_batches: micro-batches per step, for the plan's own batch size.
+        reduce_dtype: data type of gradient communication.
+        told_bytes: predicted peak bytes of a rank; None if unknown or predicted for a single process.
     """
 
     zero_stage: int | None
@@ -63,15 +66,18 @@ class Sharing:
 
 @dataclass(frozen=True)
 class TimedArm:
-    """One loop in one job.
+    """A loop in a job.
 
     Args:
-        recipe: of `RECIPES`. mode: of `MODES`; of one rank both are the same, and it is "weak".
-        together: its blocks. alone: those of the same loop on every rank at once, each without the others: what is
-            computed, and no communication; None where that is another loop.
-        window_rows: of all ranks, the mean. says: how the plan shares the model and sends gradients. settled: whether
-            its batch stayed before it was timed. sharing: of a plan. peak_bytes: counted, of the rank that held most,
-            with no other loop beside it; None: not counted.
+        recipe: key of `RECIPES`.
+        mode: one of `MODES`; on a single rank both are equal, and the mode is "weak".
+        together: blocks with communication.
+        alone: blocks of the same loop on all ranks at once without communication; None if the loop would differ.
+        window_rows: mean samples per step over all ranks.
+        says: description of sharding and gradient communication.
+        settled: True if the batch size was stable before timing.
+        sharing: sharding of a plan.
+        peak_bytes: peak bytes of the rank with the largest peak, without other loops in memory; None if not counted.
     """
 
     recipe: str
@@ -87,10 +93,14 @@ class TimedArm:
 
 @dataclass(frozen=True)
 class Refused:
-    """A recipe that jobs of so many ranks have no times of, and why.
+    """A recipe without timings on a number of ranks, with the reason.
 
     Args:
-        nonfinite: whether its loss or parameters became NaN or infinite; else there was no plan.
+        recipe: key of `RECIPES`.
+        mode: one of `MODES`.
+        ranks: number of ranks.
+        why: the reason.
+        nonfinite: True if loss or parameters became non-finite; False if there was no plan.
     """
 
     recipe: str
@@ -102,12 +112,18 @@ class Refused:
 
 @dataclass(frozen=True)
 class Job:
-    """What one launch of so many ranks timed; a JSON value.
+    """Timings of a launch on a number of ranks; a JSON value.
 
     Args:
-        crowded: what ranks share that should have one each, "cores" or "devices"; or "". link: as timed, once.
-            threads: of each rank. device: "cpu" or "cuda". refused: plans that there are none of. environment: of its
-            first rank; of jobs that were timed before it was kept, nothing.
+        ranks: number of ranks.
+        round: number of the round.
+        arms: timed loops.
+        crowded: oversubscribed resource, "cores" or "devices", or "".
+        link: measured link, once per number of ranks.
+        threads: threads per rank.
+        device: "cpu" or "cuda".
+        refused: recipes without timings.
+        environment: environment of rank 0; empty in older jobs.
     """
 
     ranks: int
@@ -122,25 +138,32 @@ class Job:
     schema: int = SCALING_SCHEMA
 
     def arm(self, recipe: str, mode: str) -> TimedArm | None:
-        """Return an arm; of one rank whatever the mode."""
+        """Return an arm; on a single rank regardless of the mode."""
         wanted = "weak" if self.ranks == 1 else mode
         return next((arm for arm in self.arms if (arm.recipe, arm.mode) == (recipe, wanted)), None)
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """A recipe on so many ranks, over all rounds.
+    """A recipe on a number of ranks, over all rounds.
 
     Args:
-        rows_per_s: of all ranks. window_rows: of all ranks, the mean: the effective batch.
-        efficiency: throughput(n) / (n throughput(1)); None of one rank, or where one rank was not timed. pairs: of each
-            round that has both, of ranks with as many threads.
-        waiting: share of a window that the same loop does not take without the others: sending, what is copied for it,
-            and ranks that are waited for; None where it was not timed.
-        crowded: as of its jobs: where it is not "", the row is of correctness only.
-        says: of the plan, each that some round had. resolution: the least effect on efficiency that the A/A control
-            tells from none; None where there is no control. sharings: of the plan, each that some round had.
-        peak_bytes: counted, the most of any round; None: not counted.
+        recipe: key of `RECIPES`.
+        mode: one of `MODES`.
+        ranks: number of ranks.
+        window_rows: mean samples per step over all ranks: the effective batch size.
+        rows_per_s: samples per second over all ranks.
+        efficiency: throughput(n) / (n throughput(1)); None on a single rank or without a single-rank timing.
+        waiting: fraction of a step absent without communication: transfers, copies for them, and waiting for other
+            ranks;
+            None if not timed.
+        crowded: oversubscribed resource; if not "", the row shows correctness only.
+        says: descriptions of the plans over all rounds.
+        pairs: efficiency of every round with both timings and the same number of threads per rank.
+        resolution: smallest significant effect on efficiency, from the A/A control; None without a control.
+        settled: True if batch sizes were stable in all rounds.
+        sharings: sharding of the plans over all rounds.
+        peak_bytes: largest peak over all rounds; None if not counted.
     """
 
     recipe: str
@@ -160,21 +183,27 @@ class ScalingRow:
 
     @property
     def has_verdict(self) -> bool:
-        """Whether its efficiency is of rounds enough for an interval, and of ranks that share nothing."""
+        """True if there are enough rounds for an interval, and no oversubscription."""
         return len(self.pairs) >= MIN_PAIRS_FOR_VERDICT and not self.crowded
 
     @property
     def window_s(self) -> float:
-        """Seconds of a window."""
+        """Seconds per step."""
         return self.window_rows / self.rows_per_s.mean
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The table of a task.
+    """Scaling table of a task.
 
     Args:
-        links: as jobs timed them. linked: how many ranks each of them joins; in tables of before not written down.
+        task: name of the task.
+        rows: rows of the table.
+        links: measured links.
+        environment: machine and versions.
+        threads: numbers of threads per rank.
+        refused: recipes without timings.
+        linked: number of ranks of each link; empty in older tables.
     """
 
     task: str
@@ -188,10 +217,12 @@ class Scaling:
 
 
 def summarise(task: str, jobs: Sequence[Job], environment: dict[str, str] | None = None) -> Scaling:
-    """Return the table of a task's jobs: recipes and modes in order, by ranks.
+    """Return the table of a task's jobs: recipes and modes in order, by number of ranks.
 
     Args:
-        environment: where no job says its own.
+        task: name of the task.
+        jobs: all jobs.
+        environment: used if no job recorded an environment.
     """
     rows = [
         row
@@ -236,7 +267,7 @@ def _row(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> ScalingRow 
 
 
 def _efficiencies(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> dict[int, float]:
-    """Return efficiency by round, of the rounds that have one rank too, of as many threads."""
+    """Return the efficiency by round, for rounds with a single-rank job with the same number of threads."""
     alone = {(job.round, job.threads): arm for job in jobs if job.ranks == 1 and (arm := job.arm(recipe, mode))}
     return {
         job.round: arm.together.rows_per_s / (ranks * alone[job.round, job.threads].together.rows_per_s)
@@ -246,7 +277,7 @@ def _efficiencies(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> di
 
 
 def _resolution(jobs: Sequence[Job], mode: str, ranks: int) -> float | None:
-    """Return the least effect on efficiency that can be told from none: of the control over the baseline."""
+    """Return the smallest significant effect on efficiency, from the control over the baseline."""
     control, base = (_efficiencies(jobs, recipe, mode, ranks) for recipe in ("self", "baseline"))
     pairs = [control[number] / base[number] for number in control.keys() & base.keys()]
     return resolution(ratio_interval(pairs)) if len(pairs) >= MIN_PAIRS_FOR_VERDICT else None

@@ -1,7 +1,7 @@
-"""`trimtab scale`: rounds of jobs of each number of ranks, and the table of what they are worth (paper, table IV).
+"""`trimtab scale`: rounds of jobs on several numbers of ranks, and the scaling table (paper, table IV).
 
-Every job leaves a file in the output folder, with which the command, started again, goes on. Under a launcher's ranks
-one job of theirs is timed, and the table made of all that are in the folder: so that machines of a cluster can be.
+Every job writes a file to the output folder, so that a restarted command resumes. Under a launcher, the ranks time a
+single job, and the table covers all jobs in the folder; this allows jobs on several machines of a cluster.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from trimtab.experiments.scaling.result import MODES, Job, Scaling, summarise
 from trimtab.measure.machine import environment
 from trimtab.tasks.task import Task
 
-# Each launch of ranks has its own file.
+# File name of a launch: job-ROUND-RANKS.json.
 _FILE = re.compile(r"job-(\d+)-(\d+)\.json")
 Launch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class ScaleSettings:
-    """How much to run.
+    """Options of a scaling table.
 
     Args:
-        ranks: numbers of them; one is added, that efficiency is of. rounds: jobs of each, 5 for a verdict.
+        ranks: numbers of ranks; 1 is always added as the baseline of efficiency.
+        rounds: jobs per number of ranks; 5 for a verdict.
+        job: options of a job.
     """
 
     ranks: tuple[int, ...] = (1, 2)
@@ -53,10 +55,10 @@ class ScaleSettings:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of ranks that a command line names: "1,2,4".
+    """Return the numbers of ranks in a command-line value such as "1,2,4".
 
     Raises:
-        ValueGivenError: they are none.
+        ValueGivenError: the value is malformed.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
@@ -65,13 +67,17 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def scale(task: Task, out: Path, settings: ScaleSettings, launch: Launch, progress: Progress) -> Scaling:
-    """Launch the jobs that the folder does not hold yet, and return the table of all that it does.
+    """Launch the jobs missing from the folder, and return the table of all jobs.
 
     Args:
-        launch: `launch(ranks, round)` runs `one_job` on so many ranks, and waits for them.
+        task: the task.
+        out: output folder, locked while jobs run.
+        settings: options of the table.
+        launch: `launch(ranks, round)` runs `one_job` on a number of ranks, and waits for them.
+        progress: receives progress messages.
 
     Raises:
-        InUseError: another table is made in the folder.
+        InUseError: another table is being made in the folder.
     """
     _require_possible(task, settings)
     with opened(out, "--out"):
@@ -87,11 +93,10 @@ def scale(task: Task, out: Path, settings: ScaleSettings, launch: Launch, progre
 
 
 def _require_possible(task: Task, settings: ScaleSettings) -> None:
-    """Raise before minutes of work, not after them.
+    """Validate the options before any job runs.
 
     Raises:
-        ValueGivenError: more ranks than a batch has rows, or data; or the task has a step of its own, or a given plan
-            other maths.
+        ValueGivenError: more ranks than samples in a batch or in the data, a custom step function, or a tuned plan.
     """
     refuse_other_maths(settings.job.plan)
     most, rows = settings.ranks[-1], task.load_data().num_rows
@@ -102,20 +107,20 @@ def _require_possible(task: Task, settings: ScaleSettings) -> None:
 
 
 def one_job(task: Task, out: Path, number: int, settings: JobSettings, progress: Progress) -> None:
-    """Time one job on the ranks there are, each of which calls it, and write its file."""
+    """Time a job on the current ranks and write its file. Collective: all ranks must call it."""
     found = run_job(task, number, out, settings, progress)
     if found is not None:
         write_whole(path_of(out, number, found.ranks), to_json(found, indent=1))
 
 
 def take(task: Task, out: Path, settings: JobSettings) -> None:
-    """Make the folder this table's.
+    """Claim the folder for this table.
 
     Raises:
-        FormatError: it holds another one.
+        FormatError: the folder contains a different table.
     """
     out.mkdir(parents=True, exist_ok=True)
-    of = (settings.budget, Objective(), settings.plan)  # each has a place of its own there
+    of = (settings.budget, Objective(), settings.plan)  # These have separate keys in the settings file.
     plain = {name: value for name, value in vars(settings).items() if name not in ("budget", "plan")}
     claim(out, task, task.load_data(), {"scaling": plain}, *of, machine=("cpu", "gpu"))
 
@@ -126,10 +131,10 @@ def path_of(out: Path, number: int, ranks: int) -> Path:
 
 
 def jobs_in(out: Path) -> Sequence[Job]:
-    """Return the jobs that a folder holds."""
+    """Return the jobs stored in a folder."""
     return [read_json(Job, path) for path in sorted(out.iterdir()) if _FILE.fullmatch(path.name)]
 
 
 def next_round(out: Path, ranks: int) -> int:
-    """Return the round that has no job of so many ranks yet."""
+    """Return the first round without a job on this number of ranks."""
     return next(number for number in range(1000) if not path_of(out, number, ranks).exists())

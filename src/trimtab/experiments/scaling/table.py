@@ -1,4 +1,4 @@
-"""The table of what more ranks are worth: as text, with what has to be known beside it, and as flat rows."""
+"""Scaling table as text with caveats, and as flat rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS = (*_TIMED, "stage", "micro-batches", "sent in", "peak a rank", "as tol
 
 
 def tables(found: Scaling) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return tables as text by what they are of, each one's head first; what keeps the maths is apart from the rest."""
+    """Return tables of text by title, headers first; equivalent plans and adaptive batch sizes are separate."""
     parts = {
         "Same maths": [row for row in found.rows if TIERS[row.recipe] != "F"],
         "Batch freed": [row for row in found.rows if TIERS[row.recipe] == "F"],
@@ -61,12 +61,12 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
 
 
 def _num(row: ScalingRow) -> int:
-    """Return the rounds that its efficiency is of; of one rank, which has none, those that were timed."""
+    """Return the number of rounds behind the efficiency; on a single rank, the number of timed rounds."""
     return row.rows_per_s.n if row.efficiency is None else len(row.pairs)
 
 
 def _each(row: ScalingRow, said: Callable[[Sharing], str]) -> str:
-    """Return what is said of the plan, each that some round had."""
+    """Return the descriptions of the plans over all rounds."""
     return " / ".join(dict.fromkeys(said(each) for each in row.sharings))
 
 
@@ -87,7 +87,7 @@ def _told(each: Sharing) -> str:
 
 
 def _efficiency(row: ScalingRow) -> str:
-    """Return it with its interval; of too few rounds for one, what each of them was."""
+    """Return the efficiency with its interval, or the value of every round if there are too few rounds."""
     if row.efficiency is None:
         return ""
     found = row.efficiency
@@ -102,7 +102,7 @@ def _share(value: Interval) -> str:
 
 
 def text(found: Scaling) -> str:
-    """Return the tables for a terminal, with what has to be known beside them."""
+    """Return the tables with caveats for a terminal."""
     parts = [f"{title}\n{_aligned(rows)}" for title, rows in tables(found).items()]
     return "\n\n".join([*parts, "\n".join(notes(found))])
 
@@ -114,7 +114,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def notes(found: Scaling) -> list[str]:
-    """Return what has to be known beside the table."""
+    """Return the caveats of the table."""
     recipes = list(dict.fromkeys(row.recipe for row in found.rows))
     said = [f"{recipe}: {RECIPES[recipe]}" for recipe in recipes]
     said += [f"{row.recipe}, {_where(row.ranks, row.mode)}: {row.says}" for row in found.rows if row.says]
@@ -146,10 +146,11 @@ def _speed(link: Link) -> str:
 
 
 def benchmark_rows(found: Scaling, link: str | None) -> Iterable[dict[str, object]]:
-    """Yield a flat row of each recipe and number of ranks.
+    """Yield a flat row for every recipe and number of ranks.
 
     Args:
-        link: what it is called: "local", "slow"; None: each by the link that its ranks are joined by.
+        found: the table.
+        link: name of the link, such as "local" or "slow"; None for the measured link of the row's ranks.
     """
     names = {ranks: each.name for ranks, each in zip(found.linked, found.links, strict=False)}
     for row in found.rows:
