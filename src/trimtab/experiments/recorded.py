@@ -15,10 +15,10 @@ from trimtab.decide.elsewhere import recorded_blocks, traced_for, with_blocks
 
 
 def recorded_profile(path: str, budget: Budget, objective: Objective, device: str | None) -> Profile:
-    """Return the profile in a file, for its own device or for a target device that is not present.
+    """Return the profile in a file, for the recorded device or for a target device that is not present.
 
     Raises:
-        FormatError: the file is no profile, or has no traces for other devices.
+        FormatError: the file is no profile, or has no traces of target devices.
     """
     recorded = read_json(Profile, path)
     for trial in recorded.trials:  # Times are compared as ratios, so they must be positive and finite.

@@ -31,9 +31,7 @@ class Clock:
 
 @contextlib.contextmanager
 def heeded() -> Iterator[Signals]:
-    """Catch SIGTERM and SIGINT inside the block, and act on a caught signal at its end.
-
-    No other handler may be active in the block.
+    """Catch termination signals inside the block, where no run may handle them; act on a signal at its end.
 
     Raises:
         KeyboardInterrupt, SystemExit: a signal came; the exit code is 128 plus its number.

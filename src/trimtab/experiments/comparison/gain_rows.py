@@ -25,7 +25,7 @@ def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) ->
 
 
 def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
-    """Yield rows of a gain by phase, module class, bound and clock, then the speed-up and its projection."""
+    """Yield rows of a gain: by phase, module class and bound, timing overhead, speed-up and projection."""
     found, head = attribute(gain), {"task": gain.task, "ranks": gain.num_ranks, "device": gain.device.name}
     for name, rows in (
         ("phase_saved_s", (*found.phases, found.unattributed, found.whole)),

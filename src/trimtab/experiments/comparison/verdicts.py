@@ -36,7 +36,7 @@ def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str
 
 
 def interaction_verdict(ratio: Ratio, control: Interval | None, what: str) -> Verdict:
-    """Return the verdict on an interaction: "more together", "less together" or "none found".
+    """Return the verdict on an interaction: "more together", "less together", "none found" or "no verdict".
 
     Args:
         ratio: gain of the changes together over the product of the separate gains.

@@ -46,9 +46,11 @@ def of_record(name: str, record: RunRecord | RunSummary) -> Run:
 
 
 def _joules_per_row(found: RunSummary) -> Iterator[float]:
-    """Yield joules per sample, from mean power: evaluations exclude up to a second of training before them.
+    """Yield joules per sample, computed from mean power over the training time.
 
-    For a resumed run, only training after the resume counts.
+    Mean power is used because an evaluation cuts off up to a second of metered training before it. For a resumed run,
+    only
+    training after the resume counts.
     """
     ending = {} if found.end is None else found.end.detail
     joules, seconds, begun = (ending.get(f"energy_{key}") for key in ("j", "s", "from_step"))

@@ -12,7 +12,7 @@ from trimtab.distributed.energy import RankMeter, meter_of_rank
 from trimtab.measure.energy import EnergyClock
 from trimtab.measure.meters import Metering
 
-# Factor on the shortest window of a meter: half of all blocks end shorter than the target length.
+# Target length of a block, relative to the shortest window of a meter: half of all blocks end shorter than the target.
 _AIM = 1.1
 
 

@@ -108,7 +108,7 @@ def _in_any(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
 
 
 def _is_unknown(found: Mapping[str, float], name: str) -> bool:
-    """Return True if an arm's seconds of this bound are part of its unattributed seconds."""
+    """Return True if an arm's seconds of this bound are part of its seconds with an unknown bound."""
     return name in (COMPUTE, MEMORY) and UNBOUND in found and name not in found
 
 

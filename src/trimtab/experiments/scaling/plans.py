@@ -97,9 +97,11 @@ def _chosen(budget: Budget, whole: Task, progress: Progress) -> Planned:
 
 
 def fitted(plan: Plan, rows: int, ranks: int) -> Plan:
-    """Return a given plan's settings for a number of ranks and samples per rank; predictions of the plan are dropped.
+    """Return a given plan's settings for a number of ranks and samples per rank.
 
-    The micro-batch size is kept if the plan splits the batch. A single rank uses the same settings without sharding.
+    The plan is unchanged if both numbers match; otherwise its predictions and measurements are dropped. The
+    micro-batch
+    size is kept if the plan splits the batch. A single rank uses the same settings without sharding.
     """
     if (plan.batch_rows, plan.num_ranks) == (rows, ranks):
         return plan
