@@ -1,11 +1,13 @@
-"""What a checkpoint costs a run: saving over the same bytes written and synced, going on over reading them.
+"""Cost of checkpoints: saving relative to a plain synced write, resuming relative to a plain read of the same bytes.
 
 `python benchmarks/checkpoint_cost.py [--quick] [--json] [--rounds 12] [--folder FOLDER]` prints seconds and ratios to
-the plain way, rounds of all ways: GPT-2 Small's weights and AdamW's two moments, 1.5 GB (a twelfth of it with
-`--quick`). A save is a run's own, `run.checkpoint()`, of one that has as many as it keeps: the oldest is deleted in it.
-Going on is from `trimtab.start` to the first window, of a model and optimizer that are there. The control is the plain
-way once more: a disk that others use too may need many rounds. Reading is from the page cache (warm), or with it
-dropped (cold), which is asked for and not promised.
+the plain write or read, interleaved in rounds, for GPT-2 Small's weights and AdamW's two moments: 1.5 GB (a twelfth
+with `--quick`).
+
+- Saving is `run.checkpoint()` of a run with its full number of checkpoints, so it also deletes the oldest.
+- Resuming is the time from `trimtab.start` to the first window, with model and optimizer already built.
+- The control repeats the plain method. A shared disk may need many rounds.
+- Reading uses the page cache (warm) or asks the kernel to drop it first (cold), which is not guaranteed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import trimtab
 from trimtab.decide.statistics import ratio_interval, resolution
 
 LAYERS, WIDTH, TOKENS, POSITIONS = 12, 768, 50_257, 1_024
-KEPT = 2  # checkpoints of a run, by default
+KEPT = 2  # default number of checkpoints of a run
 Ways = dict[str, Callable[[], None]]
 
 
@@ -43,19 +45,19 @@ def shapes(layers: int, tokens: int) -> Iterator[tuple[int, ...]]:
 
 
 class Everything(nn.Module):
-    """Parameters of GPT-2's shapes, and the least that reaches each of them."""
+    """Parameters with the shapes of GPT-2, and a cheap loss that depends on all of them."""
 
     def __init__(self, layers: int, tokens: int) -> None:
         super().__init__()
         self.all = nn.ParameterList(torch.randn(shape) for shape in shapes(layers, tokens))
 
     def forward(self, batch: Tensor) -> Tensor:
-        """Return a loss."""
+        """Return a scalar loss."""
         return batch.mean() * sum(each.square().mean() for each in self.all)
 
 
 class Kept:
-    """A run whose state is GPT-2's, kept in a folder."""
+    """Checkpointed run with the state of GPT-2."""
 
     BATCH = torch.ones(1, 1)
 
@@ -66,37 +68,37 @@ class Kept:
         self.run: trimtab.Run | None = None
 
     def begin(self) -> None:
-        """Start the run, or go on with it, up to its first window."""
+        """Start or resume the run, up to its first window."""
         kept = trimtab.Checkpoints(self._folder, every_steps=None, every_s=None)
         self.run = trimtab.start(self.model, self.optimizer, trimtab.Plan.fixed(1), checkpoints=kept)
         self._windows = self.run.windows(itertools.repeat(self.BATCH))
         self._window = next(self._windows)
 
     def step(self) -> None:
-        """Train on the window that is there."""
+        """Train on the current window."""
         assert self.run is not None
         self.run.train_step(self._window, lambda model, batch: model(batch))
 
     def advance(self) -> None:
-        """Train on one more."""
+        """Train on the next window."""
         self._window = next(self._windows)
         self.step()
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is saved of it, as torch has it."""
+        """State dicts of model and optimizer."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """Return the tensors of a state."""
+    """Return all tensors of a nested state dict."""
     if isinstance(state, Tensor):
         return [state]
     return [tensor for each in state.values() for tensor in tensors_of(each)] if isinstance(state, dict) else []
 
 
 def plain_write(path: Path, tensors: list[Tensor]) -> None:
-    """Write bytes and bring them to disk."""
+    """Write the tensors' bytes to a file and sync it."""
     with path.open("xb", buffering=0) as file:
         for tensor in tensors:
             rest = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
@@ -106,7 +108,7 @@ def plain_write(path: Path, tensors: list[Tensor]) -> None:
 
 
 def plain_read(path: Path, tensors: list[Tensor]) -> None:
-    """Read bytes into memory of their own, all of it at once."""
+    """Read the bytes into newly allocated memory."""
     taken = [torch.empty(tensor.nbytes, dtype=torch.uint8) for tensor in tensors]
     with path.open("rb", buffering=0) as file:
         for each in taken:
@@ -116,7 +118,16 @@ def plain_read(path: Path, tensors: list[Tensor]) -> None:
 
 
 def rounds(ways: Ways, num: int, before: Callable[[], None]) -> dict[str, list[float]]:
-    """Return seconds of each way, one of each a round, in an order by chance: what came before leaves its memory."""
+    """Return the seconds of each method per round.
+
+    The order within a round is random, because a method affects memory and disk of the next. The first round is
+    dropped.
+
+    Args:
+        ways: Methods by name.
+        num: Number of rounds.
+        before: Called before each method, untimed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     chance = random.Random(0)
     for index in range(num + 1):
@@ -124,14 +135,14 @@ def rounds(ways: Ways, num: int, before: Callable[[], None]) -> dict[str, list[f
             before()
             start = time.perf_counter()
             ways[name]()
-            if index:  # the first round brings up memory and disk
+            if index:  # the first round warms up memory and disk
                 seconds[name].append(time.perf_counter() - start)
         print(f"round {index} of {num}", file=sys.stderr)
     return seconds
 
 
 def rows_of(metric: str, seconds: dict[str, list[float]], size: int) -> list[dict[str, Any]]:
-    """Return what each way took, beside the plain one."""
+    """Return a row per method with its time relative to the plain method."""
     plain = seconds["plain"]
     ratios = {name: [a / b for a, b in zip(each, plain, strict=True)] for name, each in seconds.items()}
     control = resolution(ratio_interval(ratios["control"]))
@@ -146,7 +157,7 @@ def rows_of(metric: str, seconds: dict[str, list[float]], size: int) -> list[dic
 
 
 def saving(place: Path, kept: Kept, num: int) -> dict[str, list[float]]:
-    """Time the ways of saving; the run has trained on since it was saved."""
+    """Time the methods of saving. The run trains a step before each save."""
     assert kept.run is not None
     state, run = kept.state, kept.run
     tensors = tensors_of(state)
@@ -176,7 +187,7 @@ def saving(place: Path, kept: Kept, num: int) -> dict[str, list[float]]:
 
 
 def reading(place: Path, kept: Kept, num: int, *, cold: bool) -> dict[str, list[float]]:
-    """Time the ways of reading what was saved."""
+    """Time the methods of reading the saved state."""
     tensors = tensors_of(kept.state)
 
     def ready() -> None:
@@ -202,7 +213,7 @@ def _drop(place: Path) -> None:
 
 
 def main() -> None:
-    """Measure saving and reading, and print what each costs."""
+    """Measure saving and reading and print the costs."""
     parser = command.parser(__doc__)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one by default")
     parser.add_argument("--rounds", type=int, default=12, help="of all ways, 3 with --quick")

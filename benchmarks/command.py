@@ -1,4 +1,4 @@
-"""What the commands of all benchmarks have in common: two options, and what they print."""
+"""Common options and output of the benchmark commands."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trimtab.measure.machine import environment
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options every benchmark has; the rest are its own.
+    """Return a parser with the options of every benchmark, `--quick` and `--json`.
 
     Args:
-        doc: of the benchmark, whose first line says what it measures.
+        doc: Docstring of the benchmark. Its first line is the description.
     """
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     made.add_argument("--quick", action="store_true", help="fewer cases or repeats: at most two minutes on 2 cores")
@@ -26,9 +26,16 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def show(name: str, rows: Sequence[dict[str, Any]], line: Callable[[dict[str, Any]], str], *, as_json: bool) -> None:
-    """Print rows as a table, a `line` each, or as the benchmark's one JSON object."""
+    """Print rows as lines of text or as a JSON object.
+
+    Args:
+        name: Name of the benchmark.
+        rows: Results.
+        line: Formats a row as text.
+        as_json: True for JSON.
+    """
     if as_json:
-        given = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]  # no machine's folders
+        given = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]  # no local folders
         asked = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])
         found = {"schema": 1, "name": name, "environment": environment() | {"command": asked}, "rows": rows}
         print(to_json(found))

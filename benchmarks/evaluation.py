@@ -1,19 +1,19 @@
-"""The paper's whole evaluation in slices of minutes, so that whichever machine there is goes on where the last stopped.
+"""The paper's evaluation, divided into slices of minutes. An interrupted evaluation resumes at the next slice.
 
-`python benchmarks/evaluation.py [--size cpu|gpu|tiny] [--slice-minutes N] [--most N] [--only NAME ...]` runs what is
-not done yet, in order, and then says how the goals stand. `--dry-run` lists the slices, `--summary` says how the goals
-stand; neither runs anything. `--json` prints the summary as one object.
+`python benchmarks/evaluation.py [--size cpu|gpu|tiny] [--slice-minutes N] [--most N] [--only NAME ...]` runs the
+outstanding slices in order and prints the status of the goals. `--dry-run` only lists the slices, `--summary` only
+prints the status. `--json` prints the summary as a JSON object.
 
-Results are in `benchmarks/results/evaluation-<machine>/`: a folder or file a run, and in `done` a file a slice,
-written whole when it has ended: its command, its seconds, the machine, and the fingerprint of the sources. A slice
-that is done is not run again; where sources or its command have changed since, it is called stale: to measure it
-again, remove its file and its run. Another kind of machine has a folder of its own, and so has a GPU in another host.
-A slice that takes longer than it may is ended. Where that left something new it is run again and goes on from it; else
-it would only be ended again, and is run when `--slice-minutes` allows more than it was ended at. On a GPU a race to a
-target is as long as a slice may be, so that `--slice-minutes` is chosen once for a folder. Goals of 20 and 30 times
-the reference's speed are open only where its race is that many times as long as what is planned and trained: slices
-of 90 minutes for images (`resnet-freed`), of 150 for text (`gpt2-freed`). Without it a slice may
-take nine minutes on a GPU, which may be lent for a short turn, and twenty-five on two cores.
+Results are in `benchmarks/results/evaluation-<machine>/`, with a folder or file per run. `done` contains a file per
+completed slice, written atomically: command, seconds, machine and fingerprint of the sources. Completed slices are not
+repeated. If the sources or the command have changed, a slice is called stale; delete its file and its run to repeat it.
+Each kind of machine has a separate folder, also for the same GPU in another host.
+
+A slice over its time limit is ended. If it left new results, the next call resumes it. Otherwise it runs again only
+with a higher `--slice-minutes`. On a GPU, paired runs to a target take the whole limit, so use the same
+`--slice-minutes` for a folder. Goals of 20 and 30 times the baseline's speed need a baseline run that is as many times
+longer than planning and training: 90 minutes for images (`resnet-freed`), 150 for text (`gpt2-freed`). The default
+limit is 9 minutes on a GPU, for machines that are available for a short time, and 25 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from trimtab.measure.machine import environment
 
 HERE = Path(__file__).resolve().parent
 STALE, CANNOT = "stale", "cannot run here"
-END_S = 10  # that a slice that is ended has to leave
+END_S = 10  # for a process to exit after a signal
 RUN, CUT, FAILED = "run", "cut off", "failed"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What is written down of a slice that was ended, and left nothing to go on from."""
+    """Record of a slice that exceeded its time limit without new results."""
 
     slice: str
     command: str
@@ -62,7 +62,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Place:
-    """Where slices run: their folder, what this machine is and has, and the seconds that one of them may take."""
+    """Execution environment of slices.
+
+    Args:
+        folder: Folder of results.
+        environment: Description of the machine and the sources.
+        num_gpus: Number of GPUs.
+        has_meter: True if energy can be measured.
+        commands: Names of the available `trimtab` commands.
+        limit_s: Time limit of a slice in seconds.
+    """
 
     folder: Path
     environment: dict[str, str]
@@ -72,32 +81,32 @@ class Place:
     limit_s: float = 60 * MINUTES["cpu"]
 
     def ran(self, each: Slice) -> Path:
-        """Return the file of a slice that has ended."""
+        """Return the file of a completed slice."""
         return ran_of(each, self.folder)
 
     def was_cut(self, each: Slice) -> Path:
-        """Return the file of a slice that was ended in vain."""
+        """Return the file of a slice that exceeded its limit without new results."""
         return self.folder / "cut" / f"{each.name}.json"
 
     def minutes(self, each: Slice) -> float:
-        """Return about how long a slice takes: as it took here, or the last like it did, else as it is declared."""
+        """Return the expected minutes of a slice: measured here, measured for a similar slice, or else as declared."""
         path = self._measured(each)
         return each.minutes if path is None else round(read_json(Ran, path).seconds / 60, 1)
 
     def _measured(self, each: Slice) -> Path | None:
-        """Return the file that holds a slice's seconds: its own, or of the last in its folder that ran a race more."""
+        """Return the file with the seconds of the slice, or of the completed slice of the same kind with most pairs."""
         own, stem = self.ran(each), each.name.rstrip("0123456789")
         ended = {path.stem.removeprefix(stem): path for path in own.parent.glob(f"{stem}*.json")}
         races = {int(number): path for number, path in ended.items() if number.isdigit()}
         return own if own.is_file() else races[max(races)] if races else None
 
     def left(self, each: Slice) -> set[Path]:
-        """Return what a slice's runs have left to go on from."""
+        """Return the result files from which the slice can resume."""
         files = (self.folder / each.folder).rglob("*")
         return {path for path in files if path.is_file() and path.name != SETTINGS and ".partial" not in str(path)}
 
     def missing(self, each: Slice) -> str:
-        """Say what a slice needs that is not here, or ""."""
+        """Return the unmet requirements of a slice, comma-separated; empty if all are met."""
         return ", ".join(need for need in each.needs if not self._has(need))
 
     def _has(self, need: str) -> bool:
@@ -109,7 +118,7 @@ class Place:
         return known[need] if need in known else (self.folder / need).is_file()
 
     def state(self, each: Slice) -> tuple[str, str]:
-        """Return how a slice stands, and why."""
+        """Return the state of a slice and the reason."""
         path = self.ran(each)
         if not path.is_file():
             missing, cut = self.missing(each), self._cut_at(each)
@@ -127,14 +136,14 @@ class Place:
         return (STALE, "; ".join(changed)) if changed else (DONE, f"{ran.seconds:.0f} s")
 
     def _cut_at(self, each: Slice) -> float:
-        """Return the minutes at which a slice was ended in vain that may take no more now; else 0."""
+        """Return the minutes at which a slice was ended without results; 0 if never, or if the limit is higher now."""
         path = self.was_cut(each)
         limit_s = read_json(Cut, path).limit_s if path.is_file() else 0.0
         return limit_s / 60 if limit_s >= self.limit_s else 0.0
 
 
 def main() -> None:
-    """Run what is not done, and say how the goals stand."""
+    """Run outstanding slices and print the status of the goals."""
     parser = command.parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="cpu", help="of tasks: for two cores, for a GPU, or a trial")
     parser.add_argument("--slice-minutes", type=float, help="that a slice may take; then it is ended")
@@ -158,17 +167,17 @@ def main() -> None:
         if not options.summary:
             for line in run_slices(wanted, place, most):
                 print(line, file=sys.stderr, flush=True)
-        found = summary(size, every, place)  # whatever was asked for now, pages are of all that is there
+        found = summary(size, every, place)  # pages cover all slices, regardless of --only
         print(json.dumps(found) if options.json else "\n".join(text(found)))
     except TrimtabError as error:
         sys.exit(f"evaluation: {error}")
 
 
 def chosen(found: Sequence[Slice], only: Sequence[str] | None) -> tuple[Slice, ...]:
-    """Return the slices of these names or folders.
+    """Return the slices with the given names or folders; all if None.
 
     Raises:
-        FormatError: there is none of a name.
+        FormatError: A name matches no slice.
     """
     for name in only or ():
         if not any(name in (each.name, each.folder) for each in found):
@@ -178,13 +187,17 @@ def chosen(found: Sequence[Slice], only: Sequence[str] | None) -> tuple[Slice, .
 
 
 def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["cpu"], *, writes: bool = True) -> Place:
-    """Return this machine, with a folder that is its own; a trial's is not among the results.
+    """Return the execution environment of this machine.
 
     Args:
-        writes: whether a folder that is new is made.
+        size: "cpu", "gpu" or "tiny". Results of "tiny" are in `runs`, not in `benchmarks/results`.
+        folder: Folder of results; None for the folder named for this machine.
+        limit_s: Time limit of a slice in seconds.
+        writes: True to create a missing folder.
 
     Raises:
-        FormatError: the folder is of another machine. ValueGivenError: its GPU would train what is for its processor.
+        FormatError: The folder belongs to another machine.
+        ValueGivenError: The size is "cpu" on a machine with a GPU.
     """
     import torch
 
@@ -206,14 +219,14 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
 
 
 def refuse_gpu(size: str, num_gpus: int) -> None:
-    """Raise where loops would run on a GPU that are to be measured on the processor."""
+    """Raise if the size is "cpu" and the machine has a GPU, which would run the loops."""
     if size == "cpu" and num_gpus:
         way_out = "Hide it: CUDA_VISIBLE_DEVICES= python benchmarks/evaluation.py --size cpu."
         raise ValueGivenError("--size", given="cpu on a machine with a GPU", expected="gpu", way_out=way_out)
 
 
 def listed(found: Sequence[Slice], place: Place) -> Iterator[str]:
-    """Yield a line of each slice: how it stands, and its command."""
+    """Yield the state and the command of each slice, then a total."""
     for each in found:
         state, why = place.state(each)
         yield f"{state:<16} {each.name:<22} {each.says} ({why})\n{'':17}{shlex.join(each.command)}"
@@ -222,7 +235,7 @@ def listed(found: Sequence[Slice], place: Place) -> Iterator[str]:
 
 
 def run_slices(found: Sequence[Slice], place: Place, most: int | None = None) -> Iterator[str]:
-    """Run what is to do, and yield what became of each; a folder whose slice did not end is left for another time."""
+    """Run outstanding slices and yield progress lines. Skips the rest of a folder after an incomplete slice."""
     left, broken = len(found) if most is None else most, set()
     for each in found:
         if left <= 0:
@@ -240,7 +253,7 @@ def run_slices(found: Sequence[Slice], place: Place, most: int | None = None) ->
 
 
 def run_slice(each: Slice, place: Place) -> tuple[str, str]:
-    """Run one within the seconds that it may take; return what became of it, and what is to be said of that."""
+    """Run a slice within its time limit and return the outcome and a message."""
     result, begun, before = place.folder / each.result, time.perf_counter(), place.left(each)
     if each.begins_anew:
         result.unlink(missing_ok=True)
@@ -248,7 +261,7 @@ def run_slice(each: Slice, place: Place) -> tuple[str, str]:
         result.parent.mkdir(exist_ok=True)
     try:
         argv = _argv(each, place.folder)
-    except FormatError as error:  # an arm whose peak it is of failed: other slices need none
+    except FormatError as error:  # The arm that defines the limit failed. Other slices do not need it.
         return FAILED, str(error)
     code, out, err = _run(argv, place.folder, place.limit_s)
     seconds = time.perf_counter() - begun
@@ -270,10 +283,10 @@ def run_slice(each: Slice, place: Place) -> tuple[str, str]:
 
 
 def _cut(each: Slice, place: Place, *, has_more: bool) -> tuple[str, str]:
-    """Return what became of a slice that was ended; one that left nothing new is written down.
+    """Return the outcome of a slice that exceeded its limit. Records the limit if there are no new results.
 
     Args:
-        has_more: whether it left something to go on from that was not there.
+        has_more: True if the slice left new results to resume from.
     """
     if has_more:
         return CUT, f"at {place.limit_s / 60:g} minutes: run again it goes on from what it left"
@@ -284,7 +297,7 @@ def _cut(each: Slice, place: Place, *, has_more: bool) -> tuple[str, str]:
 
 
 def _argv(each: Slice, folder: Path) -> list[str]:
-    """Return what runs a slice from its folder."""
+    """Return the command line of a slice, relative to the folder of results."""
     files = {TASKS: "evaluation_tasks.py", GPU_TASKS: "evaluation_gpu_tasks.py", PLANS: "plans"}
     first, *rest = (_limit(part, folder) for part in each.command)
     for stands, name in files.items():
@@ -294,7 +307,7 @@ def _argv(each: Slice, folder: Path) -> list[str]:
 
 
 def _limit(part: str, folder: Path) -> str:
-    """Return half the peak that a file of an arm holds, where a part of a command asks for it."""
+    """Replace "half of FILE" by half the peak memory recorded in an arm's file. Other parts are unchanged."""
     if not part.startswith(HALF):
         return part
     path = folder / part.removeprefix(HALF)
@@ -305,7 +318,7 @@ def _limit(part: str, folder: Path) -> str:
 
 
 def _run(argv: Sequence[str], folder: Path, limit_s: float) -> tuple[int | None, str, str]:
-    """Return (exit status, output, errors); no status of what had to be ended, with all that it started."""
+    """Return (exit status, stdout, stderr). After the time limit, ends the process group and returns None as status."""
     paths = [str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     how = {"cwd": folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -333,9 +346,9 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
-    """Return how slices and goals stand here and now, and write down how they stand by what was recorded.
+    """Return the status of slices and goals, and write the pages of the evaluation.
 
-    What is written is the same wherever it is made of the same records: it holds nothing of this machine or day.
+    The pages depend only on the records, so they are identical on every machine.
     """
     runs = runs_in(found, place.folder)
     for name, made in written(size, found, place.folder, runs).items():
@@ -348,7 +361,7 @@ def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
 
 
 def text(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the goals stand, a line each, and how many slices are done."""
+    """Yield the status of each goal, the number of slices per state, and the stale or ended slices."""
     goals = [row for row in found["rows"] if row["metric"] == "goal"]
     states = [row["state"] for row in found["rows"] if row["metric"] == "slice"]
     for row in goals:
@@ -363,7 +376,7 @@ def text(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def end_with_children() -> None:
-    """Let SIGTERM, which whoever has lent a machine may send, end what this process has started too."""
+    """Turn SIGTERM into SystemExit, so that child processes are ended as well."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 

@@ -1,6 +1,6 @@
-"""What is written of an evaluation's records: its goals, its runs' figures, and the page beside the paper's.
+"""Pages and summary of an evaluation: goals, figures of the runs, and comparison with the paper.
 
-All of it is of the records alone: on every machine the same.
+They depend only on the records, so they are identical on every machine.
 """
 
 from __future__ import annotations
@@ -32,36 +32,39 @@ from trimtab.experiments.scaling.table import tables
 Row = dict[str, Any]
 Runs = Mapping[str, Run]
 PAGE, SUMMARY, MACHINE_FILE = "evaluation.md", "summary.json", "machine.json"
-_SETTINGS = {"interaction": "together", "whole": "the plan"}  # others are said as they are
+_SETTINGS = {"interaction": "together", "whole": "the plan"}  # display names of settings
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the folders of evaluations of which a slice has ended."""
+    """Return the folders of evaluations with a completed slice."""
     begun = sorted((root / "benchmarks" / "results").glob(f"evaluation-*/{MACHINE_FILE}"))
     return [path.parent for path in begun if any((path.parent / "done").glob("*.json"))]
 
 
 def size_of(folder: Path) -> str:
-    """Return the size that a folder's machine is evaluated at."""
+    """Return the size of the evaluation in a folder, "cpu" or "gpu"."""
     return "gpu" if "gpu" in machine_of(folder) else "cpu"
 
 
 def machine_of(folder: Path) -> Row:
-    """Return the facts of a folder's machine; none where they were not written down."""
+    """Return the recorded description of a folder's machine, empty if missing."""
     path = folder / MACHINE_FILE
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def ran_of(each: Slice, folder: Path) -> Path:
-    """Return the file of a slice that has ended."""
+    """Return the file of a completed slice."""
     return folder / "done" / f"{each.name}.json"
 
 
 def written(size: str, found: Sequence[Slice], folder: Path, runs: Runs | None = None) -> dict[str, str]:
-    """Return what a folder holds beside its records, by file: how goals stand, and the page of all runs.
+    """Return the generated files of a folder by name: summary of the goals, and pages of all runs.
 
     Args:
-        runs: of these slices; None: they are read.
+        size: Size of the evaluation.
+        found: Slices.
+        folder: Folder of results.
+        runs: Runs of the slices; None to read the records.
     """
     runs = runs_in(found, folder) if runs is None else runs
     texts = {SUMMARY: json.dumps(recorded(size, found, folder, runs), indent=1) + "\n"}
@@ -73,10 +76,13 @@ def written(size: str, found: Sequence[Slice], folder: Path, runs: Runs | None =
 
 
 def recorded(size: str, found: Sequence[Slice], folder: Path, runs: Runs) -> dict[str, Any]:
-    """Return how goals and slices stand by what was recorded: of a slice that has ended, when and of what sources.
+    """Return the recorded status of goals and slices. Completed slices have seconds and source fingerprint.
 
     Args:
-        runs: of these slices.
+        size: Size of the evaluation.
+        found: Slices.
+        folder: Folder of results.
+        runs: Runs of the slices.
     """
     goals = _goals(size, folder, runs)
     rows = [{"metric": "goal", **asdict(each.goal), "status": each.status, "figure": each.figure} for each in goals]
@@ -105,10 +111,11 @@ def _command(size: str) -> str:
 
 
 def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
-    """Yield the lines of an evaluation: goals first, then each of its runs.
+    """Yield the lines of an evaluation: goals, then every run.
 
     Args:
-        comparison: writes the rows of one.
+        folder: Folder of results.
+        comparison: Formats the rows of a comparison.
     """
     size, facts = size_of(folder), machine_of(folder)
     where = f"../benchmarks/results/{folder.name}"
@@ -156,12 +163,12 @@ def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iter
 
 
 def _versions(run: Run) -> str:
-    """Return what a run's figures depend on; of races that were run at several states, each of these."""
+    """Return the versions on which the figures of a run depend: torch, sources and threads."""
     return ", ".join(f"{name} {run.environment[name]}" for name in ("torch", "sources", "threads"))
 
 
 def ablation(found: Ablation) -> Iterator[str]:
-    """Yield what each change is worth, by what it is set in: add one to the loop, take one from the plan."""
+    """Yield a table with the effect of each change, added to the loop and removed from the plan."""
     yield "| change | set in | figure | with it (95%) | n | verdict |"
     yield "|---|---|---|---|---|---|"
     for row in ablation_object(found)["rows"]:

@@ -1,4 +1,4 @@
-"""Whose folder of results it is: named for the machine, and refused to another."""
+"""Folder of results of a machine. Results of different machines must not share a folder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trimtab.core.codec import write_whole
 from trimtab.core.errors import FormatError
 from trimtab.experiments.evaluation.result import MACHINE
 
-MOST_HOSTS = 99  # of one kind of GPU, each with a folder of its own
+MOST_HOSTS = 99  # hosts with the same kind of GPU, each with a separate folder
 
 
 def slug(found: Mapping[str, str], gpus: int = 0) -> str:
-    """Return a machine's name as part of a folder's: its GPUs, or its processor with extensions and cores."""
+    """Return the machine part of a folder name: GPU and number of GPUs, or CPU with extensions and cores."""
     name = found["gpu"] if "gpu" in found else found["cpu"]
     words = re.sub(r"\((R|TM|r|tm)\)|\b(Processor|CPU|AMD|Intel|NVIDIA)\b", " ", name)
     parts = re.findall(r"[a-z0-9_]+", words.lower())
@@ -26,13 +26,22 @@ def slug(found: Mapping[str, str], gpus: int = 0) -> str:
 
 
 def own_folder(folder: Path, found: Mapping[str, str]) -> Path:
-    """Return the folder, or the first of `folder-2`, `folder-3`, ... that is no other machine's."""
+    """Return the first of `folder`, `folder-2`, `folder-3`, ... that is unused or belongs to this machine."""
     names = (folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, MOST_HOSTS + 1)))
     return next((each for each in names if _machine_of(each) in (None, _mine(found))), folder)
 
 
 def claim(folder: Path, found: Mapping[str, str], *, writes: bool = True) -> None:
-    """Write down whose folder it is, or refuse one of another machine."""
+    """Record this machine as the owner of the folder.
+
+    Args:
+        folder: Folder of results.
+        found: Description of this machine.
+        writes: False to only check.
+
+    Raises:
+        FormatError: The folder belongs to another machine.
+    """
     mine, theirs = _mine(found), _machine_of(folder)
     if theirs is None:
         if writes:
@@ -48,7 +57,7 @@ def _mine(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _machine_of(folder: Path) -> dict[str, str] | None:
-    """Return the machine that a folder is of; None: no one's so far."""
+    """Return the machine that owns the folder, None if unclaimed."""
     path = folder / MACHINE_FILE
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""The goals of the evaluation as data, and whether what a folder holds meets them."""
+"""Goals of the evaluation, and their status by the records of a folder."""
 
 from __future__ import annotations
 
@@ -22,23 +22,31 @@ from trimtab.experiments.evaluation.paper_figures import LEAST, MOST, WITHIN
 from trimtab.experiments.evaluation.result import Finding, Run
 
 MET, MISSED, NOT_SHOWN, NOT_MEASURED = "met", "missed", "not shown", "not measured"
-TOLD_MET, TOLD_MISSED = "predicted met", "predicted missed"  # of what was not measured
+TOLD_MET, TOLD_MISSED = "predicted met", "predicted missed"  # for goals that are only predicted
 _UNFOUNDED = "not to be believed, by what was found since (docs/RESULTS.md)"
-KNOWN = "known.json"  # what was found of races after they were run: of which runs or states of the sources, and what
+KNOWN = "known.json"  # defects found after runs were recorded, with the affected runs or source versions
 MONITOR, NO_HARM, TOLD = "monitor_overhead_ratio", "do_no_harm_ratio", "predicted_time_ratio"
-SMALL_BYTES = 4.5e9  # that GPT-2 is to be trained within
+SMALL_BYTES = 4.5e9  # memory limit for training GPT-2
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure and its bar.
+    """A required value of a measurement.
 
     Args:
-        size: of the evaluation. run: its folder or file. measure, arm, against, charged, target: of the finding; no
-            target: the hardest rung whose time is known. of_value: whether the arm's own figure is meant, and not what
-            it is over the other's. unit: how it is told. Of what is told: run and against are the files of two plans,
-            under the limit and without it, and the bar is on the time of the one over that of the other. Of what is
-            measured step by step, run is the file of a benchmark's rows, and arm the task.
+        says: Description.
+        size: Size of the evaluation.
+        run: Folder or file of the run. For predictions, the file of the plan under the limit; for measurements step by
+            step, the file of a benchmark's rows.
+        measure: Name of the measure.
+        arm: Measured arm; for measurements step by step, the task.
+        against: Arm to compare with. For predictions, the file of the plan without a limit.
+        sense: Direction of the requirement: at least, at most or within.
+        bar: Required value. For predictions, the ratio of step times with and without the limit.
+        charged: True if planning and search time is included.
+        target: Value of the metric; None for the hardest target with a known time.
+        of_value: True if the requirement is on the arm's value, not on its ratio to `against`.
+        unit: Unit in messages.
     """
 
     says: str
@@ -58,7 +66,7 @@ class Goal:
 def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
     recipes = f"{kind}-recipes"
     lengths = {"freed": "", "long": ", in a longer run"} if kind == "cifar" else {"long": ""}
-    beside = f"{kind}-{next(iter(lengths))}"  # where S runs beside F
+    beside = f"{kind}-{next(iter(lengths))}"  # comparison with both S and F
     harm, quality = f"{kind}: no harm to P2, 0.97", f"{kind}: S within 0.5% of P0's quality"
     of_freed = f"{kind}: F ends no more than 0.5% below P0's quality"
     unit = "%" if kind == "wikitext" else " points"
@@ -145,7 +153,7 @@ GOALS = (
 
 @dataclass(frozen=True)
 class Reached:
-    """A goal with what was measured: its status, and the figure as text."""
+    """A goal with its status and the measured figure as text."""
 
     goal: Goal
     status: str
@@ -153,7 +161,7 @@ class Reached:
 
     @property
     def told(self) -> tuple[str, str, str]:
-        """The goal, how it stands, and what was measured."""
+        """Description of the goal, status, and measured figure."""
         return self.goal.says, self.status, self.figure
 
 
@@ -161,10 +169,12 @@ _SEE_KNOWN = "what was found of its races afterwards stands below, with the runs
 
 
 def reached(goals: Sequence[Goal], folder: Path, runs: Mapping[str, Run]) -> tuple[Reached, ...]:
-    """Return how each goal stands.
+    """Return the status of each goal.
 
     Args:
-        runs: by their folder.
+        goals: Goals.
+        folder: Folder of results.
+        runs: Runs by folder name.
     """
     return tuple(_reached(goal, folder, runs) for goal in goals)
 
@@ -196,9 +206,9 @@ def _finding(goal: Goal, run: Run) -> Finding | None:
 
 
 def _of_value(goal: Goal, found: Finding) -> Reached:
-    """Return a goal on the arm's own figure: a count, or one of each pair, whose interval is held against the bar.
+    """Return the status of a goal on the arm's value: a count, or values per pair whose interval is compared.
 
-    What it is over another arm's does not matter: that one may never arrive.
+    The other arm is irrelevant, because it may never reach the target.
     """
     if found.failed:
         return Reached(goal, NOT_SHOWN, found.said)
@@ -228,7 +238,7 @@ def _number(value: float) -> str:
 
 
 def _of_figure(goal: Goal, found: Finding, run: Run) -> Reached:
-    """Return a goal on a ratio; of a time what is told is how many times as fast, of quality how far training went."""
+    """Return the status of a goal on a ratio. Times are shown as speed-ups, quality with the length of training."""
     figure, is_time = found.figure, goal.measure == "time_to_target"
     if figure is None:
         return _bounded(goal, found)
@@ -241,17 +251,19 @@ def _of_figure(goal: Goal, found: Finding, run: Run) -> Reached:
 
 
 def _told_of(shown: Ratio, unit: str) -> str:
-    """Return a figure with its interval, or the pairs themselves where they are too few for one."""
+    """Return a ratio with its interval as text, or the single pairs if there are too few for a verdict."""
     if shown.low is None or shown.high is None:
         return f"{shown.mean:.3f}{unit}"
     if shown.n < MIN_PAIRS_FOR_VERDICT:
         return f"pairs {', '.join(f'{pair:.3f}' for pair in shown.pairs)}{unit}"
-    mean, low, high = (f"{round(figure, 3) + 0.0:.3f}" for figure in (shown.mean, shown.low, shown.high))  # no -0.000
+    mean, low, high = (
+        f"{round(figure, 3) + 0.0:.3f}" for figure in (shown.mean, shown.low, shown.high)
+    )  # avoids -0.000
     return f"{mean}{unit} (95% {low} to {high}, n = {shown.n})"
 
 
 def _bounded(goal: Goal, found: Finding) -> Reached:
-    """Return a goal on a time of which no more than a bound is known: `>= 3.1x`, or `<= 0.8x`."""
+    """Return the status of a goal on a time that is only bounded, such as `>= 3.1x` or `<= 0.8x`."""
     status = {PASS: MET, FAIL: MISSED}.get(met(goal.sense, goal.bar, found), NOT_SHOWN)
     is_time = found.said and found.target is not None
     said = f"{found.said} to {found.target:g}, n = {len(found.values)}" if is_time else found.said
@@ -263,7 +275,7 @@ def _behind(found: Finding) -> str:
 
 
 def _monitor(goal: Goal, path: Path) -> Reached:
-    """Return whether the upper end is within the bar and the control's half-width (math: section 8)."""
+    """Return the status of the noise monitor: upper end at most bar plus control's half-width (math: section 8)."""
     row = _row(path, MONITOR)
     if row is None:
         return Reached(goal, NOT_MEASURED, "")
@@ -273,9 +285,9 @@ def _monitor(goal: Goal, path: Path) -> Reached:
 
 
 def _by_steps(goal: Goal, path: Path) -> Reached:
-    """Return whether the lower end of a ratio of steps' speed is above the bar.
+    """Return the status of the do-no-harm goal: lower end of the speed ratio of interleaved steps at least the bar.
 
-    Steps in turns share their process: of a plan that keeps its memory both do, and nothing is shown.
+    Interleaved steps share a process, so a plan that changes the allocator affects both and shows nothing.
     """
     row = _row(path, NO_HARM, goal.arm)
     if row is None:
@@ -287,7 +299,7 @@ def _by_steps(goal: Goal, path: Path) -> Reached:
 
 
 def _row(path: Path, metric: str, task: str | None = None) -> dict[str, Any] | None:
-    """Return the first row of a metric, of a task where one is named."""
+    """Return the first row of a metric, restricted to a task if given; None if missing."""
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
     found = [row for row in rows if row["metric"] == metric and task in (None, row["task"])]
     return found[0] if found else None
@@ -298,7 +310,7 @@ def _of_row(row: Mapping[str, Any]) -> str:
 
 
 def _told(goal: Goal, limited: Path, unlimited: Path) -> Reached:
-    """Return a goal on a plan under a limit, against one without: that it keeps its own limit shows little."""
+    """Return the status of a predicted goal: ratio of step times with and without a memory limit."""
     if not (limited.is_file() and unlimited.is_file()):
         return Reached(goal, NOT_MEASURED, "")
     small, large = (read_json(Plan, path).predicted for path in (limited, unlimited))
@@ -311,7 +323,7 @@ def _told(goal: Goal, limited: Path, unlimited: Path) -> Reached:
 
 
 def runs_in(found: Sequence[Slice], folder: Path) -> dict[str, Run]:
-    """Return the runs that slices have left, by their folder or file, with what is known of their races by now."""
+    """Return the runs of the slices by folder or file name, with defects that were found later."""
     files = {kind.file for kind in KINDS}
     there = dict.fromkeys(each.result for each in found if (folder / each.result).is_file())
     wanted = [path for path in there if Path(path).name in files or path.endswith(RECORD)]
@@ -330,16 +342,19 @@ def _with_what_is_known(folder: Path, run: Run) -> Run:
 
 
 def unfounded_in(folder: Path, run: Run) -> set[str]:
-    """Return the measures of a run that were found to be wrong after it had ended, of which no figure counts."""
+    """Return the measures of a run that were found to be invalid after it was recorded."""
     return {measure for each in _found_of(folder, run) for measure in each.unfounded}
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found of races after they were run, and of which: by their run, or the state of their sources.
+    """A defect that was found after runs were recorded.
 
     Args:
-        unfounded: measures, as a finding has them, that are not to be believed by it.
+        says: Description.
+        runs: Names of the affected runs.
+        sources: Fingerprints of the affected source versions.
+        unfounded: Names of the invalid measures.
     """
 
     says: str

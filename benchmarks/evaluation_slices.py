@@ -1,7 +1,7 @@
-"""The paper's evaluation as a list of slices: commands that end within minutes and go on where the last stopped.
+"""Slices of the paper's evaluation: commands that take minutes and resume earlier results.
 
-Slices of one folder run in their order, each a little longer than the one before: `trimtab compare` with one race more
-goes on with those that are there.
+Slices of a folder run in order, and each adds pairs: `trimtab compare` with a higher number of pairs reuses the pairs
+that exist.
 """
 
 from __future__ import annotations
@@ -12,28 +12,33 @@ from typing import Any
 
 from trimtab.experiments.phase_page import FILE as PHASES
 
-TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # stand for the files of `evaluation_tasks` and `evaluation_gpu_tasks`
-PLANS = "{plans}"  # stands for the folder of plans that are written by hand
-MINUTES = {"cpu": 25.0, "gpu": 9.0, "tiny": 9.0}  # that a slice may take
-CAP_S, AROUND_S = 90, 130  # of training of an arm in a race to a target; of a race's start and its evaluations
-COUNTED_S = 50  # of counting what each arm of an ablation holds, on its first race
-MINUTE_S = 60  # of training, where a minute is all that a target may take
-EVALUATED = 1.15  # of a long race, its seconds with evaluations: of images 1.2 s in 12, of text 1.6 in 32
-CONTROL_S = 60  # that an arm trains for at the most which runs once more, or for its throughput alone
-HALF = "half of "  # a limit of half the peak that a file of an arm holds
+TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # placeholders for evaluation_tasks.py and evaluation_gpu_tasks.py
+PLANS = "{plans}"  # placeholder for the folder of hand-written plans
+MINUTES = {"cpu": 25.0, "gpu": 9.0, "tiny": 9.0}  # time limit of a slice
+CAP_S, AROUND_S = 90, 130  # training of an arm in a paired run to a target; start and evaluations of a paired run
+COUNTED_S = 50  # measuring peak memory of each arm in the first pair of an ablation
+MINUTE_S = 60  # training time for the goal of a target within a minute
+EVALUATED = (
+    1.15  # total over training time in a long run: evaluations take 1.2 s per 12 s (images), 1.6 s per 32 s (text)
+)
+CONTROL_S = 60  # maximum training time of controls and of arms that only measure throughput
+HALF = "half of "  # prefix of a memory limit: half the peak recorded in an arm's file
 SIZES = ("cpu", "gpu", "tiny")
 DONE, TO_DO = "done", "to do"
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One command.
+    """A command of the evaluation.
 
     Args:
-        name: of it and of what is written down of it. says: what it is of. command: of `trimtab`, or a benchmark's
-            file first. result: the file it leaves, below the evaluation's folder; what a `prints` one prints is put
-            there. minutes: about, on two cores or on one H200. needs: what has to be there: "gpu", "2 gpus", "meter",
-            "bf16" of the processor, "command NAME", or a file that an earlier slice leaves.
+        name: Name of the slice and of its record.
+        says: Description.
+        command: Arguments of `trimtab`, or a benchmark's file and its arguments.
+        result: Result file, relative to the evaluation's folder.
+        minutes: Approximate minutes on two cores or on an H200.
+        needs: Requirements: "gpu", "2 gpus", "meter", "bf16" (CPU), "command NAME", or a file of an earlier slice.
+        prints: True if the standard output of the command is the result.
     """
 
     name: str
@@ -46,23 +51,23 @@ class Slice:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether it goes on with nothing: what a cut-off run of it left is in its way."""
+        """True if the command cannot resume, so that an incomplete result must be deleted first."""
         return self.command[0] == "train"
 
     @property
     def writes_file(self) -> bool:
-        """Whether it writes a file where it is told to, and makes no folder for it."""
+        """True if the command writes a file without creating its folder."""
         return self.command[0] == "phases"
 
     @property
     def folder(self) -> str:
-        """What it shares with others, which are run in turn."""
+        """Folder of the result. Slices of the same folder run in order."""
         return self.result.partition("/")[0]
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What is written down of a slice when it has ended."""
+    """Record of a completed slice."""
 
     slice: str
     command: str
@@ -74,12 +79,13 @@ class Ran:
 
 
 def slices(size: str, minutes: float | None = None) -> tuple[Slice, ...]:
-    """Return the evaluation at a size: "cpu", "gpu", or "tiny", which shows that it runs and measures nothing.
+    """Return the slices of an evaluation.
 
     Args:
-        minutes: that a slice may take, and a race to a target on a GPU takes: its reference trains for all that the
-            other arms leave. In nine minutes such a goal can be bounded; to be shown it takes an hour. None: as long as
-            is usual at the size.
+        size: "cpu", "gpu", or "tiny" for a smoke test.
+        minutes: Time limit of a slice; None for the default of the size. On a GPU, a pair of runs to a target takes the
+            whole limit, because the baseline trains for the remaining time. Nine minutes yield a bound on such a goal;
+            a measurement takes an hour.
     """
     minutes = MINUTES[size] if minutes is None else minutes
     return tuple(_gpu(minutes) if size == "gpu" else {"cpu": _cpu, "tiny": _tiny}[size]())
@@ -95,11 +101,17 @@ def _races(
     whole: bool,
     plans_minutes: float | None = None,
 ) -> Iterator[Slice]:
-    """Yield a comparison as plans first, then as so many races more at a time.
+    """Yield a comparison: a slice for the plans, then slices with increasing numbers of pairs.
 
     Args:
-        whole: whether they run to their end, or time a few steps. minutes: of what a further slice runs.
-        plans_minutes: of plans; None: as many.
+        folder: Folder of results.
+        says: Description.
+        command: Arguments of `trimtab compare`.
+        pairs: Number of pairs after each slice.
+        minutes: Minutes of a slice.
+        needs: Requirements of every slice.
+        whole: True to train to the end, False to time a few steps.
+        plans_minutes: Minutes of the slice for the plans; None for `minutes`.
     """
     report = f"{folder}/report.json"
     start = ("compare", *command, "--out", folder)
@@ -113,7 +125,7 @@ def _races(
 def _growing(
     name: str, says: str, counts: tuple[int, ...], make: Callable[[int], tuple[str, ...]], **how: Any
 ) -> Iterator[Slice]:
-    """Yield a command with more and more of something."""
+    """Yield slices of a command with increasing counts."""
     for count in counts:
         yield Slice(f"{name}-{count}", f"{says}: {count}", (*make(count), "--out", name), **how)
 
@@ -121,17 +133,22 @@ def _growing(
 _FIVE = (1, 2, 3, 4, 5)
 
 
-# On two cores, as measured: a race of all recipes and the plans before it, a race of changes.
+# Minutes measured on two cores: a pair of all recipes, the plans before it, a pair of an ablation.
 _TOOK = {"cifar": (8.8, 5.1, 2.5), "wikitext": (7.6, 10.2, 7)}
 
 
 def _ablations(
     name: str, says: str, of: tuple[str, ...], *how: str, minutes: float, needs: tuple[str, ...] = ()
 ) -> Iterator[Slice]:
-    """Yield an ablation of so many races more at a time.
+    """Yield an ablation as slices with increasing numbers of pairs.
 
     Args:
-        of: the task, and what of it is ablated. how: options beside the number of races.
+        name: Folder of results.
+        says: Description.
+        of: Task, and options that select the plan.
+        how: Further options.
+        minutes: Minutes of a slice.
+        needs: Requirements of every slice.
     """
 
     def make(seeds: int) -> tuple[str, ...]:
@@ -172,9 +189,10 @@ def _cpu() -> Iterator[Slice]:
 
 
 def _freed() -> Iterator[Slice]:
-    """Yield races of tier F, which pay its planning back where they are long enough; and plans that try more for it.
+    """Yield comparisons of tuned plans, long enough to repay planning, and plans with more tuned settings.
 
-    In the longer ones tier S is stopped early. Of text what short trainings decided stands in the plans: none is raced.
+    The longer comparisons stop the equivalent plan early. The last two, of text, only make plans, which contain the
+    verdicts of short trainings.
     """
     only = ("--no-peers", "--adapt", "learning-rate")
     freed = (f"{TASKS}:cifar10_half", *only)
@@ -197,9 +215,10 @@ def _freed() -> Iterator[Slice]:
 
 
 def _judged() -> Iterator[Slice]:
-    """Yield what short races leave open: quality by all test images, and no harm.
+    """Yield quality on all test images, and the do-no-harm test.
 
-    Harm is looked for step by step, in one process: a plan that changes nothing takes dozens of races to be shown to.
+    The do-no-harm test interleaves steps in a single process, because dozens of paired runs would be needed to show
+    that a plan without changes does no harm.
     """
     judged = (f"{TASKS}:cifar10_judged", "--no-peers", "--adapt", "none")
     yield from _races("cifar-judged", "cifar10_judged, S", judged, _FIVE, 6.7, whole=True, plans_minutes=2.7)
@@ -208,12 +227,13 @@ def _judged() -> Iterator[Slice]:
 
 
 def _by_hand() -> Iterator[Slice]:
-    """Yield ablations of plans that are written by hand: one of ours may make other changes, or none.
+    """Yield ablations of hand-written plans, which fix the changes to ablate.
 
-    Of the paper's components those that a processor has; of images, whose batch statistics a batch that is cut would
-    change, accumulation is of four whole batches, at four times the rate. Of images to the end of training, as they and
-    what is freed show in quality and in time to a target; of text what is freed alone, as its races take longer. With
-    half precision, where a processor has it, both are: the paper's largest component, and the others of such plans.
+    - "paper": the paper's components that a CPU supports. For images, accumulation takes four whole batches at four
+      times the learning rate, because splitting a batch would change batch statistics.
+    - "freed": tuned settings. Images train to the end, to measure quality and time to a target; text trains to the end
+      only here, because it takes longer.
+    - "half": half precision, the paper's largest component, on CPUs with bf16 instructions.
     """
     for folder, task, plan, how, minutes in (
         ("cifar-ablate-paper", "cifar10_ablate", "paper-images", (), 8.2),
@@ -231,13 +251,13 @@ def _by_hand() -> Iterator[Slice]:
 
 
 def _phases() -> Iterator[Slice]:
-    """Yield what a step's phases take that no race has: what is computed again, and what ranks tell one another."""
+    """Yield timings of step phases that comparisons do not contain: recomputation and communication of ranks."""
     paper = ("--plan", f"{PLANS}/paper-text.json")
     for folder, says, of in (
         ("wikitext-phases", "wikitext2_ablate, phases of paper-text", (f"{TASKS}:wikitext2_ablate", *paper)),
         (
             "wikitext-phases-ranks",
-            "wikitext2_short, phases of paper-text on 2 ranks",  # of twice the rows: the plan is of a rank's
+            "wikitext2_short, phases of paper-text on 2 ranks",  # twice the samples: the plan is per rank
             (f"{TASKS}:wikitext2_short", *paper, "--ranks", "2"),
         ),
         ("cifar-phases-ranks", "cifar10_short, phases of S on 2 ranks", (f"{TASKS}:cifar10_short", "--ranks", "2")),
@@ -256,22 +276,22 @@ def _gpu(minutes: float) -> Iterator[Slice]:
     tasks = {"gpt2": "wikitext2_gpt2", "resnet": "cifar10_resnet50", "resnet7x7": "cifar10_resnet50_7x7"}
     longer = {"resnet": f"{GPU_TASKS}:resnet50_long"}
     timed = {kind: tuple(_timed(kind, task, longer.get(kind, task))) for kind, task in tasks.items()}
-    for kind in ("gpt2", "resnet"):  # what the goals ask for first: a turn on a GPU is short
+    for kind in ("gpt2", "resnet"):  # goals first, because GPU time is short
         yield from timed[kind][:2]
     yield from _limited()
     record = ("train", "wikitext2_gpt2", "--steps", "1500", "--record", "energy.jsonl", "--json")
     yield Slice("energy", "wikitext2_gpt2, joules of a run", record, "energy.jsonl", 4, ("gpu", "meter"))
     yield _monitor("wikitext2_gpt2", 6, "gpu")
-    # The minute that 85% may take, planning counted: of the plan alone, so that the others train for some seconds.
+    # 85% accuracy within a minute, planning included. Only the plan counts, so the other arms train for seconds.
     minute = (f"{GPU_TASKS}:resnet50_minute", "--no-peers", "--adapt", "learning-rate,schedule")
     minute = (*minute, "--cap", f"{MINUTE_S}", "--reference-cap", f"{MINUTE_S}")
     says = "resnet50_minute, F to 85%"
     yield from _races("resnet-minute", says, minute, _FIVE, 5, "gpu", whole=True)
-    reference_s = max(CAP_S, (60 * minutes - 3 * CAP_S - AROUND_S) // EVALUATED)  # beside the control, S and F
+    reference_s = max(CAP_S, (60 * minutes - 3 * CAP_S - AROUND_S) // EVALUATED)  # remaining after the control, S and F
     for kind, task in (("resnet", "resnet50_timed"), ("gpt2", "gpt2_timed")):
-        # An arm's seconds are capped so that a race fits a slice; what is not reached by then is a bound.
+        # Caps on training time make a pair fit a slice. A target that is not reached by then yields a bound.
         caps = ("--cap", str(CAP_S), "--reference-cap", f"{reference_s:g}")
-        adapts = "learning-rate,schedule" + (",optimizer" if kind == "gpt2" else "")  # Muon is of matrices alone
+        adapts = "learning-rate,schedule" + (",optimizer" if kind == "gpt2" else "")  # Muon supports matrices only
         freed = (f"{GPU_TASKS}:{task}", "--no-peers", "--adapt", adapts, *caps)
         yield from _races(f"{kind}-freed", f"{task}, S and F to targets", freed, _FIVE, minutes, "gpu", whole=True)
     for kind, task in (("resnet", "resnet50_timed"), ("gpt2", "gpt2_timed")):
@@ -301,14 +321,17 @@ def _gpu(minutes: float) -> Iterator[Slice]:
 
 
 def _timed(kind: str, task: str, planned: str) -> Iterator[Slice]:
-    """Yield a plan of tier S and P0, timed; of images P0 in strict fp32 too, whose convolutions torch has in TF32."""
+    """Yield timed comparisons of the equivalent plan with P0.
+
+    For images also with P0 in strict fp32, because torch computes convolutions in TF32 by default.
+    """
     peers = ("--no-peers",) if kind == "gpt2" else ("--against", "strict")
     how = (planned, "--adapt", "none", *peers)
     yield from _races(f"{kind}-timed", f"{task}, S and P0, timed", how, (5, 8), 3, "gpu", whole=False)
 
 
 def _limited() -> Iterator[Slice]:
-    """Yield P2 and its plan under limits on memory; what P2 takes itself, the first of them finds."""
+    """Yield comparisons of P2 with its plan under memory limits. The first also measures the peak memory of P2."""
     strong = ("wikitext2_gpt2", "--adapt", "none", "--against", "strong", "--memory")
     arm = "gpt2-small/arm-strong.json"
     limits = (("gpt2-small", "4.5GB", "4.5 GB", ""), ("gpt2-half", HALF + arm, "half of P2's memory", arm))
@@ -318,13 +341,13 @@ def _limited() -> Iterator[Slice]:
 
 
 def _whole(kind: str, task: str, minutes: float) -> Iterator[Slice]:
-    """Yield what tables I to III are made of: the paper's recipe, and each of its components, raced to a target.
+    """Yield the data of tables I to III: paired runs to targets of the paper's recipe and of each of its components.
 
-    All arms but the controls train for as long, so that a slice ends in its minutes. On the first race of components
-    what each arm holds is counted too.
+    All arms except the controls have the same cap, chosen so that a slice fits its limit. The first pair of the
+    ablation also measures the peak memory of each arm.
     """
     peers, plan = ("paper,strong,muon", "paper-gpt2") if kind == "gpt2" else ("paper,strong", "paper-resnet50")
-    arms = 2 + peers.count(",") + 1  # the reference and S beside them
+    arms = 2 + peers.count(",") + 1  # plus the baseline and S
     cap_s = (60 * minutes - AROUND_S - 2 * CONTROL_S) // arms
     raced = (f"{GPU_TASKS}:{task}", "--adapt", "none", "--against", peers, "--cap", f"{cap_s:g}")
     says = f"{task}, S, P0 to P3 to targets"
@@ -332,14 +355,14 @@ def _whole(kind: str, task: str, minutes: float) -> Iterator[Slice]:
     changes = 4 if kind == "gpt2" else 3
     cap_s = (60 * minutes - AROUND_S - COUNTED_S - 2 * CONTROL_S) // (
         3 + 2 * changes
-    )  # beside the loop twice and the plan
+    )  # 3: the loop twice, and the plan
     of = (f"{GPU_TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
     says = f"{task}, the paper's components to targets"
     yield from _ablations(f"{kind}-ablate-paper", says, of, "--cap", f"{cap_s:g}", minutes=minutes, needs=("gpu",))
 
 
 def _predictions() -> Iterator[Slice]:
-    """Yield what is told of GPT-2 at 32 x 1,024 tokens on an H200, wherever it is told."""
+    """Yield predictions for GPT-2 with 32 x 1,024 tokens on an H200, made on the current machine."""
     for name, limit in (("prediction", ()), ("prediction-small", ("--memory", "4.5GB"))):
         command = ("plan", "wikitext2_gpt2", "--device", "H200", *limit, "--json")
         says = f"GPT-2 at 32 x 1,024 on an H200, as told{' within 4.5 GB' if limit else ''}"

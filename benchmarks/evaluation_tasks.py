@@ -1,13 +1,13 @@
-"""Tasks of the evaluation on two cores: the small tasks with fewer rows, so that a whole race ends within minutes.
+"""Tasks of the evaluation on two cores: the small built-in tasks with fewer samples, for paired runs of minutes.
 
-`_short`: the reference takes less than two minutes, so that the paper's recipe runs to its end too; its plan, and
-that of `_ablate`, is made for a run of a hundred times the rows, which may be measured for longer. `_half`: longer, so
-that a freed plan can pay back what its planning took; raced against the reference alone. `_long`: ten minutes or so, as
-planning weighs less the longer a run is. `_judged`: `_short` by all test images, a few times, as a share of a
-thousand is rough. `_ablate`: for races of half a dozen arms or more, of images to their end, each arm on as many rows,
-and of text with half the rows a step. Which rungs are in reach of which recipe is not known beforehand.
-
-`repeated_gpt` is a run of many passes over little data, which a model learns by heart: what regularisation is for.
+- `_short`: the baseline takes less than two minutes, so that the paper's recipe also runs to the end. Plans for
+  `_short` are made for a run a hundred times as long, which allows more planning time.
+- `_half`: longer, so that a tuned plan can repay planning. Compared with the baseline only.
+- `_long`: about ten minutes, because planning weighs less in longer runs.
+- `_judged`: `_short` with few evaluations on all test images, because accuracy on a thousand images is coarse.
+- `_ablate`: for paired runs of six or more arms. Images train to the end with equal samples per arm; text has half the
+  samples per step, and is planned as `_short`.
+- `repeated_gpt`: many epochs over little data, which a model overfits, to test regularisation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,15 @@ JUDGED_IMAGES, ALL_IMAGES = 1_000, 10_000
 def _images(
     name: str, eval_steps: int, evals: int, adapted: int, targets: tuple[float, ...], judged: int = JUDGED_IMAGES
 ) -> Task:
-    """Return the image task of so many evaluations, `eval_steps` apart; what frees its rate trains on `adapted`.
+    """Return a copy of the image task.
 
     Args:
-        judged: test images of an evaluation, the first ones.
+        name: Name of the copy.
+        eval_steps: Steps between evaluations.
+        evals: Number of evaluations.
+        adapted: Length of tuned plans, in evaluations.
+        targets: Targets of the accuracy.
+        judged: Number of test images per evaluation, from the first.
     """
     every = eval_steps * cifar.BATCH_ROWS
     return replace(
@@ -69,7 +74,7 @@ REPEATED_ROWS, REPEATED_CONTEXT, REPEATED_RATE = 128, 128, 3e-3
 
 
 def _little_data() -> TaskData:
-    """Return the first rows of the source text, cut short, and what it holds out, cut as short."""
+    """Return the first samples of the source text and its validation samples, truncated to the context."""
     whole = source.load_data()
     until = REPEATED_CONTEXT + 1
     held_out = tuple(tuple(column[:, :until] for column in batch) for batch in whole.held_out)
@@ -85,7 +90,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _of_a_long_run(task: Task) -> Task:
-    """Return a task that is planned as a run of a hundred times its rows, and raced as it is."""
+    """Return a task that is planned for a hundred times its length."""
     return replace(task, planned_rows=100 * task.budget_rows)
 
 
@@ -94,13 +99,13 @@ cifar10_ablate = _images("cifar10_resnet_ablate", 10, 12, 12, (0.20, 0.25, 0.28)
 cifar10_half = _images("cifar10_resnet_half", 40, 16, 5, (0.30, 0.35, 0.40, 0.42))
 cifar10_long = _images("cifar10_resnet_long", 40, 32, 8, (0.40, 0.42, 0.45, 0.48, 0.50, 0.52), 2 * JUDGED_IMAGES)
 cifar10_judged = _of_a_long_run(_images("cifar10_resnet_judged", 80, 4, 1, (0.30, 0.35), ALL_IMAGES))
-# The two highest rungs were added after it had been raced: of the others neither the reference nor P1 reaches one.
+# The two easiest targets were added after a comparison in which neither the baseline nor P1 reached any other.
 wikitext2_short = _of_a_long_run(_tokens("wikitext2_gpt_short", 8, 10, 3, (20e3, 15e3, 10e3, 6e3, 4e3)))
 wikitext2_ablate = replace(wikitext2_short, name="wikitext2_gpt_ablate", batch_rows=wikitext.BATCH_ROWS // 2)
 _LONG = (2_000.0, 1_000.0, 700.0, 500.0, 450.0, 400.0, 380.0, 350.0, 330.0)
-# Its length and rungs were set after one race of half the length: planning and range test were a quarter of it. What
-# frees its rate trained on a seventh of the rows at first, which was soon at 380 and ended above the reference;
-# the two lowest rungs, near the reference's end, came with its longer training.
+# Length and targets were set after a paired run of half the length, in which planning and range test took a quarter.
+# The tuned plan first trained on a seventh of the samples: it reached 380 early but ended above the baseline. The two
+# hardest targets, near the baseline's final perplexity, were added with its longer training.
 wikitext2_long = _tokens("wikitext2_gpt_long", 16, 56, 14, _LONG)
 repeated_gpt = replace(
     source.TASK,

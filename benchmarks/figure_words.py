@@ -1,4 +1,4 @@
-"""How a figure of a record is written: with its interval, or its pairs where they are too few for one."""
+"""Formatting of recorded figures: with the interval, or as single pairs if there are too few for a verdict."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Row = dict[str, Any]
 
 
 def ratio(row: Row) -> str:
-    """Return a ratio as it stands in a record."""
+    """Return a recorded ratio as text."""
     return _raw(row) or interval(row["mean"], row["low"], row["high"])
 
 
 def inverse(row: Row) -> str:
-    """Return a ratio of times as a speed."""
+    """Return a ratio of times as a speed-up (its inverse)."""
     if pairs := _raw(row, turned=lambda pair: 1 / pair):
         return pairs
     low, high = (None, None) if row["low"] is None else (1 / row["high"], 1 / row["low"])
@@ -24,17 +24,17 @@ def inverse(row: Row) -> str:
 
 
 def speed(row: Row) -> str:
-    """Return how much sooner a target was reached, or the bound of it where its time is not known."""
+    """Return the speed-up to a target, or its bound if the time is censored."""
     return row["bound"] if row["censored"] else inverse(row)
 
 
 def interval(mean: float, low: float | None, high: float | None) -> str:
-    """Return a ratio with its interval, where it has one."""
+    """Return a ratio with its interval, if known."""
     return f"{mean:.2f}x" if low is None or high is None else f"{mean:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def difference(row: Row) -> str:
-    """Return a difference, which has a sign."""
+    """Return a difference with its sign."""
     if pairs := _raw(row, "{:+.2f}"):
         return pairs
     inside = "" if row["low"] is None else f" ({row['low']:+.2f} to {row['high']:+.2f})"
@@ -42,7 +42,7 @@ def difference(row: Row) -> str:
 
 
 def _raw(row: Row, form: str = "{:.2f}x", turned: Callable[[float], float] = float) -> str:
-    """Return the pairs themselves where they are too few for an interval (math.md, section 8); else ""."""
+    """Return the single pairs if there are too few for a verdict (math.md, section 8), otherwise an empty string."""
     if row["low"] is None or row["n"] >= FEW or "pairs" not in row:
         return ""
     return f"pairs {', '.join(form.format(turned(pair)) for pair in row['pairs'])}"

@@ -1,8 +1,8 @@
-"""What a step is told to take on a GPU that is not here, against what others published of theirs.
+"""Predictions for GPUs that are not in this machine, compared with published step times.
 
-`python benchmarks/published.py [--quick] [--json]` prints `published` rows: steps of `published_cases.py`, traced as
-for a plan for another device, their seconds by its data sheet (`predicted_s`) and, where a peak was published, bytes.
-Nothing is run: the figures are others', with their source in each row.
+`python benchmarks/published.py [--quick] [--json]` prints `published` rows: the steps of `published_cases.py`, traced
+as for a plan for another device. `predicted_s` follows from the device's data sheet; memory is compared if a peak was
+published. No step is executed. Every row names its source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUICK = 6
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make tensors of this kind while it is open."""
+    """Context manager that sets the default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -38,7 +38,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def row_of(case: Published) -> dict[str, Any]:
-    """Tell of one published step."""
+    """Predict a published step and return its row."""
     with Fakes(), default_dtype(torch.bfloat16 if case.cast else torch.float32):
         model, batch = case.make().train(), case.batch()
         optimizer = case.optimizer(model)
@@ -60,7 +60,7 @@ def row_of(case: Published) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Tell of each, and print how far off it is."""
+    """Predict every step and print the errors."""
     options = command.parser(__doc__).parse_args()
     rows = []
     for case in CASES[:QUICK] if options.quick else CASES:

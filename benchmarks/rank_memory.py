@@ -1,10 +1,9 @@
-"""Peak memory of a rank at each ZeRO stage, as one process tells it and as two ranks take it.
+"""Peak memory per rank at each ZeRO stage: predicted in one process and measured on two ranks.
 
-`python benchmarks/rank_memory.py [--quick] [--json] [--models gpt] [--engine deepspeed]` prints `rank_memory` rows: of
-each stage, and of windows of one and of three micro-batches, the predicted peak (traced, nothing run), the larger one
-of two gloo ranks' counted peaks, and how far apart they are. `least_bytes` is the smallest of the counted windows:
-gloo's own threads let go of what they send when they get to it. What DeepSpeed holds between windows is told by all
-the tensors that there are.
+`python benchmarks/rank_memory.py [--quick] [--json] [--models gpt] [--engine deepspeed]` prints `rank_memory` rows for
+each stage and for windows of one and three micro-batches: the predicted peak (traced without execution), the larger
+measured peak of two gloo ranks, and the relative error. `least_bytes` is the smallest measured window, because gloo's
+threads release send buffers with a delay. DeepSpeed's memory between windows is measured over all live tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ STAGES = {"torch": (0, 1, 2, 3), "deepspeed": (1, 2, 3)}
 
 
 def ways(engine: str) -> Iterator[tuple[int, int, bool]]:
-    """Yield stage, micro-batches and whether gradients are reduced once a window; DeepSpeed's as a plan weighs them."""
+    """Yield (stage, micro-batches, True if gradients are reduced once per window). DeepSpeed always reduces once."""
     for stage in STAGES[engine]:
         yield stage, 1, True
         yield stage, SEVERAL, True
@@ -48,7 +47,7 @@ def ways(engine: str) -> Iterator[tuple[int, int, bool]]:
 
 
 def predicted(kind: Kind, stage: int, k: int, reduces_once: bool) -> int:
-    """Return the peak that is told."""
+    """Return the predicted peak in bytes."""
     torch.manual_seed(0)
     model = kind.make()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -59,7 +58,7 @@ def predicted(kind: Kind, stage: int, k: int, reduces_once: bool) -> int:
 
 
 def counted(name: str, engine: str, stage: int, k: int, reduces_once: bool) -> list[int]:
-    """Return the counted peak of each window, of the rank that took more."""
+    """Return the measured peak of each window, maximum over ranks."""
     with tempfile.TemporaryDirectory() as folder:
         given = [name, engine, str(stage), str(k), str(int(reduces_once)), folder]
         one = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -72,7 +71,7 @@ def counted(name: str, engine: str, stage: int, k: int, reduces_once: bool) -> l
 
 
 def run_rank(name: str, engine: str, stage: int, k: int, reduces_once: bool, folder: Path, rank: int) -> None:
-    """Train some windows as one rank, and write down what each held at most."""
+    """Train as one rank and write the peak of each window to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
@@ -87,9 +86,11 @@ def run_rank(name: str, engine: str, stage: int, k: int, reduces_once: bool, fol
             if index < WARM:
                 run.train_step(window, kind.loss_fn)
                 continue
-            model.zero_grad(set_to_none=True)  # what is freed in a count has to be in it
+            model.zero_grad(
+                set_to_none=True
+            )  # gradients must be allocated within the measurement, because they are freed within it
             held = held_by_any(batch) if engine == "deepspeed" else held_by_torch(model, optimizer, stage)
-            batch_bytes = storage_bytes(batch) // k  # the trace has one micro-batch at a time
+            batch_bytes = storage_bytes(batch) // k  # the trace contains a single micro-batch at a time
             growth = peak_growth(lambda window=window: run.train_step(window, kind.loss_fn))
             peaks.append(held + batch_bytes + growth)
     Path(folder, str(rank)).write_text(json.dumps(peaks), encoding="utf-8")
@@ -97,7 +98,7 @@ def run_rank(name: str, engine: str, stage: int, k: int, reduces_once: bool, fol
 
 
 def held_by_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> int:
-    """Return what a rank holds between windows, with DDP's buckets."""
+    """Return the bytes that a rank holds between windows, including DDP's buckets."""
     states = [value for state in optimizer.state.values() for value in state.values()]
     alive = [local(each) for each in (*model.parameters(), *model.buffers(), *states)]
     buckets = sum(p.numel() * p.element_size() for p in model.parameters()) if stage < 2 else 0
@@ -105,14 +106,14 @@ def held_by_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, stag
 
 
 def held_by_any(batch: Any) -> int:
-    """Return the bytes of all tensors that there are, but for those of a batch and on no device."""
+    """Return the bytes of all live CPU tensors and their gradients, without the batch."""
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type == "cpu"]
     found += [each.grad for each in found if each.is_leaf and each.grad is not None]
     return storage_bytes(found) - storage_bytes(batch)
 
 
 def rows_of(name: str, engine: str) -> Iterator[dict[str, Any]]:
-    """Yield a row of each way."""
+    """Yield a row per stage and number of micro-batches."""
     for way in ways(engine):
         peaks, told = counted(name, engine, *way), predicted(KINDS[name], *way)
         stage, k, once = way

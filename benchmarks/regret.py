@@ -1,22 +1,23 @@
-"""What following the noise costs against the best fixed k, which nobody knows beforehand.
+"""Regret of adaptive accumulation: time to a loss relative to the best fixed k, which is unknown in advance.
 
 `python benchmarks/regret.py [--quick] [--json] [--tasks source_gpt_small] [--seeds 10] [--jobs 2]` trains each case
-from several seeds with k = 1, 2, 4, 8, 16 micro-batches a window and rank, and with the policies, to a held-out loss,
-and prints `regret_ratio` rows: time to it over that of the best fixed k, by medians over seeds and paired by seed, for
-each of a few losses and for their mean. Arms train side by side, each in one thread, for nothing of them is timed but
-what measuring takes.
+from several seeds to a validation loss, with fixed k = 1, 2, 4, 8, 16 micro-batches per window and rank, and with the
+policies. `regret_ratio` rows contain the time relative to the best fixed k, by medians over seeds and paired by seed,
+for several losses and their mean. Arms train in parallel with a thread each, because only the overhead of measuring
+noise is timed.
 
-Time is samples to the loss, as trained, by one table of `t_micro` and `t_fixed` for all arms, measured first: in one
-process ("local"), and over two gloo ranks whose reductions a sleep makes slow ("slow"), of one thread each. What
-measuring took, by its account, is added. Two ranks are trained as one process of twice the micro-batches, the same
-gradients (batch statistics are updated by both), and the control reads the table's times in place of its own, once it
-has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from the one that is
-best at k = 1 (`--sweep` shows what others give), and rises over the first samples where the case has a warm-up.
-"again" is the best fixed arm from other seeds: what a figure here is worth. The best of several arms is one that was
-lucky too: `over_again` is over these. Who is not compared (all but fixed k and goodput), or 10% behind the best
-fixed k after five seeds, is trained from no more of them; two arms are set against each other by the seeds they
-share. `--keep FOLDER` goes on where another run of the
-same sources was stopped.
+- Time: samples to the loss, converted with a table of `t_micro` and `t_fixed` for all arms, plus the measured overhead.
+  The table is measured first: in a single process ("local"), and on two gloo ranks with reductions delayed by a sleep
+  ("slow"), with a thread per rank.
+- Two ranks are simulated by a process with twice the micro-batches, which has the same gradients (but updates batch
+  statistics twice). The controller reads the times of the table instead of its own, once it has enough measurements.
+- Learning rate: follows the batch size by the optimizer's rule in every arm, starting from the best at k = 1
+  (`--sweep` shows others), with a warm-up if the case has one.
+- "again" repeats the best fixed arm from other seeds, as a control. The best of several arms is also lucky, so
+  `over_again` is relative to this repetition.
+- Policies other than goodput, and fixed k more than 10% behind after five seeds, get no more seeds. Arms are compared
+  on common seeds.
+- `--keep FOLDER` resumes an interrupted run of the same sources.
 """
 
 from __future__ import annotations
@@ -47,26 +48,26 @@ FIXED = (1, 2, 4, 8, 16)
 POLICIES = ("goodput", "paper")
 COMPARED = "goodput"
 RANKS = {"local": 1, "slow": 2}
-LATENCY = 3.0  # of a slow reduction, in micro-batches of one process
+LATENCY = 3.0  # of a slow reduction, in micro-batch times of one process
 SEEDS, QUICK_SEEDS, OTHER_SEEDS = 10, 1, 5
 FAR_BEHIND = 1.1
-FIRST_SEED = 300  # the rules, and their constants, were made by looks at those before
+FIRST_SEED = 300  # earlier seeds were used to develop the policies and their constants
 
 Targets = tuple[float, ...]
-Arrivals = list[tuple[float, float]]  # (samples, seconds) of each seed; infinite where the loss was not reached
+Arrivals = list[tuple[float, float]]  # (samples, seconds) per seed; infinite if the loss was not reached
 
 
 def rule_of(policy: str, case: Case, ranks: int) -> trimtab.BatchRule:
-    """Return a policy's rule in micro-batches of all ranks.
+    """Return the rule of a policy, in micro-batches of all ranks.
 
-    The paper's target is a quarter of the variance of a micro-batch's gradient at the start, which makes it begin at
-    the four that its recipe has.
+    The target of "paper" is a quarter of the initial variance of a micro-batch's gradient, so that it starts with k = 4
+    as in the paper's recipe.
     """
     if policy == "paper":
         rule = trimtab.BatchRule("fixed", k=4, learning_rate="none", min_windows=10**6)
         noise = train(case, FIRST_SEED, rule, most=80 * case.rows).noise
         assert noise is not None
-        target = noise.trace / case.rows / 4 / ranks  # its k is of one rank
+        target = noise.trace / case.rows / 4 / ranks  # its k is per rank
         allowed = 4 * ranks, 8 * ranks
         return trimtab.BatchRule(
             "paper", k=4 * ranks, k_max=16 * ranks, sigma2_target=target, allowed=allowed, learning_rate="linear"
@@ -75,10 +76,13 @@ def rule_of(policy: str, case: Case, ranks: int) -> trimtab.BatchRule:
 
 
 class Trained:
-    """Courses that are trained: one of fixed k is the same whatever the ranks that share its micro-batches.
+    """Training runs of a case. Runs of fixed k are shared between numbers of ranks.
 
     Args:
-        keep: folder of those that were trained before.
+        case: Case to train.
+        seeds: Number of seeds.
+        pool: Executor of the runs.
+        keep: Folder with cached runs.
     """
 
     def __init__(self, case: Case, seeds: int, pool: Executor, keep: Path) -> None:
@@ -86,7 +90,13 @@ class Trained:
         self._fixed: dict[tuple[int, int], Future[Course]] = {}
 
     def fixed(self, total: int, *, first: int = FIRST_SEED, most: int = OTHER_SEEDS) -> list[Future[Course]]:
-        """Begin a course a seed of so many micro-batches a window, of all ranks; of no more seeds than all have."""
+        """Submit runs with a fixed number of micro-batches per window.
+
+        Args:
+            total: Micro-batches of all ranks.
+            first: First seed.
+            most: Maximum number of seeds.
+        """
         seeds = range(first, first + min(most, self._seeds))
         for seed in seeds:
             if (total, seed) not in self._fixed:
@@ -94,11 +104,11 @@ class Trained:
         return [self._fixed[total, seed] for seed in seeds]
 
     def again(self, total: int) -> list[Future[Course]]:
-        """Begin as many such courses from other seeds."""
+        """Submit the same runs from other seeds."""
         return self.fixed(total, first=FIRST_SEED + self._seeds, most=self._seeds)
 
     def policy(self, name: str, ranks: int, times: Times) -> list[Future[Course]]:
-        """Begin a course a seed by a policy."""
+        """Submit a run per seed with a policy."""
         rule = rule_of(name, self._case, ranks)
         seeds = self._seeds if name == COMPARED else min(self._seeds, OTHER_SEEDS)
         each = range(FIRST_SEED, FIRST_SEED + seeds)
@@ -110,7 +120,7 @@ class Trained:
 
 
 def tables_of(case: Case, latency: float, keep: Path) -> dict[str, Times]:
-    """Return the table of times of each link, as it was measured first."""
+    """Return the step times per link, measured on the first call and cached."""
     keep.mkdir(parents=True, exist_ok=True)
     settings, path = keep / f"{case.name}, settings.txt", keep / f"{case.name}, times.json"
     said = f"{case.rows} rows, rate {case.rate:g}, losses {case.targets}, latency {latency:g}"
@@ -126,7 +136,7 @@ def tables_of(case: Case, latency: float, keep: Path) -> dict[str, Times]:
 
 
 def case_rows(case: Case, seeds: int, latency: float, jobs: int, keep: Path) -> Iterator[dict[str, Any]]:
-    """Train every arm, and yield its row on every link."""
+    """Train every arm and yield its rows for every link."""
     tables = tables_of(case, latency, keep)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -142,7 +152,7 @@ def case_rows(case: Case, seeds: int, latency: float, jobs: int, keep: Path) -> 
 
 
 def _near(case: Case, trained: Trained, times: Times, ranks: int, seeds: int) -> dict[str, list[Future[Course]]]:
-    """Begin the other seeds of each fixed k that is not far behind after the first few."""
+    """Submit the remaining seeds of each fixed k that is not far behind after the first seeds."""
 
     def median_s(k: int) -> float:
         few = [each.result() for each in trained.fixed(k * ranks)]
@@ -210,7 +220,7 @@ def _finite(value: float) -> float | None:
 
 
 def sweep_rows(case: Case) -> Iterator[dict[str, Any]]:
-    """Train at k = 1 with other learning rates than the case's."""
+    """Yield samples to the loss at k = 1 for several learning rates."""
     for factor, seed in itertools.product((0.25, 0.5, 1.0, 2.0, 4.0), range(3)):
         course = train_fixed(case, seed, 1, factor * case.rate)
         samples = _finite(course.arrival(case.targets, Times(1.0, 0.0), 1)[0])
@@ -220,7 +230,7 @@ def sweep_rows(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Train, and print what each policy took."""
+    """Train all arms and print the regret of each policy."""
     parser = command.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=[case.name for case in CASES])
     parser.add_argument("--seeds", type=int, default=SEEDS)

@@ -1,23 +1,24 @@
-"""What several ranks are worth, over this machine's own link and over one that is slow.
+"""Data parallelism on several ranks, over the machine's loopback and over a slow link.
 
 `python benchmarks/scaling.py [--quick] [--json] [--rounds 8] [--seeds 5] [--links local slow]` prints
 
-- `weight_difference`: of each backend on 2 and 4 ranks, the largest difference of a weight from one process's after 20
-  windows, over the largest weight;
-- `scaling_efficiency`, of the jobs of `trimtab scale`, weak scaling: throughput(n) / (n throughput(1)), paired within
-  rounds, of the plain loop in DDP and of the plan;
-- `samples_to_target`: both of them, and the plan with a freed batch, trained to a held-out loss on one rank and two
-  over the slow link: rows that it took, and the efficiency of the whole course, paired by seed; `samples` alone also of
-  windows of sixteen micro-batches;
-- `window_prediction`: seconds of a window of each ZeRO stage, as told from one process and a timed link, and as taken;
-- `in_step`: what ranks over the slow link keep of one's speed, in turns within one job: DDP, and a plan that sends bf16
-  once in sixteen micro-batches; beside what both keep where they wait for each other once a window and send nothing;
-- `loop_overhead_ratio`: a plan that changes nothing on two ranks over the plain loop in DDP, step by step, and the
-  seconds of what ranks ask each other once a window;
-- `rank_fault`: seconds from a rank's SIGKILL, or SIGSTOP, to the end of the command that started it.
+- `weight_difference`: largest weight difference between each backend on 2 and 4 ranks and a single process after 20
+  windows, relative to the largest weight;
+- `scaling_efficiency`: weak scaling by `trimtab scale`, throughput(n) / (n throughput(1)), paired within rounds, for
+  the plain loop in DDP and for the plan;
+- `samples_to_target`: training to a validation loss on one rank, and on two over the slow link, for both loops and for
+  a plan with adaptive batch size: samples, and efficiency paired by seed. The part `samples` counts samples only, also
+  for windows of sixteen micro-batches;
+- `window_prediction`: seconds per window for each ZeRO stage, predicted from one process and a timed link, and
+  measured;
+- `in_step`: speed of ranks over the slow link relative to one rank, interleaved in a job, for DDP and for a plan that
+  sends bf16 once per sixteen micro-batches; also if ranks only synchronise once per window and send nothing;
+- `loop_overhead_ratio`: a plan without changes on two ranks relative to the plain loop in DDP, step by step, and the
+  seconds of the per-window exchange between ranks;
+- `rank_fault`: seconds from SIGKILL or SIGSTOP of a rank to the end of the command that started it.
 
-Ranks have one thread each. The slow link is this machine's loopback in a network namespace of its own, held to
-`--mbit` by the kernel's token bucket (`tc`); without root and `tc` it is not measured.
+Ranks have one thread each. The slow link is the loopback in a separate network namespace, limited to `--mbit` by the
+kernel's token bucket (`tc`). It requires root and `tc`, and is skipped without them.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ PAIRS = 400
 
 
 def run_ranks(link: str, mbit: int, ranks: int, program: Sequence[str]) -> None:
-    """Run a program as ranks of one thread each, over a link."""
+    """Run a program with torchrun over a link, with one thread per rank."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
     one = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": _importable()}
     subprocess.run(over(link, mbit, [sys.executable, *launcher]), env=one, check=True, stdout=sys.stderr)
 
 
 def _importable() -> str:
-    """Return where ranks import from: here, and where this process was told to."""
+    """Return PYTHONPATH of the ranks: this folder and the PYTHONPATH of this process."""
     return os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def over(link: str, mbit: int, program: Sequence[str]) -> list[str]:
-    """Return the command that runs a program over a link."""
+    """Return the command that runs a program over a link, "local" or "slow"."""
     if link == "local":
         return list(program)
     limit = f"tc qdisc add dev lo root tbf rate {mbit}mbit burst 128kb latency 1s"
@@ -66,14 +67,14 @@ def over(link: str, mbit: int, program: Sequence[str]) -> list[str]:
 
 
 def has_slow_link() -> bool:
-    """Return whether a namespace with a slow loopback can be made here."""
+    """Return True if this machine can create a network namespace with a slow loopback."""
     if not all(map(shutil.which, ("unshare", "tc", "ip"))):
         return False
     return subprocess.run(over("slow", 100, ["true"]), capture_output=True, check=False).returncode == 0
 
 
 def found_by(link: str, mbit: int, ranks: int, what: str, *arguments: object) -> list[dict[str, Any]]:
-    """Return what a job of scaling_ranks.py found."""
+    """Run a job of scaling_ranks.py and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         run_ranks(link, mbit, ranks, [str(HERE / "scaling_ranks.py"), what, str(out), *map(str, arguments)])
@@ -82,7 +83,7 @@ def found_by(link: str, mbit: int, ranks: int, what: str, *arguments: object) ->
 
 
 def efficiencies(task: str, link: str, mbit: int, ranks: Iterable[int], rounds: int, folder: Path) -> list[Any]:
-    """Return the rows of `trimtab scale`."""
+    """Run `trimtab scale` and return its rows."""
     name = {"resnet_small": "RESNET", "resnet_wide": "WIDE", "gpt_small": "GPT"}[task]
     asked = ["scale", f"scaling_tasks:{name}", "--ranks", ",".join(map(str, ranks)), "--rounds", str(rounds)]
     asked += ["--scaling", "weak", "--out", str(folder), "--json"]
@@ -96,17 +97,17 @@ def efficiencies(task: str, link: str, mbit: int, ranks: Iterable[int], rounds: 
 def courses(
     task: str, seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSES
 ) -> Iterator[dict[str, Any]]:
-    """Yield, of each recipe on one rank and two, rows to the target, and the efficiency of the course by seed.
+    """Yield samples to the target and efficiency, paired by seed, for each recipe on one rank and two.
 
-    `no_buffers` is the baseline without DDP's broadcast of batch statistics in every forward; `plan_batch` is a plan
-    whose batch is freed, and chosen as it trains; `plan_k` one whose windows have sixteen micro-batches throughout.
+    `no_buffers` is the baseline without DDP's broadcast of batch statistics in every forward, `plan_batch` a plan with
+    adaptive batch size, `plan_k` a plan with sixteen micro-batches in every window.
     """
     arms = [(recipe, n) for recipe in recipes for n in (1, 2) if (recipe, n) != ("no_buffers", 1)]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {arm: [] for arm in arms}
     for seed in range(seeds):
         turn = 1 if seed % 2 == 0 else -1
         for ranks in (1, 2)[::turn]:
-            link = "slow" if ranks > 1 else "local"  # one rank sends nothing
+            link = "slow" if ranks > 1 else "local"  # a single rank sends nothing
             own = ",".join([recipe for recipe, n in arms if n == ranks][::turn])
             for run in found_by(link, mbit, ranks, "courses", folder, task, own, seed, TARGETS[task], MOST):
                 found[run["recipe"], ranks].append(run)
@@ -123,9 +124,9 @@ def courses(
 
 
 def samples(task: str, seeds: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield rows to the target on two ranks, of the baseline and of windows of sixteen micro-batches; no seconds.
+    """Yield samples to the target on two ranks, for the baseline and for windows of sixteen micro-batches.
 
-    Neither loop looks at the clock, so that other work on the machine changes nothing.
+    Neither loop depends on time, so other load on the machine does not change the result.
     """
     recipes = ("baseline", "plan_k")
     found: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
@@ -158,7 +159,7 @@ def _reached(task: str, link: str, mbit: int, runs: Sequence[dict[str, Any]]) ->
 
 
 def _median(runs: Sequence[Any], key: str) -> float | None:
-    """Return the median of all runs; None where one of them did not reach the target."""
+    """Return the median of all runs; None if a run did not reach the target."""
     found = [run[key] for run in runs]
     return None if None in found else statistics.median(found)
 
@@ -179,7 +180,7 @@ def _course_line(run: dict[str, Any]) -> str:
 
 
 def in_step(task: str, mbit: int) -> Iterator[dict[str, Any]]:
-    """Yield what two ranks keep of one's speed over the slow link, and in step with nothing sent."""
+    """Yield the speed of two ranks relative to one: over the slow link, and synchronised without sending."""
     for row in found_by("slow", mbit, 2, "in_step", task):
         taken = row.pop("row_s")
         for loop in ("ddp", "plan"):
@@ -192,7 +193,7 @@ def in_step(task: str, mbit: int) -> Iterator[dict[str, Any]]:
 
 
 def overhead(pairs: int) -> Iterator[dict[str, Any]]:
-    """Yield the loop's price on two ranks, over this machine's own link."""
+    """Yield the overhead of trimtab's loop on two ranks over the loopback."""
     for row in found_by("local", 0, 2, "agreement", pairs):
         ours, control = ratio_interval(row.pop("pairs")), ratio_interval(row.pop("control_pairs"))
         figures = {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
@@ -200,7 +201,7 @@ def overhead(pairs: int) -> Iterator[dict[str, Any]]:
 
 
 def measured(options: Any) -> Iterator[dict[str, Any]]:
-    """Yield all rows."""
+    """Yield the rows of the selected parts."""
     for ranks in () if "weights" not in options.parts else (2,) if options.quick else (2, 4):
         yield from found_by("local", 0, ranks, "weights")
     links = [link for link in options.links if link == "local" or has_slow_link()]
