@@ -1,4 +1,4 @@
-"""What `make figures` writes on the pages that say what to choose, what to expect and what does not hold."""
+"""Generated figures of the pages choosing.md, limits.md and start.md, for `make figures`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trimtab.experiments.evaluation.paper_arithmetic import checks
 
 Row = dict[str, Any]
 MET, MISSED, NOT_SHOWN = "met", "missed", "not shown"
-CLOSE = 0.12  # of predicted seconds
+CLOSE = 0.12  # relative error of predicted seconds
 RACES = ("cifar-recipes", "wikitext-recipes")
 
 
 def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
-    """Return what each page has between which marks."""
+    """Return the generated lines by page and block name."""
     races = [*every(root, "compare"), *(evaluated(root, name) for name in RACES)]
     cifar, gpt, digits = (
         newest(root, f"compare-{task}-xeon") for task in ("cifar10_resnet", "source_gpt", "digits_resnet")
@@ -71,7 +71,7 @@ def _tiers(cifar: Record) -> Iterator[str]:
 
 
 def _ends(each: Iterable[Record]) -> Iterator[str]:
-    """Yield a line a machine: where tier F ends, over how many rows."""
+    """Yield a line per machine: difference of the final metric between tuned plan and baseline, with their samples."""
     for found in each:
         ended = found.one("final_metric_difference", arm="plan_F", against="reference")
         rung = found.of("time_to_target_ratio", arm="plan_F")[0]
@@ -93,7 +93,7 @@ def _schedules(each: Iterable[Record]) -> Iterator[str]:
 
 
 def _before_recomputing(walk: Record) -> Iterator[str]:
-    """Yield what plans gave up before the first that recomputes, where that is anything."""
+    """Yield a line per model: memory saved by micro-batches before plans start to recompute, if any."""
     for model in dict.fromkeys(row["model"] for row in walk.rows):
         rows = walk.of("budget", model=model, feasible=True)
         first = next(index for index, row in enumerate(rows) if "recompute" in row["changes"])
@@ -143,7 +143,7 @@ def _missed(found: Record) -> Iterator[str]:
 
 
 def _aims(root: Path, cifar: Record, gpt: Record, digits: Record) -> Iterator[str]:
-    """Yield a line an aim: those of races, of ranks, of checkpoints and of the loop itself."""
+    """Yield a line per goal: paired runs, ranks, checkpoints and loop overhead."""
     yield "| aim | | what was found | record |"
     yield "|---|---|---|---|"
     throughput = cifar.one("throughput_ratio", arm="plan_S", against="reference")
@@ -162,20 +162,20 @@ def _aims(root: Path, cifar: Record, gpt: Record, digits: Record) -> Iterator[st
 
 
 def _aim(says: str, row: Row, found: Record, least: float, more: str = "", *, may_be_met: bool = True) -> str:
-    """Return the line of a ratio that is to be so much at the least."""
+    """Return the line of a goal on the minimum of a ratio."""
     stands = (MET if may_be_met else NOT_SHOWN) if row["low"] >= least else MISSED if row["high"] < least else NOT_SHOWN
     return f"| {says} | {stands} | {ratio(row)}, n={row['n']}{more} | {found.link} |"
 
 
 def _turned(row: Row) -> Row:
-    """Return a ratio of times as one of speeds."""
+    """Return a row with a ratio of times converted to a ratio of speeds."""
     return row | {"mean": 1 / row["mean"], "low": 1 / row["high"], "high": 1 / row["low"]}
 
 
 def _hardest(found: Record) -> tuple[Row, str]:
-    """Return the last target that every run of tier F and of the plain loop reached, by time that has search in it.
+    """Return the hardest target that every run of the tuned plan and of the baseline reached, search time included.
 
-    And in words the harder ones that the plain loop reached in more runs.
+    The second value lists, as text, harder targets that the baseline reached in more runs.
     """
     rungs = found.of("time_to_target_ratio", arm="plan_F", against="reference", charged=True)
     last = max(at for at, row in enumerate(rungs) if row["reached"] == row["reached_against"] == row["n"])
@@ -188,7 +188,7 @@ def _hardest(found: Record) -> tuple[Row, str]:
 
 
 def _goals(root: Path) -> Iterator[str]:
-    """Yield a line a goal of each machine's evaluation; none where it was not tried, if elsewhere it was."""
+    """Yield a line per goal and machine. Omits machines without a result if another machine has one."""
     each = [(folder, row) for folder in folders(root) for row in _goals_of(folder)]
     known = {(row["size"], row["says"]) for _, row in each if row["figure"]}
     for folder, row in each:
@@ -205,7 +205,7 @@ def _goals_of(folder: Path) -> Iterator[Row]:
 
 
 def _place(folder: Path, row: Row) -> str:
-    """Return in words what kind of machine an evaluation is of; nothing of what is told of another."""
+    """Return the kind of machine as text; empty for predictions, which concern another device."""
     facts = machine_of(folder)
     if "gpu" in facts:
         return f"on an {facts['gpu']}, "
@@ -213,7 +213,7 @@ def _place(folder: Path, row: Row) -> str:
 
 
 def _run(root: Path, folder: Path, name: str) -> str:
-    """Return the link to a run of an evaluation, or to the evaluation itself."""
+    """Return the link to a run of an evaluation, or to the evaluation."""
     if is_evaluated(root, name, folder.name):
         return evaluated(root, name, folder.name).link
     return f"[{folder.name}, {name}](RESULTS.md#{folder.name})"
@@ -240,7 +240,7 @@ def _of_checkpoints(found: Record) -> Iterator[str]:
 
 
 def _of_the_loop(says: str, each: Iterable[Record], name: str) -> Iterator[str]:
-    """Yield a line a machine: in how many cases what we add is within 1% and what the control tells."""
+    """Yield a line per machine: number of cases with an overhead within 1% plus the control's half-width."""
     for found in each:
         beyond = [row for row in found.rows if row["high"] > 1.01 + row["control_half_width"]]
         within = f"{len(found.rows) - len(beyond)} of {len(found.rows)} cases within"

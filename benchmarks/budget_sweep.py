@@ -1,11 +1,14 @@
-"""Plans under ever tighter memory budgets, each run on a fresh model: is every budget met that was said to be?
+"""Plans under decreasing memory budgets, executed on fresh models to test that the budgets are met.
 
-`python benchmarks/budget_sweep.py [--quick] [--json] [--tasks NAME ...]` prints `budget` rows, from 100% to 30% of the
-peak of the plan without a budget: what was predicted of each plan, and what it took when it was run (`time_error`: the
-one over the other). `recorded_s` is what the profile of the plan without a budget predicts of the plan it makes under
-this one: never less than under a looser one (`is_monotone`; None where it makes none), but for the hundredth that is
-given for less memory. `plans_monotone` is the same of the plans that are run, each predicted by a profile of its own.
-`is_between`: whether the median of what a plan took is within the interval that it gives its seconds.
+`python benchmarks/budget_sweep.py [--quick] [--json] [--tasks NAME ...]` prints `budget` rows for budgets from 100% to
+30% of the peak of the unlimited plan:
+
+- prediction and measurement of each plan; `time_error` is the relative error of the predicted seconds;
+- `recorded_s`: seconds predicted by the profile of the unlimited plan for its plan under this budget;
+- `is_monotone`: True if `recorded_s` is at least that of the looser budget, up to the 1% that a plan may trade for less
+  memory; None if there is no plan;
+- `plans_monotone`: the same for the executed plans, which have separate profiles;
+- `is_between`: True if the median measured time lies within the predicted interval.
 """
 
 from __future__ import annotations
@@ -39,21 +42,21 @@ DEVICE = torch.device("cpu")
 
 
 def made(task: Task) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return a fresh model with its optimizer."""
+    """Return a new model and optimizer."""
     torch.manual_seed(0)
     model = task.make_model().train()
     return model, task.make_optimizer(model)
 
 
 def planned(task: Task, batch: Batch, limit: int | None) -> Plan:
-    """Return the plan under a budget in bytes."""
+    """Return the plan under a budget in bytes; None for no budget."""
     model, optimizer = made(task)
     budget = trimtab.Budget(memory=limit)
     return trimtab.plan(model, optimizer, task.loss_fn, batch, budget=budget, reference=task.reference)
 
 
 def predicted_s(profile: Profile, limit: int) -> float | None:
-    """Return the seconds that a recorded profile predicts of its plan under a budget; None where there is none."""
+    """Return the predicted seconds of the plan that a profile yields under a budget; None without a feasible plan."""
     try:
         plan = choose(profile, trimtab.Objective(), trimtab.Budget(memory=limit))
     except InfeasibleError:
@@ -62,7 +65,7 @@ def predicted_s(profile: Profile, limit: int) -> float | None:
 
 
 def run(subject: Subject, plan: Plan, steps: int = STEPS) -> tuple[int, list[float]]:
-    """Return the peak of a plan's step, and the seconds of some."""
+    """Return the peak of a step in bytes and the seconds of several steps."""
     with trimtab.start(subject.model, subject.optimizer, plan) as started:
 
         def step() -> None:
@@ -76,7 +79,7 @@ def run(subject: Subject, plan: Plan, steps: int = STEPS) -> tuple[int, list[flo
 
 
 def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each budget of a task."""
+    """Yield a row per budget."""
     task = load_task(name)
     batch = next(task.load_data().batches(0, task.batch_rows))
     model, optimizer = made(task)
@@ -111,7 +114,7 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Plan and run, and print what came of it."""
+    """Plan and run under every budget and print the rows."""
     parser = command.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     options = parser.parse_args()

@@ -1,6 +1,6 @@
-"""What `make figures` writes amid the text of pages in docs: short tables and sentences, each of the newest record.
+"""Generated tables and sentences within the pages of docs, from the newest records, for `make figures`.
 
-A page's own sentences say what is so; how much it is stands here, and comes from `benchmarks/results` alone.
+Pages contain the statements; all measured figures are generated here from `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import records
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]
-BEHIND, ON_TIME = 0.04, 0.33  # of the best fixed k, that goodput is to keep within; of seconds, that a plan leaves room
-INTERVAL = 0.15  # of predicted seconds, that their interval is no narrower than
+BEHIND, ON_TIME = 0.04, 0.33  # limit on goodput's regret; allowance in predicted seconds
+INTERVAL = 0.15  # minimum relative half-width of the interval of predicted seconds
 
 
 def newest(root: Path, name: str) -> list[Row]:
-    """Return the rows of the last record, by date, of a benchmark's part."""
+    """Return the rows of the newest record whose name starts with `name`."""
     return list(records.newest(root, name).rows)
 
 
 def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
-    """Return what each page has between which marks."""
+    """Return the generated lines by page and block name."""
 
     def of(write: Callable[..., Iterator[str]], *names: str) -> list[str]:
         return list(write(*(newest(root, name) for name in names)))
@@ -60,7 +60,7 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def _goodput(*each: list[Row]) -> Iterator[str]:
-    """Yield a line a task and link, of the mean of the losses; and what single losses are at the worst."""
+    """Yield a line per task and link: regret for the mean of the losses, and the worst single loss."""
     columns = "task, link | `f` | best fixed k | k = 1 | `goodput` | paired by seed (95%) | over other seeds"
     yield f"| {columns} | within {BEHIND:.0%} | `paper` | over other seeds |"
     yield "|---" * 10 + "|"
@@ -118,14 +118,14 @@ def _traced(found: Iterable[records.Record]) -> Iterator[str]:
 
 
 def _of_one_form(row: Row) -> Row:
-    """Return a prediction with the field names of today; records of 2026-11-22 have the workspaces separately."""
+    """Return a prediction row with current field names. Records of 2026-11-22 have operator workspaces separately."""
     if "calibrated_error" not in row:
         return row
     return row | {"bare_error": row["error"], "error": row["calibrated_error"]}
 
 
 SAVED = {"a fourth less": 0.75, "half less": 0.5}
-TO_SLOTS = 0.005  # beyond what was asked for, as sizes are rounded
+TO_SLOTS = 0.005  # tolerance on the requested fraction, because sizes are rounded to slots
 
 
 def _least(*each: list[Row]) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _least(*each: list[Row]) -> Iterator[str]:
 
 
 def _took(rows: list[Row], share: float) -> str:
-    """Return what the schedule takes that saves no more than is asked for, or all that can be."""
+    """Return, as text, time and memory of the schedule for a fraction of the peak, or of the smallest schedule."""
     row, least = cheapest(rows, share), min(rows, key=lambda row: row["share"])
     took = "{over_none:.2f} times ({low:.2f} to {high:.2f}), at {saved:+.0%}"
     shown = row or least
@@ -147,7 +147,7 @@ def _took(rows: list[Row], share: float) -> str:
 
 
 def optimal(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield each model and precision with the rows of least recomputation, and their share of the peak of none."""
+    """Yield model, precision and rows of optimal schedules, with `share` of the peak without recomputation."""
     for model, precision, of in by_model(rows):
         whole = next(row["peak_bytes"] for row in of if row["schedule"] == "none")
         found = [row | {"share": row["peak_bytes"] / whole} for row in of if row["schedule"] == "optimal"]
@@ -155,13 +155,13 @@ def optimal(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
 
 
 def cheapest(rows: list[Row], share: float) -> Row | None:
-    """Return the schedule that saves no more than is asked for; None where all save less."""
+    """Return the largest schedule within a fraction of the peak; None if all are larger."""
     enough = [row for row in rows if row["share"] <= share + TO_SLOTS]
     return max(enough, key=lambda row: row["share"], default=None)
 
 
 def by_model(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield each model and precision with its rows."""
+    """Yield model, precision and rows of each model."""
     for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
         yield model, precision, [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
 
@@ -272,7 +272,7 @@ def _told(windows: list[Row]) -> Iterator[str]:
     yield f"- Peak memory after a dry run, {len(peaks)} cases: {_span(peaks, 1)}."
 
 
-# How figures are told.
+# Formatting of figures.
 
 
 def _known(rows: Iterable[Row], name: str) -> list[float]:

@@ -256,9 +256,7 @@ def _told_of(shown: Ratio, unit: str) -> str:
         return f"{shown.mean:.3f}{unit}"
     if shown.n < MIN_PAIRS_FOR_VERDICT:
         return f"pairs {', '.join(f'{pair:.3f}' for pair in shown.pairs)}{unit}"
-    mean, low, high = (
-        f"{round(figure, 3) + 0.0:.3f}" for figure in (shown.mean, shown.low, shown.high)
-    )  # avoids -0.000
+    mean, low, high = (f"{round(figure, 3) + 0.0:.3f}" for figure in (shown.mean, shown.low, shown.high))  # no -0.000
     return f"{mean}{unit} (95% {low} to {high}, n = {shown.n})"
 
 

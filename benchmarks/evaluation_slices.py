@@ -18,9 +18,8 @@ MINUTES = {"cpu": 25.0, "gpu": 9.0, "tiny": 9.0}  # time limit of a slice
 CAP_S, AROUND_S = 90, 130  # training of an arm in a paired run to a target; start and evaluations of a paired run
 COUNTED_S = 50  # measuring peak memory of each arm in the first pair of an ablation
 MINUTE_S = 60  # training time for the goal of a target within a minute
-EVALUATED = (
-    1.15  # total over training time in a long run: evaluations take 1.2 s per 12 s (images), 1.6 s per 32 s (text)
-)
+# Total over training time in a long run: evaluations take 1.2 s per 12 s of training (images), 1.6 s per 32 s (text).
+EVALUATED = 1.15
 CONTROL_S = 60  # maximum training time of controls and of arms that only measure throughput
 HALF = "half of "  # prefix of a memory limit: half the peak recorded in an arm's file
 SIZES = ("cpu", "gpu", "tiny")

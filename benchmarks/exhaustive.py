@@ -1,8 +1,8 @@
-"""The planner's pick against everything else it could have picked: the whole space run, then the best of it again.
+"""Planner's choice compared with an exhaustive search over the candidates.
 
-`python benchmarks/exhaustive.py [--quick] [--json] [--tasks NAME ...]` prints a `pick` row for each of the five best
-settings of a task's whole space, in seconds of the pick over theirs, paired by block: 1.03 is a pick 3% slower. No
-limit is given, so that nothing is left out for its memory; what recomputes and what is compiled is not in the space.
+`python benchmarks/exhaustive.py [--quick] [--json] [--tasks NAME ...]` runs all candidates of a task, then runs the
+five best again and prints a `pick` row for each: seconds of the planner's choice relative to the candidate, paired by
+block (1.03: the choice is 3% slower). There is no memory limit. The space excludes recomputation and compilation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEST, BLOCKS = 5, 16
 
 
 def space(profile: Profile) -> list[Candidate]:
-    """Return every setting there is: precision, layout, memory kept or not, fused or not, chunks of the head, sizes."""
+    """Return all candidates: precision, memory format, allocator, fused optimizer, head chunks, micro-batch size."""
     fused = (False, True) if profile.loop.supports_fused else (profile.loop.is_fused,)
     allocators = ("keep", "retain") if profile.loop.can_retain else ("keep",)
     chunks = {None, *(trial.candidate.loss_chunk for trial in profile.stage("head"))}
@@ -41,7 +41,7 @@ def space(profile: Profile) -> list[Candidate]:
 
 
 def rows_of(name: str, *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Plan a task, run its space, run the best again beside the pick."""
+    """Plan a task, run all candidates, then run the best again with the planner's choice."""
     task = load_task(name)
     batch = next(task.load_data().batches(0, task.batch_rows))
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def _tell(text: str) -> None:
 
 
 def main() -> None:
-    """Run, and print how the pick compares."""
+    """Run the search and print the comparison."""
     parser = command.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     options = parser.parse_args()

@@ -1,14 +1,14 @@
-"""Faults that a kept run is put through, and how often it came through them: kills, and damage to its checkpoints.
+"""Fault injection for checkpointed runs: kills, and damaged checkpoints.
 
 `python benchmarks/faults.py [--quick] [--json] [--kills 6]` prints rows of `fault`: `kind`, `tried`, `survived`.
 
-- `SIGKILL, ...`: a run killed so often at random moments, saves among them; `tried` are losses that it and its ranks
-  said, before a kill and after it, `survived` those that are bit for bit what a run says that nobody killed. `kills`
-  are those that came after a window since the start, `in_saves` those of them that left a checkpoint half written.
-- `truncated`, `one bit`, `zeroed block`: a file of the newest checkpoint damaged; survived where it is refused by that
-  file's name and the checkpoint before it is used.
+- `SIGKILL, ...`: a run is killed repeatedly at random moments, including during saves. `tried` is the number of losses
+  that all ranks printed before and after kills, `survived` the number of losses bitwise equal to those of an
+  uninterrupted run. `kills` counts kills after a completed window, `in_saves` kills that left an incomplete checkpoint.
+- `truncated`, `one bit`, `zeroed block`: a file of the newest checkpoint is damaged. The run survives if it refuses the
+  checkpoint, names the file and resumes from the previous checkpoint.
 
-The programs are those of the tests.
+The programs are shared with the tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DAMAGED, QUICK_DAMAGED = 400, 60
 
 
 def killed(kills: int, *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row of each cell of the matrix."""
+    """Yield a row per configuration of killed runs."""
     from test_crash import WINDOWS, cell_of, crashed, whole
 
     cells = list(itertools.product(("fp32", "bf16"), WINDOWS, (False, True), (1, 2)))
@@ -47,7 +47,7 @@ def killed(kills: int, *, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def damaged(count: int) -> Iterator[dict[str, Any]]:
-    """Yield a row of each kind of damage, over all files of a checkpoint alike."""
+    """Yield a row per kind of damage, applied to all files of a checkpoint in turn."""
     from saving import gone_on_from, save
     from test_checkpoint_files import FILES, blanked, flipped, truncated
 

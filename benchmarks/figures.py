@@ -1,10 +1,10 @@
 """Rebuild the figures in README.md and on the pages in docs from the files in benchmarks/results.
 
-    python benchmarks/figures.py            # write them
-    python benchmarks/figures.py --check    # change nothing; fail where they are not what the results give
+    python benchmarks/figures.py            # write the pages
+    python benchmarks/figures.py --check    # write nothing; fail if a page differs from the results
 
-Ratios of time and memory are ours over theirs in the results; here time is shown as a speed (above 1 is faster).
-README takes only what 8 pairs or more and a control that holds 1 stand behind.
+Results contain ratios of time and memory, trimtab over baseline. Pages show time as a speed-up (above 1 is faster).
+README shows only comparisons with at least 8 pairs and a control whose interval contains 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- {}: made by `make figures` -->", "<!-- end of {} -->"
 MIN_CLAIM = 8
 RANKS = ("scaling-courses",)  # records shown in full on docs/scaling.md
-CLOSE = 0.25  # of the seconds of a step on a device that is not here
+CLOSE = 0.25  # relative error of step times predicted for another device
 
 Row = dict[str, Any]
 NAMES = {
@@ -52,7 +52,7 @@ NAMES = {
 
 
 def main() -> None:
-    """Write, or check."""
+    """Write or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something is out of date")
     check = parser.parse_args().check
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _or_unmeasured(lines: Iterable[str], name: str) -> list[str]:
-    """Return the figures of a benchmark, or that there are none."""
+    """Return the lines of a benchmark, or a note that it was not measured."""
     return list(lines) or [f"**Not measured**: no record of `benchmarks/{name}.py` is among `benchmarks/results`."]
 
 
@@ -74,7 +74,7 @@ def _written(path: Path) -> str:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Return what README.md and the pages in docs should hold."""
+    """Return the expected text of README.md, of the pages in docs and of generated files, by path."""
     results = [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in _files(root)]
     comparisons = [found for found in results if found["name"] == "compare"]
 
@@ -105,7 +105,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def _beside(root: Path) -> dict[Path, str]:
-    """Return what the folders of evaluations hold beside their records."""
+    """Return the generated files in the folders of evaluations."""
     return {
         folder / name: text
         for folder in evaluation_figures.folders(root)
@@ -128,10 +128,10 @@ def _files(root: Path) -> list[Path]:
 
 
 def _between(text: str, name: str, figures: str) -> str:
-    """Return a page with the figures between their marks.
+    """Return a page with new figures between the marks of a block.
 
     Raises:
-        ValueError: it has not one of each.
+        ValueError: The page does not contain exactly one pair of marks.
     """
     begin, end = BEGIN.format(name), END.format(name)
     if (text.count(begin), text.count(end)) != (1, 1):
@@ -152,7 +152,7 @@ def _claims(comparisons: list[Row]) -> Iterator[str]:
         same = next((r for r in rows if _is(r, "throughput_ratio", "plan_S", "reference")), None)
         control = next((r for r in rows if _is(r, "throughput_ratio", "self", "self")), None)
         if same is None or control is None or not control["low"] <= 1 <= control["high"]:
-            continue  # where the reference differs from itself nothing is claimed
+            continue  # no claim if the A/A control differs from 1
         task = f"[{same['task']}](benchmarks/results/{found['file']})"
         cpu, threads = found["environment"]["cpu"], found["environment"]["threads"]
         machine = f"{cpu.replace('(R)', '').replace(' Processor', '')} ({threads})"
@@ -163,7 +163,7 @@ def _is(row: Row, metric: str, arm: str, against: str) -> bool:
     return row["metric"] == metric and row.get("arm") == arm and row.get("against") == against
 
 
-# docs/RESULTS.md: everything.
+# docs/RESULTS.md: all results.
 
 
 def _sections(results: list[Row]) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _sections(results: list[Row]) -> Iterator[str]:
 
 
 def _how(found: Row) -> str:
-    """Return what else a reader of a comparison must know: its command, and tier F's horizon."""
+    """Return the command of a comparison, and the run length for which the tuned plan was made."""
     command = found["environment"].get("command")
     said = [f"`{command}`" if command else ""]
     horizon = next((row for row in found["rows"] if row.get("arm") == "plan_F" and "arm_rows" in row), None)
@@ -213,7 +213,7 @@ def _comparison(rows: list[Row]) -> Iterator[str]:
 
 
 def _planning(row: Row) -> str:
-    """Return seconds and, where the file says so, what the plan changes."""
+    """Return planning seconds and, if recorded, the changes of the plan."""
     if "changes" not in row:
         return f"{row['planning_s']:.1f}"
     return f"{row['planning_s']:.1f}; changes {row['changes']}"
@@ -224,7 +224,7 @@ def _rung(row: Row) -> str:
     value = speed(row)
     seconds = row.get("median_s"), row.get("median_against_s")
     everywhere = row["reached"] == row["reached_against"] == row["n"]
-    if all(seconds) and everywhere:  # medians over those that arrived would be of other pairs on either side
+    if all(seconds) and everywhere:  # otherwise both medians would be over different pairs
         value += f"; medians {seconds[0]:.0f} s against {seconds[1]:.0f} s"
     reached = f", reached {row['reached']} and {row['reached_against']}" if row["censored"] else ""
     return _line(f"speed to {row['target']:g}, {charge}", row, value + reached)
@@ -236,13 +236,13 @@ def _line(figure: str, row: Row, value: str) -> str:
 
 
 def _pairs(row: Row) -> str:
-    """Return the pairs; where some only timed a few steps, how many ran to the end."""
+    """Return the number of pairs, and the number that ran to the end if it differs."""
     whole = row.get("n_whole")
     return str(row["n"]) if whole in (None, 0, row["n"]) else f"{row['n']} ({whole} whole)"
 
 
 def _processor(row: Row) -> str:
-    """Return the same by processor time, where it was recorded."""
+    """Return the ratio of CPU times, if recorded."""
     if row.get("cpu_mean") is None:
         return ""
     bounds = (row["cpu_low"], row["cpu_high"]) if row["n"] >= FEW else (None, None)
@@ -257,14 +257,14 @@ def _overhead(rows: list[Row]) -> Iterator[str]:
 
 
 def _over_its_own(row: Row, otherwise: str) -> str:
-    """Return what our loop takes over another's, with 1% and the control's half-width that it has to be within."""
+    """Return the overhead of trimtab's loop and its limit: 1% plus the control's half-width."""
     bar = 1.01 + row["control_half_width"]
     within = "yes" if row["high"] <= bar else otherwise
     return f"{row['mean']:.4f} ({row['low']:.4f} to {row['high']:.4f}) | {row['n']} | {bar:.4f} | {within} |"
 
 
 def _with_interval(row: Row, name: str) -> str:
-    """Return a figure of a row with its interval."""
+    """Return a value of a row with its interval."""
     return f"{row[name]:.3f} ({row['low']:.3f} to {row['high']:.3f})"
 
 
@@ -298,7 +298,7 @@ def _sweep(rows: list[Row]) -> Iterator[str]:
 def _monitor(rows: list[Row]) -> Iterator[str]:
     yield "| task | micro-batches | seen by | with it over without (95%) | n | the bar | its own clock |"
     yield "|---|---|---|---|---|---|---|"
-    for row in rows:  # the bar: half a per cent, and the half-width of the control
+    for row in rows:  # limit: half a percent plus the control's half-width
         where = f"| {row['task']} | {row['num_micro_batches']} | {row['estimator']} "
         value = f"| {row['mean']:.4f} ({row['low']:.4f} to {row['high']:.4f}) | {row['n']} "
         if "control_half_width" not in row:
@@ -312,7 +312,7 @@ def _monitor(rows: list[Row]) -> Iterator[str]:
 
 
 def _regret(rows: list[Row]) -> Iterator[str]:
-    """Yield each link's arms by the mean of the losses, and goodput's by each."""
+    """Yield the arms of each link for the mean of the losses, and goodput for each loss."""
     names = "task, losses", "link", "arm", "mean k", "samples", "seconds", "over the best fixed k", "paired (95%)"
     yield f"| {' | '.join((*names, 'over again', 'n'))} |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -333,12 +333,12 @@ def _regret(rows: list[Row]) -> Iterator[str]:
 
 
 def _paired(row: Row) -> str:
-    """Return a ratio with its interval; of too few pairs for one, which the file does not keep, the mean alone."""
+    """Return a ratio with its interval, or only the mean if there are too few pairs."""
     return _with_interval(row, "mean") if row["n"] >= FEW else f"{row['mean']:.3f}"
 
 
 def _prediction(rows: list[Row]) -> Iterator[str]:
-    """Yield a line a step, and what the errors are like."""
+    """Yield a line per step and a summary of the errors."""
     names = {
         "error": "peak, traced",
         "time_error": "seconds, by the cost model",
@@ -346,7 +346,7 @@ def _prediction(rows: list[Row]) -> Iterator[str]:
         "bare_error": "peak, traced without operators' scratch",
         "roofline_error": "seconds, by the device's peaks alone",
     }
-    older = [row for row in rows if "calibrated_error" in row]  # of one size and k = 1 alone
+    older = [row for row in rows if "calibrated_error" in row]  # older records have a single size and k = 1
     rows = [row | {"bare_error": row["error"], "error": row["calibrated_error"]} for row in older] or rows
     names = {key: name for key, name in names.items() if any(row.get(key) is not None for row in rows)}
     for key, name in names.items():
@@ -370,7 +370,7 @@ def _prediction(rows: list[Row]) -> Iterator[str]:
 
 
 def _errors(errors: list[float]) -> str:
-    """Return what errors are like; too little is worst where it is a peak."""
+    """Return a summary of relative errors. For peaks, the worst underestimate is the most important."""
     each = sorted(map(abs, errors))
     median, worst = (f"{value:.2%}" for value in (statistics.median(each), each[-1]))
     return f"median error {median}, worst {worst}, {min(errors):+.2%} to {max(errors):+.2%}"
@@ -480,7 +480,7 @@ def _precision(row: Row) -> str:
 
 
 def _short(row: Row) -> str:
-    """Return who published it, without where."""
+    """Return the publisher without the location."""
     return row["source"].split(",")[0].removeprefix("github.com/")
 
 
@@ -522,7 +522,7 @@ def _planning_times(rows: list[Row]) -> Iterator[str]:
 
 
 def _frontier(rows: list[Row]) -> Iterator[str]:
-    """Yield a table a model: what each schedule takes of the time and the peak of a step that keeps all."""
+    """Yield a table per model: time and peak of each schedule relative to a step without recomputation."""
     for model, precision, of in docs_figures.by_model(rows):
         whole = next(row["peak_bytes"] for row in of if row["schedule"] == "none")
         yield f"**{model}, {precision}**"
@@ -539,7 +539,7 @@ def _frontier(rows: list[Row]) -> Iterator[str]:
 
 
 def _compiled(rows: list[Row]) -> Iterator[str]:
-    """Yield what torch's own budgets make of compiled models."""
+    """Yield a table of compiled models under torch's activation memory budgets."""
     yield "| model | of what it would keep | peak, MiB | time over the eager model's (95%) | n | gradients off |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
@@ -549,14 +549,14 @@ def _compiled(rows: list[Row]) -> Iterator[str]:
 
 
 def _drawn(drawn: Iterable[Path]) -> Iterator[str]:
-    """Yield the pictures of the schedules."""
+    """Yield links to the drawings of the schedules."""
     for path in drawn:
         yield f"![{path.stem.replace('-', ' ')}: time against peak memory](figures/{path.name})"
         yield ""
 
 
 def _walk(rows: list[Row]) -> Iterator[str]:
-    """Yield how the limits of each model were met."""
+    """Yield a table of memory limits per model and whether plans met them."""
     for model, precision, of in docs_figures.by_model(rows):
         met = [row["is_met"] for row in of if row["feasible"]]
         yield f"**{model}, from {precision}**: {sum(met)} of {len(met)} limits met, {len(of) - len(met)} infeasible"
@@ -574,7 +574,7 @@ def _walk(rows: list[Row]) -> Iterator[str]:
 
 
 def _savings() -> Iterator[str]:
-    """Yield what the best k saves of k = 1 by the model of docs/math.md, section 4, up to k = 64."""
+    """Yield the time saved by the best k up to 64, relative to k = 1, by the model of docs/math.md, section 4."""
     scales = (1, 10, 100, 1000)
     for normalises, said in ((False, "SGD"), (True, "Adam")):
         head = " | ".join(f"`n` = {scale}" for scale in scales)

@@ -1,15 +1,17 @@
-"""Time against peak memory, by what is recomputed: of each model the schedules everyone has, and the optimal ones.
+"""Time and peak memory of activation checkpointing schedules: common schedules and optimal ones.
 
-`python benchmarks/frontier.py [--quick] [--json] [--models gpt_tied]` prints `frontier` rows: a step's seconds, in
-turns with one that keeps all (`over_none`, with its interval), and its counted peak, as they were predicted and as they
-are. `selective` keeps what matrix products and attention make of every block; `optimal` is the schedule of least
-recomputation for a share of the peak that keeping all takes, also for the others' own. Freed memory is retained: else
-a step that holds less has fewer page faults to pay, which is the allocator's gain.
-`--compiled` prints rows of torch's own way instead, `torch_memory_budget`: the model compiled, and the compiler told
-to keep no more than a `share` of what it would (which bounds no peak); its 1 is the model compiled, and nothing else.
-`gradient_error`: how far its gradients are from the eager ones by the same masks, as a share of their norm.
-`--walk` prints `budget` rows instead: one profile is planned under 20 limits, from that peak down to the least that
-there is a plan for, and each plan is run.
+`python benchmarks/frontier.py [--quick] [--json] [--models gpt_tied]` prints `frontier` rows: predicted and measured
+seconds and peak of a step. `over_none` is the time relative to a step without recomputation, interleaved, with its
+interval. `selective` keeps results of matrix products and attention in every block. `optimal` is the schedule of least
+recomputation for a fraction of the peak without recomputation, also at the peaks of the other schedules. Freed memory
+is kept by the allocator; otherwise smaller steps would gain from fewer page faults.
+
+`--compiled` prints `torch_memory_budget` rows instead: the compiled model with an activation memory budget, a fraction
+of the activations that the compiler would keep (not a bound on the peak); 1 is plain compilation. `gradient_error` is
+the difference to the eager gradients with the same dropout masks, relative to their norm.
+
+`--walk` prints `budget` rows instead: a profile is planned under 20 limits, from that peak down to the smallest
+feasible limit, and each plan is executed.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ ALL_KINDS = KINDS | MORE_KINDS
 
 @dataclass
 class Loop:
-    """A model's step, as it is timed and weighed."""
+    """Forward and backward of a model, for measurements."""
 
     model: nn.Module
     kind: Kind
@@ -73,7 +75,7 @@ class Loop:
         mean_of(result).backward()
 
     def switch(self, called: nn.Module) -> Callable[[], None]:
-        """Call another module in the model's place; returns what undoes it."""
+        """Call another module instead of the model. Returns a function that undoes the change."""
         self.called = called
 
         def undo() -> None:
@@ -82,12 +84,12 @@ class Loop:
         return undo
 
     def live(self) -> list[torch.Tensor]:
-        """Return what is there before a step."""
+        """Return the tensors that exist before a step."""
         return [*self.model.parameters(), *self.model.buffers(), *self.batch]
 
 
 def schedules_of(found: Chain) -> Iterator[tuple[str, float | None, Schedule]]:
-    """Yield the name, the share of the peak that was asked for, and the schedule of each."""
+    """Yield (name, requested fraction of the peak or None, schedule)."""
     number, chain = len(found.stages), found.stages
     plain = {"none": keep_all(number), "every_block": every_block(number)}
     plain["sqrt"] = sqrt_segments(number, [stage.is_linked for stage in chain[:-1]])
@@ -98,7 +100,7 @@ def schedules_of(found: Chain) -> Iterator[tuple[str, float | None, Schedule]]:
     whole = found.held_bytes + predict(chain, keep_all(number)).peak_bytes
     theirs = [(found.held_bytes + predict(chain, each).peak_bytes) / whole for each in plain.values()]
     seen = set()
-    for share in sorted({*SHARES, *theirs}, reverse=True):  # at the peaks of those, too
+    for share in sorted({*SHARES, *theirs}, reverse=True):  # also at the peaks of the common schedules
         schedule = optimal(chain, math.ceil(share * whole) - found.held_bytes)
         if schedule is not None and schedule not in seen:
             seen.add(schedule)
@@ -106,7 +108,7 @@ def schedules_of(found: Chain) -> Iterator[tuple[str, float | None, Schedule]]:
 
 
 def rows_of(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
-    """Measure each schedule of a model."""
+    """Yield a row per schedule of a model."""
     torch.manual_seed(0)
     kind = ALL_KINDS[name]
     loop = Loop(kind.make().train(), kind, kind.batch(kind.sizes[-1]), precision)
@@ -127,16 +129,16 @@ def rows_of(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
 
 
 def compiled_rows(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
-    """Measure a model that torch compiles under each of its budgets, against it as it is."""
+    """Yield a row per activation memory budget of the compiled model, relative to the eager model."""
     torch.manual_seed(0)
     kind = ALL_KINDS[name]
     loop = Loop(kind.make().train(), kind, kind.batch(kind.sizes[-1]), precision)
     for budget in BUDGETS:
         torch.compiler.reset()
         with torch._functorch.config.patch(activation_memory_budget=budget):
-            compiled = torch.compile(loop.model, options={"fallback_random": True})  # draws as the eager one does
+            compiled = torch.compile(loop.model, options={"fallback_random": True})  # same random numbers as eager
             undo = loop.switch(compiled)
-            loop.step()  # which compiles it
+            loop.step()  # compiles
             ours = _gradients(loop)
             undo()
             theirs = _gradients(loop)
@@ -148,17 +150,19 @@ def compiled_rows(name: str, precision: str, turns: int) -> Iterator[dict[str, A
 
 
 def _gradients(loop: Loop) -> torch.Tensor:
-    """Return all gradients of a step, whose random numbers are the same each time."""
+    """Return the concatenated gradients of a step with fixed random numbers."""
     torch.manual_seed(1)
     loop.step()
     return torch.cat([p.grad.flatten() for p in loop.model.parameters() if p.grad is not None])
 
 
 def _measured(loop: Loop, use: Callable[[], Callable[[], None]], turns: int) -> dict[str, Any]:
-    """Return the peak of a step as it is used, its seconds, and these over those of one that keeps all, in turns.
+    """Return peak and seconds of a modified step, and its time relative to the unmodified step, interleaved.
 
     Args:
-        use: makes a step what is measured, and returns what makes it the other one again.
+        loop: Step to measure.
+        use: Modifies the step and returns a function that undoes the modification.
+        turns: Number of rounds.
     """
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(turns + 1):
@@ -177,11 +181,11 @@ def _measured(loop: Loop, use: Callable[[], Callable[[], None]], turns: int) -> 
 
 
 def _nothing() -> None:
-    """Undo nothing."""
+    """Do nothing."""
 
 
 def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
-    """Plan a model's profile under ever tighter limits, and run each plan."""
+    """Plan a profile under decreasing limits and yield a row per executed plan."""
     torch.manual_seed(0)
     kind = ALL_KINDS[name]
     model, batch = kind.make().train(), kind.batch(kind.sizes[-1])
@@ -208,7 +212,7 @@ def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
 
 
 def _least_limit(profile: Profile, whole: int) -> int:
-    """Return the least limit in bytes that there is a plan for, to a thousandth of `whole`."""
+    """Return the smallest feasible limit in bytes, to a thousandth of `whole`."""
     refused, granted = 0, whole
     while granted - refused > whole // 1000:
         limit = (refused + granted) // 2
@@ -222,7 +226,7 @@ def _least_limit(profile: Profile, whole: int) -> int:
 
 
 def main() -> None:
-    """Measure, and print the frontier."""
+    """Measure and print the frontier."""
     parser = command.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(ALL_KINDS), default=list(MODELS))
     parser.add_argument("--turns", type=int, default=TURNS, help="pairs of each schedule")

@@ -1,9 +1,9 @@
 """Drawings of the newest `frontier` results of each model and precision: docs/figures/frontier-<model>-<precision>.svg.
 
-`figures.py` writes them. Of the same results they are the same bytes, whatever matplotlib is told elsewhere.
+`figures.py` writes them. Equal results yield equal bytes, independent of the user's matplotlib settings.
 
-Time over that of a step that keeps all, with its 95% interval, against its share of the peak: what everyone has, the
-schedules of least recomputation, joined; and apart from them the model compiled under torch's memory budgets.
+A drawing shows time (with 95% interval) over peak memory, both relative to a step without recomputation: common
+schedules, optimal schedules (connected), and the compiled model under torch's activation memory budgets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def drawings(root: Path) -> dict[Path, str]:
-    """Return the text of each drawing, by its file."""
+    """Return the drawings as SVG text by path."""
     found, compiled = {}, newest(root, "frontier_compiled")
     for (model, precision), rows in newest(root, "frontier").items():
         name = f"frontier-{model}-{precision}"
@@ -36,7 +36,7 @@ def drawings(root: Path) -> dict[Path, str]:
 
 
 def newest(root: Path, name: str) -> dict[tuple[str, str], list[Row]]:
-    """Return the rows of each model and precision in the last file of a benchmark, by date, that has them."""
+    """Return the newest rows of a benchmark for each model and precision."""
     found: dict[tuple[str, str], list[Row]] = {}
     for path in sorted((root / "benchmarks" / "results").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:]):
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -46,7 +46,7 @@ def newest(root: Path, name: str) -> dict[tuple[str, str], list[Row]]:
 
 
 def draw(name: str, title: str, rows: list[Row]) -> str:
-    """Return one figure as SVG."""
+    """Return a drawing as SVG text."""
     whole = next(row["peak_bytes"] for row in rows if row["schedule"] == "none")
     style: Any = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}
     with matplotlib.rc_context():
@@ -77,7 +77,7 @@ def draw(name: str, title: str, rows: list[Row]) -> str:
 
 
 def _points(rows: list[Row], whole: int) -> tuple[list[float], list[float], Any]:
-    """Return x, y, and how far the interval reaches below and above y."""
+    """Return x, y, and the interval's distances below and above y."""
     low = [row["over_none"] - row["low"] for row in rows]
     high = [row["high"] - row["over_none"] for row in rows]
     return [100 * row["peak_bytes"] / whole for row in rows], [row["over_none"] for row in rows], (low, high)

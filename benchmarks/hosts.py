@@ -1,9 +1,9 @@
-"""What our windows cost in the loops of others: one training by the host, one through us, a step of each in turn.
+"""Overhead of trimtab's windows in other frameworks: training with and without trimtab, interleaved step by step.
 
 `python benchmarks/hosts.py [--quick] [--json] [--rounds 600] [--only transformers lightning ...]` prints
-`host_overhead_ratio` rows: ours over the host's in seconds a step, in pairs of neighbouring steps, with as many
-micro-batches of as many rows and nothing planned, so that the work is the same. All that a host does between two steps
-is in them. The control is the host once more. Each training has a thread of its own, of which one runs at a time.
+`host_overhead_ratio` rows: seconds per step with trimtab relative to the framework alone, paired by neighbouring steps.
+Both use the same micro-batches and no plan, so the work is equal. A step includes all that the framework does between
+two steps. The control repeats the framework. Each training has a thread; only one thread runs at a time.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from trimtab.core.plan import Plan
 from trimtab.decide.statistics import ratio_interval, resolution
 from trimtab.tasks import load_task
 
-FIRST, LAST = 5, 1  # rounds that are not timed: they set up and warm up, and in the last one trainings end
-ROWS = 8  # of a step of the language model
+FIRST, LAST = 5, 1  # untimed rounds: set-up and warm-up at the start, shutdown at the end
+ROWS = 8  # samples per step of the language model
 BAR = 1.01
 ARMS = ("host", "ours", "control")
-# An arm's predecessor leaves it caches and heap: each arm follows each other equally often.
+# An arm inherits caches and heap from its predecessor, so every arm follows every other equally often.
 ORDERS = tuple(itertools.permutations(ARMS))
-QUICK_ROUNDS = 6 * len(ORDERS)  # of each order as many
+QUICK_ROUNDS = 6 * len(ORDERS)  # equally many rounds of each order
 Training = Callable[[bool, int, int, Callable[[], None]], nn.Module]
-COMPARED_STEPS = 20  # after which weights are held against the host's
+COMPARED_STEPS = 20  # steps before weights are compared with the framework's
 
 
 class Turns:
-    """Lets trainings have a step each in turn, in as many rounds.
+    """Scheduler that interleaves training threads step by step, for a given number of rounds.
 
     Attributes:
-        seconds: of each arm's steps: from the end of its last turn's step, the time of other arms left out, to the end
-            of this one's.
+        seconds: Seconds of each arm's steps, from the end of its previous step to the end of this step, without the
+            time of other arms.
     """
 
     def __init__(self, rounds: int) -> None:
@@ -56,11 +56,11 @@ class Turns:
         self.seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
 
     def train(self, arm: str, training: Callable[[Callable[[], None]], None]) -> None:
-        """Train in this thread; what is raised in it ends the others."""
+        """Train in the current thread. An exception ends the other threads."""
         try:
             self._await(arm)
             training(lambda: self._stepped(arm))
-            if arm in self._order[self._done :]:  # the others would wait for it
+            if arm in self._order[self._done :]:  # otherwise other threads would wait for this arm
                 raise RuntimeError(f"the training {arm!r} ended before its last step")
         except BaseException as error:
             with self._changed:
@@ -68,7 +68,7 @@ class Turns:
                 self._changed.notify_all()
 
     def finished(self) -> dict[str, list[float]]:
-        """Return the seconds, once all trainings are over; raises what ended one of them."""
+        """Wait for all threads and return the seconds. Raises the exception of a failed thread."""
         if self._error is not None:
             raise self._error
         return self.seconds
@@ -90,7 +90,7 @@ class Turns:
 
 
 def transformers_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> nn.Module:
-    """Train a small GPT-2 by a Trainer."""
+    """Train a small GPT-2 with transformers' Trainer."""
     from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     from trimtab.integrations.transformers import TrimtabTrainer
@@ -106,13 +106,13 @@ def transformers_training(ours: bool, k: int, steps: int, stepped: Callable[[], 
         kind, own = (TrimtabTrainer, {"plan": Plan.fixed(ROWS, ROWS // k)}) if ours else (Trainer, {})
         model = GPT2LMHeadModel(config)
         trainer = kind(model=model, args=arguments, train_dataset=data, callbacks=[seen()], **own)
-        trainer.remove_callback(PrinterCallback)  # standard output is for the figures
+        trainer.remove_callback(PrinterCallback)  # standard output is reserved for results
         trainer.train()
     return model
 
 
 def _digits(steps: int, k: int = 1) -> tuple[Any, nn.Module, torch.optim.Optimizer, list[Any]]:
-    """Return a task with its model, optimizer and batches, of which `k` make a step."""
+    """Return the digits task, a model, an optimizer and the batches of `steps` steps with `k` batches each."""
     task = load_task("digits_resnet")
     torch.manual_seed(0)
     model = task.make_model().train()
@@ -129,7 +129,7 @@ def _ours(run: Run, task: Any, loader: Iterable[Any], stepped: Callable[[], None
 
 
 def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> nn.Module:
-    """Train a small network on digits by Lightning's Trainer."""
+    """Train a small network on digits with Lightning's Trainer."""
     import lightning.pytorch as pl
 
     from trimtab.integrations.lightning import TrimtabStrategy
@@ -161,7 +161,7 @@ def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], Non
 
 
 def fabric_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> nn.Module:
-    """Train a small network on digits by Fabric."""
+    """Train a small network on digits with Fabric."""
     from lightning.fabric import Fabric
 
     from trimtab.integrations.lightning import start
@@ -181,7 +181,7 @@ def fabric_training(ours: bool, k: int, steps: int, stepped: Callable[[], None])
 
 
 def accelerate_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> nn.Module:
-    """Train a small network on digits by an Accelerator."""
+    """Train a small network on digits with Accelerate."""
     from accelerate import Accelerator
 
     from trimtab.integrations.accelerate import start
@@ -202,7 +202,7 @@ def accelerate_training(ours: bool, k: int, steps: int, stepped: Callable[[], No
     return model
 
 
-# (host, its training, micro-batches of a step): Fabric accumulates nothing by itself.
+# (framework, training function, micro-batches per step). Fabric does not accumulate gradients.
 CASES: tuple[tuple[str, Training, int], ...] = (
     ("transformers", transformers_training, 1),
     ("transformers", transformers_training, 4),
@@ -215,7 +215,7 @@ CASES: tuple[tuple[str, Training, int], ...] = (
 
 
 def seconds_of(training: Training, k: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of the timed steps of each arm."""
+    """Return the seconds of the timed steps per arm."""
     steps = FIRST + rounds + LAST
     turns, threads = Turns(steps), list[threading.Thread]()
     for arm in ARMS:
@@ -232,7 +232,7 @@ def seconds_of(training: Training, k: int, rounds: int) -> dict[str, list[float]
 
 
 def difference(training: Training, k: int) -> float:
-    """Return how far weights are from the host's after some steps: the most, of the largest in each tensor."""
+    """Return the largest weight difference to the framework alone, relative to each tensor's largest weight."""
     theirs, ours = (training(is_ours, k, COMPARED_STEPS, lambda: None).state_dict() for is_ours in (False, True))
     floats = [name for name, each in theirs.items() if each.is_floating_point()]
     apart = [((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-30)) for name in floats]
@@ -240,7 +240,7 @@ def difference(training: Training, k: int) -> float:
 
 
 def rows(hosts: Iterable[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row of each case of these hosts."""
+    """Yield a row per case of the given frameworks."""
     for host, training, k in CASES:
         if host not in hosts:
             continue
@@ -255,13 +255,13 @@ def rows(hosts: Iterable[str], rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure every host, and print what our windows cost there."""
+    """Measure all frameworks and print the overhead."""
     parser = command.parser(__doc__)
     names = sorted({host for host, _, _ in CASES})
     parser.add_argument("--rounds", type=int, default=600, help="of a step of each of three trainings")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="hosts to measure")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # hosts' own, of few workers and the like
+    warnings.simplefilter("ignore")  # frameworks warn about few workers and similar
     logging.disable(logging.WARNING)
     found = []
     for row in rows(options.only, QUICK_ROUNDS if options.quick else options.rounds):

@@ -1,7 +1,7 @@
-"""What importing costs beyond torch's own: fresh interpreters, one after the other.
+"""Import time of trimtab on top of torch, in fresh interpreters.
 
-`python benchmarks/import_time.py [--quick] [--json]` prints `import_s` rows: `import trimtab` where torch is loaded,
-then its front door (`trimtab.start`, which loads what applies plans), and torch itself beside them.
+`python benchmarks/import_time.py [--quick] [--json]` prints `import_s` rows: `import trimtab` with torch already
+imported, the first access to `trimtab.start` (which imports the modules that apply plans), and torch itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import command
 
-# Files are read before they are timed: what is measured is not a disk.
+# An untimed run first reads the files into the page cache.
 CHILD = """
 import json, sys, time
 laps = [time.perf_counter()]
@@ -30,14 +30,14 @@ PARTS = ("torch", "trimtab", "front door")
 
 
 def laps() -> list[float]:
-    """Return the seconds of each part in a fresh interpreter."""
+    """Return the import seconds of each part in a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
     found: list[float] = json.loads(done.stdout)
     return found
 
 
 def main() -> None:
-    """Measure, and print what each part takes."""
+    """Measure and print all parts."""
     options = command.parser(__doc__).parse_args()
     num = 5 if options.quick else 21
     laps()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def row_of(part: str, seconds: tuple[float, ...]) -> dict[str, Any]:
-    """Return what was measured of a part."""
+    """Return the row of a part."""
     low, median, high = statistics.quantiles(seconds, n=4)
     return {"metric": "import_s", "part": part, "median_s": median, "low_s": low, "high_s": high, "n": len(seconds)}
 

@@ -1,15 +1,16 @@
-"""What measuring gradient noise costs: a run's steps with its monitor, alternated with its steps without.
+"""Overhead of the gradient noise monitor: steps of a run with and without the monitor, interleaved.
 
-`python benchmarks/monitor.py [--quick] [--json] [--tasks NAME ...]` prints `monitor_overhead_ratio` rows (with over
-without, in seconds: 1.005 is half a per cent) by alternating steps, and beside them the share of a window that its own
-clock says it took.
-One run makes them all, for two runs differ by more than that in where their memory lies: it is handed the control of a
-fixed batch for the steps without. At k = 1 a few windows are split in two, and what that takes is part of it. A run's
-first windows, in which the monitor may take more, are not compared: `price_of_the_first` is what it took by its clock,
-and `price_of_a_run` what that makes of 2,000 windows, theirs included.
-`--mechanisms` compares ways to see each micro-batch's norm, all of them in every window: the hook that keeps references
-and takes norms of a chunk at once (ours), a norm in the hook of each parameter, norms of the sum so far after each
-micro-batch (no hooks; not exact), a copy of the gradient after each (of which no norm is taken yet), and nothing again.
+`python benchmarks/monitor.py [--quick] [--json] [--tasks NAME ...]` prints `monitor_overhead_ratio` rows: seconds with
+the monitor relative to seconds without (1.005 is half a percent), and the fraction by the monitor's own clock.
+
+A single run executes both kinds of steps, because two runs differ by more than the overhead in memory placement: for
+steps without the monitor, the controller is exchanged for that of a fixed batch size. At k = 1 a few windows are split
+in two, which is part of the overhead. The first windows, in which the monitor may take more, are not compared:
+`price_of_the_first` is their overhead by the monitor's clock, `price_of_a_run` that of 2,000 windows including them.
+
+`--mechanisms` compares methods to compute each micro-batch's norm, in every window: hooks that keep references, with
+norms of a chunk at a time (used by trimtab); a norm in each parameter's hook; norms of partial sums (no hooks, not
+exact); a copy of each gradient (without norms); and nothing, as control.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from trimtab.tasks.task import Task
 
 # (task, micro-batches per step, pairs, pairs with --quick)
 CASES = (("digits_resnet", 4, 2000, 90), ("source_gpt", 4, 450, 12), ("source_gpt", 1, 150, 12))
-# At the paper's size, for a GPU: run where it is asked for by name, its forward in bf16.
+# At the size of the paper, for a GPU, with bf16 autocast. Only run if named.
 PAPER_SIZE = (("wikitext2_gpt2", 4, 200, 4),)
 RUN = 2_000
-BEGUN, QUICK_BEGUN = 200, 20  # windows of a run's beginning, in which the account allows more
+BEGUN, QUICK_BEGUN = 200, 20  # first windows of a run, in which the overhead budget is larger
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[Any], None]
 
 
 def steps_of(task: Task, k: int) -> tuple[Step, Step, Account]:
-    """Return a run's step with its monitor, which decides too, and without; and the monitor's account."""
+    """Return a step with the monitor (including decisions on k), a step without, and the overhead account."""
     torch.manual_seed(0)
     model = task.make_model().to(DEVICE).train()
-    rule = trimtab.BatchRule("norm_test", k=k, k_max=2 * k, theta=1e6, learning_rate="none")  # asks for no more
+    rule = trimtab.BatchRule("norm_test", k=k, k_max=2 * k, theta=1e6, learning_rate="none")  # never raises k
     precision = "bf16" if task.name in {name for name, *_ in PAPER_SIZE} else "fp32"
     plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // k, batch_rule=rule, precision=precision)
     run = trimtab.start(model, task.make_optimizer(model), plan)
@@ -67,7 +68,7 @@ def steps_of(task: Task, k: int) -> tuple[Step, Step, Account]:
 
 
 def alternate(task: Task, arms: list[Step], pairs: int, skip: int) -> list[list[float]]:
-    """Return seconds per step of each arm: rounds of one step each, in an order drawn for each round."""
+    """Return the seconds per step of each arm, interleaved in rounds of random order."""
     batches: Iterator[Any] = task.load_data().batches(0, task.batch_rows)
     draw, order = random.Random(0), list(range(len(arms)))
     seconds: list[list[float]] = [[] for _ in arms]
@@ -85,12 +86,12 @@ def alternate(task: Task, arms: list[Step], pairs: int, skip: int) -> list[list[
 
 
 def ratio(ours: list[float], theirs: list[float]) -> Interval:
-    """Return ours over theirs, paired by round."""
+    """Return the ratio ours / theirs, paired by round."""
     return ratio_interval([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def monitor_row(name: str, k: int, pairs: int, begun: int) -> dict[str, Any]:
-    """Measure one task, after so many windows in which the monitor has more to spend, which are not counted."""
+    """Return the row of a task. The first `begun` windows, with a larger overhead budget, are not compared."""
     task = load_task(name)
     watched, plain, account = steps_of(task, k)
     for batch in itertools.islice(task.load_data().batches(1, task.batch_rows), begun):
@@ -118,11 +119,11 @@ def monitor_row(name: str, k: int, pairs: int, begun: int) -> dict[str, Any]:
     }
 
 
-# Ways to see the norms.
+# Methods to compute norms.
 
 
 class ByHand:
-    """A hand-written step that finds each micro-batch's squared norm by a mechanism: one model for all of them."""
+    """Hand-written step that computes each micro-batch's squared norm by one of several methods, on the same model."""
 
     def __init__(self, task: Task, k: int) -> None:
         torch.manual_seed(0)
@@ -134,7 +135,7 @@ class ByHand:
         self._found: list[torch.Tensor] = []
 
     def step(self, mechanism: str, batch: Any) -> None:
-        """Run one; what a mechanism puts up for a window it takes down again."""
+        """Take a step with a method. Hooks are removed at the end of the window."""
         self._optimizer.zero_grad(set_to_none=True)
         self._found.clear()
         hooks = []
@@ -167,7 +168,7 @@ MECHANISMS = ("chunks of references", "norm in each hook", "norms of the sum", "
 
 
 def mechanism_rows(name: str, k: int, pairs: int) -> list[dict[str, Any]]:
-    """Measure each mechanism against none, and none against itself."""
+    """Yield a row per method relative to no measurement, and a control."""
     task = load_task(name)
     by_hand = ByHand(task, k)
     arms = [functools.partial(by_hand.step, mechanism) for mechanism in (NOTHING, *MECHANISMS)]
@@ -181,7 +182,7 @@ def mechanism_rows(name: str, k: int, pairs: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, and print what it costs."""
+    """Measure and print the overhead."""
     parser = command.parser(__doc__)
     parser.add_argument("--mechanisms", action="store_true", help="ways to see the norms, in every window")
     parser.add_argument("--tasks", nargs="+", default=sorted({name for name, *_ in CASES}))

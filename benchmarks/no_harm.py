@@ -1,8 +1,8 @@
-"""Whether a plan leaves a loop alone that was tuned by hand: steps of the strong recipe alternated with its plan's.
+"""Do-no-harm test: steps of the hand-tuned recipe interleaved with steps of the plan for the recipe.
 
-`python benchmarks/no_harm.py [--quick] [--json] [--tasks NAME ...]` plans each task's strong recipe, as
-`trimtab compare` does, and prints `do_no_harm_ratio` rows: the plan's throughput over the recipe's, in pairs of steps
-in one process, with the recipe a second time as the control. Memory that a plan retains is retained for all there.
+`python benchmarks/no_harm.py [--quick] [--json] [--tasks NAME ...]` plans each task's hand-tuned recipe, as
+`trimtab compare` does, and prints `do_no_harm_ratio` rows: throughput of the plan relative to the recipe, in paired
+steps in a single process, with the recipe repeated as control. An allocator change of the plan affects all arms.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CPU = torch.device("cpu")
 
 
 def recipes_step(task: Task) -> Step:
-    """Return the strong recipe's step."""
+    """Return the step of the hand-tuned recipe."""
     torch.manual_seed(0)
     loop = StrongLoop(task, CPU)
     return lambda batch: _one(loop, batch)
 
 
 def plans_step(task: Task, plan: Plan) -> Step:
-    """Return its step by a run of the plan."""
+    """Return the step of the recipe under the plan."""
     torch.manual_seed(0)
     loop = StrongPlanLoop(task, CPU, plan)
     return lambda batch: _one(loop, batch)
@@ -47,7 +47,7 @@ def _one(loop: StrongLoop, batch: Any) -> None:
 
 
 def row_of(name: str, pairs: int) -> dict[str, Any]:
-    """Plan a task's strong recipe, and run both."""
+    """Plan a task's hand-tuned recipe, run both and return the row."""
     task = load_task(name)
     data = task.load_data()
     plan = make_plans(task, data, CPU, adapt=(), strong=True, progress=lambda text: None).plans["strong"]
@@ -63,7 +63,7 @@ def row_of(name: str, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Plan and run, and print how they compare."""
+    """Plan and run all tasks and print the rows."""
     parser = command.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=list(CASES), default=list(CASES))
     options = parser.parse_args()

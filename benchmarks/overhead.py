@@ -1,7 +1,7 @@
-"""What the loop costs: steps of our loop alternated with the hand-written equivalent, in one process, in pairs.
+"""Loop overhead: steps of trimtab's loop interleaved with an equivalent hand-written loop, in a single process.
 
-`python benchmarks/overhead.py [--quick] [--json]` prints `loop_overhead_ratio` rows (ours over theirs in seconds, so
-1.01 is one per cent slower), with the A/A control's resolution: the same hand-written loop as a third arm.
+`python benchmarks/overhead.py [--quick] [--json]` prints `loop_overhead_ratio` rows: seconds of trimtab's loop relative
+to the hand-written loop (1.01 is 1% slower), with the resolution of the A/A control, the hand-written loop repeated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from trimtab.tasks.task import Task
 Step = Callable[[Any], None]
 # (task, micro-batches per step, pairs, pairs with --quick)
 CASES = (("digits_resnet", 1, 1200, 120), ("source_gpt", 1, 204, 12), ("source_gpt", 4, 204, 12))
-# An arm's predecessor leaves it caches and heap: each arm follows each other equally often.
+# An arm inherits caches and heap from its predecessor, so every arm follows every other equally often.
 ORDERS = tuple(itertools.permutations(range(3)))
 
 
 def plain_step(task: Task, num_micro_batches: int) -> Step:
-    """Return the hand-written loop's step: same model, same split, same weighting, nothing else."""
+    """Return the step of the hand-written loop, with the same model, split and weights."""
     torch.manual_seed(0)
     model = task.make_model().train()
     optimizer = task.make_optimizer(model)
@@ -50,7 +50,7 @@ def plain_step(task: Task, num_micro_batches: int) -> Step:
 
 
 def trimtab_step(task: Task, num_micro_batches: int) -> Step:
-    """Return our loop's step with a fixed plan."""
+    """Return the step of trimtab's loop with a fixed plan."""
     torch.manual_seed(0)
     model = task.make_model().train()
     plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // num_micro_batches)
@@ -65,7 +65,7 @@ def trimtab_step(task: Task, num_micro_batches: int) -> Step:
 def alternate(
     theirs_of: Callable[[], Step], ours_of: Callable[[], Step], batches: Iterator[Any], pairs: int
 ) -> tuple[Interval, Interval]:
-    """Return (ours over theirs, the control over theirs): rounds of one step each, in all six orders in turn."""
+    """Return the ratios (ours / theirs, control / theirs), from rounds of a step each in all six orders."""
     arms = [theirs_of(), ours_of(), theirs_of()]
     seconds: list[list[float]] = [[], [], []]
     for index in range(pairs + 3):
@@ -83,14 +83,14 @@ def alternate(
 
 
 def main() -> None:
-    """Measure every case, and print what the loop costs."""
+    """Measure all cases and print the overhead."""
     options = command.parser(__doc__).parse_args()
     rows = [row_of(name, k, quick if options.quick else full) for name, k, full, quick in CASES]
     command.show("overhead", rows, _line, as_json=options.json)
 
 
 def row_of(name: str, num_micro_batches: int, pairs: int) -> dict[str, Any]:
-    """Measure a case."""
+    """Return the row of a case."""
     print(f"{name}, {num_micro_batches} micro-batches, {pairs} rounds", file=sys.stderr)
     task = load_task(name)
     made = (

@@ -1,4 +1,4 @@
-"""What `make figures` writes of where a gain comes from, of `trimtab phases` and of `compare`: a table a metric."""
+"""Tables of step phases from `trimtab phases` and `trimtab compare`, for `make figures`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METRICS = frozenset((*_SAVED, *_RATIOS, *_SHARES, "bound_share", "doubling_month
 
 
 def phases(rows: list[Row]) -> Iterator[str]:
-    """Yield the lines of a run's figures."""
+    """Yield the tables of a run, one per metric."""
     for metric, name in _SAVED.items():
         yield from _table(
             f"task | {name} | reference | plan | saved (95%) | n | of the gain", _of(rows, metric), _saved
@@ -64,7 +64,7 @@ def _ratio(row: Row) -> str:
 
 
 def _doubling(row: Row) -> str:
-    """Return months with the interval that the speed-up's own gives: the least are of its upper end."""
+    """Return the months to double, with the interval from that of the speed-up, whose upper end gives the minimum."""
     cycle = f"{row['cycle_months']:g} months"
     if row["high"] is None:
         return f"{cycle} | nothing is projected: {row.get('reason', 'no gain is clear')}"
@@ -75,7 +75,7 @@ def _doubling(row: Row) -> str:
 
 
 def _bounded(row: Row, words: Any) -> str:
-    """Return a figure with its interval; of too few pairs for one the pairs, or where they were not kept the mean."""
+    """Return a figure with its interval. With too few pairs: the pairs, or the mean if pairs were not recorded."""
     if row["n"] < FEW:
         return ", ".join(str(words(pair)) for pair in row.get("pairs") or (row["mean"],))
     if row["low"] is None or row["high"] is None:

@@ -1,9 +1,9 @@
-"""How long a plan takes for a device that is not here: GPT-2 Small and ResNet-50, no weights allocated.
+"""Planning time for another device: GPT-2 Small and ResNet-50 on fake tensors.
 
 `python benchmarks/planning_time.py [--quick] [--json]` prints `planning_s` rows: seconds of `trimtab.plan_elsewhere`
-for an H100, the model made on fake tensors, each time in a process of its own; and by how much that process grew. Each
-also under a limit of half the memory or so (`budget_bytes`), for which blocks and loss heads are traced too. And a
-`schedule_s` row: seconds in which the schedule of least recomputation of a hundred blocks is found.
+for an H100 in a fresh process, and the growth of the process's memory. Each model is also planned with a limit of about
+half the memory (`budget_bytes`), which requires traces of blocks and loss heads. A `schedule_s` row contains the
+seconds to find the optimal activation checkpointing schedule of a hundred blocks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from trimtab.tasks.models.gpt import GPT, GPTShape
 
 DEVICE = "H100 SXM"
 GPT2_SMALL = GPTShape(50257, 1024, num_layers=12, num_heads=12, width=768, dropout=0.1, tied_head=True)
-MODELS = {"gpt2_small": 32, "resnet50": 128}  # rows of a batch
+MODELS = {"gpt2_small": 32, "resnet50": 128}  # batch sizes
 LIMITS = {"gpt2_small": 16 * 2**30, "resnet50": 4 * 2**30}
 RUNS = 8
 STAGES, CHAINS, CHAIN_SHARES = 100, 4, (0.7, 0.5, 0.3)
 
 
 def loop(name: str) -> tuple[Any, ...]:
-    """Return a model, its optimizer, loss and batch, none of them in memory."""
+    """Return model, optimizer, loss and batch on fake tensors."""
     rows = MODELS[name]
     with Fakes():
         if name == "gpt2_small":
@@ -53,7 +53,7 @@ def loop(name: str) -> tuple[Any, ...]:
 
 
 def once(name: str, limit: int | None) -> dict[str, Any]:
-    """Plan one model."""
+    """Plan a model and return seconds and memory growth."""
     given = loop(name)
     before = _most_held()
     start = time.perf_counter()
@@ -68,7 +68,7 @@ def _most_held() -> int:
 
 
 def row_of(name: str, limit: int | None, runs: int) -> dict[str, Any]:
-    """Plan a model in some fresh processes."""
+    """Plan a model in several fresh processes and return the row."""
     found, given = [], [] if limit is None else ["--limit", str(limit)]
     for _ in range(runs):
         command_line = [sys.executable, __file__, "--once", name, *given]
@@ -82,7 +82,7 @@ def row_of(name: str, limit: int | None, runs: int) -> dict[str, Any]:
 
 
 def schedule_row() -> dict[str, Any]:
-    """Find the schedules of least recomputation of chains that are not alike, at three limits each."""
+    """Return the row of optimal schedules, for different chains at three limits each."""
     taken = []
     for seed, share in itertools.product(range(CHAINS), CHAIN_SHARES):
         draw = random.Random(seed)
@@ -104,7 +104,7 @@ def _stage(draw: random.Random) -> Stage:
 
 
 def main() -> None:
-    """Plan, and print how long it took."""
+    """Plan all models and print the times."""
     parser = command.parser(__doc__)
     parser.add_argument("--once", choices=list(MODELS), help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)

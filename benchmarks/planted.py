@@ -1,10 +1,10 @@
-"""Whether planning leaves a loop alone that is already as good as its plan could make it.
+"""False gains: number of plans that change a loop that is already optimal.
 
-`python benchmarks/planted.py [--quick] [--json] [--precision fp32]` plans a multilayer perceptron, its optimizer fused,
-its batch small enough that splitting costs, n times from fresh weights, and counts the plans that change something.
-What is tried on it is slower or refused beforehand, so this says nothing of rivals that are equal: how often one of
-those wins is a test of its own (`tests/unit/calibrate/test_false_gains.py`). The upper bound is that of the exact 95%
-binomial interval. `--precision`: what is fastest on the machine at hand, declared as the loop's own.
+`python benchmarks/planted.py [--quick] [--json] [--precision fp32]` plans a multilayer perceptron with a fused
+optimizer and a batch too small to split, n times from new weights, and counts the plans that change a setting. All
+candidates are slower or refused. The probability that an equally fast candidate wins is a separate test
+(`tests/unit/calibrate/test_false_gains.py`). The upper bound is that of the exact 95% binomial interval. `--precision`
+is the fastest precision of the machine, declared as the loop's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROWS, WIDTH, CLASSES = 128, 768, 10
 
 
 def plan_once(seed: int, precision: str) -> tuple[str, ...]:
-    """Return what the plan of a fresh loop changes."""
+    """Plan a new loop and return the changed settings."""
     torch.manual_seed(seed)
     layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)]
     model = nn.Sequential(*layers)
@@ -35,12 +35,12 @@ def plan_once(seed: int, precision: str) -> tuple[str, ...]:
 
 
 def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the mean cross entropy of inputs (B, WIDTH) and labels (B,)."""
+    """Return the mean cross-entropy for inputs (B, WIDTH) and labels (B,)."""
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def upper_bound(found: int, n: int, confidence: float = 0.975) -> float:
-    """Return the largest share under which `found` or fewer of n still have a chance of 1 - confidence."""
+    """Return the largest probability for which `found` or fewer of n occur with probability 1 - confidence."""
     if found == n:
         return 1.0
     low, high = found / n, 1.0
@@ -52,7 +52,7 @@ def upper_bound(found: int, n: int, confidence: float = 0.975) -> float:
 
 
 def main() -> None:
-    """Plan n times, and print how often something was changed."""
+    """Plan n times and print the number of changed plans."""
     parser = command.parser(__doc__)
     parser.add_argument("--precision", default="fp32")
     options = parser.parse_args()

@@ -86,9 +86,8 @@ def run_rank(name: str, engine: str, stage: int, k: int, reduces_once: bool, fol
             if index < WARM:
                 run.train_step(window, kind.loss_fn)
                 continue
-            model.zero_grad(
-                set_to_none=True
-            )  # gradients must be allocated within the measurement, because they are freed within it
+            # Gradients are freed within the measurement, so they must be allocated within it as well.
+            model.zero_grad(set_to_none=True)
             held = held_by_any(batch) if engine == "deepspeed" else held_by_torch(model, optimizer, stage)
             batch_bytes = storage_bytes(batch) // k  # the trace contains a single micro-batch at a time
             growth = peak_growth(lambda window=window: run.train_step(window, kind.loss_fn))
