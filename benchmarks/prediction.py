@@ -1,13 +1,15 @@
-"""What a step is predicted to take, against what it took.
+"""Predicted step time and peak memory compared with measurements.
 
-`python benchmarks/prediction.py [--quick] [--json]` prints `prediction` rows: for each kind of model at two batch
-sizes, with each optimizer in turn, the loop is profiled as for a plan; and every step that its cost model then tells
-of, in each precision, in one micro-batch and in several, its loss head whole and in chunks, its blocks kept and
-computed again, is run. Bytes are as they were traced, on fake tensors at two sizes of a micro-batch (`bare_error`: and
-without the scratch that operators take, as for a device that is not here), against those that were counted. Seconds are
-as the cost model has them of its trials (`tried`: of that very step, too), and by the device's peaks alone
-(`roofline_s`), against a step that was run in turn with the others. `ratio_error` is that of the step's seconds over
-those of the loop's own, which a machine that is slower while it is profiled than later does not move.
+`python benchmarks/prediction.py [--quick] [--json]` profiles each kind of model at two batch sizes, with different
+optimizers, and executes every step that the cost model predicts: each precision, one and several micro-batches, whole
+and chunked loss head, with and without recomputation. It prints `prediction` rows:
+
+- Bytes: traced on fake tensors at two micro-batch sizes, compared with the measured peak. `bare_error` excludes
+  operator workspaces, as for another device.
+- Seconds: predicted by the cost model from its trials (`tried`: the trials include this step) and from the device's
+  peaks (`roofline_s`), compared with interleaved measurements.
+- `ratio_error`: error of the time relative to the unchanged loop, which is robust to a machine that is slower during
+  profiling.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ SPLITS = (1, 4)
 
 
 def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any]]:
-    """Profile a loop, and yield a row for each step its cost model tells of."""
+    """Profile a loop and yield a row per candidate that the cost model predicts."""
     torch.manual_seed(0)
     kind = KINDS[name]
     model, batch = kind.make().train(), kind.batch(rows)
@@ -76,7 +78,7 @@ def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any
 
 
 def candidates_of(profile: Profile) -> Iterator[Candidate]:
-    """Yield what is predicted: the loop's own layout and step, in the allocator's mode that its trials were run in."""
+    """Yield the candidates to predict, with the loop's memory format and optimizer and the allocator of the trials."""
     rows, base = profile.loop.batch_rows, replace(profile.trials[0].candidate, micro_batch=profile.loop.batch_rows)
     chunks = sorted({each.candidate.loss_chunk or 0 for each in profile.traces})
     splits = [k for k in SPLITS if 2 * k <= rows] if profile.check.splittable else [1]
@@ -95,7 +97,7 @@ def candidates_of(profile: Profile) -> Iterator[Candidate]:
 
 
 def _seconds(subject: Subject, candidates: Sequence[Candidate]) -> dict[Candidate, float]:
-    """Return the median seconds of a step of each, run in turn."""
+    """Return the median seconds per step of each candidate, interleaved."""
     taken: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     for turn in range(ROUNDS + 1):
         for candidate in candidates if turn % 2 else reversed(candidates):
@@ -106,7 +108,7 @@ def _seconds(subject: Subject, candidates: Sequence[Candidate]) -> dict[Candidat
 
 
 def _steady_s(run: Run, subject: Subject, candidate: Candidate) -> float:
-    """Return the seconds of a step that is not the first, of a short one the median of some."""
+    """Return the seconds of a step after a warm-up step; for short steps the median of several."""
     timed = time_settled if candidate.allocator == "retain" else time_call
 
     def step() -> None:
@@ -120,14 +122,15 @@ def _steady_s(run: Run, subject: Subject, candidate: Candidate) -> float:
 def _counted(subject: Subject, candidate: Candidate) -> int:
     with subject.start(candidate) as run:
         run.train_step(run.window(subject.batch), subject.loss_fn)
-        subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
+        # Gradients allocated before the measurement would not be counted.
+        subject.optimizer.zero_grad(set_to_none=True)
         return peak_bytes(lambda: run.train_step(run.window(subject.batch), subject.loss_fn), CPU, subject.live_tensors)
 
 
 def _from_afar(
     kind: Kind, subject: Subject, profile: Profile, candidate: Candidate, measured: int, measured_s: float
 ) -> dict[str, Any]:
-    """Return a step's bytes and seconds as they are told of a device that is not here."""
+    """Return bytes and seconds of a step as predicted for another device, without trials."""
     rows, precision = subject.rows, candidate.precision
     sizes = max(2, rows // 2), max(3, rows)
     few, many = map(kind.batch, sizes)
@@ -139,7 +142,7 @@ def _from_afar(
 
 
 def rows_of(names: list[str], *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows of each kind and batch size, the optimizers taking turns."""
+    """Yield the rows of each kind and batch size, with alternating optimizers."""
     optimizers = itertools.cycle(OPTIMIZERS)
     for name in names:
         for rows in KINDS[name].sizes[:1] if quick else KINDS[name].sizes:
@@ -149,7 +152,7 @@ def rows_of(names: list[str], *, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Predict, measure, and print how far they are apart."""
+    """Predict, measure and print the errors."""
     parser = command.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(KINDS), default=list(KINDS))
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The models of prediction.py: of each common kind one, at a size that two cores can run."""
+"""Models of prediction.py: one of each common kind, sized for two cores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 with a shortcut (He et al. 2015), rectified in place, as is common."""
+    """Bottleneck block with in-place ReLU (He et al. 2015)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """The 7x7 stem and 3, 4, 6, 3 bottlenecks."""
+    """ResNet-50: 7x7 stem and 3, 4, 6, 3 bottleneck blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class ResNet50(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches of 8, a class token, pre-norm encoder layers of torch's own."""
+    """Vision transformer: patches of 8 pixels, class token, torch's pre-norm encoder layers."""
 
     def __init__(self, width: int = 192, depth: int = 6, pixels: int = 64) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class ViT(nn.Module):
 
 
 class Bert(nn.Module):
-    """Post-norm encoder layers over embedded tokens, some of them padding, and a head over the vocabulary."""
+    """BERT: post-norm encoder layers over token embeddings with padding, and a vocabulary head."""
 
     def __init__(self, width: int = 192, depth: int = 4) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Bert(nn.Module):
 
 
 class Lstm(nn.Module):
-    """Two layers over embedded tokens."""
+    """Two-layer LSTM over token embeddings."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Lstm(nn.Module):
 
 
 class TwoConvolutions(nn.Sequential):
-    """As a U-Net has them at each level."""
+    """Two convolutions, a level of a U-Net."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__(
@@ -123,7 +123,7 @@ class TwoConvolutions(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Three levels down and up again (Ronneberger et al. 2015)."""
+    """U-Net with three levels (Ronneberger et al. 2015)."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class UNet(nn.Module):
 
 
 class Mlp(nn.Sequential):
-    """Five layers of 1024."""
+    """Multilayer perceptron: five layers of width 1024."""
 
     def __init__(self) -> None:
         layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
@@ -191,7 +191,14 @@ def _gpt2_small() -> nn.Module:
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, a batch of so many rows, and a loss. `sizes`: rows that are tried."""
+    """A kind of model.
+
+    Args:
+        make: Returns a new model.
+        batch: Returns a batch of a given size.
+        loss_fn: Training loss.
+        sizes: Batch sizes to try.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
@@ -213,7 +220,7 @@ KINDS = {
         Mlp, lambda rows: (torch.randn(rows, 1024), torch.randint(0, CLASSES, (rows,))), over_classes, (16, 256)
     ),
 }
-# Those of which the frontier alone is told: GPT-2 Small at rows of 512 tokens, and a GPT that draws no masks.
+# Only for frontier.py: GPT-2 Small with 512 tokens per sample, and a GPT without dropout.
 MORE_KINDS = {
     "gpt2_small": Kind(_gpt2_small, lambda rows: _tokens(rows, LONG_TOKENS), over_tokens, (2, 4)),
     "gpt_no_dropout": Kind(lambda: _gpt(tied=True, dropout=0.0), _tokens, over_tokens, (4, 8)),

@@ -1,8 +1,8 @@
-"""How long planning measures, against what is allowed of a run whose length is known.
+"""Measuring time of planning compared with its limit for runs of known length.
 
-`python benchmarks/probing.py [--quick] [--json] [--tasks NAME ...]` prints `probing_s` rows: seconds of measuring for
-runs of so many steps, in a fresh process each; of them those of the final, which is never left out (`final_s`); and
-what is allowed (`allowed_s`): a hundredth of the run, or 20 seconds, of runs of minutes a twentieth.
+`python benchmarks/probing.py [--quick] [--json] [--tasks NAME ...]` prints `probing_s` rows for several run lengths,
+each in a fresh process: seconds of measuring, seconds of the final comparison, which always runs (`final_s`), and the
+limit (`allowed_s`): 1% of the run or 20 seconds, 5% for runs of minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = (1_000, 10_000)
 
 
 def once(name: str, steps: int) -> dict[str, Any]:
-    """Measure one task's loop."""
+    """Measure the loop of a task for a run of `steps` steps."""
     task = load_task(name)
     batch = next(task.load_data().batches(0, task.batch_rows))
     model = task.make_model().train()
@@ -46,7 +46,7 @@ def once(name: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and print how long it took."""
+    """Measure and print the times."""
     parser = command.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--once", type=int, help=argparse.SUPPRESS)

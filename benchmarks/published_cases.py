@@ -1,7 +1,7 @@
-"""Steps whose seconds others have published, of one GPU, eager, with the models that took them.
+"""Published step times of one GPU in eager mode, with their models.
 
-Models are written as the published ones compute, operator by operator, and no better: attention of which the scores
-are kept, where theirs are. Shapes in comments: B rows, T tokens, D width, H heads.
+Models reproduce the operators of the published code, including inefficient ones such as attention that stores its
+scores. Shapes in comments: B samples, T tokens, D width, H heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS, TOKENS, PIXELS, CLASSES = 50_257, 1024, 224, 1000
 
 
 class OwnNorm(nn.Module):
-    """A layer norm that is written out."""
+    """Layer norm of elementary operators."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,23 +33,31 @@ class OwnNorm(nn.Module):
 
 
 def own_gelu(x: Tensor) -> Tensor:
-    """Return the GELU by its tanh, written out."""
+    """Return the tanh approximation of GELU from elementary operators."""
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a transformer is written: its attention, norm and GELU as torch has them or out, its weights apart or not."""
+    """Implementation of a transformer.
+
+    Args:
+        fused_attention: True for torch's scaled dot-product attention.
+        own_parts: True for layer norm and GELU from elementary operators.
+        apart: True for separate layers of queries, keys and values.
+        dropout: Dropout probability.
+        causal: True for causal attention.
+    """
 
     fused_attention: bool = False
     own_parts: bool = False
-    apart: bool = False  # queries, keys and values by a layer each, and an output layer of its own
+    apart: bool = False  # also unties the output layer
     dropout: float = 0.0
     causal: bool = True
 
 
 class Attention(nn.Module):
-    """All heads, each score seen."""
+    """Multi-head attention, with stored scores unless fused."""
 
     def __init__(self, width: int, heads: int, style: Style) -> None:
         super().__init__()
@@ -77,7 +85,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm, as in GPT-2 and ViT."""
+    """Pre-norm transformer block, as in GPT-2 and ViT."""
 
     def __init__(self, width: int, heads: int, style: Style) -> None:
         super().__init__()
@@ -95,7 +103,7 @@ class Block(nn.Module):
 
 
 class Gpt2Small(nn.Module):
-    """Twelve blocks of 768 (Radford et al. 2019)."""
+    """GPT-2 Small: twelve blocks of width 768 (Radford et al. 2019)."""
 
     def __init__(self, style: Style) -> None:
         super().__init__()
@@ -113,7 +121,7 @@ class Gpt2Small(nn.Module):
 
 
 class Vit(nn.Module):
-    """Patches and a class token (Dosovitskiy et al. 2020)."""
+    """Vision transformer with patches and a class token (Dosovitskiy et al. 2020)."""
 
     def __init__(self, width: int, heads: int, patch: int, depth: int = 12) -> None:
         super().__init__()
@@ -131,7 +139,7 @@ class Vit(nn.Module):
 
 
 class Residual(nn.Module):
-    """A basic block or a bottleneck, rectified in place (He et al. 2015; the stride in the 3x3)."""
+    """Basic or bottleneck block with in-place ReLU and the stride in the 3x3 convolution (He et al. 2015)."""
 
     def __init__(self, channels: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
@@ -157,7 +165,7 @@ def _convolution(before: int, after: int, size: int, stride: int) -> tuple[nn.Mo
 
 
 def resnet(depths: Sequence[int], *, bottleneck: bool) -> nn.Module:
-    """Return a residual network for images of 224."""
+    """Return a residual network for 224x224 images."""
     stem = [*_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     blocks: list[nn.Module] = []
     channels = 64
@@ -170,7 +178,7 @@ def resnet(depths: Sequence[int], *, bottleneck: bool) -> nn.Module:
 
 
 def vgg(depths: Sequence[int], *, norm: bool) -> nn.Module:
-    """Return Simonyan and Zisserman's network of 2014, without dropout."""
+    """Return a VGG network (Simonyan and Zisserman 2014), without dropout."""
     layers: list[nn.Module] = []
     channels = 3
     for width, depth in zip((64, 128, 256, 512, 512), depths, strict=True):
@@ -185,11 +193,19 @@ def vgg(depths: Sequence[int], *, norm: bool) -> nn.Module:
 
 @dataclass(frozen=True)
 class Published:
-    """A step that was published.
+    """A published step.
 
     Args:
-        step_s: seconds. reserved_bytes: what torch's allocator held at the end, where it is told.
-        cast: parameters and all in the precision, instead of autocast.
+        source: Key of the source.
+        device: Name of the device.
+        name: Name of the model.
+        make: Returns the model.
+        rows: Batch size.
+        precision: Precision of the step.
+        step_s: Published seconds per step.
+        fused: True for a fused optimizer.
+        cast: True if parameters and all tensors have the precision, instead of autocast.
+        reserved_bytes: Memory reserved by torch's allocator at the end, if published.
     """
 
     source: str
@@ -205,11 +221,11 @@ class Published:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether a row is tokens, not an image."""
+        """True if a sample is a sequence of tokens, False if it is an image."""
         return self.name.startswith("gpt2")
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Return what a step reads and is told."""
+        """Return a batch of inputs and targets."""
         if self.reads_tokens:
             return torch.zeros(self.rows, TOKENS).long(), torch.zeros(self.rows, TOKENS).long()
         return torch.zeros(self.rows, 3, PIXELS, PIXELS), torch.zeros(self.rows).long()
@@ -270,7 +286,7 @@ _VITS = {
     "vit_base_patch32": (768, 12, 32),
     "vit_large_patch16": (1024, 16, 16, 24),
 }
-# Rows, and seconds in each layout that makes a difference.
+# Batch size, and published seconds per memory format.
 _TIMM = {
     "resnet18": (512, {"channels_last": 0.146713, "keep": 0.184877}),
     "resnet34": (512, {"channels_last": 0.250813, "keep": 0.314992}),
@@ -312,7 +328,7 @@ def _images() -> list[Published]:
 
 
 CASES = (*_ladder(), *_tips(), *_images())
-# Where the figures stand; seen 2026-11-24.
+# Sources of the figures, accessed 2026-11-24.
 SOURCES = {
     "build-nanogpt": "A. Karpathy, Let's reproduce GPT-2 (124M), 2024: milliseconds in the titles of its chapters",
     "LLMs-from-scratch": "github.com/rasbt/LLMs-from-scratch, ch05/10_llm-training-speed/README.md (torch 2.6)",

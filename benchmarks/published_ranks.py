@@ -1,13 +1,13 @@
-"""What a step of several ranks is told to take where none of them is here, against what others published of theirs.
+"""Predictions for several ranks on other devices, compared with published step times.
 
-`python benchmarks/published_ranks.py [--quick] [--json]` prints `published_ranks` rows, steps of
-`published_ranks_cases.py`, and `published_efficiency` rows, two such steps of unlike numbers of ranks. Nothing is run.
-Seconds are told four ways, from what is like theirs to what a plan has:
+`python benchmarks/published_ranks.py [--quick] [--json]` prints `published_ranks` rows for the steps of
+`published_ranks_cases.py`, and `published_efficiency` rows for pairs of steps with different numbers of ranks. No step
+is executed. Seconds are predicted in four ways:
 
-- `predicted_s`: parameters gathered and computed in what theirs were, and nodes named ("8 x nvlink + ib:NDR");
-- `flat_s`: the same where only ports are named ("ib:NDR"), so that one ring goes through all of them;
-- `alone_s`: without any communication that is waited for;
-- `own_s`: as `predicted_s`, by our own backend: parameters gathered in fp32, and autocast.
+- `predicted_s`: gather and compute dtypes as published, links within and between nodes ("8 x nvlink + ib:NDR");
+- `flat_s`: the same with a single flat ring over the ports ("ib:NDR");
+- `alone_s`: without exposed communication;
+- `own_s`: like `predicted_s` with trimtab's backend, which gathers parameters in fp32 and uses autocast.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.fakes import Fakes
 
 QUICK = ("resnet50", "gpt2", "MPT 125M")
-TRACED_ROWS = (2, 4)  # work and peaks are lines in rows
-_SCALES = 60  # halvings of an interval
+TRACED_ROWS = (2, 4)  # FLOP and peaks are linear in the batch size
+_SCALES = 60  # bisection steps
 
 
 @contextlib.contextmanager
 def made(model: Model, *, cast: bool, fused: bool) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    """Have a model without memory, and its optimizer."""
+    """Context manager that yields a model on fake tensors and its optimizer."""
     with Fakes(), default_dtype(torch.bfloat16 if cast else torch.float32):
         module = model.make().train()
         yield module, model.optimizer(module, fused=fused)
@@ -56,7 +56,7 @@ def made(model: Model, *, cast: bool, fused: bool) -> Iterator[tuple[nn.Module, 
 
 @functools.cache
 def traced(model: Model, precision: str, *, cast: bool, fused: bool) -> Traced:
-    """Return the operators of a step of one rank: all computed in bf16 (`cast`), or under autocast."""
+    """Return the traced operators of a rank's step, entirely in bf16 (`cast`) or under autocast."""
     with made(model, cast=cast, fused=fused) as (module, optimizer), torch.device("cpu"):
         batch = model.batch(TRACED_ROWS[-1])
     as_traced = {"tf32": "fp32", "fp16": "bf16"}.get(precision, precision)
@@ -66,10 +66,12 @@ def traced(model: Model, precision: str, *, cast: bool, fused: bool) -> Traced:
 
 
 def shape_of(case: Case, *, like_theirs: bool) -> StepShape:
-    """Return a rank's step as communication sees it, by the data sheet of its device.
+    """Return the communication profile of a rank's step, from the data sheet of its device.
 
     Args:
-        like_theirs: computed in what parameters are gathered in, and stepped in fp32; or as our backend has it.
+        case: Published step.
+        like_theirs: True to compute in the published gather dtype with an fp32 optimizer step, False for trimtab's
+            backend.
     """
     of = functools.partial(traced, case.model, case.precision, fused=case.fused)
     found = of(cast=case.model.casts)
@@ -92,14 +94,14 @@ def shape_of(case: Case, *, like_theirs: bool) -> StepShape:
 
 
 def window_of(case: Case, link: Link, *, like_theirs: bool = True) -> WindowCost:
-    """Return what a window of a rank takes."""
+    """Return the predicted cost of a window."""
     how = case.how if like_theirs else replace(case.how, gather_dtype="fp32")
     return window_s(how, link, shape_of(case, like_theirs=like_theirs), case.micro_batches)
 
 
 def peak_of(case: Case) -> int:
-    """Return the peak of a rank's tensors, parameters gathered as theirs were."""
-    # What a replica's gradients are sent in is their own type.
+    """Return the predicted peak of a rank's tensors, with the published gather dtype."""
+    # Replicas (stage 0) reduce gradients in the gradients' dtype.
     how = case.how if case.how.zero_stage else replace(case.how, reduce_dtype="fp32")
     return _held(case.model, how, case.micro_batches, fused=case.fused).peak_bytes(case.rows)
 
@@ -114,7 +116,7 @@ def _held(model: Model, how: Parallelism, num_micro_batches: int, *, fused: bool
 
 
 def row_of(case: Case) -> dict[str, Any]:
-    """Tell of one published step."""
+    """Predict a published step and return its row."""
     joined, how = case.joined, case.how
     link = joined.rings(how.ranks)
     told, own = window_of(case, link), window_of(case, link, like_theirs=False)
@@ -137,7 +139,7 @@ def row_of(case: Case) -> dict[str, Any]:
 
 
 def efficiency_of(pair: Efficiency) -> dict[str, Any]:
-    """Tell of one published efficiency: by data sheets alone, and from the fewer ranks' step as it was published."""
+    """Return the row of a published efficiency, predicted from data sheets and from the step time of fewer ranks."""
     fewer, more = pair.fewer, pair.more
     ranks = [each.how.ranks for each in (fewer, more)]
 
@@ -155,7 +157,7 @@ def efficiency_of(pair: Efficiency) -> dict[str, Any]:
 
 
 def _as_timed(case: Case, link: Link) -> StepShape:
-    """Return the shape of a case, its computing scaled so that its window takes what was published."""
+    """Return the communication profile with compute times scaled so that the window takes the published time."""
     shape = shape_of(case, like_theirs=True)
 
     def scaled(by: float) -> StepShape:
@@ -171,7 +173,7 @@ def _as_timed(case: Case, link: Link) -> StepShape:
 
 
 def main() -> None:
-    """Tell of each, and print how far off it is."""
+    """Predict every step and print the errors."""
     options = command.parser(__doc__).parse_args()
     rows = []
     for case in [each for each in CASES if not options.quick or each.model.name in QUICK]:

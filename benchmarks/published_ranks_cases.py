@@ -1,7 +1,7 @@
-"""Steps of several GPUs whose seconds others have published, with the models and the links that they took.
+"""Published step times of several GPUs, with their models and links.
 
-How the rows were chosen: data parallelism alone (DDP, or FSDP over all ranks), rows and micro-batches told, and what is
-recomputed. Left out: 8-bit floats, tensor, pipeline and context parallelism, sharding within a node alone.
+Selection: data parallelism only (DDP, or FSDP over all ranks), with published batch size, micro-batches and activation
+checkpointing. Excluded: fp8, tensor, pipeline and context parallelism, and sharding within nodes only.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """A published model.
 
     Args:
-        shape: of a transformer; None of images. casts: parameters and all are of the precision, also to the optimizer.
+        name: Display name.
+        make: Returns the model.
+        loss_fn: Training loss.
+        shape: Shape of a transformer; None for image models.
+        casts: True if parameters and optimizer also have the precision of the step.
+        tokens: Tokens per sample; 0 for images.
     """
 
     name: str
@@ -40,7 +45,7 @@ class Model:
     tokens: int = 0
 
     def batch(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return what a step reads and is told."""
+        """Return a batch of inputs and targets."""
         if self.tokens:
             return torch.zeros(rows, self.tokens).long(), torch.zeros(rows, self.tokens).long()
         return torch.zeros(rows, 3, PIXELS, PIXELS), torch.zeros(rows).long()
@@ -53,17 +58,20 @@ class Model:
 
     @property
     def recompute(self) -> str:
-        """What of its blocks is computed again."""
+        """Activation checkpointing of the blocks: "none", "half" or "all"."""
         return "none" if self.shape is None else self.shape.recompute
 
 
 @dataclass(frozen=True)
 class Joined:
-    """How ranks are joined.
+    """Devices and links of a cluster.
 
     Args:
-        device: by its name in the table, or another. inside: of a node. between: of a rank's port, None on one node.
-        is_stated: whether the source says what joins them.
+        device: Name in trimtab's device table, or a specification.
+        inside: Link within a node.
+        between: Link of a rank's port to other nodes; None for a single node.
+        ranks_of_node: Ranks per node.
+        is_stated: True if the source states the links.
     """
 
     device: str | DeviceSpec
@@ -74,15 +82,15 @@ class Joined:
 
     @property
     def spec(self) -> DeviceSpec:
-        """Return the device's figures."""
+        """Specification of the device."""
         return absent_device(self.device) if isinstance(self.device, str) else self.device
 
     def flat(self, ranks: int) -> Link:
-        """Return one hop of a flat ring: as wide as one rank's port wherever there are several nodes."""
+        """Return a hop of a flat ring, with the bandwidth of a rank's port if there are several nodes."""
         return self.inside if ranks <= self.ranks_of_node or self.between is None else self.between
 
     def rings(self, ranks: int) -> Link:
-        """Return one hop of as many rings as a node has ports."""
+        """Return a hop of parallel rings, one per port of a node."""
         if ranks <= self.ranks_of_node or self.between is None:
             return self.inside
         return over_nodes(self.inside, self.between, self.ranks_of_node)
@@ -90,11 +98,21 @@ class Joined:
 
 @dataclass(frozen=True)
 class Case:
-    """A step that was published, of each rank.
+    """A published step, per rank.
 
     Args:
-        micro_batches: of a window; rows: of one of them. step_s: seconds of a window. held_bytes: the peak of a rank,
-            of torch's allocator (`is_reserved`) or of tensors.
+        source: Key of the source.
+        model: Model.
+        joined: Devices and links.
+        how: Parallelism.
+        rows: Samples per micro-batch.
+        step_s: Published seconds per window.
+        micro_batches: Micro-batches per window.
+        precision: Precision of the step.
+        compiled: True if the model was compiled.
+        fused: True for a fused optimizer.
+        held_bytes: Published peak of a rank, if any.
+        is_reserved: True if `held_bytes` is memory reserved by the allocator, False if allocated.
     """
 
     source: str
@@ -113,14 +131,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Two of a source's steps of the same rows a rank: how much of the fewer ranks' speed each of more has."""
+    """Weak-scaling efficiency from two published steps with equal batch size per rank."""
 
     fewer: Case
     more: Case
 
     @property
     def published(self) -> float:
-        """Seconds of the fewer over those of the more: each rank's windows are alike."""
+        """Published efficiency: seconds with fewer ranks divided by seconds with more ranks."""
         return self.fewer.step_s / self.more.step_s
 
 
@@ -199,8 +217,8 @@ _MOSAIC = {
     "A100 40GB": Joined("A100", LINKS["nvlink:A100"], _ROCE),
     "A100 80GB": Joined("A100 80GB", LINKS["nvlink:A100"], _ROCE),
 }
-# Size, whether its blocks are recomputed, ranks, rows of a micro-batch, micro-batches, and tokens a second of a rank;
-# gradients are reduced in fp32 but on the A100 of 40 GB, stage 2 is SHARD_GRAD_OP and 3 FULL_SHARD; 2048 tokens a row.
+# Size, activation checkpointing, ranks, samples per micro-batch, micro-batches, tokens/s per rank. Gradients are
+# reduced in fp32, except on the A100 of 40 GB. Stage 2 is SHARD_GRAD_OP, stage 3 FULL_SHARD. A sample has 2048 tokens.
 _FOUNDRY: dict[tuple[str, int], tuple[tuple[str, bool, int, int, int, float], ...]] = {
     ("H100", 3): (
         ("760M", False, 8, 24, 2, 63_147),
@@ -270,7 +288,7 @@ def _foundry() -> list[Case]:
     return found
 
 
-# fms-fsdp, before it was compiled: 400 Gb/s of a node of 8.
+# fms-fsdp without compilation: 400 Gb/s per node of 8.
 
 
 _EFA = replace(LINKS["ib:HDR"], name="efa:50", bytes_per_s=400e9 / 8 / 8, source="fms-fsdp: 400 Gb/s a node; latency: ")
@@ -319,7 +337,7 @@ def _replicas() -> list[Efficiency]:
 
 
 def _pairs(cases: list[Case]) -> list[Efficiency]:
-    """Return the cases of a source that differ in their ranks alone, each with the one of the fewest ranks."""
+    """Return pairs of cases that differ only in ranks, each with the case of fewest ranks."""
     found, fewest = [], dict[Any, Case]()
     for case in sorted(cases, key=lambda each: each.how.ranks):
         key = (case.source, case.model.name, case.model.recompute, id(case.joined), case.compiled, case.rows)
@@ -334,7 +352,7 @@ _REPLICAS = _replicas()
 _SHARDED = [*_torchtitan(), *_kempner(), *_foundry(), *_fms()]
 CASES = (*(each.more for each in _REPLICAS), *_SHARDED)
 EFFICIENCIES = (*_REPLICAS, *_pairs(_SHARDED))
-# Where the figures stand; seen 2026-11-24.
+# Sources of the figures, accessed 2026-11-24.
 SOURCES = {
     "torchtitan": "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3",
     "KempnerForge": "github.com/KempnerInstitute/KempnerForge, benchmarks/mfu_scaling and config_validation",

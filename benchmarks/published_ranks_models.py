@@ -1,6 +1,6 @@
-"""Transformers that others trained on many GPUs, written as theirs compute, their blocks recomputed as theirs were.
+"""Transformers of published multi-GPU trainings, with the original operators and activation checkpointing.
 
-Shapes in comments: B rows, T tokens, D width, H heads, V words.
+Shapes in comments: B samples, T tokens, D width, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,12 +24,18 @@ _ATTENTIONS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What a transformer is made of.
+    """Sizes of a transformer.
 
     Args:
-        tokens: of a row. kv_heads: 0: as many as heads. hidden: of the feed-forward part; 0: four times the width.
-        recompute: what of its blocks is computed again in the backward: "none", "all", or "half": every second matrix
-            product, and whatever is neither a product nor attention.
+        width: Hidden size.
+        heads: Attention heads.
+        blocks: Number of blocks.
+        words: Vocabulary size.
+        tokens: Tokens per sample.
+        kv_heads: Key and value heads; 0 for `heads`.
+        hidden: Width of the feed-forward part; 0 for four times `width`.
+        recompute: Activation checkpointing: "none", "all", or "half" (all operators except attention and every second
+            matrix product).
     """
 
     width: int
@@ -43,7 +49,7 @@ class Shape:
 
 
 def _half(counts: dict[bool, int], context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """Keep attention and every other product: torchtitan's selective checkpointing by operator."""
+    """Save attention and every second matrix product, as torchtitan's selective activation checkpointing does."""
     if operator is torch.ops.aten.mm.default:
         counts[context.is_recompute] = counts.get(context.is_recompute, 0) + 1
         kept = counts[context.is_recompute] % 2 == 1
@@ -57,7 +63,7 @@ def _half_contexts() -> tuple[Any, Any]:
 
 
 class _Block(nn.Module):
-    """A block that is recomputed as its shape says."""
+    """Transformer block with the activation checkpointing of its shape."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -76,7 +82,7 @@ class _Block(nn.Module):
 
 
 class RootMeanSquareNorm(nn.Module):
-    """Computed in fp32, one operator after the other, as torchtitan's and KempnerForge's are."""
+    """RMSNorm in fp32 from elementary operators, as in torchtitan and KempnerForge."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -89,13 +95,13 @@ class RootMeanSquareNorm(nn.Module):
 
 
 def _rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """Return (B, T, H, D/H), its pairs turned as complex numbers in fp32."""
+    """Apply rotary embeddings to (B, T, H, D/H), as complex products in fp32."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(3).type_as(x)
 
 
 class LlamaBlock(_Block):
-    """Grouped queries, rotary positions, SwiGLU."""
+    """Llama block: grouped-query attention, rotary positions, SwiGLU."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -143,7 +149,7 @@ class Llama(nn.Module):
 
 
 class LowNorm(nn.LayerNorm):
-    """A layer norm that stays in half precision under autocast too."""
+    """Layer norm that stays in half precision under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, T, D)."""
@@ -153,7 +159,7 @@ class LowNorm(nn.LayerNorm):
 
 
 class MptBlock(_Block):
-    """GPT-2's, without dropout."""
+    """GPT-2 block without dropout."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -172,7 +178,7 @@ class MptBlock(_Block):
 
 
 class Mpt(nn.Module):
-    """MosaicML's GPT: positions that are learned, the head's weights the embedding's."""
+    """MosaicML's GPT with learned positions and a tied head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -189,7 +195,7 @@ class Mpt(nn.Module):
 
 
 def over_wide_tokens(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy of logits that are made fp32 first."""
+    """Return the mean cross-entropy of logits converted to fp32."""
     return F.cross_entropy(model(batch[0]).flatten(0, 1).float(), batch[1].flatten())
 
 

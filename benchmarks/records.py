@@ -1,4 +1,4 @@
-"""Records as pages name them: their rows, their machine, and the link to where they stand whole."""
+"""Benchmark records for the pages of docs: rows, machine, and link to the full results."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ EVALUATION = "evaluation-epyc-avx2-2core"
 
 @dataclass(frozen=True)
 class Record:
-    """What was measured in one run of a benchmark.
+    """Results of a benchmark run.
 
     Args:
-        name: as it is told. anchor: of its section of docs/RESULTS.md. machine: its GPU or processor, in words.
+        name: Display name.
+        anchor: Anchor of its section in docs/RESULTS.md.
+        machine: GPU or CPU as text.
+        rows: Results.
     """
 
     name: str
@@ -33,19 +36,19 @@ class Record:
 
     @property
     def link(self) -> str:
-        """The record's name, which leads to it."""
+        """Markdown link to the record."""
         return f"[{self.name}](RESULTS.md#{self.anchor})"
 
     def of(self, metric: str, **fields: Any) -> list[Row]:
-        """Return the rows of a metric that hold these values."""
+        """Return the rows of a metric with the given field values."""
         sought = {"metric": metric} | fields
         return [row for row in self.rows if all(row.get(key) == value for key, value in sought.items())]
 
     def one(self, metric: str, **fields: Any) -> Row:
-        """Return the row of a metric that holds these values.
+        """Return the only row of a metric with the given field values.
 
         Raises:
-            ValueError: there is none, or there are several.
+            ValueError: There is no such row, or several.
         """
         found = self.of(metric, **fields)
         if len(found) != 1:
@@ -54,18 +57,18 @@ class Record:
 
 
 def newest(root: Path, name: str) -> Record:
-    """Return the last record, by date, of a benchmark's part."""
+    """Return the newest record whose name starts with `name`."""
     paths = sorted((root / "benchmarks" / "results").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:])
     return _read(paths[-1])
 
 
 def every(root: Path, name: str) -> list[Record]:
-    """Return all records of a benchmark's part, by name."""
+    """Return all records whose name starts with `name`, sorted by name."""
     return [_read(path) for path in sorted((root / "benchmarks" / "results").glob(f"{name}-*.json"))]
 
 
 def evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> Record:
-    """Return a run of an evaluation, of races or of an ablation."""
+    """Return a comparison or an ablation of an evaluation."""
     folder = root / "benchmarks" / "results" / evaluation
     found = read_report(folder / name / "report.json")
     made = benchmark_object(found) if isinstance(found, Comparison) else ablation_object(found)
@@ -74,15 +77,15 @@ def evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> Record:
 
 
 def is_evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> bool:
-    """Return whether a run of an evaluation has left its report."""
+    """Return True if a run of an evaluation has a report."""
     return (root / "benchmarks" / "results" / evaluation / name / "report.json").is_file()
 
 
 def plan_of(root: Path, name: str, tier: str) -> Plan:
-    """Return the plan of a tier that a comparison of the evaluation raced.
+    """Return the plan of a tier from a comparison of the evaluation.
 
     Raises:
-        KeyError: it has none.
+        KeyError: The comparison has no plan of the tier.
     """
     found = read_report(root / "benchmarks" / "results" / EVALUATION / name / "report.json")
     return (found.plans if isinstance(found, Comparison) else {})[tier]
@@ -94,7 +97,7 @@ def _read(path: Path) -> Record:
 
 
 def timed_on_gpus(root: Path) -> list[Record]:
-    """Return what was timed of plans against the plain loop on GPUs."""
+    """Return the timed comparisons of plans with the baseline on GPUs."""
     folders = sorted(path.name for path in (root / "benchmarks" / "results").glob("evaluation-*"))
     names = [(folder, name) for folder in folders for name in ("gpt2-timed", "resnet-timed")]
     return [evaluated(root, name, folder) for folder, name in names if is_evaluated(root, name, folder)]

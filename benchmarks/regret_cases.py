@@ -1,4 +1,4 @@
-"""The cases of regret.py: what is trained, and how an arm is."""
+"""Cases of regret.py, and the training of an arm."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 from trimtab.tasks.task import Task, TaskData
 
-SMOOTHED = 3  # evaluations that a point of a curve is the mean of
+SMOOTHED = 3  # evaluations averaged for a point of a curve
 
 
 def small_resnet() -> Task:
-    """Return cifar10_resnet at a hundredth of its cost: 16x16 pixels as they are, one block a stage, width 8; SGD."""
+    """Return cifar10_resnet at 1% of its cost: 16x16 pixels, no augmentation, single blocks, width 8, SGD."""
     return replace(
         load_task("cifar10_resnet"),
         make_model=_small_resnet,
@@ -67,7 +67,7 @@ def _small_images() -> TaskData:
 
 
 def _shrunk(images: np.ndarray) -> torch.Tensor:
-    """Return (N, 3, 16, 16) float32, normalised."""
+    """Return normalised images (N, 3, 16, 16) float32 by average pooling."""
     parts = torch.from_numpy(images).split(5_000)
     return torch.cat([torch.nn.functional.avg_pool2d(normalise(part), 2) for part in parts])
 
@@ -80,7 +80,7 @@ CONTEXT, HELD_OUT, JUDGED = 64, 128, 1_000
 
 
 def small_gpt() -> Task:
-    """Return source_gpt at a fortieth of its cost: context 64, two layers of width 128."""
+    """Return source_gpt at 1/40 of its cost: context 64, two layers of width 128."""
     return replace(
         load_task("source_gpt"), make_model=_small_model, make_optimizer=_adamw, load_data=_short_rows, batch_rows=4
     )
@@ -105,13 +105,17 @@ def _short_rows() -> TaskData:
 
 @dataclass(frozen=True)
 class Case:
-    """A task as it is trained here.
+    """A task with its training settings.
 
     Args:
-        rows: of a micro-batch, which is a loader batch. rate: learning rate at k = 1. targets: held-out losses,
-            falling, all in the part of a run that most of its time goes into.
-        eval_every: samples between evaluations. most_samples: when an arm is given up. warmup: samples over which the
-            rate rises, in every arm.
+        name: Name of the case.
+        make: Returns the task.
+        rows: Samples per micro-batch, which is a loader batch.
+        rate: Learning rate at k = 1.
+        targets: Validation losses in decreasing order, from the part of a run that takes most of the time.
+        eval_every: Samples between evaluations.
+        most_samples: Samples after which an arm is stopped.
+        warmup: Samples of linear learning-rate warm-up in every arm.
     """
 
     name: str
@@ -124,7 +128,7 @@ class Case:
     warmup: int = 0
 
     def warmed(self, samples: int) -> float:
-        """Return the factor on the rate after so many samples."""
+        """Return the learning-rate factor after `samples` samples."""
         return min(1.0, samples / self.warmup) if self.warmup else 1.0
 
 
@@ -136,9 +140,13 @@ CASES = (
 
 @dataclass
 class Course:
-    """How an arm went. Points: (samples, windows, micro-batches of all ranks, held-out loss).
+    """Learning curve of an arm.
 
-    A micro-batch that was split is two, which is more than it takes. `price`: share of the time that measuring took.
+    Args:
+        points: (samples, windows, micro-batches of all ranks, validation loss). A split micro-batch counts as two,
+            which overestimates its time.
+        noise: Final noise estimate.
+        price: Overhead of measuring, as a fraction of the time.
     """
 
     points: list[tuple[float, float, float, float]] = field(default_factory=list)
@@ -152,18 +160,24 @@ class Course:
         return micro / num_windows
 
     def losses(self) -> list[float]:
-        """Return each evaluation's loss, the mean of the last few."""
+        """Return the smoothed loss of each evaluation."""
         each = [loss for *_, loss in self.points]
         return [statistics.fmean(each[max(0, i + 1 - SMOOTHED) : i + 1]) for i in range(len(each))]
 
     def reached(self, target: float) -> bool:
-        """Return whether the curve ends at or below a loss."""
+        """Return True if the curve ends at or below the target."""
         return bool(self.points) and self.losses()[-1] <= target
 
     def arrival(self, targets: Sequence[float], times: Times, ranks: int) -> tuple[float, float]:
-        """Return samples and seconds, by a table of times, when the curve first met each loss: their geometric means.
+        """Return the geometric means over targets of samples and seconds until the curve first met the target.
 
-        Infinite where one was never met. One loss alone is met by chance a tenth sooner or later.
+        Infinite if a target was never met. Several targets are averaged because the time to a single target varies by a
+        tenth by chance.
+
+        Args:
+            targets: Validation losses.
+            times: Step time model that converts windows and micro-batches to seconds.
+            ranks: Number of ranks.
         """
         met = [self._met(target) for target in targets]
         if any(point is None for point in met):
@@ -174,7 +188,7 @@ class Course:
         return samples, statistics.geometric_mean(seconds) * (1 + self.price)
 
     def _met(self, target: float) -> tuple[float, float, float] | None:
-        """Return samples, windows and micro-batches when the curve first met a loss."""
+        """Return interpolated samples, windows and micro-batches until the curve met the target; None if never."""
         losses = self.losses()
         found = next((i for i, loss in enumerate(losses) if loss <= target), None)
         if found is None:
@@ -191,19 +205,19 @@ class Course:
 
 
 class Told(WindowTimes):
-    """Times of a table, in place of those a run measures, from when it measured enough."""
+    """Replacement of `WindowTimes` that returns given times once enough steps were measured."""
 
     def __init__(self, told: Times) -> None:
         super().__init__()
         self._told = told
 
     def times(self, micro_rows: float) -> Times | None:
-        """Return them, or None."""
+        """Return the given times, None while too few steps were measured."""
         return self._told if self.is_known else None
 
 
 def kept(path: Path, run: Callable[..., Course], *arguments: Any) -> Course:
-    """Return the course that a file has, if these sources trained it; or train it, and let the file have it."""
+    """Return a cached course if it was made by the same sources and arguments. Otherwise train and cache it."""
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     made_by = f"{sources()}, {arguments[1:]}"
     if found.get("made_by") != made_by:
@@ -215,15 +229,21 @@ def kept(path: Path, run: Callable[..., Course], *arguments: Any) -> Course:
 
 @functools.cache
 def sources() -> str:
-    """Return a fingerprint of all that trains a course."""
+    """Return a fingerprint of the source files that affect training."""
     files = sorted(Path(trimtab.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(each.read_bytes() for each in [*files, Path(__file__)])).hexdigest()[:16]
 
 
 def train_fixed(case: Case, seed: int, total: int, rate: float | None = None) -> Course:
-    """Train to the target with so many micro-batches in every window, from the start at the rate that follows.
+    """Train to the target with a fixed number of micro-batches and the corresponding learning rate.
 
-    By a plain plan, which measures nothing. The data is in the policies' order, but for an epoch's last few rows.
+    The plan measures nothing. The order of data equals that of the policies, except for the last samples of an epoch.
+
+    Args:
+        case: Case to train.
+        seed: Seed.
+        total: Micro-batches per window, of all ranks.
+        rate: Learning rate at k = 1; None for the case's.
     """
     task, plan = case.make(), Plan.fixed(case.rows * total, micro_batch=case.rows)
 
@@ -237,14 +257,22 @@ def train_fixed(case: Case, seed: int, total: int, rate: float | None = None) ->
 def train(
     case: Case, seed: int, rule: trimtab.BatchRule, ranks: int = 1, times: Times | None = None, most: int | None = None
 ) -> Course:
-    """Train to the target by a rule, whose k counts micro-batches of all ranks, or on so many samples at the most.
+    """Train to the target with a batch size policy.
 
-    A loader batch is one micro-batch of each rank: they are the micro-batches of one process.
+    Ranks are simulated in a single process: a loader batch contains a micro-batch of each rank.
+
+    Args:
+        case: Case to train.
+        seed: Seed.
+        rule: Policy; its k counts micro-batches of all ranks.
+        ranks: Number of simulated ranks.
+        times: Step times to use instead of measured times; None to measure.
+        most: Maximum number of samples; None for the case's.
     """
     task, rows = case.make(), case.rows * ranks
     plan = Plan.fixed(rows, micro_batch=case.rows, batch_rule=rule)
 
-    # told of a micro-batch as if all ranks' were one rank's
+    # Seconds per micro-batch, counting the micro-batches of all ranks.
     told = None if times is None else Times(times.micro_s / ranks, times.fixed_s)
 
     def window(run: Run, batches: Iterator[Any]) -> Window:
@@ -291,14 +319,14 @@ def _train(
 
 
 def _telling(told: Times | None) -> contextlib.AbstractContextManager[Any]:
-    """Let the control of a run that is started inside read the times of a table."""
+    """Context manager: runs started inside use the given times instead of measured times."""
     if told is None:
         return contextlib.nullcontext()
     return unittest.mock.patch.object(batch_decider, "WindowTimes", functools.partial(Told, told))
 
 
 def _as_ranks(run: Run, told: Times, num_ranks: int) -> None:
-    """Let a run account for what measuring takes by windows of the table's times, and see each rank's micro-batch."""
+    """Charge overhead relative to the given window times, and treat micro-batches as those of separate ranks."""
     control = run._control
     assert isinstance(control, BatchControl)
     account = control._account
@@ -312,12 +340,12 @@ def _as_ranks(run: Run, told: Times, num_ranks: int) -> None:
 
 
 def _follows(task: Task, ratio: int) -> float:
-    """Return the factor on the learning rate of a batch so many times as large, by the optimizer's rule."""
+    """Return the learning-rate factor for a batch `ratio` times as large: linear for SGD, otherwise square root."""
     return float(ratio) if task.make_optimizer is _sgd else math.sqrt(ratio)
 
 
 def held_out_loss(task: Task, model: nn.Module, data: TaskData) -> float:
-    """Return the mean loss over all held-out rows."""
+    """Return the mean validation loss."""
     total, terms = 0.0, 0.0
     with evaluating(model):
         for batch in data.held_out:

@@ -1,4 +1,4 @@
-"""The tables of times of regret.py: of one process, and of two ranks over a slow link."""
+"""Step times of regret.py: for a single process, and for two ranks over a slow link."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from trimtab.tasks.task import Task
 
 
 def local_times(case: Case) -> Times:
-    """Return the times of this process, in one thread, as the arms have."""
+    """Measure the times in this process with a single thread, as the arms use."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return _measured(case, case.make().make_model().train())
 
 
 def rank_times(case: Case, latency_s: float) -> Times:
-    """Return the times over two gloo ranks of one thread, each reduction so many seconds late."""
+    """Measure the times on two gloo ranks with a thread each. Reductions are delayed by `latency_s` seconds."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         work = functools.partial(_rank, case=case, latency_s=latency_s, folder=folder)
@@ -70,12 +70,12 @@ def _rank(rank: int, case: Case, latency_s: float, folder: str) -> None:
 
 
 def _mean_loss(task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return a mean: over ranks no counts are added up."""
+    """Return the mean loss, because counts are not summed over ranks here."""
     return mean_of(task.loss_fn(model, batch))
 
 
 def _measured(case: Case, model: nn.Module, num_windows: int = 100) -> Times:
-    """Return the times by windows of one and of five micro-batches in turn, medians of their seconds, data included."""
+    """Return the times from interleaved windows of one and five micro-batches, data loading included."""
     task = case.make()
     batches: Iterator[Any] = task.load_data().batches(0, case.rows)
     optimizer = task.make_optimizer(model, rate=1e-4)  # type: ignore[call-arg]

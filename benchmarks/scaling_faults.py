@@ -1,4 +1,4 @@
-"""From a signal to the end of `trimtab train --ranks 2`: how long a job takes whose rank is killed or stopped."""
+"""Time from killing or stopping a rank to the end of `trimtab train --ranks 2`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KINDS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 
 
 def faults(tries: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield a row of each kind of fault, of rank 1 of two.
+    """Yield a row per kind of fault, injected into rank 1 of two.
 
     Args:
-        tries: of each kind.
+        tries: Number of tries per kind, "SIGKILL" or "SIGSTOP".
     """
     for kind, times in tries.items():
         ends = [_end_of(KINDS[kind]) for _ in range(times)]
@@ -41,7 +41,7 @@ def faults(tries: dict[str, int]) -> Iterator[dict[str, Any]]:
 
 
 def _end_of(fault: signal.Signals) -> tuple[float, bool]:
-    """Return seconds from the fault to the command's end, and whether it named the rank."""
+    """Return the seconds from the fault to the end of the command, and True if the error named the rank."""
     with tempfile.TemporaryDirectory() as folder:
         plan, record = Path(folder) / "plan.json", Path(folder) / "run.jsonl"
         plan.write_text(to_json(Plan.fixed(-(-GPT.batch_rows // 2), num_ranks=2, zero_stage=0)), encoding="utf-8")
@@ -62,12 +62,12 @@ def _end_of(fault: signal.Signals) -> tuple[float, bool]:
 
 
 def _rank_of(parent: int, rank: int) -> int:
-    """Return the process of a rank among those that a launcher started."""
+    """Return the process id of a rank among the children of a launcher."""
     for each in Path("/proc").glob("[0-9]*"):
         try:
             is_child = f"\nPPid:\t{parent}\n" in (each / "status").read_text(encoding="utf-8")
             if is_child and f"\0RANK={rank}\0" in "\0" + (each / "environ").read_text(encoding="utf-8"):
                 return int(each.name)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
     raise RuntimeError(f"no rank {rank} among the processes of {parent}")

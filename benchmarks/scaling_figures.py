@@ -1,4 +1,4 @@
-"""What `make figures` writes of scaling.py and sending.py: a table of each metric."""
+"""Tables of scaling.py and sending.py, one per metric, for `make figures`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def scaling(rows: list[Row]) -> Iterator[str]:
-    """Yield the lines of a run's figures."""
+    """Yield the tables of a scaling record."""
     for metric, table in _TABLES.items():
         if found := [row for row in rows if row["metric"] == metric]:
             yield from table(found)
@@ -19,7 +19,7 @@ def scaling(rows: list[Row]) -> Iterator[str]:
 
 
 def sending(rows: list[Row]) -> Iterator[str]:
-    """Yield a row of each task and link, a column of each loop."""
+    """Yield a table with a row per task and link and a column per loop."""
     loops = list(dict.fromkeys(row["arm"] for row in rows))
     yield "Seconds of a window over those of DDP without its broadcast of buffers, in turns within one job."
     yield ""

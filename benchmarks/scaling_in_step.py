@@ -1,7 +1,7 @@
-"""What two ranks keep of their speed over a link, beside what they keep in step with nothing sent.
+"""Speed of two ranks over a link, compared with ranks that only synchronise and send nothing.
 
-Ranks that step together wait for the slower one in every window. On a machine whose cores are not alike from moment to
-moment that alone bounds what they keep, however little they send.
+Ranks wait for the slowest rank in every window. If the speed of CPU cores fluctuates, this wait alone limits scaling,
+even without communication.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from trimtab.distributed.process_group import slowest, total
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
-WINDOW_ROWS = {"ddp": 1, "plan": 16}  # loader batches of a window: as it is, and as many as a freed batch may have
+WINDOW_ROWS = {"ddp": 1, "plan": 16}  # loader batches per window: baseline, and maximum of an adaptive batch size
 LAPS, BLOCK_S = 24, 1.0
 CPU = torch.device("cpu")
 Step = Callable[[], object]
 
 
 def in_step(name: str) -> list[dict[str, Any]]:
-    """Return seconds of a rank's row, block by block, of each loop in turns: on rank 0 alone, in step, and sharing.
+    """Return the seconds per sample of interleaved loops, block by block: alone, in step, and sharing gradients.
 
-    Loops are the plain one in DDP, and a plan that sends bf16 once in windows of sixteen micro-batches. Alone, rank 0
-    runs and the others sleep; in step, each runs by itself, and says so to the others once a window.
+    The loops are the plain loop in DDP and a plan that reduces bf16 gradients once per window of sixteen micro-batches.
+    "Alone": rank 0 runs and the other ranks sleep. "In step": every rank runs separately and synchronises once per
+    window.
     """
     task, ranks = BY_NAME[name], dist.get_world_size()
     with ExitStack() as opened:
@@ -58,7 +59,7 @@ def in_step(name: str) -> list[dict[str, Any]]:
 def _row(name: str, arms: dict[str, tuple[Step, int, bool]], ranks: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {arm: [] for arm in arms}
     last: str | None = None
-    for lap in range(-1, LAPS):  # one that is not counted
+    for lap in range(-1, LAPS):  # the first round is a warm-up
         for arm in turns(list(arms), max(0, lap), 0, last):
             step, rows, is_alone = arms[arm]
             taken = _row_s(step, rows, is_alone=is_alone)
@@ -69,7 +70,7 @@ def _row(name: str, arms: dict[str, tuple[Step, int, bool]], ranks: int) -> dict
 
 
 def _row_s(step: Step, rows: int, *, is_alone: bool) -> float:
-    """Return seconds of a row of one rank, on the slowest; as many windows as about a second has."""
+    """Return the seconds per sample of a rank, maximum over ranks, measured over about a second."""
     runs = not is_alone or dist.get_rank() == 0
     total(0.0)
     begin = time.perf_counter()

@@ -1,8 +1,8 @@
-"""What a rank of scaling.py runs, under torchrun: weights, windows of each stage, a course to a loss, the loop's price.
+"""Jobs of scaling.py for a rank under torchrun: weights, windows per ZeRO stage, training to a loss, loop overhead.
 
     torchrun ... scaling_ranks.py weights|windows|courses|agreement|in_step OUT [ARGUMENT ...]
 
-Rank 0 writes what was found to OUT.
+Rank 0 writes the results to OUT.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
 CPU = torch.device("cpu")
-STEPS = 20  # of weights that are compared, and of windows that are counted
-SETTLED = 10  # windows before those
-SEVERAL = 3  # micro-batches of windows that are reduced once or each
+STEPS = 20  # steps before weights are compared; windows in memory measurements
+SETTLED = 10  # warm-up windows before memory measurements
+SEVERAL = 3  # micro-batches of longer windows
 BLOCKS, BLOCK_S = 7, 0.5
-EVERY = 2048  # rows between evaluations
-FIXED_K = 16  # micro-batches of a batch that is freed by hand
+EVERY = 2048  # samples between evaluations
+FIXED_K = 16  # micro-batches of a window with a fixed larger batch
 BACKENDS: dict[str, dict[str, Any]] = {
     "ddp": {"zero_stage": 0},
     "zero-1": {"zero_stage": 1},
@@ -69,7 +69,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 def _whole(task: Task) -> Task:
-    """Return the task of all ranks, each with its batch."""
+    """Return the task with the batch of all ranks."""
     return replace(task, batch_rows=task.batch_rows * _ranks())
 
 
@@ -82,8 +82,8 @@ def _batches(task: Task, seed: int) -> Iterator[Any]:
 
 
 def weights() -> list[dict[str, Any]]:
-    """Return how far each backend's weights are from one process's, after windows of several micro-batches."""
-    # Stage 3 of DeepSpeed holds fp32 alone; of the others double precision shows a mistake, not rounding.
+    """Return weight differences between each backend and a single process after windows of several micro-batches."""
+    # DeepSpeed stage 3 supports fp32 only. Other backends use float64, so that differences are errors, not rounding.
     rows, found = [], {}
     task = replace(_whole(GPT), batch_rows=6 * _ranks())
     for name, how in BACKENDS.items():
@@ -119,7 +119,7 @@ def _trained(task: Task, plan: Plan, dtype: torch.dtype) -> list[Tensor]:
 
 
 def windows(folder: str) -> list[dict[str, Any]]:
-    """Return the windows of each stage as they were told and as they took, of windows of one micro-batch and more."""
+    """Return predicted and measured seconds and bytes of windows per stage, with one and several micro-batches."""
     whole, rows = _whole(GPT), []
     share = task_of_rank(whole, _ranks())
     made = _made(share, folder)
@@ -168,7 +168,7 @@ def _copied(task: Task, rows: int) -> RankLoop:
 
 
 def _peaks(task: Task, plan: Plan, rows: int) -> int:
-    """Return the median of what a window of a run takes that goes on for as long as one that is timed."""
+    """Return the median peak in bytes of a window, after warm-up windows."""
     loop = _copied(task, rows)
     with trimtab.start(loop[0], loop[1], plan) as run:
         ours = RehearsedRun(run, loop)
@@ -178,7 +178,7 @@ def _peaks(task: Task, plan: Plan, rows: int) -> int:
 
 
 def _made(share: Task, folder: str) -> Made:
-    """Return a plan of one rank's share, of fp32 and no more, with the seconds of its step."""
+    """Return the plan for a rank's batch with its step time, made on rank 0 and broadcast."""
     from trimtab.core.codec import from_json, to_json
     from trimtab.distributed.process_group import from_first
 
@@ -186,7 +186,7 @@ def _made(share: Task, folder: str) -> Made:
 
 
 def _window_s(task: Task, plan: Plan) -> float:
-    """Return the median of a window's seconds over blocks."""
+    """Return the median over blocks of the seconds per window."""
     torch.manual_seed(0)
     model = task.make_model().train()
     with trimtab.start(model, task.make_optimizer(model), plan) as run:
@@ -199,7 +199,7 @@ def _window_s(task: Task, plan: Plan) -> float:
 
 
 def _block_s(step: Callable[[], None]) -> list[float]:
-    """Return seconds of a step, of each block, on the slowest rank."""
+    """Return the seconds per step of each block, maximum over ranks."""
     for _ in range(3):
         step()
     count = max(3, math.ceil(BLOCK_S / _seconds(step, 3)))
@@ -215,15 +215,15 @@ def _seconds(step: Callable[[], None], count: int) -> float:
 
 
 def courses(folder: str, task: str, recipes: str, seed: str, target: str, most: str) -> list[dict[str, Any]]:
-    """Return the course of each recipe, one after the other."""
+    """Train with each recipe in turn and return the results."""
     whole = _whole(BY_NAME[task])
     return [_course(whole, folder, recipe, int(seed), float(target), int(most)) for recipe in recipes.split(",")]
 
 
 def _course(whole: Task, folder: str, recipe: str, seed: int, target: float, most: int) -> dict[str, Any]:
-    """Return rows and seconds to a held-out loss, by a recipe; evaluation is off the clock.
+    """Train with a recipe and return samples and seconds to a validation loss, without evaluation time.
 
-    The loss is reached at the first of two evaluations in a row that meet it, interpolated from the one before.
+    The loss is reached at the first of two consecutive evaluations that meet it, interpolated from the previous one.
     """
     outside = ProcessState.capture()
     stepped = _stepped(recipe, whole, folder, seed)
@@ -231,7 +231,7 @@ def _course(whole: Task, folder: str, recipe: str, seed: int, target: float, mos
     points: list[tuple[int, float, float]] = []
     met = None
     while rows < most and met is None:
-        total(0.0)  # all begin together
+        total(0.0)  # synchronises the ranks
         begin = time.perf_counter()
         while rows < due:
             rows += stepped.step()
@@ -239,7 +239,7 @@ def _course(whole: Task, folder: str, recipe: str, seed: int, target: float, mos
         due = (rows // EVERY + 1) * EVERY
         loss = torch.tensor(held_out_loss(whole, stepped.model, data))
         if dist.is_initialized():
-            dist.broadcast(loss, src=0)  # batch statistics are each rank's own
+            dist.broadcast(loss, src=0)  # batch statistics differ between ranks
         points.append((rows, seconds, float(loss)))
         met = _met(points, target)
     found = {"recipe": recipe, "ranks": _ranks(), "seed": seed, "rows": rows, "seconds": seconds}
@@ -251,7 +251,7 @@ def _course(whole: Task, folder: str, recipe: str, seed: int, target: float, mos
 
 
 def _met(points: list[tuple[int, float, float]], target: float) -> tuple[float, float] | None:
-    """Return rows and seconds at which the last two evaluations' loss was first met; None where they do not meet it."""
+    """Return interpolated samples and seconds to the target; None unless the last two evaluations meet it."""
     if len(points) < 2 or points[-1][2] > target or points[-2][2] > target:
         return None
     if len(points) == 2:
@@ -263,14 +263,14 @@ def _met(points: list[tuple[int, float, float]], target: float) -> tuple[float, 
 
 
 class _Course:
-    """A recipe's loop over its batches, and how many windows it had."""
+    """Training loop of a recipe that counts its windows."""
 
     def __init__(self, loop: Any, batches: Iterator[Any], says: str) -> None:
         self._loop, self._batches, self.model, self.says, self.windows = loop, batches, loop.model, says, 0
         self.close = loop.close
 
     def step(self) -> int:
-        """Train on a window; returns the rows of all ranks."""
+        """Train on a window and return the samples of all ranks."""
         self.windows += 1
         return int(self._loop.step(self._batches))
 
@@ -293,7 +293,7 @@ def _stepped(recipe: str, whole: Task, folder: str, seed: int) -> _Course:
 
 
 def agreement(pairs: str) -> list[dict[str, Any]]:
-    """Return step for step a plan that changes nothing over the plain loop in DDP, and the ask by itself."""
+    """Return time ratios of a plan without changes to the plain loop in DDP, and the time of the ranks' exchange."""
     whole = _whole(GPT)
     share = task_of_rank(whole, _ranks())
     torch.manual_seed(0)
@@ -350,7 +350,7 @@ JOBS: dict[str, Callable[..., list[dict[str, Any]]]] = {
 
 
 def main() -> None:
-    """Run one of them."""
+    """Run the named job."""
     torch.set_num_threads(1)
     what, out, *arguments = sys.argv[1:]
     with trimtab.joined() as here:
@@ -358,7 +358,7 @@ def main() -> None:
         if here.rank == 0:
             Path(out).write_text(json.dumps(found), encoding="utf-8")
         sys.stdout.flush()
-        os._exit(0)  # gloo's threads may outlive the interpreter, and end it with an error
+        os._exit(0)  # skips interpreter shutdown, during which gloo threads may raise
 
 
 if __name__ == "__main__":

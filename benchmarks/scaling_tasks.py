@@ -1,4 +1,4 @@
-"""What scaling.py trains: the smallest workloads that ranks are worth something for, of one thread a rank."""
+"""Tasks of scaling.py: the smallest workloads that benefit from several ranks with a thread each."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def resnet() -> Task:
-    """Return a ResNet of width 8 on 16x16 images, 8 a rank: gradients of few bytes, and noise of many rows."""
+    """Return a ResNet of width 8 on 16x16 images, 8 per rank: small gradients, noise scale of many samples."""
     return replace(small_resnet(), name="resnet_small", make_optimizer=_momentum, strong=None)
 
 
 def wide_resnet() -> Task:
-    """Return a ResNet of width 16 on 32x32 images, 4 a rank: noise of many rows, and more to compute for a byte."""
+    """Return a ResNet of width 16 on 32x32 images, 4 per rank: noise scale of many samples, more FLOP per byte."""
     named = replace(load_task("cifar10_resnet"), name="resnet_wide", make_model=_wide, load_data=_images)
     return replace(named, make_optimizer=_momentum, batch_rows=4, strong=None)
 
@@ -44,7 +44,7 @@ def _wide() -> nn.Module:
 
 
 def gpt() -> Task:
-    """Return a byte-level GPT of two layers, 8 rows of 64 bytes a rank: gradients of 1.7 MiB."""
+    """Return a byte-level GPT of two layers, 8 samples of 64 bytes per rank: gradients of 1.7 MiB."""
     return replace(small_gpt(), name="gpt_small", make_optimizer=_adamw, batch_rows=8, strong=None)
 
 

@@ -1,14 +1,14 @@
-"""What a window takes on two ranks by how its gradients are sent: torch's DDP, and our replicas.
+"""Window time on two ranks by gradient communication: torch's DDP and trimtab's replicas.
 
 `python benchmarks/sending.py [--quick] [--json] [--rounds 24] [--cases resnet/local resnet/400 gpt/local gpt/2000]`
-prints, of each task of scaling_tasks.py and each link, the seconds of a window (the median of blocks) of each loop, and
-the ratio to those of DDP without its broadcast of buffers, paired within rounds:
+prints, for each task of scaling_tasks.py and each link, the seconds per window of each loop (median over blocks), and
+the ratio to DDP without broadcast of buffers, paired within rounds:
 
-- `ddp`: torch's, with its defaults; `no_buffers`: without its broadcast of buffers; `control`: the same once more;
-- `fp32`, `bf16`: a run of a plan that changes nothing but what gradients are sent in;
-- `fp32_gloo`, `bf16_gloo`: the same, its ranks asking each other by gloo's collectives, as those of two machines do.
+- `ddp`: DDP with its defaults; `no_buffers`: without broadcast of buffers; `control`: `no_buffers` repeated;
+- `fp32`, `bf16`: a plan that changes only the dtype of the gradient reduction;
+- `fp32_gloo`, `bf16_gloo`: the same, with the per-window exchange over gloo collectives, as between machines.
 
-Ranks have one thread each; a slow link is made as in scaling.py.
+Ranks have one thread each. The slow link is that of scaling.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from scaling import has_slow_link, run_ranks
 from trimtab.decide.statistics import ratio_interval
 
 HERE = Path(__file__).parent
-TASKS = {"resnet": ("RESNET", 40), "gpt": ("GPT", 10)}  # windows of a block
+TASKS = {"resnet": ("RESNET", 40), "gpt": ("GPT", 10)}  # task, and windows per block
 CASES = ("resnet/local", "resnet/400", "gpt/local", "gpt/2000")
 ARMS = ("ddp", "no_buffers", "control", "fp32_gloo", "fp32", "bf16_gloo", "bf16")
 
 
 def measured(cases: list[str], rounds: int, arms: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows."""
+    """Run the cases and yield their rows."""
     for case in cases:
         name, link = case.split("/")
         if link != "local" and not has_slow_link():

@@ -1,8 +1,8 @@
-"""What a rank of sending.py runs, under torchrun: one task in several loops, block by block in turns.
+"""Job of sending.py for a rank under torchrun: a task in several loops, interleaved block by block.
 
     torchrun ... sending_ranks.py OUT TASK ROUNDS WINDOWS ARM ...
 
-Rank 0 writes, of each round, the seconds of a window of each arm to OUT.
+Rank 0 writes the seconds per window of each arm and round to OUT.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
 CPU = torch.device("cpu")
-WARM = 10  # windows of each arm before any is timed
+WARM = 10  # warm-up windows of each arm
 
 
 def _plan(task: Task, dtype: str, *, by_gloo: bool = False) -> Callable[[], Any]:
@@ -47,7 +47,7 @@ def _plan(task: Task, dtype: str, *, by_gloo: bool = False) -> Callable[[], Any]
 
 
 def _arms(task: Task) -> dict[str, Callable[[], Any]]:
-    """Return how each arm is made; `control` is `no_buffers` once more."""
+    """Return a constructor per arm. `control` repeats `no_buffers`."""
     return {
         "ddp": lambda: ReplicaLoop(task, CPU),
         "no_buffers": lambda: ReplicaLoop(task, CPU, sends_buffers=False),
@@ -65,8 +65,8 @@ class _Arm:
         self._loop, self._batches = make(), batches
 
     def window_s(self, windows: int) -> float:
-        """Return seconds of a window of so many, on the slowest rank."""
-        total(0.0)  # all begin together
+        """Return the mean seconds per window over `windows` windows, maximum over ranks."""
+        total(0.0)  # synchronises the ranks
         begin = time.perf_counter()
         for _ in range(windows):
             self._loop.step(self._batches)
@@ -74,7 +74,7 @@ class _Arm:
 
 
 def timed(name: str, rounds: int, windows: int, names: list[str]) -> list[dict[str, float]]:
-    """Return seconds of a window of each arm, round by round; every other round goes through them backwards."""
+    """Return the seconds per window of each arm, round by round. Every other round reverses the order of arms."""
     task: Task = getattr(scaling_tasks, name)
     task = replace(task, batch_rows=task.batch_rows * dist.get_world_size())
     data, made = task.load_data(), _arms(task)
@@ -85,7 +85,7 @@ def timed(name: str, rounds: int, windows: int, names: list[str]) -> list[dict[s
 
 
 def main() -> None:
-    """Time them."""
+    """Time the arms and write the results."""
     torch.set_num_threads(1)
     out, name, rounds, windows, *names = sys.argv[1:]
     with trimtab.joined() as here:
@@ -93,7 +93,7 @@ def main() -> None:
         if here.rank == 0:
             Path(out).write_text(json.dumps(found), encoding="utf-8")
         sys.stdout.flush()
-        os._exit(0)  # gloo's threads may outlive the interpreter, and end it with an error
+        os._exit(0)  # skips interpreter shutdown, during which gloo threads may raise
 
 
 if __name__ == "__main__":

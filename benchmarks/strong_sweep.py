@@ -1,11 +1,11 @@
-"""Sweep the peak learning rate of a task's strong recipe (P2): five values, each twice the last, and what they end at.
+"""Sweep of the peak learning rate of a task's hand-tuned recipe (P2): five values, doubling, with the final metric.
 
     python benchmarks/strong_sweep.py --task digits_resnet
-    python benchmarks/strong_sweep.py --task source_gpt --seconds 60     # shorter runs, the schedule fitted to them
+    python benchmarks/strong_sweep.py --task source_gpt --seconds 60     # shorter runs with a shorter schedule
 
-Every arm trains on the same number of rows, with the same seed, on the CPU, by a plain loop of its own: the recipe's
-precision, layout and optimizer, its warm-up, and a linear decay to zero where the recipe's ends at a hundredth.
-`--seconds` only sets that number, from a few timed steps.
+Every arm trains on the same number of samples with the same seed on the CPU, in a plain loop with the recipe's
+precision, memory format, optimizer and warm-up. The decay is linear to zero, while the recipe's decay ends at 1%.
+`--seconds` sets the number of samples from a few timed steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMED_STEPS = 3
 
 
 class Arm(NamedTuple):
-    """One learning rate: the metric at the end, rows trained on, seconds of training."""
+    """Result of a learning rate: final metric, samples and seconds of training."""
 
     lr: float
     metric: float
@@ -39,7 +39,7 @@ class Arm(NamedTuple):
 
 
 def main() -> None:
-    """Sweep and print."""
+    """Run the sweep and print the results."""
     args = _arguments()
     task = load_task(args.task)
     strong = task.strong
@@ -102,7 +102,7 @@ def _step(
 
 
 def _step_s(task: Task, strong: StrongRecipe, data: TaskData) -> float:
-    """Return seconds per step, after one that is not counted."""
+    """Return the seconds per step, after a warm-up step."""
     run_arm(task, strong, data, 1.0, 1, seed=0)
     return run_arm(task, strong, data, 1.0, TIMED_STEPS, seed=0).train_s / TIMED_STEPS
 

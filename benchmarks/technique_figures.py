@@ -1,4 +1,4 @@
-"""What `make figures` writes on the pages of techniques: what each was worth where it was measured."""
+"""Generated figures of the technique pages, for `make figures`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trimtab.core.choice import Choice
 from trimtab.decide.tier_f import tried
 
 Row = dict[str, Any]
-PLAIN_RATE = 1e-4  # of the tasks' plain loops
+PLAIN_RATE = 1e-4  # learning rate of the tasks' baselines
 
 
 def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
-    """Return what each page has between which marks."""
+    """Return the generated lines by page and block name."""
     races = every(root, "compare")
     steps, walk, compiled = (newest(root, name) for name in ("prediction", "frontier_walk", "frontier_compiled"))
     sweeps = [newest(root, f"strong_sweep-{task}") for task in ("source_gpt", "wikitext2_gpt")]
@@ -95,7 +95,7 @@ def _precisions(found: Record) -> Iterator[str]:
 
 
 def _limits(found: Record) -> Iterator[str]:
-    """Yield what a plan did as the limit fell, a row for each other plan."""
+    """Yield a table of plans under decreasing memory limits, with a row per different plan."""
     yield "| limit, MiB | peak of the run, MiB | seconds a step | the plan changes |"
     yield "|---|---|---|---|"
     rows, before = found.of("budget", model="gpt_tied", feasible=True), ""
@@ -120,13 +120,13 @@ def _splits(found: Record) -> Iterator[str]:
 
 
 def _whole(found: Record, precision: str, num_micro_batches: int = 1) -> list[Row]:
-    """Return the steps that keep all and take the loss at once."""
+    """Return the prediction rows without recomputation and without loss chunks."""
     step = {"precision": precision, "num_micro_batches": num_micro_batches}
     return found.of("prediction", schedule="none", loss_chunk=None, **step)
 
 
 def _largest(rows: list[Row]) -> list[Row]:
-    """Return the step of most rows, of each model."""
+    """Return the rows with the largest batch size of each model."""
     most = {
         model: max(row["batch"] for row in rows if row["model"] == model) for model in (row["model"] for row in rows)
     }
@@ -162,18 +162,18 @@ def _freed(races: Iterable[Record]) -> Iterator[str]:
         seconds = f"{charged['median_s']:.0f} s against {charged['median_against_s']:.0f} s"
         ended = difference(found.one("final_metric_difference", arm="plan_F", against="reference"))
         rows = charged["arm_rows"] / charged["against_rows"]
-        known = speed(tuned).partition(":")[0]  # without the reason why it is not measured
+        known = speed(tuned).partition(":")[0]  # drops the reason of a missing measurement
         yield f"{head} | {seconds} | {speed(uncharged)} | {known} | {ended} | {rows:.0%} |"
 
 
 def _hardest(found: Record) -> Row:
-    """Return the last target that every run of tier F and of the plain loop reached, by time that has search in it."""
+    """Return the hardest target that every run of the tuned plan and of the baseline reached, search time included."""
     rungs = found.of("time_to_target_ratio", arm="plan_F", against="reference", charged=True)
     return [row for row in rungs if row["reached"] == row["reached_against"] == row["n"]][-1]
 
 
 def _scale(found: Record) -> float:
-    """Return the factor that the range test found."""
+    """Return the learning-rate factor of the range test."""
     return float(_changed(found, "plan_F").rpartition("learning rate scale ")[2])
 
 
@@ -192,7 +192,7 @@ def _value(row: Row) -> float:
 
 
 def _changed(found: Record, arm: str) -> str:
-    """Return what the plan of an arm changes."""
+    """Return the changes of an arm's plan as text."""
     return str(found.one("planning_s", arm=arm)["changes"])
 
 
@@ -200,7 +200,7 @@ def _changed(found: Record, arm: str) -> str:
 
 
 def _regularised(root: Path) -> Iterator[str]:
-    """Yield what dropout and weight decay are worth at the end of a run of many passes."""
+    """Yield a table of the effect of dropout and weight decay after many epochs."""
     found = evaluated(root, "text-ablate-regularised")
     yield "| change | set in | bits per byte at the end, better by percent (95%, or each pair) | n |"
     yield "|---|---|---|---|"
@@ -218,7 +218,7 @@ _OPTIONS = ("digits-options", "text-options", "wikitext-dropout", "wikitext-muon
 
 
 def _raced(root: Path) -> Iterator[str]:
-    """Yield what each race of a plan said."""
+    """Yield a table of the verdicts of short paired trainings."""
     yield "| record | raced | | what the race said |"
     yield "|---|---|---|---|"
     for name in filter(functools.partial(is_evaluated, root), _OPTIONS):
@@ -231,5 +231,5 @@ def _raced(root: Path) -> Iterator[str]:
 
 
 def _has_won(choice: Choice) -> bool:
-    """Return whether the plan has what was raced: of a schedule the line, and not the cosine that it began as."""
+    """Return True if the plan uses the rival of a short training: no dropout, Muon, or linear decay."""
     return choice.value in (0.0, "muon", "warmup_linear")
