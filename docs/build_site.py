@@ -1,6 +1,6 @@
-"""Builds the site of these pages by Sphinx: `python docs/build_site.py [FOLDER]`. Warnings are errors.
+"""Build the documentation site with Sphinx: `python docs/build_site.py [FOLDER]`. Warnings are errors.
 
-`make docs` runs it, once docs/reference.py has written what is told of names and commands.
+`make docs` runs this script after docs/reference.py, which generates docs/api.md and docs/commands.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(given: Sequence[str]) -> int:
-    """Build into a folder, and keep what Sphinx has read beside it; returns the exit status."""
+    """Build the site and return Sphinx's exit status.
+
+    Args:
+        given: the output folder; build/site if empty. Sphinx caches parsed pages next to it, in "doctrees".
+    """
     folder = Path(given[0]) if given else ROOT / "build" / "site"
     read = folder.parent / "doctrees"
     return build_main(["-c", str(ROOT / "docs"), "-W", "--keep-going", "-q", "-d", str(read), str(ROOT), str(folder)])

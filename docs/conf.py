@@ -1,7 +1,8 @@
-"""How the site is built: `make docs`. Pages are plain Markdown, read where they lie, so that their links hold here too.
+"""Sphinx configuration of the documentation site (`make docs`).
 
-What plain Markdown cannot say is added as a page is read: the tree of pages, from the links of docs/index.md, and below
-each table of docs/api.md the docstrings of its names.
+Pages are plain Markdown and are read in place, so that relative links also work on the site. Two parts are added
+while Sphinx reads a page: the navigation tree, from the links of docs/index.md, and the docstrings of all names in
+a table of docs/api.md, below the table.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ include_patterns = ["CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/
 exclude_patterns = [".*", "build", "dist", "runs", "src", "tests", "docs/site"]
 
 myst_heading_anchors = 3
-default_role = "code"  # docstrings have single backticks for code
+default_role = "code"  # Docstrings mark code with single backticks.
 highlight_language = "text"
 
-autodoc_preserve_defaults = True  # as they are written, of which a signature can be made
+autodoc_preserve_defaults = True  # Shows default values as in the source; some representations are not valid syntax.
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
@@ -36,9 +37,9 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 html_theme = "furo"
-pygments_style, pygments_dark_style = "friendly", "github-dark"  # which show what a diff adds and removes
+pygments_style, pygments_dark_style = "friendly", "github-dark"  # Both colour added and removed lines of a diff.
 html_title = "trimtab"
-html_extra_path = ["site/index.html"]  # leads to docs/index.html
+html_extra_path = ["site/index.html"]  # Redirects to docs/index.html.
 html_static_path = ["site/site.css"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -46,19 +47,19 @@ html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 _LINK = re.compile(r"\]\(([\w./-]+)\.md(?:#[\w-]+)?\)")
-# Its verbs are in several classes, and some of its methods are its window's to call.
+# `Run` inherits public methods from several classes. The excluded methods are called by windows only.
 _OF_A_RUN = "   :inherited-members:\n   :exclude-members: open_window, begin_micro_batch, end_micro_batch\n"
 _NAME = re.compile(r"^\| `(trimtab[\w.]+)` \|", re.MULTILINE)
 
 
 def setup(app: Any) -> None:
-    """Add what plain Markdown cannot say."""
+    """Register the functions that extend pages and docstrings (called by Sphinx)."""
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _in_sections, priority=400)  # before napoleon
 
 
 def _read(app: Any, name: str, source: list[str]) -> None:
-    if name.startswith("benchmarks/"):  # records, to which pages link
+    if name.startswith("benchmarks/"):  # Pages link to these records, but the navigation tree does not list them.
         source[0] = f"---\norphan: true\n---\n{source[0]}"
     added = {"docs/index": _trees, "docs/api": _docstrings}.get(name)
     if added is not None:
@@ -67,14 +68,14 @@ def _read(app: Any, name: str, source: list[str]) -> None:
 
 
 def _trees(section: str) -> str:
-    """Return the part of the site's tree that a section of docs/index.md links to."""
+    """Return a toctree of the pages that a section of docs/index.md links to, or "" if there are none."""
     title = section.partition("\n")[0].removeprefix("## ")
     pages = dict.fromkeys(_LINK.findall(section))
     return "\n".join(["```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```"]) if pages else ""
 
 
 def _docstrings(section: str) -> str:
-    """Return directives that show the docstrings of the names that a section's table has."""
+    """Return autodoc directives for all names in a section's table."""
     return "\n".join(["```{eval-rst}", *map(_directive, _NAME.findall(section)), "```"])
 
 
@@ -90,9 +91,9 @@ def _directive(name: str) -> str:
 
 
 def _in_sections(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Put docstrings of the house's form into that which napoleon reads."""
-    if what == "module":  # its tree of types is drawn by spaces, and each type follows
+    """Convert a docstring of this project to the form that napoleon parses."""
+    if what == "module":  # Only the first line: reST cannot parse an indented tree, and the members follow anyway.
         lines[:] = lines[:1]
     for index, line in enumerate(lines):
-        if line.lstrip().startswith("The rest as in"):  # no argument, though it stands among them
+        if line.lstrip().startswith("The rest as in"):  # A sentence in the argument list; napoleon needs "name: text".
             lines[index] = line.replace("The rest as", "others: as", 1)

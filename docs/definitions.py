@@ -1,4 +1,7 @@
-"""Where public names are defined, by the syntax of `src`: nothing is imported, so that no extra has to be there."""
+"""Find the definitions of public names in the syntax trees of `src`.
+
+No module is imported, so that optional dependencies need not be installed.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,19 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 
 class Defined(NamedTuple):
-    """A definition, and the module that it is written in."""
+    """A definition.
+
+    Attributes:
+        module: dotted name of the module that contains the definition.
+        node: syntax tree of the definition.
+    """
 
     module: str
     node: ast.AST
 
 
 def definition(name: str) -> Defined | None:
-    """Return what a dotted name stands for, through re-exports and base classes; None: there is no such name."""
+    """Return the definition of a dotted name, through re-exports and base classes; None if the name does not exist."""
     if (found := _syntax(name)) is not None:
         return Defined(name, found)
     parent, _, last = name.rpartition(".")
@@ -35,7 +43,7 @@ def first_line(name: str) -> str:
     """Return the first line of a name's docstring.
 
     Raises:
-        LookupError: there is no such name, or it says nothing of itself.
+        LookupError: the name does not exist, or has no docstring.
     """
     found = definition(name)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
@@ -53,7 +61,7 @@ def _syntax(module: str) -> ast.Module | None:
 
 
 def _in_module(module: str, scope: ast.Module, wanted: str) -> Defined | None:
-    for node in ast.walk(scope):  # also under TYPE_CHECKING
+    for node in ast.walk(scope):  # Includes imports under TYPE_CHECKING.
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
             if wanted == (alias.asname or alias.name):
                 return definition(f"{node.module}.{alias.name}")
