@@ -286,6 +286,8 @@ def _cut(each: Slice, place: Place, *, has_more: bool) -> tuple[str, str]:
     """Return the outcome of a slice that exceeded its limit. Records the limit if there are no new results.
 
     Args:
+        each: Slice.
+        place: Execution environment.
         has_more: True if the slice left new results to resume from.
     """
     if has_more:

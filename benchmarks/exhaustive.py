@@ -41,7 +41,7 @@ def space(profile: Profile) -> list[Candidate]:
 
 
 def rows_of(name: str, *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Plan a task, run all candidates, then run the best again with the planner's choice."""
+    """Plan a task, run all candidates, and yield a row for each of the best, run again with the planner's choice."""
     task = load_task(name)
     batch = next(task.load_data().batches(0, task.batch_rows))
     torch.manual_seed(0)

@@ -168,7 +168,7 @@ MECHANISMS = ("chunks of references", "norm in each hook", "norms of the sum", "
 
 
 def mechanism_rows(name: str, k: int, pairs: int) -> list[dict[str, Any]]:
-    """Yield a row per method relative to no measurement, and a control."""
+    """Return a row per method, relative to no measurement, and the row of the control."""
     task = load_task(name)
     by_hand = ByHand(task, k)
     arms = [functools.partial(by_hand.step, mechanism) for mechanism in (NOTHING, *MECHANISMS)]

@@ -58,7 +58,7 @@ def row_of(name: str, pairs: int) -> dict[str, Any]:
     row = {"metric": "do_no_harm_ratio", "task": name, "changes": plan.changes_in_words or "nothing"}
     row |= {"planning_s": plan.planning_s, "mean": 1 / ours.mean, "low": 1 / ours.high, "high": 1 / ours.low}
     if plan.measured and plan.baseline and plan.measured.peak_bytes and plan.baseline.peak_bytes:
-        row["peak_ratio"] = plan.measured.peak_bytes / plan.baseline.peak_bytes  # of trials
+        row["peak_ratio"] = plan.measured.peak_bytes / plan.baseline.peak_bytes  # peaks measured in trials
     return row | {"n": ours.n, "control_low": 1 / control.high, "control_high": 1 / control.low}
 
 

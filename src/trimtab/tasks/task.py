@@ -39,6 +39,9 @@ class Metric:
     """Validation metric. `evaluate(model, batches)` restores the model's training mode.
 
     Args:
+        name: Name in reports.
+        higher_is_better: True for metrics such as accuracy, False for metrics such as perplexity.
+        evaluate: `evaluate(model, batches)` returns the value on the validation batches.
         unit: Unit of differences. "share": values from 0 to 1, differences in points. "percent": values from 0 to 100,
             differences in points. "relative": other values, differences in percent of the baseline. Default: "share" if
             higher is better.
@@ -142,7 +145,11 @@ class StrongRecipe:
 
     Args:
         make_optimizer: Returns the optimizer, with the peak learning rate of each group.
-        budget_rows: Length of the schedule in samples: warm-up for the fraction `warmup_fraction`, then decay to 1%.
+        precision: "fp32", "tf32", "bf16" or "fp16".
+        channels_last: True for the channels-last memory format.
+        budget_rows: Length of the schedule in samples.
+        warmup_fraction: Fraction of the schedule for linear warm-up, before the decay to 1%.
+        clip_norm: Limit on the gradient norm; None for no clipping.
         decay: "linear" or "cosine".
         make_model: Model of the same shape with other regularisation; None for the task's model.
         loss_fn: Training loss, if it differs from the task's; None for the task's loss.
@@ -169,10 +176,13 @@ class Task:
     """A training task: model, optimizer, loss, data, metric and budget.
 
     Args:
+        name: Name in reports and folders.
+        description: Model and data in a few words, for reports.
         make_model: Returns a new model. The caller seeds torch first.
         make_optimizer: Returns a new optimizer for a model.
         loss_fn: `loss_fn(model, batch)`; returns a mean over samples or `Summed`, alone or with auxiliary values.
         load_data: Reads the data; called once.
+        metric: Validation metric.
         targets: Values of the metric, easiest first.
         batch_rows: Samples per optimizer step.
         terms: Name of the terms that throughput counts, such as tokens.
