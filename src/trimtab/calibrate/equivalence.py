@@ -410,7 +410,16 @@ def _within(subject: Subject, whole: Gradients, sizes: Norms, other: Gradients, 
 
 
 def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
-    """Return True if all differences beyond their tolerance are small enough to be rounding."""
+    """Return True if rounding could explain every difference that exceeds its tolerance.
+
+    The tolerance is relative to a parameter's own gradient. A gradient near zero has a tolerance near zero, which
+    rounding alone can exceed; such a difference is still tiny relative to the gradient of all parameters.
+
+    Args:
+        apart: norm of the difference, by parameter.
+        allowed: tolerance, by parameter.
+        everything: norm of the gradient of all parameters.
+    """
     return all(error <= 2 * _MOST_ROUNDING * everything for name, error in apart.items() if error > allowed[name])
 
 

@@ -170,10 +170,12 @@ class Subject:
     def state(self, *, peak_bytes: int | None = None) -> LoopState:
         """Return a snapshot of everything that a step can change, as a context manager that restores it.
 
-        The loss is included: hidden state carried between batches has the precision of the trial.
+        Objects that the loss function refers to are included. For example, a loss may keep a recurrent hidden state
+        from batch to batch; after a bf16 trial this state would be bf16, and the next trial would start from it.
 
         Args:
-            peak_bytes: as of `LoopState`.
+            peak_bytes: expected peak of GPU memory in bytes while the snapshot exists. Copies stay on the GPU if they
+                fit in addition to it; None stores them on the CPU.
         """
         return LoopState(self.trained, self.optimizer, loss_fn=self.loss_fn, peak_bytes=peak_bytes)
 

@@ -43,14 +43,15 @@ class _Read(NamedTuple):
 
 
 class Journal:
-    """Log with a header line for the plan and a line per window. An incomplete last line is dropped.
+    """Log of batch-size decisions: a header line with the plan, then a line per window.
 
-    A damaged line raises an error only if it may concern a future window; damage to past windows is harmless.
+    An incomplete last line is ignored. A resumed run needs only the lines of windows after its checkpoint: a damaged
+    line raises an error if it may be one of these, and is ignored otherwise.
 
     Args:
         path: Log file.
         plan: Text form of the plan. Decisions made under another plan are not reused.
-        writes: True if this process writes the log: rank 0, as all ranks decide alike.
+        writes: True if this process writes the log. Only rank 0 does, because all ranks make the same decisions.
 
     Raises:
         FormatError: `path` is not a regular file or is unreadable.
@@ -78,12 +79,13 @@ class Journal:
             raise ValueGivenError("checkpoints.follows", given=given, expected="the folder of a run of this plan")
 
     def prepare(self, windows: int) -> None:
-        """Write a temporary copy of the log, ready to continue after `windows` windows.
+        """Write a temporary copy of the log for a run that resumes after `windows` windows.
 
-        Decisions of another plan about future windows are dropped. `begin` replaces the log with the copy.
+        If the log was written under another plan, its decisions for the windows after that are dropped. `begin`
+        replaces the log with the copy.
 
         Raises:
-            FormatError: The decision of a future window is damaged.
+            FormatError: The decision of a window after the resume is damaged.
             SaveError: The copy could not be written.
         """
         self._require_whole(windows)
@@ -99,7 +101,7 @@ class Journal:
         self._decided = {index: each for index, each in self._decided.items() if index >= windows}
 
     def _require_whole(self, windows: int) -> None:
-        """Raise the error of a damaged line that may concern a future window under this plan."""
+        """Raise the error of a damaged line that may concern a window after the resume, if the plan matches."""
         by, decided, faults = self._read
         if by not in (None, self._plan):
             return

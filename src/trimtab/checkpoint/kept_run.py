@@ -285,7 +285,11 @@ class KeptRun:
 
     @contextlib.contextmanager
     def _told(self, windows: int) -> Iterator[None]:
-        """Handle a failed save inside the block: raise, or record and warn, as `on_failure` requests."""
+        """Context manager around a save: raise its error if `on_failure="stop"`, otherwise record the error and warn.
+
+        Args:
+            windows: number of completed windows at the save.
+        """
         try:
             yield
         except RankError:  # a lost rank is no failed save

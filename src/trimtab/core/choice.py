@@ -22,7 +22,7 @@ class Mark(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Rejected:
-    """Rejected alternative with the reason."""
+    """Alternative value of a setting that planning rejected, with the reason."""
 
     value: Scalar
     reason: str

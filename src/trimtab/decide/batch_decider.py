@@ -167,7 +167,15 @@ class BatchDecider(Part):
         return load
 
     def _continue_with(self, batches: int, base: int) -> None:
-        """Restore the number of loader batches per step, up to `k_max`; micro-batches may be smaller than before."""
+        """Resume with the number of loader batches per step from a checkpoint, limited by `k_max`.
+
+        If the resumed run splits loader batches into smaller micro-batches than the saved run, the same number of
+        loader batches has a larger k, and `k_max` may allow fewer of them; the reduction is recorded.
+
+        Args:
+            batches: loader batches per step in the checkpoint.
+            base: loader batches per step at the start of the saved run.
+        """
         self.k, self._base_k = (min(n * self._unit, most(self._rule, self._unit)) for n in (batches, base))
         if self.num_batches != batches:
             why = f"k_max = {self._rule.k_max} allows {self.num_batches} of the {batches} loader batches there were"

@@ -144,7 +144,11 @@ def _fall(losses: Sequence[float], lowest: int) -> tuple[float, float]:
 
 
 def _fallen_at(points: Sequence[RatePoint]) -> float:
-    """Return the factor at which the loss completed the fraction `FALLEN` of its decrease."""
+    """Return the learning-rate factor of a range test at which most of the decrease of the loss was done.
+
+    The decrease is that of the moving average of the loss, from the first point to the minimum; "most" is the fraction
+    `FALLEN`. The factor is interpolated between points.
+    """
     reach = _WINDOW // 2
     losses = [point.loss for point in points]
     near = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(losses))]

@@ -277,7 +277,7 @@ def _verified(outcome: finals.Outcome | None) -> tuple[float, float] | None:
 
 
 def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
-    """Return a candidate's cost as measured in the last final, or in its first trial."""
+    """Return a candidate's cost as measured in its last final trial; without a final trial, in its first trial."""
     whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
     trials = [trial for trial in whole if trial.candidate == candidate and trial.step_s]
     if not trials:

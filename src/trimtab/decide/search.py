@@ -139,10 +139,14 @@ def allowed_s(run_s: float) -> float:
 
 
 def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
-    """Return True if a phase can be skipped: sizes, if the fitting size is known and a smaller one would not be better.
+    """Return True if a search phase can be skipped to save time.
 
-    If a limit split the batch, sizes still run if chunks of a larger micro-batch, or many launches, may change the
-    ranking.
+    Only "sizes", the phase that measures micro-batch sizes, can be skipped: if the search is over its time budget,
+    memory has no weight, and the largest micro-batch that fits the memory limit is known.
+
+    "sizes" still runs if the limit splits the batch and a different size may be faster than the largest one: on CUDA,
+    where small micro-batches launch more kernels, and for a chunked loss head, whose chunks leave room for a larger
+    micro-batch.
     """
     if profile.stage("modes") and not profile.ran("modes"):
         return False

@@ -84,8 +84,7 @@ def train_whole(asked: Training, progress: Progress) -> dict[str, Any]:
     """Train all batches and evaluate; return the final figures. Throughput excludes evaluation.
 
     A resumed run continues its record, and its throughput covers only the resumed part. Terms are counted in the loss;
-    for
-    a mean loss they are samples times the task's terms per sample.
+    for a mean loss they are samples times the task's terms per sample.
     """
     return figures_of(asked.task, asked.steps, [train_part(asked, progress)])
 
@@ -100,8 +99,7 @@ def train_part(
         progress: receives progress messages.
         notes: events recorded before the first step.
         is_over: called after every step except the last. If True, the run is checkpointed and left, so that the next
-            call
-            resumes; this requires checkpoints.
+            call resumes; this requires checkpoints.
     """
     task, plan = asked.task, asked.plan
     device = device_here()

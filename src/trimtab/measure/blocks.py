@@ -16,8 +16,9 @@ def find_blocks(model: nn.Module, named: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the names of a model's blocks in tree order, or the validated names in `named`.
 
     A block is a module with submodules that is a member of a `Sequential`, `ModuleList` or `ModuleDict`, or has a
-    sibling of the same class. Containers of blocks, such as the stages of a ResNet, are searched; blocks are not. A
-    model without blocks, such as a `Sequential` of layers, uses its layers.
+    sibling of the same class. A container of such modules, for example a stage of a ResNet, is not a block, but its
+    members are. Modules inside a block are not blocks. If a model has no blocks, for example a `Sequential` of layers,
+    its layers are returned.
 
     Raises:
         ValueGivenError: A name is not a module, or lies inside another named module.

@@ -191,8 +191,7 @@ class EnergyClock:
         """Return the total energy of all intervals including the current one, with the seconds it covers.
 
         The result is absent if a part is unknown, or if too much time lies in intervals too short for the meter. The
-        clock
-        continues unchanged: frequent calls do not shorten intervals.
+        clock continues unchanged: frequent calls do not shorten intervals.
         """
         whole, short_s = self._whole, self._short_s
         if self._begun is not None:

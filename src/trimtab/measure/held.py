@@ -189,7 +189,7 @@ class HeldContainer:
             return MISSING
 
     def exchange(self, key: Any, old: Any, new: Any) -> None:
-        """Replace an iterator in a saved item by another one. The key of a list item is its index."""
+        """Replace iterator `old` by `new` in the snapshot's item at `key` (the index, for a list)."""
         self.items[key] = exchanged(self.items[key], old, new)
 
     def restore(self) -> None:
@@ -245,7 +245,7 @@ class HeldBinding:
         return not same_value(self.value, self.get())
 
     def exchange(self, old: Any, new: Any) -> None:
-        """Replace an iterator in the saved value by another one."""
+        """Replace iterator `old` by `new` in the snapshot's value."""
         self.value = exchanged(self.value, old, new)
 
     def restore(self) -> None:

@@ -116,7 +116,11 @@ class Walk:
         self.enter(function, "loss_fn", ChangeKind.CLOSURE, is_beside=True)
 
     def logs(self) -> list[Reached]:
-        """Return the append-only containers that were not reached in any other way."""
+        """Return the containers to which functions only append and that cannot affect a step.
+
+        A container that the walk also found elsewhere, such as in a module's attribute, may be read there, and is
+        listed in `found` instead.
+        """
         return [each for each in self._logs.values() if id(each.value) not in self._seen]
 
     def _visit(self, value: Any, place: Place, is_beside: bool) -> None:

@@ -86,24 +86,28 @@ def quality_row(
 ) -> RatioRow | None:
     """Return the difference of the held-out metric (above 0 is better), in points or percent.
 
-    An equivalent plan is compared at equal samples. A tuned plan may train on fewer samples and is compared at the end
-    of
-    both runs, including a stop at the time cap. If a run of a tuned plan's pair stopped for any other reason, the
-    result
-    is None, because the remaining pairs would be selected by their outcome. A relative difference to a metric of zero
-    is
-    undefined and gives no verdict.
+    The comparison is of pairs of runs with the same seed, one run of each arm (a compared setting: the baseline, a
+    plan or a recipe):
+
+    - An equivalent plan or a recipe is compared at the last evaluation after equal numbers of samples.
+    - A tuned plan may train on fewer samples, and is compared at the last evaluations of both runs. The runs must have
+      used up their samples or their time limit. If any run of these pairs stopped for another reason, the result is
+      None: the pairs that remain would be selected by their outcome.
 
     Args:
         races: records by seed and arm.
-        arm, against: names of the arms.
+        arm: name of the arm.
+        against: name of the arm to compare with.
         tier: "S" for an equivalent plan, "F" for a tuned plan, "" for a recipe.
         metric: name of the metric.
         higher_is_better: direction of the metric.
         unit: unit of the metric: "share", "percent" or "relative".
-        at_equal_rows: True to compare a tuned plan at nearly equal samples too; exact equality is rare, because steps
-            of
-            several batches can exceed a budget.
+        at_equal_rows: True to compare a tuned plan at nearly equal numbers of samples. Exactly equal numbers are rare,
+            because a step of several batches can exceed the run's number of samples.
+
+    Returns:
+        The difference with its verdict; None without a pair to compare. A relative difference to a metric of zero is
+        undefined and has no verdict.
     """
     pairs = to_the_end(races, arm, against)
     if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):

@@ -89,7 +89,7 @@ def curve(record: RunRecord, metric: str) -> tuple[tuple[int, float, float], ...
 
 
 def as_ratio(interval: Interval, pairs: Sequence[float]) -> Ratio:
-    """Return a `Ratio` from an interval and the raw ratios of all pairs; no bounds below two pairs."""
+    """Return a `Ratio` from an interval and the raw ratios of all pairs; with fewer than two pairs it has no bounds."""
     bounded = interval.n >= 2
     return Ratio(
         interval.mean, interval.low if bounded else None, interval.high if bounded else None, interval.n, tuple(pairs)

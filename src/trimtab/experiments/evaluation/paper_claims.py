@@ -212,10 +212,8 @@ def _its_gpu(run: Run, here: str) -> str:
 def met(sense: str, bar: float, finding: Finding) -> str:
     """Return pass if a figure's whole interval meets a limit, fail if none of it does, otherwise no verdict.
 
-    A count has no interval, so its value decides. A bounded time passes if the bound meets the limit and the verdict
-    is
-    significant. A gain at an easier target does not pass if the arm falls behind at a harder target. For a final
-    metric
+    A count has no interval, so its value decides. A bounded time passes if the bound meets the limit and the verdict is
+    significant. A gain at an easier target does not pass if the arm falls behind at a harder target. For a final metric
     under different training (a tuned plan or the paper's recipe), only a worse value counts (math: section 8).
     """
     ends = _ends(finding.figure) if finding.has_verdict else None

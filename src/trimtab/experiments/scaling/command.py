@@ -52,12 +52,13 @@ def run_scale(
         task: name of the task.
         out: output folder.
         settings: options of the table.
-        job: round of the job to time, if started by this command; None if started by a user or a launcher.
+        job: round number, in the processes that this command starts to time a job (one run on a number of ranks); None
+            in a process started by the user or by a launcher such as torchrun.
         progress: receives progress messages.
-        asked: options that select jobs, if given.
+        asked: names of the given options among `--ranks` and `--rounds`, which determine the jobs to run.
 
     Raises:
-        ValueGivenError: such options were given under a launcher, whose ranks form a single job.
+        ValueGivenError: `asked` is not empty under a launcher, whose ranks can time only a single job.
     """
     loaded, here = load_task(task), place()
     if job is None and not is_launched():
