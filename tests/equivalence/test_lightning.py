@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
+from raising import raises
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -226,7 +227,7 @@ def test_a_backward_of_the_modules_own_is_refused(tmp_path):
         def backward(self, loss):
             loss.backward()
 
-    with pytest.raises(ValueGivenError, match=r"LightningModule\.backward"):
+    with raises(ValueGivenError, code="value.invalid", field="LightningModule.backward"):
         trained(Own(), TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS)), tmp_path)
 
 
@@ -311,7 +312,7 @@ def test_what_decides_as_a_plan_does_is_refused(tmp_path, make, changes, said):
 
 @pytest.mark.parametrize("changes", [{"devices": 2}, {"num_nodes": 2}])
 def test_several_devices_are_refused(tmp_path, changes):
-    with pytest.raises(ValueGivenError, match=r"Trainer\.devices.*On ranks, Fabric"):
+    with raises(ValueGivenError, code="value.invalid", field="Trainer.devices"):
         trained(Module(), TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS)), tmp_path, **changes)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import SequentialSampler
@@ -329,7 +330,7 @@ def test_labels_of_which_some_count_are_not_split_where_the_host_counts_none(tmp
             model=held, args=arguments(tmp_path), train_dataset=rows(64), plan=trimtab.Plan.fixed(ROWS, micro)
         )
 
-    with pytest.raises(ValueGivenError, match=r"labels: given -100 in some.*compute_loss_func"):
+    with raises(ValueGivenError, code="value.invalid", field="labels"):
         made(2).train()
     made(ROWS).train()
 
@@ -452,15 +453,15 @@ def test_what_the_environment_asks_for_is_refused(tmp_path, monkeypatch, name, v
 
 @pytest.mark.parametrize("name", ["clip_norm", "stop", "checkpoints", "total_samples"])
 def test_what_the_host_does_is_not_asked_of_the_run(tmp_path, name):
-    with pytest.raises(ValueGivenError, match=rf"running\.{name}"):
+    with raises(ValueGivenError, code="value.invalid"):
         TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8), running={name: 1})
 
 
 def test_a_plan_that_decides_what_the_arguments_do_is_refused(tmp_path):
     plan = trimtab.Plan.fixed(ROWS, schedule="warmup_cosine")
-    with pytest.raises(ValueGivenError, match=r"plan\.schedule"):
+    with raises(ValueGivenError, code="value.invalid", field="plan.schedule"):
         TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8), plan=plan)
-    with pytest.raises(ValueGivenError, match="the one or the other"):
+    with raises(ValueGivenError, code="value.invalid", field="planning"):
         TrimtabTrainer(
             model=model(),
             args=arguments(tmp_path),

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from raising import raises
 
 import trimtab
 from trimtab.checkpoint.file_names import TREE
@@ -175,7 +176,7 @@ def test_a_state_that_lacks_any_one_of_its_keys_is_refused(tmp_path):
     assert len(without) > 30
     for each in without:
         (tmp_path / TREE).write_text(json.dumps(each))
-        with pytest.raises(FormatError, match="state"):
+        with raises(FormatError, code="format.invalid"):
             read_state(tmp_path)
 
 
@@ -197,7 +198,7 @@ def test_what_is_said_of_numbers_and_is_not_so_is_refused(tmp_path, kind, change
     said = json.loads((tmp_path / TREE).read_text())
     change(said[kind])
     (tmp_path / TREE).write_text(json.dumps(said))
-    with pytest.raises(FormatError, match="state"):
+    with raises(FormatError, code="format.invalid", field="state"):
         read_state(tmp_path)
 
 

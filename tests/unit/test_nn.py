@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -182,10 +183,10 @@ def test_a_run_trains_with_it_as_with_all_logits(problem):
 
 def test_what_does_not_fit_is_said(problem):
     features, targets = problem
-    with pytest.raises(BatchError, match="one target for each"):
+    with raises(BatchError, code="batch.invalid", field="targets"):
         LossHead(8, 50, chunk_rows=4).loss(features, targets[:, 1:])
     for wrong in (0, -1, 1.5, True):
-        with pytest.raises(ValueGivenError, match="chunk_rows"):
+        with raises(ValueGivenError, code="value.invalid", field="chunk_rows"):
             LossHead(8, 50, chunk_rows=wrong)
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from call_counts import OutOfReach
+from raising import raises
 from rank_cases import Tokens
 from torch import nn
 
@@ -96,9 +97,9 @@ def test_the_first_lost_pair_ends_the_race():
 def test_data_is_gone_through_again_where_it_ends_and_an_iterators_is_not():
     found, _ = race(subject(), STANDS, batches(7), num_steps=10, num_pairs=1)
     assert len(found[0].stands.losses) == 10
-    with pytest.raises(ValueGivenError, match="data: given 7 batches; expected at least the 10"):
+    with raises(ValueGivenError, code="value.invalid", field="data"):
         race(subject(), STANDS, iter(batches(7)), num_steps=10, num_pairs=1)
-    with pytest.raises(ValueGivenError, match="data: given 0 batches"):
+    with raises(ValueGivenError, code="value.invalid", field="data"):
         race(subject(), STANDS, [], num_steps=10)
 
 
@@ -216,7 +217,7 @@ def test_gradients_are_clipped_where_an_optimizer_divides_by_their_size(monkeypa
 
 def test_a_limit_that_was_set_by_hand_is_not_overridden():
     its = subject()
-    with pytest.raises(ValueGivenError, match="the plan's 3, or none"):
+    with raises(ValueGivenError, code="value.invalid", field="clip_norm"):
         trimtab.start(its.model, its.optimizer, Plan.fixed(ROWS, clip_norm=3.0), clip_norm=0.25)
 
 
@@ -280,7 +281,7 @@ def test_what_cannot_be_raced_is_refused_before_anything_is_measured(make, chang
 def test_one_of_several_ranks_does_not_race(monkeypatch):
     its = subject()
     monkeypatch.setattr(trimtab.api, "has_peers", lambda: True)
-    with pytest.raises(ValueGivenError, match="adapt: given optimizer, on one of several ranks"):
+    with raises(ValueGivenError, code="value.invalid", field="adapt"):
         trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt="optimizer", data=batches())
 
 
@@ -288,7 +289,7 @@ def test_one_of_several_ranks_does_not_race(monkeypatch):
 def test_no_race_is_run_on_one_of_several_ranks(monkeypatch, name):
     its = subject()
     monkeypatch.setattr(trimtab.api, "has_peers", lambda: True)
-    with pytest.raises(ValueGivenError, match=f"adapt: given {name}, on one of several ranks|one process"):
+    with raises(ValueGivenError, code="value.invalid", field="adapt"):
         trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt=("learning_rate", name), data=batches())
 
 
@@ -316,7 +317,7 @@ def test_where_the_range_test_keeps_the_rate_no_schedule_is_raced(monkeypatch):
 
 def test_a_schedule_needs_the_rate_to_be_free():
     its = subject()
-    with pytest.raises(ValueGivenError, match="adapt: given schedule without learning_rate; expected both"):
+    with raises(ValueGivenError, code="value.invalid", field="adapt"):
         trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt="schedule", data=batches())
 
 
@@ -473,5 +474,5 @@ def test_what_is_unseen_is_of_one_pass():
     assert trainings
     assert all(each in ({*range(8)}, {8, 9, 10, *range(5)}) for each in trainings)
     few = data[:5]
-    with pytest.raises(ValueGivenError, match="at least the 8 of one training"):
+    with raises(ValueGivenError, code="value.invalid", field="data"):
         short_race(noting, STANDS, STANDS, few, lambda text: None, 8, 1, by_unseen=True)

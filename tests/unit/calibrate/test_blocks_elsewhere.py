@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 
 import trimtab
@@ -173,18 +174,18 @@ def test_a_limit_is_met_by_computing_again_where_the_batch_cannot_be_split():
     assert plan.predicted.step_s > free.predicted.step_s
     assert plan.recompute_blocks == tuple(str(index) for index in range(6))
     assert from_json(Plan, to_json(plan)) == plan
-    with pytest.raises(InfeasibleError, match="recomputing"):
+    with raises(InfeasibleError, code="plan.infeasible", field="budget"):
         trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, L4, budget=trimtab.Budget(memory=limit // 4))
 
 
 def test_blocks_may_be_named():
     given = {"objective": trimtab.Objective(1.0, 1.0), "named_blocks": ("0", "3.0")}
     assert {each.blocks for each in planned(normalised, **given).recomputables} == {("0", "3.0")}
-    with pytest.raises(ValueGivenError, match="'9'"):
+    with raises(ValueGivenError, code="value.invalid", field="blocks"):
         trimtab.plan_elsewhere(*normalised(), L4, blocks=["9"])
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     loop_of = model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(m(b)).sum(), torch.randn(8, 4)
-    with pytest.raises(ValueGivenError, match="'0', which a forward runs several times, or never"):
+    with raises(ValueGivenError, code="value.invalid", field="blocks"):
         trimtab.plan_elsewhere(*loop_of, L4, blocks=["0"])
 
 

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from raising import raises
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -56,7 +57,7 @@ def test_a_device_that_cannot_be_measured_is_refused(door, devices, given, expec
 @pytest.mark.parametrize("device", ["mps", "xpu:1"])
 def test_the_refusal_names_the_device_and_the_way_out(monkeypatch, device):
     monkeypatch.setattr(Subject, "device", torch.device(device))
-    with pytest.raises(ModelError, match=rf"^model: given parameters on {device}; .* Move the model to one of them"):
+    with raises(ModelError, code="model.unsupported", field="model"):
         Subject(*loop("cpu"), never, BATCH)
 
 
@@ -130,7 +131,7 @@ def cast_inside(model, batch):
 @pytest.mark.parametrize("loss_fn", [its_method, its_submodule])
 def test_a_loss_that_does_not_call_the_model_is_refused_before_anything_is_measured(loss_fn):
     model = Tower()
-    with pytest.raises(LossError, match=r"without a forward of the model.*another method.*Wrap what it calls"):
+    with raises(LossError, code="loss.invalid", field="loss_fn"):
         trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, BATCH, progress=fails_to_measure)
 
 
@@ -145,7 +146,7 @@ def test_an_autocast_of_the_loops_own_is_refused_whatever_is_declared(precision,
     model, optimizer = loop("cpu")
     subject = Subject(model, optimizer, mean_square if around else cast_by_the_loop, BATCH)
     cast = torch.autocast("cpu", torch.bfloat16) if around else contextlib.nullcontext()
-    with cast, pytest.raises(LossError, match=r"loop's own \(bfloat16\).*Take autocast and GradScaler out"):
+    with cast, raises(LossError, code="loss.invalid", field="loss_fn"):
         require_own_forward(subject, precision)
 
 
@@ -176,7 +177,7 @@ def test_what_a_model_casts_inside_is_its_own():
 def test_a_rate_of_zero_is_no_rate_to_rise_from():
     model, optimizer = loop("cpu")
     optimizer.param_groups[0]["lr"] = 0.0
-    with pytest.raises(ValueGivenError, match=r"a learning rate of 0, .* Plan before the scheduler is made"):
+    with raises(ValueGivenError, code="value.invalid", field="optimizer"):
         trimtab.plan(model, optimizer, never, BATCH, adapt="learning_rate", data=[BATCH])
 
 
@@ -197,14 +198,14 @@ def test_a_model_that_the_loop_has_wrapped_is_not_measured_on_ranks(one_of_sever
     """Each would take as many steps as its own clock says, and wait in a reduction for the others."""
     model, _ = loop("cpu")
     wrapped = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(ValueGivenError, match=r"DistributedDataParallel or FSDP wraps.*To keep the wrap.*Plan\.fixed"):
+    with raises(ValueGivenError, code="value.invalid", field="model"):
         DOORS[door](wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), never, BATCH)
 
 
 @pytest.mark.parametrize("door", ["profile", "plan", "adapt"])
 def test_a_model_whose_forward_asks_other_ranks_is_not_measured_on_one(one_of_several, door):
     model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
-    with pytest.raises(ValueGivenError, match=r"SyncBatchNorm.*convert it before trimtab\.start"):
+    with raises(ValueGivenError, code="value.invalid", field="model"):
         DOORS[door](model, torch.optim.SGD(model.parameters(), lr=0.1), never, BATCH)
 
 
@@ -212,7 +213,7 @@ def test_a_model_in_parts_on_several_ranks_is_not_measured_on_one(one_of_several
     model, _ = loop("cpu")
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     parallelize_module(model[0], mesh, ColwiseParallel())
-    with pytest.raises(ValueGivenError, match="DTensor holds in parts"):
+    with raises(ValueGivenError, code="value.invalid", field="model"):
         trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), never, BATCH)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 
 import trimtab
@@ -83,7 +84,7 @@ def test_layers_most_of_whose_memory_no_trace_tells_are_refused():
     torch.manual_seed(0)
     model = Recurrent()
     loss_fn = lambda m, b: m(b[0]).square().mean()  # noqa: E731
-    with pytest.raises(ModelError, match=r"LSTM, whose operators take more memory .* trimtab\.plan, where it will run"):
+    with raises(ModelError, code="model.unsupported", field="model"):
         trimtab.plan_elsewhere(model, torch.optim.AdamW(model.parameters()), loss_fn, (torch.randn(16, 64, 32),), H100)
 
 
@@ -97,9 +98,9 @@ def test_seconds_of_a_data_sheet_are_held_against_a_limit_with_a_margin():
     step_s = trimtab.plan_elsewhere(*loop(), H100).predicted.step_s
     roomy = trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(time=1.34 * step_s))
     assert roomy.predicted.step_s == step_s
-    with pytest.raises(InfeasibleError, match=r"predicted, with 33% on top: .* to which a limit adds 33%"):
+    with raises(InfeasibleError, code="plan.infeasible", field="budget"):
         trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(time=1.32 * step_s))
-    with pytest.raises(InfeasibleError, match="over the budget of 1 MiB") as caught:
+    with raises(InfeasibleError, code="plan.infeasible", field="budget") as caught:
         trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(memory="1MiB"))
     assert "33%" not in str(caught.value)
 
@@ -111,7 +112,7 @@ def test_a_loss_of_several_values_is_refused_as_everywhere():
         tokens = batch[0]
         return nn.functional.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
 
-    with pytest.raises(ModelError, match="scalar outputs"):
+    with raises(ModelError, code="model.unsupported", field="model"):
         trimtab.plan_elsewhere(model, optimizer, losses, batch, H100)
 
 
@@ -183,7 +184,7 @@ def test_less_memory_is_met_by_smaller_chunks_or_micro_batches():
         *loop(), "H100 SXM", budget=trimtab.Budget(memory=int(0.75 * free.predicted.peak_bytes))
     )
     assert tight.predicted.peak_bytes <= 0.75 * free.predicted.peak_bytes
-    with pytest.raises(InfeasibleError, match="is predicted to need"):
+    with raises(InfeasibleError, code="plan.infeasible", field="budget"):
         trimtab.plan_elsewhere(*loop(), "H100 SXM", budget=trimtab.Budget(memory=1000))
 
 
@@ -216,15 +217,15 @@ def test_a_loop_without_memory_can_be_planned():
 
 def test_what_cannot_be_traced_is_said_at_the_door():
     model, optimizer, _, batch = loop()
-    with pytest.raises(ModelError, match="cannot be traced"):
+    with raises(ModelError, code="model.unsupported", field="model"):
         trimtab.plan_elsewhere(model, optimizer, lambda m, b: m(b[0]).sum() * m(b[0]).sum().item(), batch, "H100 SXM")
-    with pytest.raises(ValueGivenError, match="2 rows"):
+    with raises(ValueGivenError, code="value.invalid", field="example_batch"):
         trimtab.plan_elsewhere(model, optimizer, next_token_loss, (batch[0][:2],), "H100 SXM")
-    with pytest.raises(ValueGivenError, match="unknown peaks"):
+    with raises(ValueGivenError, code="value.invalid", field="device"):
         trimtab.plan_elsewhere(*loop(), replace(H100, bandwidth_bytes_s=None))
 
 
 @pytest.mark.parametrize("device", ["Frobnicator 9000", ""])
 def test_a_device_that_is_not_known_is_refused(device):
-    with pytest.raises(ValueGivenError, match="peaks are known"):
+    with raises(ValueGivenError, code="value.invalid", field="device"):
         trimtab.plan_elsewhere(*loop(), device)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 
 import trimtab
@@ -223,5 +224,5 @@ def test_how_long_a_run_is_tells_when_to_hurry_and_whether_to_compile(monkeypatc
     plan = choose(hurried, trimtab.Objective(), trimtab.Budget())
     assert "not tried: a run of" in plan.compiled.reason
     assert "total_steps" in choose(patient, trimtab.Objective(), trimtab.Budget()).compiled.reason
-    with pytest.raises(ValueGivenError, match="total_steps"):
+    with raises(ValueGivenError, code="value.invalid", field="total_steps"):
         profiled(total_steps=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 
 from trimtab.calibrate.tracing import at_two_sizes
@@ -31,7 +32,7 @@ def test_what_is_too_large_at_every_size_is_said():
     def trace(sizes, batches):
         raise scratch.TooLarge("model", given="much", expected="less")
 
-    with pytest.raises(ModelError, match="much"):
+    with raises(ModelError, code="model.unsupported", field="model"):
         at_two_sizes(torch.zeros(ROWS, 1), trace)
 
 
@@ -69,7 +70,7 @@ def test_nothing_is_run_that_is_too_large(monkeypatch):
     _, structure = torch.utils._pytree.tree_flatten(((0, 0), {}))
     call = scratch.Call(operator, (like, like), structure)
     monkeypatch.setattr(scratch, "MOST_BYTES", 3 * 2 * 64 * 64 - 1)
-    with pytest.raises(scratch.TooLarge, match=r"mm of 24 KiB.*\n?.*24 KiB at the most"):
+    with raises(scratch.TooLarge, code="model.unsupported", field="model"):
         scratch.measured([call])
     assert ran == []
     monkeypatch.setattr(scratch, "MOST_BYTES", 3 * 2 * 64 * 64)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 
 import trimtab
@@ -127,7 +128,7 @@ def test_another_model_is_refused_and_nothing_is_changed(saved, says):
     with pytest.raises(ModelError, match=says):
         loading_hidden(fresh, saved)
     assert fresh[0].cache.tolist() == [0, 0]
-    with pytest.raises(FormatError, match=r"state\.model\.hidden"):
+    with raises(FormatError, code="format.invalid", field="state.model.hidden"):
         loading_hidden(fresh, {"0.cache": 3})
 
 

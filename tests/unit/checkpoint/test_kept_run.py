@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from raising import raises
 from saving import ended, forge, forked
 from torch import nn
 from torch.utils.data import DataLoader
@@ -129,8 +130,8 @@ def test_another_run_is_refused_and_nothing_is_changed(saved, changed, says):
 def test_a_model_of_another_type_is_refused_and_nothing_is_changed(saved, dtype):
     loop = Loop(saved)
     loop.model.to(dtype)
-    before, kind = loop.weights(), str(dtype).removeprefix("torch.")
-    with pytest.raises(ModelError, match=rf"0\.weight: given {kind} of shape \(4, 4\); expected float32 of shape"):
+    before = loop.weights()
+    with raises(ModelError, code="model.unsupported", field="model: 0.weight"):
         loop.start()
     assert all(map(torch.equal, before, loop.weights()))
 
@@ -139,7 +140,7 @@ def test_another_optimizer_is_refused(saved):
     loop = Loop(saved)
     loop.optimizer = torch.optim.AdamW([{"params": [p]} for p in loop.model.parameters()], lr=0.01)
     before = loop.weights()
-    with pytest.raises(OptimizerError, match=r"groups of \[1, 1, 1, 1\] parameters; expected those of \[4\]"):
+    with raises(OptimizerError, code="optimizer.unsupported", field="optimizer"):
         loop.start()
     assert all(map(torch.equal, before, loop.weights()))
 
@@ -179,9 +180,7 @@ def test_another_number_of_threads_is_refused_or_accepted_and_recorded(saved, tm
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with pytest.raises(
-            ValueGivenError, match=rf"resume: threads: given {threads + 1}; expected {threads}, .*accepts="
-        ):
+        with raises(ValueGivenError, code="value.invalid", field="resume: threads"):
             Loop(saved).start()
         with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
             Loop(saved, accepts=("threads",)).train(6, record=record)
@@ -193,7 +192,7 @@ def test_another_number_of_threads_is_refused_or_accepted_and_recorded(saved, tm
 
 
 def test_other_data_are_refused_or_accepted_and_written_down(saved, tmp_path):
-    with pytest.raises(FormatError, match="resume: data: given 4 batches; expected 3 batches"):
+    with raises(FormatError, code="format.invalid", field="resume: data"):
         Loop(saved).train(6, batches=[*BATCHES, BATCHES[0]])
     with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
         Loop(saved, accepts=("data",)).train(6, batches=[*BATCHES, BATCHES[0]], record=record)
@@ -209,7 +208,7 @@ def test_another_number_of_rows_is_refused_though_there_are_as_many_batches(tmp_
         return DataLoader(torch.arange(4.0 * rows).reshape(rows, 4), batch_size=4, shuffle=True)
 
     Loop(tmp_path / "run").train(4, batches=loader(11))
-    with pytest.raises(FormatError, match="resume: data: given 12 rows; expected 11 rows, as the run was saved with"):
+    with raises(FormatError, code="format.invalid", field="resume: data"):
         Loop(tmp_path / "run").train(6, batches=loader(12))
 
 
@@ -219,7 +218,7 @@ def test_each_change_of_the_world_is_refused_by_name_or_accepted_and_written_dow
     about = manifest_of(folder).about
     (folder / "manifest.json").unlink()
     envelope.seal(folder, about | {"world": about["world"] | {name: "another"}})
-    with pytest.raises(ValueGivenError, match=rf"resume: {name}: given .*expected another, .*accepts="):
+    with raises(ValueGivenError, code="value.invalid"):
         Loop(saved).start()
     Loop(saved, accepts=(name,)).train(6)
     assert manifest_of(committed(saved)[0]).about["accepted"][name].startswith("another -> ")
@@ -231,9 +230,9 @@ def test_the_plan_it_was_saved_with_is_at_hand(saved, tmp_path):
 
 
 def test_one_that_must_be_there_and_one_that_must_not(saved, tmp_path):
-    with pytest.raises(FormatError, match="no checkpoint; expected a checkpoint that is whole"):
+    with raises(FormatError, code="format.invalid"):
         Loop(tmp_path / "new", resume="always").start()
-    with pytest.raises(FormatError, match=r"step-4 in .*a folder without any"):
+    with raises(FormatError, code="format.invalid", field="checkpoints.resume"):
         Loop(saved, resume="never").start()
 
 
@@ -261,9 +260,9 @@ def test_what_cannot_be_read_for_now_is_refused_and_stays_as_it_is(saved, tmp_pa
         patch.setattr(os, "open", stale)
         for name in ("step-4/tensors.safetensors", "step-4/manifest.json"):
             out_of_reach[0] = name
-            with pytest.raises(FormatError, match=r"step-4/.*: given .*Stale file handle.* It may be whole, and stays"):
+            with raises(FormatError, code="format.invalid"):
                 Loop(saved).start()
-        with pytest.raises(FormatError, match="Stale file handle"):
+        with raises(FormatError, code="format.invalid"):
             Loop(saved).checkpoints.saved_plan()
     assert sorted(os.listdir(saved)) == before
     assert Loop(saved).train(6) == Loop(tmp_path / "other").train(6)[4:]
@@ -285,7 +284,7 @@ def test_a_start_that_is_refused_holds_no_state(saved, monkeypatch):
     once, loop = ReadOnce(), Loop(saved)
     monkeypatch.setattr(ranks, "ReadOnce", lambda: once)
     loop.optimizer = torch.optim.RMSprop(loop.model.parameters())
-    with pytest.raises(ValueGivenError, match="resume: optimizer: given RMSprop"):
+    with raises(ValueGivenError, code="value.invalid", field="resume: optimizer"):
         loop.start()
     assert once.take(committed(saved)[0]) is None
 
@@ -293,12 +292,12 @@ def test_a_start_that_is_refused_holds_no_state(saved, monkeypatch):
 def test_nothing_whole_is_no_reason_to_begin_anew(saved):
     for each in committed(saved):
         (each / "state.json").write_text("{}")
-    with pytest.raises(FormatError, match=r"(?s)step-4/state\.json.*step-3/state\.json"):
+    with raises(FormatError, code="format.invalid"):
         Loop(saved).start()
 
 
 def test_two_runs_do_not_share_a_folder(saved):
-    with Loop(saved).start(), pytest.raises(FormatError, match=rf"another run holds \(process {os.getpid()}"):
+    with Loop(saved).start(), raises(FormatError, code="output.in_use"):
         Loop(saved).start()
     Loop(saved).train(5)
 
@@ -310,7 +309,7 @@ def full(*_, **__):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_that_fails_stops_the_run_or_is_told_each_time(saved, monkeypatch, background):
     monkeypatch.setattr(envelope, "seal", full)
-    with pytest.raises(OSError, match="No space left"):
+    with raises(OSError, code="checkpoint.not_saved"):
         Loop(saved, background=background).train(8)
     with pytest.warns(RuntimeWarning, match=r"No checkpoint after \d windows: .*No space left") as told:
         Loop(saved, on_failure="warn", background=background).train(8)
@@ -334,7 +333,7 @@ def test_what_the_user_keeps_too_is_looked_at_first(saved, tmp_path):
     with pytest.raises(RuntimeError, match="another it"):
         loop.start()
     assert all(map(torch.equal, before, loop.weights()))
-    with pytest.raises(ValueGivenError, match=r"checkpoints\.also\['mine'\]: given int"):
+    with raises(ValueGivenError, code="value.invalid", field="checkpoints.also['mine']"):
         Loop(tmp_path / "x", also={"mine": 3})
 
 
@@ -394,12 +393,12 @@ def test_schedules_one_after_another_go_on_over_where_they_meet(tmp_path, backgr
 )
 def test_what_cannot_be_written_is_refused_as_the_run_starts(tmp_path, value):
     loop = Loop(tmp_path / "run", also={"mine": Said(value)})
-    with pytest.raises(FormatError, match=r"state\['also'\]\['mine'\]\['it'\]: given a "):
+    with raises(FormatError, code="format.invalid", field="state['also']['mine']['it']"):
         loop.start()
     assert committed(tmp_path / "run") == []
     loop = Loop(tmp_path / "run")
     loop.optimizer.param_groups[0]["names"] = {"a set"}
-    with pytest.raises(FormatError, match=r"state\['optimizer'\].*\['names'\]: given a builtins.set"):
+    with raises(FormatError, code="format.invalid", field="state['optimizer']['param_groups'][0]['names']"):
         loop.start()
 
 
@@ -449,7 +448,7 @@ def test_what_the_user_keeps_too_is_left_alone_until_every_rank_has_read(tmp_pat
     before = loop.weights()
     with monkeypatch.context() as patched:
         patched.setattr(KeptRanks, "together", another_fails)
-        with pytest.raises(FormatError, match="another disk"):
+        with raises(FormatError, code="format.invalid", field="rank 1"):
             loop.start()
     assert mine.loads == 0
     assert all(map(torch.equal, before, loop.weights()))
@@ -543,14 +542,17 @@ def test_a_record_goes_on_where_the_checkpoint_was(saved, tmp_path):
 
 def test_a_checkpoint_by_hand_needs_somewhere_to_be(saved):
     loop = Loop(saved)
-    with trimtab.start(loop.model, loop.optimizer, loop.plan) as run, pytest.raises(UsageError, match="checkpoints="):
+    with (
+        trimtab.start(loop.model, loop.optimizer, loop.plan) as run,
+        raises(UsageError, code="value.invalid", field="run.checkpoint"),
+    ):
         run.checkpoint()
 
 
 def test_what_is_wrong_with_a_model_s_names_is_said(saved):
     loop = Loop(saved)
     loop.model.add_module("more", nn.Linear(1, 1))
-    with pytest.raises(ModelError, match=r"more\.bias and 1 more in the model alone"):
+    with raises(ModelError, code="model.unsupported", field="model"):
         loop.start()
     assert issubclass(DamagedError, FormatError)
 
@@ -575,7 +577,7 @@ def test_a_record_has_its_end_where_the_last_save_failed(saved, tmp_path, monkey
     monkeypatch.setattr(envelope, "seal", full)
     with (
         trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it")) as record,
-        pytest.raises(OSError, match="No space left"),
+        raises(OSError, code="checkpoint.not_saved"),
     ):
         Loop(saved, background=True, every_steps=5).train(9, record=record)
     assert read_record(tmp_path / "r.jsonl").end is not None
@@ -651,7 +653,7 @@ def test_a_signal_ends_a_run_that_warns_whatever_becomes_of_the_last_save(saved,
 
 
 def test_a_window_of_batches_that_nobody_asked_it_for_is_refused(saved):
-    with Loop(saved).start() as run, pytest.raises(LoopError, match=r"run\.window: given a run with checkpoints"):
+    with Loop(saved).start() as run, raises(LoopError, code="loop.out_of_order", field="run.window"):
         run.window(BATCHES[0])
 
 
@@ -660,7 +662,7 @@ def test_a_loader_whose_workers_outlive_a_pass_is_refused(tmp_path):
     for loader in (lasting, trimtab.shard(lasting)):
         with (
             Loop(tmp_path / "run").start() as run,
-            pytest.raises(ValueGivenError, match="loader: given persistent_workers=True"),
+            raises(ValueGivenError, code="value.invalid", field="loader"),
         ):
             next(run.windows(loader))
     with Loop(tmp_path / "run").start() as run:
@@ -713,7 +715,7 @@ def test_a_folder_of_another_name_is_the_user_s_whatever_its_manifest_says(saved
         with Loop(tmp_path / place, resume=resume).start() as run:
             assert run.num_windows == 0
         assert [each.name for each in (tmp_path / place).iterdir() if each.is_dir()] == ["export"]
-    with pytest.raises(FormatError, match="no checkpoint; expected a checkpoint that is whole"):
+    with raises(FormatError, code="format.invalid"):
         Loop(tmp_path / "new", resume="always").start()
     assert (saved / "export" / "manifest.json").read_bytes() == text
     assert not [each for each in recwarn if "gone on from" in str(each.message)]
@@ -753,7 +755,7 @@ def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_deleted(saved, monk
     assert [each.name for each in committed(saved)] == ["step-5", "step-4", "step-3"]
     (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "checkpoint")
     assert (event.detail["windows"], event.detail["is_saved"]) == (5, True)
-    with pytest.raises(SaveError, match=r"step-4: given .*Permission denied; expected leave to delete it"):
+    with raises(SaveError, code="checkpoint.not_saved"):
         Loop(saved, background=background).train(6)
     assert committed(saved)[0].name == "step-6"
 
@@ -809,7 +811,7 @@ def test_of_two_runs_that_make_one_folder_at_once_the_second_is_told_who_holds_i
             mkdir(path, *given, **named)
 
     monkeypatch.setattr(Path, "mkdir", made_meanwhile)
-    with pytest.raises(FormatError, match=rf"another run holds \(process {os.getpid()}"):
+    with raises(FormatError, code="output.in_use"):
         Loop(tmp_path / "run").start()
     others[0].release()
 
@@ -826,7 +828,7 @@ def test_nothing_is_changed_where_the_decisions_cannot_be_written(saved, monkeyp
     loop, before = Loop(saved), sorted(os.listdir(saved))
     weights = loop.weights()
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(SaveError, match=r"decisions\.jsonl.*No space left"):
+    with raises(SaveError, code="checkpoint.not_saved"):
         loop.start()
     monkeypatch.undo()
     assert all(map(torch.equal, weights, loop.weights()))
@@ -854,7 +856,7 @@ def test_a_record_is_on_disk_before_a_checkpoint_speaks_of_it_and_a_short_one_is
     os.truncate(path, 100)
     with (
         trimtab.RecordWriter(path, Header("it"), continues=True) as record,
-        pytest.raises(FormatError, match=r"r\.jsonl: given 100 bytes; .*or go on without one"),
+        raises(FormatError, code="format.invalid"),
     ):
         Loop(folder).start(record=record)
 

@@ -10,6 +10,7 @@ import signal
 import socket
 
 import pytest
+from raising import raises
 from saving import forked
 
 from trimtab.checkpoint.lock import NAME, Holder, locked
@@ -53,9 +54,7 @@ def test_a_folder_is_held_once_and_let_go_of(tmp_path):
     with locked(tmp_path) as lock:
         assert lock.recovered is None
         assert Holder.said((tmp_path / NAME).read_bytes()) == Holder.here()
-        with pytest.raises(
-            FormatError, match=rf"another run holds \(process {os.getpid()} on {socket.gethostname()}\)"
-        ):
+        with raises(FormatError, code="output.in_use"):
             locked(tmp_path)
     with locked(tmp_path) as lock:
         assert lock.recovered is None
@@ -63,7 +62,7 @@ def test_a_folder_is_held_once_and_let_go_of(tmp_path):
 
 
 def test_another_process_is_named_and_its_kill_frees_the_folder(tmp_path, held_elsewhere):
-    with pytest.raises(InUseError, match=rf"\(process {held_elsewhere} ") as refused:
+    with raises(InUseError, code="output.in_use") as refused:
         locked(tmp_path)
     assert (refused.value.pid, refused.value.code) == (held_elsewhere, "output.in_use")
     kill(held_elsewhere)
@@ -90,7 +89,7 @@ ENDLESS = b'{"pid": 1e400, "host": "a", "boot_id": "b"}'
 def test_a_holder_that_does_not_say_who_it_is(tmp_path, said):
     with locked(tmp_path):
         (tmp_path / NAME).write_bytes(said)
-        with pytest.raises(FormatError, match="another run holds"):
+        with raises(FormatError, code="output.in_use"):
             locked(tmp_path)
     assert locked(tmp_path).recovered is None
 
@@ -110,7 +109,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(FormatError, match=r"no locks .*Operation not supported.* Choose a folder on a disk"):
+    with raises(FormatError, code="format.invalid"):
         locked(tmp_path)
 
 

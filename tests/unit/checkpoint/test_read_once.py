@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from raising import raises
 from saving import gone_on_from, loaded, save
 from test_tensors import BITS, BOMBS, TYPES, assert_same, header
 
@@ -169,7 +170,7 @@ def test_a_head_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
         return whole(descriptor, size, at).replace(b"a", b"b", 1)
 
     monkeypatch.setattr(os, "pread", other)
-    with pytest.raises(DamagedError, match=f"{TENSORS}: given bytes that were others"):
+    with raises(DamagedError, code="format.damaged"):
         ReadOnce().verify(folder)
 
 

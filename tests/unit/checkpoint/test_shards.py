@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 
 from trimtab.checkpoint import shard_files
@@ -49,7 +50,7 @@ def test_what_is_written_is_dense_and_named():
 def test_types_that_torchs_writer_would_give_back_as_others_are_refused():
     model, optimizer = stepped()
     optimizer.state[model[0].weight]["mask"] = torch.ones(3, dtype=torch.bool)
-    with pytest.raises(FormatError, match=r"optimizer\.0\.weight:mask: given torch\.bool"):
+    with raises(FormatError, code="format.invalid", field="optimizer.0.weight:mask"):
         Shards(model, optimizer).tensors()
 
 
@@ -64,12 +65,12 @@ def test_state_that_is_not_cut_as_its_parameter_is_refused(shape, placements):
     state = SimpleNamespace(shape=torch.Size(shape), dim=lambda: len(shape))
     if placements is not None:
         state.placements = placements
-    with pytest.raises(FormatError, match=r"moment of w, a state of shape .* not cut as its parameter"):
+    with raises(FormatError, code="format.invalid", field="optimizer"):
         _require_apart("w", "moment", state, parameter)
     good = SimpleNamespace(shape=parameter.shape, dim=lambda: 2, placements=("cut",))
     _require_apart("w", "moment", good, parameter)
     _require_apart("w", "step", torch.tensor(3.0), parameter)
-    with pytest.raises(FormatError, match="texts as keys"):
+    with raises(FormatError, code="format.invalid", field="optimizer"):
         _require_apart("w", 3, good, parameter)
 
 
@@ -105,7 +106,7 @@ def test_a_model_of_another_type_is_refused(tmp_path, monkeypatch):
     Shards(model, optimizer, tmp_path).loading(shards.state_dict())
     other, its = loop()
     other[2].double()
-    with pytest.raises(ModelError, match=r"2\.weight: given float64 of shape \(1, 4\); expected float32 of shape"):
+    with raises(ModelError, code="model.unsupported", field="model: 2.weight"):
         Shards(other, its, tmp_path).loading(shards.state_dict())
 
 
@@ -114,7 +115,7 @@ def test_what_ranks_said_of_their_shards_is_put_together():
     first = {"groups": [{"lr": 1}], "members": {"a": one}, "others": {"a": {"k": 1}}}
     found = merged(iter([first, {"groups": [{"lr": 1}], "members": {"b": other}, "others": {"b": {"k": 2}}}]))
     assert found == {"groups": [{"lr": 1}], "members": {"a": one, "b": other}, "others": {"a": {"k": 1}, "b": {"k": 2}}}
-    with pytest.raises(FormatError, match="ranks that differ about a"):
+    with raises(FormatError, code="format.invalid", field="state.shards"):
         merged(iter([first, {"groups": [], "members": {"a": other}, "others": {}}]))
 
 
@@ -122,7 +123,7 @@ def test_files_that_are_no_shards_are_named(tmp_path):
     (tmp_path / "tensors.safetensors").write_bytes(b"not looked at")
     assert dict(shard_files.written(tmp_path)) == {}
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"no shard")
-    with pytest.raises(FormatError, match="expected files of shards"):
+    with raises(FormatError, code="format.invalid"):
         shard_files.written(tmp_path)
 
 
@@ -132,5 +133,5 @@ def test_shards_are_not_written_beside_the_training():
     alone = SimpleNamespace(num_ranks=1, has_peers=False)
     require_kept(model, optimizer, Plan.fixed(4), alone, background=True)
     model.set_requires_gradient_sync = None  # as fully_shard leaves it
-    with pytest.raises(ValueGivenError, match=r"checkpoints\.background: given True.*in shards; expected False"):
+    with raises(ValueGivenError, code="value.invalid", field="checkpoints.background"):
         require_kept(model, optimizer, Plan.fixed(4), alone, background=True)

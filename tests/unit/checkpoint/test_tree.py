@@ -11,6 +11,7 @@ from enum import IntEnum
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.checkpoint.tree import MAX_DEPTH, pack, unpack
 from trimtab.core.errors import FormatError
@@ -157,5 +158,5 @@ def test_what_it_cannot_hold_is_refused_by_its_place(state, where):
     ],
 )
 def test_what_no_writer_wrote_is_refused(packed):
-    with pytest.raises(FormatError, match="state"):
+    with raises(FormatError, code="format.invalid", field="state"):
         unpack(packed, {})

@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core.carbon import Carbon, Intensity, added, carbon_of, constant, of_csv
 from trimtab.core.energy import Energy, Provenance, absent
@@ -58,7 +59,7 @@ def test_a_stretch_is_the_sum_of_its_parts(figures, begins, lasts):
 
 @pytest.mark.parametrize(("begin_s", "seconds"), [(-1, 10), (2.5 * 3600, 3600), (5 * 3600, 1)])
 def test_hours_of_which_nothing_is_known_are_refused(begin_s, seconds):
-    with pytest.raises(ValueGivenError, match="2026-03-01T00:00"):
+    with raises(ValueGivenError, code="value.invalid", field="carbon.time"):
         carbon_of([(MIDNIGHT + begin_s, used(KWH, seconds))], of_csv(TRACE, "average"))
 
 
@@ -79,20 +80,20 @@ def test_average_and_marginal_are_never_added():
     one, other = (Carbon(1.0, kind, Provenance.MEASURED) for kind in ("average", "marginal"))
     assert added([one, one]).grams == 2.0
     for parts in ([one, other], []):
-        with pytest.raises(ValueGivenError, match="do not add up"):
+        with raises(ValueGivenError, code="value.invalid", field="carbon"):
             added(parts)
     assert added([one, Carbon(None, "average", Provenance.ABSENT, "no meter")]).grams is None
 
 
 @pytest.mark.parametrize("kind", ["", "mean", None])
 def test_an_intensity_says_which_it_is(kind):
-    with pytest.raises(ValueGivenError, match="average, marginal"):
+    with raises(ValueGivenError, code="value.invalid", field="carbon.kind"):
         constant(100, kind)
 
 
 @pytest.mark.parametrize("grams", [-1, math.nan, math.inf, "100"])
 def test_a_constant_that_is_none_is_refused(grams):
-    with pytest.raises(ValueGivenError, match="g_per_kwh"):
+    with raises(ValueGivenError, code="value.invalid", field="carbon.g_per_kwh"):
         constant(grams, "average")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from raising import raises
 
 from trimtab.core.chain import Chain, ChainModel, DearPart, Stage
 from trimtab.core.errors import ValueGivenError
@@ -40,10 +41,10 @@ def test_nothing_is_less_than_none():
 
 @pytest.mark.parametrize("rows", [(4, 4), (8, 4), (0, 4)])
 def test_two_sizes_are_two(rows):
-    with pytest.raises(ValueGivenError, match="rows"):
+    with raises(ValueGivenError, code="value.invalid", field="rows"):
         ChainModel(chain(4), chain(8), rows)
 
 
 def test_both_sizes_are_of_one_model():
-    with pytest.raises(ValueGivenError, match="stages"):
+    with raises(ValueGivenError, code="value.invalid", field="stages"):
         ChainModel(chain(4), Chain(chain(8).stages[:1], 0), (4, 8))

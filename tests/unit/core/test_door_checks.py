@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
@@ -25,7 +26,7 @@ def test_a_number_passes_exactly_when_it_lies_within(value, one, other, open_low
         assert passed == value
         assert type(passed) is float
     else:
-        with pytest.raises(ValueGivenError, match="x: given "):
+        with raises(ValueGivenError, code="value.invalid", field="x"):
             checks.number("x", value, low=low, high=high, open_low=open_low)
 
 
@@ -33,7 +34,7 @@ def test_a_number_passes_exactly_when_it_lies_within(value, one, other, open_low
     "value", [math.nan, math.inf, -math.inf, 10**400, True, "1", None, 1j], ids=lambda v: str(v)[:5]
 )
 def test_what_is_no_finite_number_is_refused(value):
-    with pytest.raises(ValueGivenError, match="finite number"):
+    with raises(ValueGivenError, code="value.invalid", field="x"):
         checks.number("x", value)
 
 
@@ -57,20 +58,20 @@ def test_a_whole_number_passes_exactly_when_it_lies_within(value, low, width):
     if low <= value <= low + width:
         assert checks.integer("x", value, low=low, high=low + width) == value
     else:
-        with pytest.raises(ValueGivenError, match=f"expected a whole number from {low} to {low + width}"):
+        with raises(ValueGivenError, code="value.invalid", field="x"):
             checks.integer("x", value, low=low, high=low + width)
 
 
 @pytest.mark.parametrize("value", [1.0, True, "1", None, math.nan, 0, 2**62 + 1])
 def test_what_is_no_positive_whole_number_is_refused(value):
-    with pytest.raises(ValueGivenError, match=r"x: given .*expected a whole number >= 1"):
+    with raises(ValueGivenError, code="value.invalid", field="x"):
         checks.integer("x", value)
 
 
 @pytest.mark.parametrize("value", ["c", "", "A", None, 0, ["a"], "ab"])
 def test_a_name_outside_the_list_is_refused_and_the_list_named(value):
     assert checks.one_of("x", "b", ("a", "b")) == "b"
-    with pytest.raises(ValueGivenError, match=r"x: .*expected one of a, b"):
+    with raises(ValueGivenError, code="value.invalid", field="x"):
         checks.one_of("x", value, iter("ab"))
 
 
@@ -81,7 +82,7 @@ def test_names_pass_as_a_tuple(value):
 
 @pytest.mark.parametrize("value", ["ab", b"ab", 3, None, ["a", 1]])
 def test_what_are_no_names_is_refused(value):
-    with pytest.raises(ValueGivenError, match=r"x: given .*names, as a list of strings"):
+    with raises(ValueGivenError, code="value.invalid", field="x"):
         checks.names("x", value)
 
 
@@ -113,5 +114,5 @@ REFUSED = [True, "1", None, 1j, [1.0], One(1.0, (2,)), One(True), One("1"), np.s
 
 @pytest.mark.parametrize("value", [*REFUSED, np.complex64(1), np.ones(2)])
 def test_what_is_no_figure_is_refused_and_how_to_make_one_is_said(value):
-    with pytest.raises(ValueGivenError, match=r"x: given .*expected a number\..*float\("):
+    with raises(ValueGivenError, code="value.invalid", field="x"):
         checks.figure("x", value)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
@@ -35,7 +36,7 @@ SHAPE = StepShape(1.0, 2.0, 0.5, (40, 80), (0.25, 0.75))
     ],
 )
 def test_a_link_that_is_none_is_refused_by_field(field, value):
-    with pytest.raises(ValueGivenError, match=rf"link\.{field}: given "):
+    with raises(ValueGivenError, code="value.invalid"):
         replace(LINK, **{field: value})
 
 
@@ -112,7 +113,7 @@ def test_what_the_table_lacks_is_refused_and_the_names_are_listed(name, device):
     ],
 )
 def test_a_way_to_share_that_is_none_is_refused_by_field(field, value):
-    with pytest.raises(ValueGivenError, match=rf"parallelism\.{field}: given "):
+    with raises(ValueGivenError, code="value.invalid"):
         replace(Parallelism(2), **{field: value})
 
 
@@ -133,12 +134,12 @@ def test_a_way_to_share_that_is_none_is_refused_by_field(field, value):
     ],
 )
 def test_a_step_that_is_none_is_refused_by_field(field, value):
-    with pytest.raises(ValueGivenError, match=rf"step\.{field}: given "):
+    with raises(ValueGivenError, code="value.invalid"):
         replace(SHAPE, **{field: value})
 
 
 def test_a_step_has_a_block():
-    with pytest.raises(ValueGivenError, match="a block at least"):
+    with raises(ValueGivenError, code="value.invalid", field="step.block_shares"):
         StepShape(1.0, 2.0, 0.0, (), ())
 
 
@@ -164,7 +165,7 @@ def test_a_ring_over_nodes_is_as_wide_as_their_ports_together():
     assert ring.source == "a; b"
     assert over_nodes(inside, replace(port, bytes_per_s=100e9), 8).bytes_per_s == 400e9
     assert over_nodes(inside, port, 1).latency_s == port.latency_s
-    with pytest.raises(ValueGivenError, match="ranks_of_node"):
+    with raises(ValueGivenError, code="value.invalid", field="ranks_of_node"):
         over_nodes(inside, port, 0)
 
 
@@ -179,15 +180,15 @@ def test_nodes_are_named_by_what_joins_their_ranks_and_them(name):
 def test_a_link_that_names_no_nodes_is_that_of_the_table():
     assert ring_link("ib:HDR", "H100", 64) is LINKS["ib:HDR"]
     for name in ("8 x nvlink", "x nvlink + ib", "8 x ib:FDR + ib", "8 x nvlink + token ring", None):
-        with pytest.raises(ValueGivenError, match="link"):
+        with raises(ValueGivenError, code="value.invalid", field="link"):
             ring_link(name, "H100", 64)
-    with pytest.raises(ValueGivenError, match="ranks_of_node"):
+    with raises(ValueGivenError, code="value.invalid", field="link.ranks_of_node"):
         ring_link("0 x nvlink + ib", "H100", 64)
 
 
 def test_parameters_that_no_rank_gathers_have_no_type_to_be_gathered_in():
     assert Parallelism(2, 3, gather_dtype="bf16").gather_dtype == "bf16"
-    with pytest.raises(ValueGivenError, match=r"parallelism\.gather_dtype: given 'fp16'"):
+    with raises(ValueGivenError, code="value.invalid", field="parallelism.gather_dtype"):
         Parallelism(2, 3, gather_dtype="fp16")
-    with pytest.raises(ValueGivenError, match="gathers no parameters"):
+    with raises(ValueGivenError, code="value.invalid", field="parallelism.gather_dtype"):
         Parallelism(2, 1, gather_dtype="bf16")

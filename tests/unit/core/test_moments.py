@@ -6,6 +6,7 @@ import datetime
 import math
 
 import pytest
+from raising import raises
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.moments import format_moment, parse_duration, parse_moment, time_of
@@ -23,7 +24,7 @@ def test_a_duration(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "5", "h", "-1h", "1h30min", "1 week", "0h", "1e3s", "nan s"])
 def test_what_is_no_duration(text):
-    with pytest.raises(ValueGivenError, match="--takes"):
+    with raises(ValueGivenError, code="value.invalid", field="--takes"):
         parse_duration("--takes", text)
 
 
@@ -50,7 +51,7 @@ def test_what_is_no_time_says_why(text, says):
     [("2026-03-01T06:00", "without an offset"), ("tomorrow", "a moment of ISO 8601"), ("0s", "> 0"), ("", "36h")],
 )
 def test_what_is_no_moment(text, says):
-    with pytest.raises(ValueGivenError, match=f"--by: .*{says}"):
+    with raises(ValueGivenError, code="value.invalid", field="--by"):
         parse_moment("--by", text, NOW)
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Cost, Objective, Reference
@@ -86,14 +87,14 @@ def test_an_unknown_term_is_an_error_only_where_it_is_weighted(cost, term, ours)
     pair = (unknown, cost) if ours else (cost, unknown)
     others = dict.fromkeys(("time", "memory", "energy"), 1.0) | {name: 0.0}
     assert math.isclose(Objective(**others).score(*pair), 1.0, rel_tol=1e-15)
-    with pytest.raises(ValueGivenError, match=rf"{name}: .*could not be measured.*Objective\({name}=0\)") as caught:
+    with raises(ValueGivenError, code="value.invalid") as caught:
         Objective(**others | {name: 1e-6}).score(*pair)
     assert caught.value.field == name
 
 
 @pytest.mark.parametrize("theirs", [0.0, -1.0, math.inf, math.nan])
 def test_a_reference_that_is_no_yardstick_is_an_error(theirs):
-    with pytest.raises(ValueGivenError, match="time: "):
+    with raises(ValueGivenError, code="value.invalid", field="time"):
         Objective().score(Cost(1.0), Cost(theirs))
 
 
@@ -111,7 +112,7 @@ def test_without_energy_the_other_weights_are_left_however_small(weights, left):
 
 
 def test_without_energy_nothing_is_left_of_energy_alone():
-    with pytest.raises(ValueGivenError, match="energy alone"):
+    with raises(ValueGivenError, code="value.invalid", field="energy"):
         Objective(0, 0, 3).without_energy()
 
 
@@ -148,7 +149,7 @@ def test_a_reference_says_whether_it_was_declared():
 
 @pytest.mark.parametrize("values", [{"precision": "fp8"}, {"clip_norm": 0}, {"clip_norm": math.inf}])
 def test_a_reference_that_is_no_loop_is_refused(values):
-    with pytest.raises(ValueGivenError, match=r"reference\."):
+    with raises(ValueGivenError, code="value.invalid"):
         Reference(**values)
 
 

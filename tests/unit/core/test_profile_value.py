@@ -8,6 +8,7 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
@@ -63,5 +64,5 @@ def test_trials_are_added_in_order_and_found_by_stage():
 
 
 def test_another_schema_is_refused():
-    with pytest.raises(FormatError, match=r"profile\.schema"):
+    with raises(FormatError, code="format.invalid", field="profile.schema"):
         dataclasses.replace(PROFILE, schema=PROFILE.schema + 1)

@@ -8,6 +8,7 @@ import errno
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core.errors import FormatError
 from trimtab.core.record import (
@@ -62,7 +63,7 @@ def test_a_torn_last_line_is_dropped_wherever_it_is_torn(tmp_path, written):
 def test_a_torn_header_is_no_record(tmp_path, written):
     header = written.index(b"\n")
     for cut in (0, 1, header // 2, header):
-        with pytest.raises(FormatError, match="expected a header line first"):
+        with raises(FormatError, code="format.invalid"):
             read(tmp_path, written[:cut])
 
 
@@ -74,7 +75,7 @@ def test_a_damaged_line_before_the_last_is_refused_by_its_number(tmp_path_factor
     lines[number] = lines[number][:kept]
     path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.raises(FormatError, match=f"damaged.jsonl:{number + 1}: given a damaged line"):
+    with raises(FormatError, code="format.invalid"):
         read_record(path)
 
 
@@ -100,12 +101,12 @@ def test_a_line_of_another_shape_is_refused(tmp_path, written, line, message):
 
 
 def test_another_schema_is_refused(tmp_path):
-    with pytest.raises(FormatError, match=r"read\.jsonl:1: header\.schema: given 1; expected 2"):
+    with raises(FormatError, code="json.schema"):
         read(tmp_path, b'{"kind": "header", "name": "x", "schema": 1}\n')
 
 
 def test_a_record_begins_with_its_header(tmp_path):
-    with pytest.raises(FormatError, match="no header"):
+    with raises(FormatError, code="format.invalid"):
         read(tmp_path, b'{"kind": "end", "reason": "x"}\n')
 
 
@@ -141,7 +142,7 @@ def test_the_end_is_read_back_and_its_absence_too(tmp_path, written):
 
 
 def test_a_record_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FormatError, match=r"absent\.jsonl"):
+    with raises(FormatError, code="file.unreadable"):
         read_record(tmp_path / "absent.jsonl")
 
 
@@ -158,9 +159,9 @@ def test_a_header_is_read_alone_and_strictly(tmp_path, written):
         with pytest.raises(FormatError, match=said):
             read_header(path)
     path.write_bytes(written.replace(b'"schema": 2', b'"schema": 1', 1))
-    with pytest.raises(FormatError, match=r"read\.jsonl:1: header\.schema: given 1; expected 2"):
+    with raises(FormatError, code="json.schema"):
         read_header(path)
-    with pytest.raises(FormatError, match="nothing that can be read"):
+    with raises(FormatError, code="file.unreadable"):
         read_header(tmp_path / "absent.jsonl")
 
 

@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.units import format_bytes, format_count, format_grams, format_seconds, parse_bytes
@@ -67,7 +68,7 @@ def test_fractions(written, expected):
     ids=lambda written: written[:12],
 )
 def test_what_is_no_size_is_refused_by_name(written):
-    with pytest.raises(ValueGivenError, match="my field: given ") as caught:
+    with raises(ValueGivenError, code="value.invalid", field="my field") as caught:
         parse_bytes("my field", written)
     assert caught.value.field == "my field"
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import LINKS, Link
@@ -148,5 +149,5 @@ def test_a_latency_is_never_below_zero():
     ],
 )
 def test_times_that_tell_no_link_are_refused(points, ranks, field):
-    with pytest.raises(ValueGivenError, match=rf"link\.{field}: "):
+    with raises(ValueGivenError, code="value.invalid"):
         fit(points, ranks)

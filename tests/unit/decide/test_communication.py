@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Link
@@ -173,7 +174,7 @@ def test_reducing_once_is_never_slower(shape, link, how, k, share):
 @pytest.mark.parametrize(("k", "share"), [(0, 1.0), (1.0, 1.0), (1, -0.1), (1, 1.1), (1, math.nan)])
 def test_windows_that_are_none_are_refused(k, share):
     shape = StepShape(1.0, 2.0, 0.5, (100,), (1.0,))
-    with pytest.raises(ValueGivenError, match=r"k: |overlap_share: "):
+    with raises(ValueGivenError, code="value.invalid"):
         window_s(Parallelism(2), link_of(0.0, 1.0), shape, k, overlap_share=share)
 
 
@@ -186,5 +187,5 @@ def test_what_is_not_trained_is_gathered_and_not_reduced():
     assert window_s(how, link, frozen, 1).communication_s == pytest.approx(
         gathered + (window_s(how, link, whole, 1).communication_s - gathered) / 10
     )
-    with pytest.raises(ValueGivenError, match=r"gathered_bytes.*1 sizes of 2 blocks"):
+    with raises(ValueGivenError, code="value.invalid", field="step.gathered_bytes"):
         replace(whole, gathered_bytes=(1,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from raising import raises
 
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import UsageError
@@ -39,5 +40,5 @@ def test_no_buffer_is_larger_than_the_model():
     ],
 )
 def test_what_it_does_not_go_with_is_refused(plan, field):
-    with pytest.raises(UsageError, match=rf"plan\.{field}"):
+    with raises(UsageError, code="value.invalid"):
         config_of(plan, 100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Calibration, Link
@@ -65,7 +66,7 @@ def test_a_hook_is_called_for_each_bucket_and_shards_have_none():
 
 
 def test_a_hook_takes_no_less_than_nothing():
-    with pytest.raises(ValueGivenError, match="hook_s"):
+    with raises(ValueGivenError, code="value.invalid", field="calibration.hook_s"):
         calibration(1e-6, 1e8, hook_s=-1e-6)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -60,7 +61,7 @@ def test_one_process_has_its_loader_back():
 
 
 def test_a_rank_that_is_none_is_refused():
-    with pytest.raises(UsageError, match="2 of 2"):
+    with raises(UsageError, code="value.invalid", field="rank"):
         trimtab.shard([], 2, 2)
 
 
@@ -79,11 +80,11 @@ def test_of_a_stream_whole_batches_are_drawn_and_the_rest_is_dropped():
 def test_a_loader_that_deals_rows_out_itself_is_refused():
     data = TensorDataset(torch.arange(12))
     loader = DataLoader(data, batch_size=3, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    with pytest.raises(UsageError, match=r"DistributedSampler deals rows out.*Take the sampler out"):
+    with raises(UsageError, code="value.invalid", field="loader"):
         trimtab.shard(loader, 0, 2)
     assert trimtab.shard(loader, 0, 1) is loader
     batches = BatchSampler(DistributedSampler(data, num_replicas=2, rank=0), 3, drop_last=False)
-    with pytest.raises(UsageError, match="DistributedSampler deals rows out"):
+    with raises(UsageError, code="value.invalid", field="loader"):
         trimtab.shard(DataLoader(data, batch_sampler=batches), 0, 2)
 
 

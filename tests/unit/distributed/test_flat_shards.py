@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 
 import trimtab
@@ -28,12 +29,12 @@ def on_ranks(monkeypatch):
 
 @pytest.mark.parametrize("how", [{}, {"num_ranks": 2, "zero_stage": 0}])
 def test_it_is_not_started_on_ranks(on_ranks, how):
-    with pytest.raises(ValueGivenError, match=r"^model: given one in FSDP1 .*fully_shard"):
+    with raises(ValueGivenError, code="value.invalid", field="model"):
         trimtab.start(*parts(), trimtab.Plan.fixed(8, **how))
 
 
 def test_nor_is_it_planned_there(on_ranks):
-    with pytest.raises(ValueGivenError, match=r"^model: given one in FSDP1 .*fully_shard"):
+    with raises(ValueGivenError, code="value.invalid", field="model"):
         backends.require_plannable(parts()[0])
 
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from raising import raises
 
 from trimtab.core.errors import UsageError, ValueGivenError
 from trimtab.distributed import process_group
@@ -31,7 +32,7 @@ def test_launchers_are_known_by_their_variables(variables, found):
 
 
 def test_a_variable_that_is_no_number_is_named():
-    with pytest.raises(UsageError, match="WORLD_SIZE"):
+    with raises(UsageError, code="ranks.environment", field="WORLD_SIZE"):
         place({"RANK": "0", "WORLD_SIZE": "two"})
 
 
@@ -83,7 +84,7 @@ def test_one_process_joins_nothing(monkeypatch):
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan")])
 def test_a_time_limit_that_is_none_is_refused(limit):
-    with pytest.raises(UsageError, match="timeout_s"), joined(limit):
+    with raises(UsageError, code="value.invalid", field="timeout_s"), joined(limit):
         pass
 
 
@@ -112,7 +113,7 @@ def test_one_of_several_without_a_place_to_meet_is_told_what_is_missing(monkeypa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(UsageError, match=r"MASTER_ADDR and MASTER_PORT.*srun"), joined():
+    with raises(UsageError, code="ranks.environment", field="MASTER_ADDR and MASTER_PORT"), joined():
         pass
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from raising import raises
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -63,5 +64,5 @@ def test_a_torch_that_takes_no_way_to_send_of_ours_is_refused(mesh, monkeypatch)
         pass
 
     monkeypatch.setattr(fully_sharded, "FSDPModule", Without)
-    with pytest.raises(DependencyError, match="reduce_dtype='fp32'"):
+    with raises(DependencyError, code="dependency.missing", field="torch"):
         send_in_bf16(Without())

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from raising import raises
 
 from trimtab.core.errors import RankError
 from trimtab.distributed import at_work, heartbeat
@@ -54,6 +55,6 @@ def test_a_word_may_take_longer_than_silence_does(store):
 
 def test_a_rank_that_is_silent_is_named(store):
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 3: given no sign of life for 0\.3 s"):
+    with raises(RankError, code="ranks.silent", field="rank 3"):
         at_work._word_of(store, 3, "never", 0.3)
     assert time.monotonic() - start < 5

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import tiny_task
 import torch
+from raising import raises
 
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
@@ -56,7 +57,7 @@ def test_more_steps_may_follow_than_it_was_begun_with():
     ],
 )
 def test_batches_of_another_run_are_refused(changes, field, given):
-    with pytest.raises(ValueGivenError, match="as the run was saved with") as raised:
+    with raises(ValueGivenError, code="value.invalid") as raised:
         batches(**changes).load_state_dict(batches().state_dict())
     assert str(raised.value).startswith(f"{field}: given {given}")
     if "data" in changes:
@@ -91,5 +92,5 @@ def test_a_training_that_is_gone_on_with_makes_only_what_is_left(tmp_path, monke
     whole = train(9)
     assert (again["loss"], again["accuracy"]) == (whole["loss"], whole["accuracy"])
     assert "loss" not in train(9, checkpoints=kept)  # no step was left
-    with pytest.raises(ValueGivenError, match="resume: seed: given 1; expected 0"):
+    with raises(ValueGivenError, code="value.invalid", field="resume: seed"):
         train(9, checkpoints=kept, seed=1)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from raising import raises
 from tiny_task import BATCH_ROWS, load_data
 from tiny_task import task as tiny
 
@@ -101,7 +102,7 @@ def test_a_job_has_the_ranks_that_were_asked_for_or_those_of_its_launcher(monkey
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (ranks_of_job(1), ranks_of_job(2)) == (2, 2)
-    with pytest.raises(ValueGivenError, match="--ranks: given 3 under a launcher, which started 2; expected the laun"):
+    with raises(ValueGivenError, code="value.invalid", field="--ranks"):
         ranks_of_job(3)
 
 
@@ -109,9 +110,9 @@ def test_a_given_plan_is_for_as_many_ranks_and_their_share():
     share = task_of_rank(tiny, 2)
     shared = Plan.fixed(BATCH_ROWS // 2, num_ranks=2, zero_stage=2)
     assert given_plan(share, shared, 2).plans == {"S": shared}
-    with pytest.raises(ValueGivenError, match=r"a plan for 2 ranks; expected one for 1.*compare --ranks 2"):
+    with raises(ValueGivenError, code="value.invalid", field="plan"):
         given_plan(tiny, shared)
-    with pytest.raises(ValueGivenError, match="16 of tiny on each of 2 ranks"):
+    with raises(ValueGivenError, code="value.invalid", field="plan"):
         given_plan(share, replace(shared, batch_rows=BATCH_ROWS, micro_batch=Plan.fixed(BATCH_ROWS).micro_batch), 2)
 
 
@@ -119,7 +120,7 @@ def test_settings_that_ask_for_more_are_refused_too(tmp_path):
     class Two(Together):
         num_ranks = 2
 
-    with pytest.raises(ValueGivenError, match="--ranks: given 2 with --adapt and --peers"):
+    with raises(ValueGivenError, code="value.invalid", field="--ranks"):
         compare(tiny, tmp_path / "out", Settings(), command="", together=Two())
     assert not (tmp_path / "out").exists()
 
@@ -139,10 +140,10 @@ def test_a_plan_that_was_written_before_it_had_a_choice_more_is_the_same_plan(tm
     del plan["weight_decay"]
     path.write_text(json.dumps(held | {"plan": json.dumps(plan)}))
     claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1))
-    with pytest.raises(FormatError, match="a comparison with another plan;"):
+    with raises(FormatError, code="format.invalid"):
         claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1, weight_decay=0.1))
     path.write_text(json.dumps(held | {"plan": "{}"}))
-    with pytest.raises(FormatError, match="a comparison with another plan;"):
+    with raises(FormatError, code="format.invalid"):
         claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1))
 
 
@@ -150,7 +151,7 @@ def test_a_folder_is_of_so_many_ranks(tmp_path):
     claimed(tmp_path, 2)
     claimed(tmp_path, 2)
     for others in (1, 3):
-        with pytest.raises(FormatError, match="a comparison with another number of ranks;"):
+        with raises(FormatError, code="format.invalid"):
             claimed(tmp_path, others)
 
 
@@ -158,7 +159,7 @@ def test_a_folder_that_says_nothing_of_ranks_is_of_one(tmp_path):
     claimed(tmp_path)
     assert "ranks" not in (tmp_path / "settings.json").read_text()
     claimed(tmp_path)
-    with pytest.raises(FormatError, match="a comparison with another number of ranks;"):
+    with raises(FormatError, code="format.invalid"):
         claimed(tmp_path, 2)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from clean_day import HOUR, LEVELS, NOW, STEP_S, STEPS, Day, Hourly
+from raising import raises
 
 from trimtab.checkpoint.envelope import committed
 from trimtab.core.errors import FormatError
@@ -203,6 +204,6 @@ def test_what_cannot_be_gone_on_with_is_refused_before_the_wait(day, tmp_path):
     hours = CleanHours(Wish(Hourly((300, 300, 300, 100, 100, 100, 100)), NOW + 7 * HOUR), STEP_S, STEPS * STEP_S)
     asked = day.training(tmp_path / "kept")
     asked = replace(asked, checkpoints=replace(asked.checkpoints, resume="always"))
-    with pytest.raises(FormatError, match="given no checkpoint"):
+    with raises(FormatError, code="format.invalid"):
         train_clean(asked, hours, day.told.append)
     assert day.slept_s == 0

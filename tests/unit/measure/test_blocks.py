@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from raising import raises
 from torch import nn
 
 from trimtab.core.errors import ValueGivenError
@@ -53,5 +53,5 @@ def test_a_model_of_layers_has_its_layers():
 def test_a_person_may_name_them():
     assert find_blocks(Net(), ["down", "up.layers"]) == ("down", "up.layers")
     for wrong in (["down", "down.layers"], ["nowhere"], [""], ["down", "down"]):
-        with pytest.raises(ValueGivenError, match="blocks"):
+        with raises(ValueGivenError, code="value.invalid", field="blocks"):
             find_blocks(Net(), wrong)

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from raising import raises
 
 from trimtab.core.errors import FormatError
 from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
@@ -48,7 +49,7 @@ def test_what_follows_is_the_same_again():
 def test_what_is_no_state_is_refused_and_nothing_changes(name, value):
     state = copy.copy(random_state()) | {name: value}
     before = torch.get_rng_state()
-    with pytest.raises(FormatError, match=rf"state\.random\.{name}"):
+    with raises(FormatError, code="format.invalid"):
         loading_random_state(state)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -59,5 +60,5 @@ def test_a_loader_s_own_generators_too():
     first = [torch.rand(2, generator=each).tolist() for each in generators]
     loading_generators(generators, state, "state.data")()
     assert [torch.rand(2, generator=each).tolist() for each in generators] == first
-    with pytest.raises(FormatError, match="1 states of generators"):
+    with raises(FormatError, code="format.invalid", field="state.data"):
         loading_generators(generators, state[:1], "state.data")

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 
 from trimtab.core.codec import from_json, to_json
@@ -158,7 +159,7 @@ def test_a_step_that_looks_at_a_value_cannot_be_traced():
         loss = loss_fn(model, batch)
         return loss if loss.item() > 0 else 2 * loss
 
-    with pytest.raises(ModelError, match="cannot be traced"):
+    with raises(ModelError, code="model.unsupported", field="model"):
         trace_step(model, optimizer, looking, batch)
     assert all(not is_fake(p) for p in model.parameters())
 
@@ -288,7 +289,7 @@ def test_an_operator_that_cannot_be_run_cannot_be_traced_with_what_it_takes(monk
 
     monkeypatch.setattr("trimtab.measure.traced_step.measured", fails)
     model, optimizer, batch = loop()
-    with pytest.raises(ModelError, match="can't allocate memory"):
+    with raises(ModelError, code="model.unsupported", field="model"):
         trace_step(model, optimizer, loss_fn, batch, counts_scratch=True)
 
 

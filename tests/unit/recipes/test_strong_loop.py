@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raising import raises
 from recipe_tasks import CPU, ROWS, batches, make_task, modes_of_a_loop, sgd, weights
 
 from trimtab.core.errors import ValueGivenError
@@ -97,7 +98,7 @@ def test_a_plan_made_for_it_keeps_its_schedule_and_clipping():
 
 
 def test_a_task_without_a_strong_recipe_says_so():
-    with pytest.raises(ValueGivenError, match=r"task\.strong"):
+    with raises(ValueGivenError, code="value.invalid", field="task.strong"):
         StrongLoop(make_task(strong=None), CPU)
 
 

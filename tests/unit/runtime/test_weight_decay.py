@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from raising import raises
 from torch import Tensor, nn
 
 import trimtab
@@ -115,13 +116,13 @@ def test_a_state_that_decays_nothing_is_refused_where_it_is_loaded():
     model, optimizer = made()
     with (
         trimtab.start(model, optimizer, PLANNED),
-        pytest.raises(OptimizerError, match=r"plan\.weight_decay.*AdamW without weight decay"),
+        raises(OptimizerError, code="optimizer.unsupported", field="plan.weight_decay"),
     ):
         optimizer.load_state_dict(other)
 
 
 def test_a_host_decides_it_by_its_own_settings():
-    with pytest.raises(ValueGivenError, match=r"plan\.weight_decay.*0\.5, which the Trainer decides"):
+    with raises(ValueGivenError, code="value.invalid", field="plan.weight_decay"):
         checked_plan(PLANNED, "the Trainer")
 
 
@@ -175,7 +176,7 @@ def test_muon_decays_by_it_too():
 def test_an_optimizer_that_decays_nothing_is_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(OptimizerError, match=r"plan\.weight_decay.*SGD without weight decay"):
+    with raises(OptimizerError, code="optimizer.unsupported", field="plan.weight_decay"):
         trimtab.start(model, optimizer, Plan.fixed(4, weight_decay=0.5))
 
 
@@ -184,5 +185,5 @@ def test_an_optimizer_that_is_saved_in_a_way_of_its_own_is_refused(name):
     """It would not ask what is the user's and what the plan's."""
     own = type("Own", (torch.optim.AdamW,), {name: lambda self, *args: {}})
     model = nn.Linear(2, 2)
-    with pytest.raises(OptimizerError, match="Own, saved its own way"):
+    with raises(OptimizerError, code="optimizer.unsupported", field="plan.weight_decay"):
         trimtab.start(model, own(model.parameters()), PLANNED)

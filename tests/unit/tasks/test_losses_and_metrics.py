@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -236,5 +237,5 @@ def test_a_metrics_value_becomes_a_float(value):
 
 @pytest.mark.parametrize("value", [torch.ones(2), "0.5", None, True])
 def test_what_is_no_number_is_no_metric(value):
-    with pytest.raises(ValueGivenError, match="metric accuracy"):
+    with raises(ValueGivenError, code="value.invalid", field="metric accuracy"):
         ACCURACY.check(value)

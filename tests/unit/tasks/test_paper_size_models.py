@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -124,7 +125,7 @@ def test_resnet_50_is_that_reference_at_its_own_depths():
 
 @pytest.mark.parametrize("stem", ["5x5", "", None])
 def test_a_stem_that_is_none_is_refused(stem):
-    with pytest.raises(ValueGivenError, match="stem"):
+    with raises(ValueGivenError, code="value.invalid", field="stem"):
         resnet50(stem)
 
 
