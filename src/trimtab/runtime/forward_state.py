@@ -26,6 +26,7 @@ from trimtab.measure.held import HeldArray, HeldBinding, HeldContainer, HeldTens
 from trimtab.measure.loop_state import Change, LoopState
 from trimtab.measure.raw_memory import HeldMemory, is_raw_memory
 
+_NO_MODEL = nn.Module()  # LoopState needs a model; the blocks are its other modules.
 _MOST_LOOKED_AT = 100  # Number of objects compared around every forward.
 _MOST_ITEMS = 10_000  # Number of items in a container that is copied at every forward.
 _SMALL = 2**20  # Bytes of a tensor copied by later watched forwards; the first watched forward copies all.
@@ -113,8 +114,7 @@ class Forwards:
 
     def _watch(self, most_bytes: int | None) -> LoopState:
         """Return a snapshot of state that the forward may change. Iterators are compared only in the recomputation."""
-        modules = self._named
-        return LoopState(nn.Module(), modules=modules, most_bytes_copied=most_bytes, logs=True, iterators=False)
+        return LoopState(_NO_MODEL, modules=self._named, most_bytes_copied=most_bytes, logs=True, iterators=False)
 
     @property
     def looked_at(self) -> _LookedAt:
@@ -126,9 +126,13 @@ class Forwards:
         own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
         own |= {id(tensor) for table in self.parameters for tensor in table.values()}
         own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values()}
-        named = (item for each in self.modules for item in vars(each).items())
-        # Torch's own dictionaries.
-        tables = {id(value) for name, value in named if name.startswith("_") and isinstance(value, dict)}
+        # Torch's own tables, such as those of hooks: comparing them costs tens of microseconds in every forward.
+        named = (item for each in (*self.modules, _NO_MODEL) for item in vars(each).items())
+        tables = {id(value) for name, value in named if name.startswith("_") and isinstance(value, dict | set)}
+        tables |= {
+            id(vars(each)) for module in self.modules for each in module._parameters.values() if each is not None
+        }
+        tables.add(id(vars(_NO_MODEL)))
         holds: dict[Any, Callable[[], Replayed | None]] = {}
         tensors = []
         for held, path in watch.held():

@@ -29,7 +29,7 @@ _LINEAR = (
     "triton",
     "deepspeed",
     "trimtab",
-)  # Packages whose autograd functions are known to be linear in the gradient.
+)  # Packages whose autograd functions are assumed to be linear in the gradient.
 _TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
