@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.core.errors import BatchError
+from trimtab.measure.held import version_of
 from trimtab.runtime.batches import copied, fresh, map_leaves, tensors_in
 from trimtab.runtime.samples import is_leaf, is_record, is_sequence
 
@@ -60,7 +61,7 @@ def protected(loss_fn: LossFn) -> LossFn:
         if mode in look.modes or any(isinstance(each, FakeTensor) for each in tensors_in(batch)):
             return loss_fn(model, _in_new_containers(batch))
         given = copied(batch)
-        before = [(each, each.requires_grad, _version(each)) for each in tensors_in(given)]
+        before = [(each, each.requires_grad, version_of(each)) for each in tensors_in(given)]
         originals = list(tensors_in(batch))
         try:
             result = loss_fn(model, given)
@@ -78,14 +79,10 @@ def own_loss(loss_fn: LossFn) -> LossFn:
     return getattr(loss_fn, "__wrapped__", loss_fn) if getattr(loss_fn, "_is_protected", False) else loss_fn
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _differ(before: Sequence[tuple[Tensor, bool, int]], originals: Sequence[Tensor]) -> bool:
+def _differ(before: Sequence[tuple[Tensor, bool, int | None]], originals: Sequence[Tensor]) -> bool:
     """Return True if copied tensors were changed in place; changes through `.data` do not raise the version."""
     for (each, requires_grad, version), original in zip(before, originals, strict=False):
-        if each.requires_grad != requires_grad or _version(each) != version:
+        if each.requires_grad != requires_grad or version_of(each) != version:
             return True
         if any(not _same(*pair) for pair in zip(_dense(each), _dense(original), strict=False)):
             return True

@@ -65,7 +65,7 @@ class HeldTensor:
     def __init__(self, tensor: Tensor, copied: Callable[[Tensor], Tensor | None] | None = host_copy) -> None:
         self.tensor = tensor
         self._data = tensor.data
-        self._version = _version(tensor)
+        self._version = version_of(tensor)
         self._wants_grad = tensor.requires_grad if tensor.is_leaf else None
         self._sum = checksum(self._data) if copied is None else None
         self._copy = copied(tensor) if copied is not None and can_write(tensor) and _has_memory(tensor) else None
@@ -89,7 +89,7 @@ class HeldTensor:
             return not same
         if self._sum is not None:
             return checksum(tensor.data) != self._sum
-        return _version(tensor) != self._version
+        return version_of(tensor) != self._version
 
     def restore(self) -> None:
         """Restore the tensor in place."""
@@ -113,7 +113,7 @@ class HeldGradient:
     def __init__(self, owner: Tensor, copied: Callable[[Tensor], Tensor | None] = host_copy) -> None:
         self._owner, self._grad = owner, owner.grad
         self._copy = None if owner.grad is None else copied(owner.grad)
-        self._version = None if owner.grad is None else _version(owner.grad)
+        self._version = None if owner.grad is None else version_of(owner.grad)
 
     def has_changed(self) -> bool:
         """Return True if the gradient differs."""
@@ -121,7 +121,7 @@ class HeldGradient:
         if now is None or self._grad is None:
             return now is not self._grad
         if copy is None:
-            return now is not self._grad or _version(now) != self._version
+            return now is not self._grad or version_of(now) != self._version
         return now.shape != copy.shape or now.dtype != copy.dtype or same_values(copy, now) is False
 
     def restore(self) -> None:
@@ -342,7 +342,8 @@ def _local(tensor: Any) -> Tensor:
     return found
 
 
-def _version(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
+    """Return the number of in-place changes of a tensor; None for inference tensors, which do not count them."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from trimtab.core.errors import LossError, ModelError
 from trimtab.core.plan import Plan
+from trimtab.measure.held import version_of
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.window import Window
 
@@ -139,13 +140,13 @@ class OwnGradients:
         self._is_on, self._seen, self._parameters = False, None, []
 
     def _note(self) -> None:
-        self._seen = [None if p.grad is None else (p.grad, _version(p.grad)) for p in self._parameters]
+        self._seen = [None if p.grad is None else (p.grad, version_of(p.grad)) for p in self._parameters]
 
     def _has_changed(self) -> bool:
         def differs(was: tuple[Tensor, int | None] | None, now: Tensor | None) -> bool:
             if was is None or now is None:
                 return (was is None) != (now is None)
-            return was[0] is not now or was[1] != _version(now)
+            return was[0] is not now or was[1] != version_of(now)
 
         return any(differs(was, p.grad) for was, p in zip(self._seen or [], self._parameters, strict=False))
 
@@ -209,10 +210,6 @@ def graph_used(error: BaseException) -> LossError | None:
         way_out="Remove loss.backward() from the loss function and the loop; detach() tensors kept from earlier steps.",
         code="loss.graph_used",
     )
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _caller() -> FrameType | None:

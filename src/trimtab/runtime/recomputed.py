@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from trimtab.measure.held import version_of
 from trimtab.measure.recomputing import recomputing
 from trimtab.runtime.forward_state import Forwards, ForwardState
 from trimtab.runtime.recomputation_check import RecomputationCheck, argument_changed, buffer_changed
@@ -98,8 +99,7 @@ def recomputed(
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return the version counter of each tensor; None for inference tensors, which have none."""
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [version_of(tensor) for tensor in tensors]
 
 
 @contextlib.contextmanager
