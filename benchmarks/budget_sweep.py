@@ -95,7 +95,7 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         try:
             plan = planned(task, batch, int(share * peak))
         except InfeasibleError as error:
-            yield row | {"feasible": False, "measured_bytes": None, "measured_s": None, "way_out": str(error.way_out)}
+            yield row | {"feasible": False, "measured_bytes": None, "measured_s": None, "hint": str(error.hint)}
             continue
         found, seconds = run(Subject(*made(task), task.loss_fn, batch), plan)
         interval, predicted = mean_interval(seconds), plan.predicted
@@ -126,7 +126,7 @@ def main() -> None:
 def _line(row: dict[str, Any]) -> str:
     limit = f"{row['model']:<16} {row['budget_bytes'] / 2**20:8.1f} MiB"
     if not row["feasible"]:
-        return f"{limit}  infeasible: {row['way_out']}"
+        return f"{limit}  infeasible: {row['hint']}"
     met = "met" if row["is_met"] else "BROKEN"
     took = f"{row['measured_bytes'] / 2**20:8.1f} MiB {met}, {row['measured_s']:.3f} s"
     recorded = "" if row["is_monotone"] is not False else "; LESS than under a looser limit, by one profile"

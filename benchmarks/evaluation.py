@@ -123,10 +123,10 @@ class Place:
         if not path.is_file():
             missing, cut = self.missing(each), self._cut_at(each)
             if cut and not missing:
-                way_out = f"--slice-minutes {math.floor(cut) + 1} or more begins it again"
+                hint = f"--slice-minutes {math.floor(cut) + 1} or more begins it again"
                 return (
                     CUT,
-                    f"at {cut:g} minutes with nothing to go on from: {way_out}, and what waits for it in its folder",
+                    f"at {cut:g} minutes with nothing to go on from: {hint}, and what waits for it in its folder",
                 )
             return (CANNOT, f"needs {missing}") if missing else (TO_DO, f"about {self.minutes(each):g} minutes")
         ran = read_json(Ran, path)
@@ -182,7 +182,7 @@ def chosen(found: Sequence[Slice], only: Sequence[str] | None) -> tuple[Slice, .
     for name in only or ():
         if not any(name in (each.name, each.folder) for each in found):
             names = ", ".join(dict.fromkeys(each.folder for each in found))
-            raise FormatError("--only", given=repr(name), expected=f"a slice, or all of a folder: {names}")
+            raise FormatError("--only", got=repr(name), expected=f"a slice, or all of a folder: {names}")
     return tuple(each for each in found if not only or each.name in only or each.folder in only)
 
 
@@ -221,8 +221,8 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
 def refuse_gpu(size: str, num_gpus: int) -> None:
     """Raise if the size is "cpu" and the machine has a GPU, which would run the loops."""
     if size == "cpu" and num_gpus:
-        way_out = "Hide it: CUDA_VISIBLE_DEVICES= python benchmarks/evaluation.py --size cpu."
-        raise ValueGivenError("--size", given="cpu on a machine with a GPU", expected="gpu", way_out=way_out)
+        hint = "Hide it: CUDA_VISIBLE_DEVICES= python benchmarks/evaluation.py --size cpu."
+        raise ValueGivenError("--size", got="cpu on a machine with a GPU", expected="gpu", hint=hint)
 
 
 def listed(found: Sequence[Slice], place: Place) -> Iterator[str]:
@@ -316,7 +316,7 @@ def _limit(part: str, folder: Path) -> str:
     try:
         return f"{int(json.loads(path.read_text(encoding='utf-8'))['peak_bytes']) // 2}B"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FormatError(str(path), given=f"no peak ({error!r})", expected="an arm that was counted") from None
+        raise FormatError(str(path), got=f"no peak ({error!r})", expected="an arm that was counted") from None
 
 
 def _run(argv: Sequence[str], folder: Path, limit_s: float) -> tuple[int | None, str, str]:

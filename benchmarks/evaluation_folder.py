@@ -49,7 +49,7 @@ def claim(folder: Path, found: Mapping[str, str], *, writes: bool = True) -> Non
             write_whole(folder / MACHINE_FILE, json.dumps(mine, indent=1))
     elif theirs != mine:
         differs = ", ".join(sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)))
-        raise FormatError(str(folder), given=f"results of another {differs}", expected="those of this machine")
+        raise FormatError(str(folder), got=f"results of another {differs}", expected="those of this machine")
 
 
 def _mine(found: Mapping[str, str]) -> dict[str, str]:
@@ -64,4 +64,4 @@ def _machine_of(folder: Path) -> dict[str, str] | None:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a machine's facts") from None
+        raise FormatError(str(path), got=f"a damaged file ({error})", expected="a machine's facts") from None

@@ -370,7 +370,7 @@ def _all_found(path: Path) -> tuple[_Found, ...]:
     try:
         return read_json(_AllFound, path).found if path.is_file() else ()
     except FormatError as error:
-        raise FormatError(str(path), given=f"{error.field}: {error.given}", expected=error.expected) from None
+        raise FormatError(str(path), got=f"{error.field}: {error.got}", expected=error.expected) from None
 
 
 def _found_of(folder: Path, run: Run) -> Iterator[_Found]:

@@ -391,7 +391,7 @@ def _budgets(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         limit = f"| {row['model']} | {row['budget_bytes'] / 2**20:.1f} | {row['share']:.0%} "
         if not row["feasible"]:
-            yield limit + f"| | infeasible | | | | {row['way_out']} |"
+            yield limit + f"| | infeasible | | | | {row['hint']} |"
             continue
         took = _with_interval(row, "measured_s")
         met = "yes" if row["is_met"] else "**no**"
@@ -566,7 +566,7 @@ def _walk(rows: list[Row]) -> Iterator[str]:
         for row in of:
             limit = f"| {row['budget_bytes'] / 2**20:.1f} | {row['share']:.0%} "
             if not row["feasible"]:
-                yield limit + f"| | infeasible | | | {row['way_out']} |"
+                yield limit + f"| | infeasible | | | {row['hint']} |"
                 continue
             peak = f"| {row['measured_bytes'] / 2**20:.1f} | {'yes' if row['is_met'] else '**no**'} "
             yield limit + peak + f"| {row['predicted_s']:.3f} | {row['measured_s']:.3f} | {row['changes']} |"

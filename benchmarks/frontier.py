@@ -200,7 +200,7 @@ def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
         try:
             plan = choose(profile, trimtab.Objective(), trimtab.Budget(memory=limit))
         except InfeasibleError as error:
-            row |= {"feasible": False, "way_out": str(error.way_out)}
+            row |= {"feasible": False, "hint": str(error.hint)}
         else:
             peak, seconds = run(subject, plan, WALK_STEPS)
             row |= {"feasible": True, "measured_bytes": peak, "is_met": peak <= limit}
@@ -251,7 +251,7 @@ def main() -> None:
 def _walked(row: dict[str, Any]) -> str:
     limit = f"{row['model']:<9} {row['budget_bytes'] / 2**20:8.1f} MiB ({row['share']:.0%})"
     if not row["feasible"]:
-        return f"{limit}  infeasible: {row['way_out']}"
+        return f"{limit}  infeasible: {row['hint']}"
     took = f"{row['measured_bytes'] / 2**20:8.1f} MiB {'met' if row['is_met'] else 'BROKEN'}"
     return f"{limit}  {took}, {row['measured_s']:.3f} s (predicted {row['predicted_s']:.3f})  {row['changes']}"
 

@@ -103,7 +103,7 @@ RANK = """
         def full(*_, **__):
             raise OSError(28, "No space left on device")
         def refused(*_, **__):
-            raise FormatError("record", given="no byte of it", expected="all")
+            raise FormatError("record", got="no byte of it", expected="all")
         if options["cannot"] == "warn":
             warnings.filterwarnings("error", message=".*put aside")
         elif options["cannot"] == "put_aside":

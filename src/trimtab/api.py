@@ -330,7 +330,7 @@ def plan(
     batch, is_shared = example_batch if longest_batch is None else longest_batch, is_to_share(model)
     if is_shared and isinstance(data, Iterator):
         given = "an iterator, which planning would draw from on one of several ranks"
-        raise ValueGivenError("data", given=given, expected="a loader, or nothing")
+        raise ValueGivenError("data", got=given, expected="a loader, or nothing")
 
     def measured() -> Profile:
         return profile(
@@ -438,10 +438,10 @@ def start(
     """
     if not isinstance(plan, Plan):
         raise ValueGivenError(
-            "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
+            "plan", got=f"a {type(plan).__name__}", expected="a Plan", hint="Make one with trimtab.plan(...)."
         )
     if energy is not None and record is None:
-        raise ValueGivenError("energy", given="a clock without a record", expected="record=..., which its joules go to")
+        raise ValueGivenError("energy", got="a clock without a record", expected="record=..., which its joules go to")
     backend = backend_of(
         model,
         plan,
@@ -457,9 +457,9 @@ def start(
         if plan.batch_rule is not None:
             raise ValueGivenError(
                 "plan.batch_rule",
-                given="a batch that is freed, on one of several ranks that nothing joins as far as can be seen",
+                got="a batch that is freed, on one of several ranks that nothing joins as far as can be seen",
                 expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
-                way_out="Or a plan that shares the model between ranks: zero_stage=0.",
+                hint="Or a plan that shares the model between ranks: zero_stage=0.",
             )
         if is_to_share(model):
             warnings.warn(_APART, stacklevel=2)

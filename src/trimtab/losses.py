@@ -120,9 +120,9 @@ def require_unscaled(loss: Tensor) -> None:
     if any(scale is not None and scale.untyped_storage().data_ptr() in factors for scale in scales):
         raise LossError(
             "loss_fn",
-            given="a loss multiplied by a GradScaler's scale",
+            got="a loss multiplied by a GradScaler's scale",
             expected="the loss itself",
-            way_out="Remove the GradScaler from the loop. A plan with precision fp16 scales the loss and unscales the "
+            hint="Remove the GradScaler from the loop. A plan with precision fp16 scales the loss and unscales the "
             'gradients itself; reference=trimtab.Reference("fp16") states that your loop did.',
             code="loss.scaled",
         )
@@ -198,7 +198,7 @@ def checked_count(count: Any) -> Count:
         given = f"{count!r:.80}"
     raise LossError(
         "loss count",
-        given=given,
+        got=given,
         expected="a finite number of terms >= 0, or a tensor of one element",
         code="loss.count_invalid",
     )
@@ -219,9 +219,9 @@ def _is_number(value: Any) -> bool:
 def _ambiguous(value: Any) -> LossError:
     return LossError(
         "loss",
-        given=f"a pair whose second member is a number ({_description(value)})",
+        got=f"a pair whose second member is a number ({_description(value)})",
         expected=_EXPECTED,
-        way_out="If it is the number of terms of a sum, return trimtab.Summed(loss_sum, count). If it is a metric, "
+        hint="If it is the number of terms of a sum, return trimtab.Summed(loss_sum, count). If it is a metric, "
         'return (loss, {"accuracy": accuracy}): a dict is passed to run.auxiliary and does not change the loss.',
         code="loss.pair_ambiguous",
     )
@@ -243,5 +243,5 @@ def _remedy(loss: Any) -> str:
     return "Return loss.mean(), or trimtab.Summed(loss.sum(), count); for a model output object, its .loss."
 
 
-def _bad_loss(given: str, way_out: str) -> LossError:
-    return LossError("loss", given=given, expected=_EXPECTED, way_out=way_out, code="loss.invalid")
+def _bad_loss(given: str, hint: str) -> LossError:
+    return LossError("loss", got=given, expected=_EXPECTED, hint=hint, code="loss.invalid")

@@ -53,7 +53,7 @@ class LossHead(nn.Linear):
         """
         if features.shape[:-1] != targets.shape:
             given = f"targets of shape {tuple(targets.shape)} for features of {tuple(features.shape)}"
-            raise BatchError("targets", given=given, expected="one target for each feature vector")
+            raise BatchError("targets", got=given, expected="one target for each feature vector")
         rows, words = features.flatten(0, -2), targets.flatten()
         chunk_rows = self.chunk_rows or len(rows)
         if torch.is_grad_enabled() and chunk_rows < len(rows):

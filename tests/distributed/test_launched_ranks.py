@@ -189,7 +189,7 @@ def test_a_rank_that_ends_ends_the_job_with_one_reason(folder, fault, said):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("sys.exit(0)", "task: given sys.exit(0)"),
+        ("sys.exit(0)", "task: got sys.exit(0)"),
         ("os._exit(0)", "rank 1"),
     ],
 )

@@ -93,4 +93,4 @@ def test_replicas_take_one_step_which_is_that_of_one_process(tmp_path, who):
 
 def test_shards_of_the_loops_own_are_refused(tmp_path):
     for found in ranks(tmp_path, "sharded"):
-        assert "given sharded parameters" in found["refused"]
+        assert "got sharded parameters" in found["refused"]

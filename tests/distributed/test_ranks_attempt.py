@@ -39,7 +39,7 @@ RANK = """
         if rank and case == "after":
             raise ValueError("too much for it")
         if case == "a rank's end":
-            raise RankError("rank", given="an end", expected="all ranks to go on", way_out="Mend that.")
+            raise RankError("rank", got="an end", expected="all ranks to go on", hint="Mend that.")
         return found
 
     inspect_arm.count_flops = count

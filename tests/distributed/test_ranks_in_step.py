@@ -75,11 +75,11 @@ RANK = """
         torch.manual_seed(0)
         ranks.draw_apart(0)
         found["draws"] = torch.rand(2).tolist()
-        found["alike"] = refused(ranks, ValueGivenError("plan", given="it", expected="another"))
-        found["apart"] = refused(ranks, ValueGivenError("plan", given=f"that of {rank}", expected="another"))
+        found["alike"] = refused(ranks, ValueGivenError("plan", got="it", expected="another"))
+        found["apart"] = refused(ranks, ValueGivenError("plan", got=f"that of {rank}", expected="another"))
         found["broken"] = refused(ranks, RuntimeError("no room left"))
         if rank:
-            found["alone"] = refused(ranks, ValueGivenError("plan", given="it", expected="another"))
+            found["alone"] = refused(ranks, ValueGivenError("plan", got="it", expected="another"))
         else:
             with ranks.entering():
                 pass

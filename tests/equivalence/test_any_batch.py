@@ -364,7 +364,7 @@ def test_a_schedule_by_samples_needs_their_number():
         with pytest.raises(BatchError) as caught:
             next(run.windows([case.batch(1)]))
         assert (caught.value.code, run.num_windows) == ("batch.samples_unknown", 0)
-        assert "count=" in caught.value.way_out
+        assert "count=" in caught.value.hint
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with trimtab.start(model, optimizer, plan, total_samples=12, count=lambda batch: len(batch["ids"])) as run:
         for window in run.windows([case.batch(seed) for seed in range(STEPS)]):

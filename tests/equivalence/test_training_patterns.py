@@ -74,12 +74,12 @@ def other_buffer(script, plan):
 
 def refused_too_late(script, plan):
     trimtab_loop(script, plan)
-    raise trimtab.errors.LossError("loss", given="a loss", expected="another")
+    raise trimtab.errors.LossError("loss", got="a loss", expected="another")
 
 
 def refused_after_a_draw(script, plan):
     torch.rand(1)
-    raise trimtab.errors.LossError("loss", given="a loss", expected="another")
+    raise trimtab.errors.LossError("loss", got="a loss", expected="another")
 
 
 def another_error(script, plan):

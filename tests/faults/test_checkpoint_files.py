@@ -79,7 +79,7 @@ def test_no_damage_is_overlooked(parent, damage):
         if damaged == content:  # a block that was blank
             continue
         path.write_bytes(damaged)
-        assert f"step-2/{name}: given" in refusal(parent), (name, damaged)
+        assert f"step-2/{name}: got" in refusal(parent), (name, damaged)
         path.write_bytes(content)
         tried[name] += 1
     assert newest_good(parent).manifest.step == 2
@@ -111,7 +111,7 @@ PLACES = [
 def test_what_cannot_be_read_for_now_is_not_taken_for_damage(parent, monkeypatch, call, place, name):
     """It may be whole: the one before is not gone on from, and nothing is put aside."""
     number = getattr(errno, name)
-    said = rf"{place}: given nothing that can be read \({re.escape(os.strerror(number))}\).*stays as it is"
+    said = rf"{place}: got nothing that can be read \({re.escape(os.strerror(number))}\).*stays as it is"
     with monkeypatch.context() as patch:
         failing(patch, call, place, number)
         for read in (verify, lambda folder: newest_good(folder.parent)):
@@ -126,7 +126,7 @@ def test_what_cannot_be_read_for_now_is_not_taken_for_damage(parent, monkeypatch
 def test_what_the_system_says_of_the_file_itself_is_damage(parent, monkeypatch, call, place, name):
     """It is away, a link, a folder, a socket, or on a disk that is broken."""
     failing(monkeypatch, call, place, getattr(errno, name))
-    assert f"{place}: given nothing that can be read" in refusal(parent)
+    assert f"{place}: got nothing that can be read" in refusal(parent)
 
 
 def test_a_copy_that_cannot_be_read_for_now_counts_and_another_programs_folder_does_not(parent, monkeypatch):
@@ -189,7 +189,7 @@ CHANGES = {
 @pytest.mark.parametrize(("name", "change"), CHANGES.values(), ids=CHANGES)
 def test_what_is_not_the_folder_that_was_written_is_refused(parent, name, change):
     change(parent)
-    assert f"step-2/{name}: given" in refusal(parent)
+    assert f"step-2/{name}: got" in refusal(parent)
 
 
 def named(name):
@@ -219,7 +219,7 @@ FORGED = {
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
 def test_a_forged_manifest_leads_nowhere(parent, change):
     forge(parent / "step-2", change)
-    assert f"step-2/{NAME}: given" in refusal(parent)
+    assert f"step-2/{NAME}: got" in refusal(parent)
 
 
 OTHER_SCRIPTS = ("²", "٢", "２", "१")
@@ -231,25 +231,25 @@ WORLDS = [*({"ranks": ranks} for ranks in (*OTHER_SCRIPTS, *NOT_AS_WRITTEN)), []
 def test_ranks_are_a_number_as_it_is_written(parent, world):
     """And not what `int` may read as one, or `str.isdigit` take for one."""
     forge(parent / "step-2", lambda said: said["about"].update(world=world))
-    assert f"step-2/{NAME}: given what no writer of it writes" in refusal(parent)
+    assert f"step-2/{NAME}: got what no writer of it writes" in refusal(parent)
 
 
 def test_ranks_that_are_a_number_have_files_each(parent):
     forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "1"}))
     assert newest_good(parent).manifest.num_ranks == 1
     forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "999999999"}))
-    assert f"step-2/rank-1-{TENSORS}: given nothing; expected a file of each rank" in refusal(parent)
+    assert f"step-2/rank-1-{TENSORS}: got nothing; expected a file of each rank" in refusal(parent)
 
 
 @pytest.mark.parametrize("size", [0, 10**15])
 def test_a_size_is_compared_before_anything_is_read(parent, size):
     forge(parent / "step-2", lambda said: said["files"][TREE].update(bytes=size))
-    assert f"step-2/{TREE}: given" in refusal(parent)
+    assert f"step-2/{TREE}: got" in refusal(parent)
 
 
 def test_a_negative_size_is_refused_with_its_manifest(parent):
     forge(parent / "step-2", lambda said: said["files"][TREE].update(bytes=-1))
-    assert "step-2/manifest.json: given" in refusal(parent)
+    assert "step-2/manifest.json: got" in refusal(parent)
 
 
 @pytest.mark.parametrize(
@@ -281,13 +281,13 @@ def test_a_checkpoint_of_an_older_schema_is_no_matter_where_a_newer_one_is_whole
 def test_a_manifest_without_end_is_not_read(parent):
     with (parent / "step-2" / NAME).open("wb") as file:
         file.truncate(2**40)  # takes no room
-    assert f"given {2**40} bytes" in refusal(parent)
+    assert f"got {2**40} bytes" in refusal(parent)
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"1" * 5_000, b"[" * 100_000, b'{"files":' * 3_000, b"\xff\xfe"])
 def test_a_manifest_that_is_none(parent, text):
     (parent / "step-2" / NAME).write_bytes(text)
-    assert f"step-2/{NAME}: given" in refusal(parent)
+    assert f"step-2/{NAME}: got" in refusal(parent)
 
 
 class Evil:
@@ -448,7 +448,7 @@ def test_what_is_filled_in_is_files(tmp_path, fill):
     assert not [name for name in os.listdir(parent) if "step" in name]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("it"), KeyboardInterrupt(), FormatError("a", given="b", expected="c")])
+@pytest.mark.parametrize("error", [RuntimeError("it"), KeyboardInterrupt(), FormatError("a", got="b", expected="c")])
 def test_whatever_ends_a_save_leaves_what_was_there(parent, error):
     def fill(folder):
         (folder / "half").write_text("it")
@@ -510,7 +510,7 @@ def test_a_call_that_fails_leaves_the_folder_with_the_last_one_or_the_new_one(pa
     assert 15 < at < 100, "every call failed once"
     assert len(said) > 12
     assert {error.errno for error in said} == {errno.ENOSPC}
-    assert all("step-3: given a file system that says: No space left" in str(error) for error in said)
+    assert all("step-3: got a file system that says: No space left" in str(error) for error in said)
 
 
 def test_what_is_committed_is_there_though_its_name_cannot_be_brought_to_disk(parent, monkeypatch):

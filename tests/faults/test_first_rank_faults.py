@@ -81,7 +81,7 @@ def test_what_takes_longer_than_the_limit_is_waited_for_and_the_heart_stops_with
 def test_a_first_rank_that_gives_no_sign_is_named(tmp_path, case):
     """It holds the store, too, as it does where no launcher's own process holds it."""
     (other,) = run(tmp_path, case, leaves=(1,))
-    assert other["error"].startswith("RankError: rank 0: given ")
+    assert other["error"].startswith("RankError: rank 0: got ")
     assert ("no sign of life for 3 s" if case == "stops" else "the end of what") in other["error"]
     assert not other["is_echo"]
 

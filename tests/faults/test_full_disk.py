@@ -169,7 +169,7 @@ def test_a_disk_that_turns_read_only_leaves_what_was_saved(tmp_path, monkeypatch
             if run.num_windows == before + 10:
                 is_read_only.append(True)
 
-        with pytest.raises(SaveError, match="Read-only file system" if policy == "stop" else "record.jsonl: given"):
+        with pytest.raises(SaveError, match="Read-only file system" if policy == "stop" else "record.jsonl: got"):
             train(
                 tmp_path, at=turns, on_failure=policy
             )  # of a record, which is the caller's, it is told as that closes

@@ -30,7 +30,7 @@ def test_memory_that_runs_out_on_all_ranks_at_unlike_places_ends_all_by_one_reas
     run_program(PROGRAM, tmp_path, "all_run_out")
     said = [json.loads((tmp_path / f"rank-{rank}.json").read_text())["all_run_out"] for rank in range(2)]
     assert said[0]["error"] == said[1]["error"]
-    assert said[0]["error"].startswith("RankError: rank 0: given out of memory, while a plan was rehearsed")
+    assert said[0]["error"].startswith("RankError: rank 0: got out of memory, while a plan was rehearsed")
     assert max(each["seconds"] for each in said) < 12.0  # that collectives wait at the longest
 
 

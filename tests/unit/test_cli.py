@@ -212,7 +212,7 @@ def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab, tmp_pat
     assert 1.0 in scores  # the loop as it is
     assert "trials:\n" in explained_
     assert len(considered) == int(explained_.partition("considered, ")[2].split()[0])
-    explained(trimtab("plan", "profile.json", "--explain", "--json"), "--explain: given with --json")
+    explained(trimtab("plan", "profile.json", "--explain", "--json"), "--explain: got with --json")
     there = trimtab("plan", "profile.json", "--device", "H100 SXM", "--explain").out
     assert "traced" in there
     assert there.rstrip("\n").endswith("measured: nothing, the device is not here")
@@ -234,7 +234,7 @@ def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab, 
     explained(trimtab("plan", "profile.json", "--time", "1e-9"), "over the budget", "nearest that runs")
     direct = trimtab("plan", "tiny.py:task", "--device", "A100 80GB", "--json")
     assert from_json(Plan, direct.out).measured is None
-    explained(trimtab("plan", "tiny.py:task", "--device", "Abacus"), "device: given 'Abacus'", "RTX 4090")
+    explained(trimtab("plan", "tiny.py:task", "--device", "Abacus"), "device: got 'Abacus'", "RTX 4090")
 
 
 def test_a_plan_of_ranks_that_are_not_here(trimtab):
@@ -279,31 +279,29 @@ def test_ranks_of_this_machines_device_are_joined_by_its_own_link(trimtab, monke
 
 def test_joules_of_several_ranks_are_refused_before_anything_is_measured(trimtab):
     asked = ("plan", "tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink", "--energy-weight", "1")
-    explained(trimtab(*asked), "energy: given energy that counts, on several ranks")
+    explained(trimtab(*asked), "energy: got energy that counts, on several ranks")
 
 
 def test_a_device_without_a_link_of_its_own_is_refused_by_its_name(trimtab, monkeypatch):
     monkeypatch.setattr(machine, "cpu_name", lambda: "an abacus")
-    explained(
-        trimtab("plan", "tiny.py:task", "--ranks", "4", "--link", "nvlink"), "link: given 'nvlink' of 'an abacus'"
-    )
+    explained(trimtab("plan", "tiny.py:task", "--ranks", "4", "--link", "nvlink"), "link: got 'nvlink' of 'an abacus'")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--ranks", "2"), "--link: given --ranks 2 with no link"),
-        (("--link", "ib"), "--link: given --link with one rank"),
-        (("--ranks", "2", "--link", "string"), "link: given 'string'"),
-        (("--ranks", "2", "--link", "8 x ib + string"), "link: given 'string'"),
-        (("--ranks", "2", "--link", "ib", "--adapt", "batch"), "--adapt: given batch with --ranks"),
-        (("--ranks", "2", "--link", "ib", "--explain"), "--ranks: given tiny.py:task, --explain"),
-        (("--ranks", "4096", "--link", "ib"), "--ranks: given 4096"),
-        (("--engine", "deepspeed"), "--engine: given deepspeed with one rank"),
-        (("--link", "ib", "--engine", "deepspeed"), "--engine: given deepspeed with one rank"),
-        (("--ranks", "2", "--engine", "deepspeed"), "--link: given --ranks 2 with no link"),
-        (("--ranks", "2", "--link", "ib", "--engine", "horovod"), "--engine: given 'horovod'"),
-        (("--ranks", "2", "--link", "ib", "--engine", "deepspeed", "--adapt", "batch"), "--adapt: given batch"),
+        (("--ranks", "2"), "--link: got --ranks 2 with no link"),
+        (("--link", "ib"), "--link: got --link with one rank"),
+        (("--ranks", "2", "--link", "string"), "link: got 'string'"),
+        (("--ranks", "2", "--link", "8 x ib + string"), "link: got 'string'"),
+        (("--ranks", "2", "--link", "ib", "--adapt", "batch"), "--adapt: got batch with --ranks"),
+        (("--ranks", "2", "--link", "ib", "--explain"), "--ranks: got tiny.py:task, --explain"),
+        (("--ranks", "4096", "--link", "ib"), "--ranks: got 4096"),
+        (("--engine", "deepspeed"), "--engine: got deepspeed with one rank"),
+        (("--link", "ib", "--engine", "deepspeed"), "--engine: got deepspeed with one rank"),
+        (("--ranks", "2", "--engine", "deepspeed"), "--link: got --ranks 2 with no link"),
+        (("--ranks", "2", "--link", "ib", "--engine", "horovod"), "--engine: got 'horovod'"),
+        (("--ranks", "2", "--link", "ib", "--engine", "deepspeed", "--adapt", "batch"), "--adapt: got batch"),
     ],
 )
 def test_ranks_that_cannot_be_planned_are_refused_before_anything_is_measured(trimtab, options, said):
@@ -371,7 +369,7 @@ import tiny
 task = replace(tiny.task, reference=Reference("fp16"))
 """)
     options = ("--ranks", "2", "--link", "ib", "--engine", "deepspeed")
-    explained(trimtab("plan", "half:task", *options), "--engine: given a task whose own loop is fp16")
+    explained(trimtab("plan", "half:task", *options), "--engine: got a task whose own loop is fp16")
 
 
 # train
@@ -398,10 +396,10 @@ def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
     done = trimtab("checkpoint", "verify", "kept")
     assert done.code == 1
     assert "--  step-9" in done.out
-    assert "state.json: given 2 bytes" in done.out
+    assert "state.json: got 2 bytes" in done.out
     assert "ok  step-6         6 windows, 192 rows" in done.out
     assert trimtab("checkpoint", "verify", "kept/step-6").code == 0
-    explained(trimtab("checkpoint", "verify", "absent"), "absent: given no checkpoint")
+    explained(trimtab("checkpoint", "verify", "absent"), "absent: got no checkpoint")
     (tmp_path / "kept" / "step-9" / "manifest.json").unlink()
     lost = trimtab("checkpoint", "verify", "kept/step-9")
     assert (lost.code, "--  step-9" in lost.out) == (1, True)
@@ -418,7 +416,7 @@ def test_a_checkpoint_that_is_put_aside_is_not_called_whole(trimtab, tmp_path):
     done = trimtab("checkpoint", "verify", "kept")
     assert done.code == 1
     assert "--  step-2" in done.out
-    assert "manifest.json: given what no run says of itself" in done.out
+    assert "manifest.json: got what no run says of itself" in done.out
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "other.jsonl"])
@@ -430,14 +428,14 @@ def test_a_kept_run_that_begins_writes_over_no_file_of_anothers(trimtab, tmp_pat
     before = Path(name).read_bytes()
     for plan in ((), ("--plan", "plan.json")):  # before one would be made
         done = trimtab("train", "tiny:task", "--steps", 2, "--checkpoints", "new", "--record", name, *plan)
-        explained(done, f"--record: given {name}", "expected", "another file")
+        explained(done, f"--record: got {name}", "expected", "another file")
     assert Path(name).read_bytes() == before
     assert not Path("new").exists()
 
 
 def test_a_kept_run_whose_record_has_no_folder_is_refused_before_it_begins(trimtab):
     done = trimtab("train", "tiny:task", "--steps", 2, "--checkpoints", "new", "--record", "absent/run.jsonl")
-    explained(done, "--record: given absent/run.jsonl, whose folder does not exist")
+    explained(done, "--record: got absent/run.jsonl, whose folder does not exist")
     assert not Path("new").exists()
 
 
@@ -463,7 +461,7 @@ def test_nothing_that_a_run_leaves_holds_what_the_environment_keeps_secret(trimt
 def test_what_is_said_of_checkpoints_that_there_are_none_of_is_refused(trimtab, option):
     done = trimtab("train", "tiny:task", "--steps", 2, *option)
     explained(
-        done, f"{option[0]}: given {option[1]} of a run that is not kept", "--resume auto keeps it in runs/train-TASK"
+        done, f"{option[0]}: got {option[1]} of a run that is not kept", "--resume auto keeps it in runs/train-TASK"
     )
 
 
@@ -476,8 +474,8 @@ def test_a_run_is_kept_by_its_tasks_name_and_gone_on_with_as_it_was_begun(trimta
     done = trimtab(*begun, "--steps", 3).json
     assert "loss" not in done  # no step was left
     for option in (("--adapt", "batch"), ("--memory", "1GiB")):
-        explained(trimtab(*begun, "--steps", 4, *option), f"{option[0]}: given what a plan is made by", "by its own")
-    explained(trimtab(*begun, "--steps", 4, "--seed", 1), "resume: seed: given 1; expected 0")
+        explained(trimtab(*begun, "--steps", 4, *option), f"{option[0]}: got what a plan is made by", "by its own")
+    explained(trimtab(*begun, "--steps", 4, "--seed", 1), "resume: seed: got 1; expected 0")
 
 
 def test_training_through_a_plan_file_with_a_record(trimtab, tmp_path):
@@ -644,14 +642,14 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     assert {row["run"] for row in rows if "run" in row} == {"out", "run.jsonl"}
     assert {path.suffix for path in (tmp_path / "page").iterdir()} == {".html", ".md", ".json"}
     assert trimtab("report", "out", "--paper", "--json").json["name"] == "report"
-    explained(trimtab("report", "out", "tiny.py"), "tiny.py: given text that is not JSON")
+    explained(trimtab("report", "out", "tiny.py"), "tiny.py: got text that is not JSON")
     explained(trimtab("report", "out", "."), "a folder that holds no result")
 
 
 @pytest.mark.parametrize("runs", [("absent",), ("absent", "other")])
 def test_a_report_to_be_written_to_a_file_is_refused_before_any_run_is_read(trimtab, runs):
     Path("page.html").write_text("mine")
-    explained(trimtab("report", *runs, "--out", "page.html"), "--out: given page.html, which is a file")
+    explained(trimtab("report", *runs, "--out", "page.html"), "--out: got page.html, which is a file")
     assert Path("page.html").read_text() == "mine"
 
 
@@ -736,7 +734,7 @@ def test_phases_of_what_cannot_be_told_are_refused(trimtab, tmp_path):
     (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8)))
     explained(trimtab("phases", "tiny:task", "tiny.py:task", "--plan", "mine.json"), "--plan", "2 tasks")
     explained(trimtab("phases", "tiny:task", "--plan", "mine.json", "--memory", "1GiB"), "--memory")
-    explained(trimtab("phases", "mine.json"), "phasepage.schema", "given 13")
+    explained(trimtab("phases", "mine.json"), "phasepage.schema", "got 13")
     explained(trimtab("phases", "tiny:task", "--out", "no/where.json"), "--out")
     quick = ("--quick", "--pairs", 1, "--plan", "mine.json", "--out", "out")
     assert trimtab("compare", "tiny.py:task", *quick).code == 0
@@ -745,9 +743,7 @@ def test_phases_of_what_cannot_be_told_are_refused(trimtab, tmp_path):
 
 @pytest.mark.parametrize("flags", [("--adapt", "learning-rate"), ("--peers",), ("--whole", 2)])
 def test_a_quick_comparison_with_what_it_leaves_out_is_refused(trimtab, flags):
-    explained(
-        trimtab("compare", "tiny:task", "--quick", *flags, "--out", "no"), "quick: given whole pairs", "Leave out"
-    )
+    explained(trimtab("compare", "tiny:task", "--quick", *flags, "--out", "no"), "quick: got whole pairs", "Leave out")
 
 
 # ablate
@@ -802,7 +798,7 @@ def test_other_ranks_than_a_launcher_started_are_refused(trimtab, monkeypatch, c
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = trimtab(command, "tiny:task", "--ranks", 3)
-    explained(done, "--ranks: given 3 under a launcher, which started 2", "expected the launcher's 2")
+    explained(done, "--ranks: got 3 under a launcher, which started 2", "expected the launcher's 2")
 
 
 # What user code prints
@@ -824,7 +820,7 @@ def test_what_user_code_prints_does_not_mix_with_the_result(trimtab, tmp_path):
 
 
 ERRORS = [
-    (("plan", "nonsense"), ("task: given 'nonsense'", "source_gpt", "my_module:attribute")),
+    (("plan", "nonsense"), ("task: got 'nonsense'", "source_gpt", "my_module:attribute")),
     (("plan", "absent:task"), ("a module absent in the current folder",)),
     (("plan", "absent.py:task"), ("a file absent.py that exists",)),
     (("plan", "tiny:nothing"), ("an attribute 'nothing' of tiny",)),
@@ -835,62 +831,62 @@ ERRORS = [
     (("plan", "absent.json"), ("absent.json", "a readable Profile JSON file")),
     (("plan", "damaged.json"), ("text that is not JSON",)),
     (("train", "tiny:task", "--plan", "absent.json"), ("absent.json", "a readable Plan JSON file")),
-    (("train", "tiny:task", "--plan", "other.json"), ("plan.batch_rows: given 64", "expected 32")),
-    (("train", "tiny:task", "--plan", "plan.json", "--rows", "8"), ("plan.batch_rows: given 32", "expected 8")),
-    (("compare", "tiny:task", "--against", "fast"), ("against: given 'fast'", "strict, paper, strong, muon")),
-    (("compare", "tiny:task", "--against", "muon"), ("against: given muon of tiny",)),
-    (("compare", "tiny:task", "--against", "strict", "--no-peers"), ("--against: given peers with --no-peers",)),
-    (("compare", "tiny:task", "--against", "strict", "--ranks", "2"), ("--ranks: given 2 with --peers",)),
+    (("train", "tiny:task", "--plan", "other.json"), ("plan.batch_rows: got 64", "expected 32")),
+    (("train", "tiny:task", "--plan", "plan.json", "--rows", "8"), ("plan.batch_rows: got 32", "expected 8")),
+    (("compare", "tiny:task", "--against", "fast"), ("against: got 'fast'", "strict, paper, strong, muon")),
+    (("compare", "tiny:task", "--against", "muon"), ("against: got muon of tiny",)),
+    (("compare", "tiny:task", "--against", "strict", "--no-peers"), ("--against: got peers with --no-peers",)),
+    (("compare", "tiny:task", "--against", "strict", "--ranks", "2"), ("--ranks: got 2 with --peers",)),
     (("ablate", "absent:task", "--out", "out"), ("absent",)),
     (("ablate", "tiny:task", "--plan", "absent.json"), ("absent.json", "a readable Plan JSON file")),
     (("ablate", "tiny:task", "--plan", "damaged.json", "--out", "out"), ("text that is not JSON",)),
     (("ablate", "tiny:task", "--plan", "other.json", "--out", "out"), ("64 rows per step", "the 32 of tiny")),
-    (("ablate", "tiny:task", "--plan", "plan.json", "--memory", "1GiB"), ("--memory: given a limit with --plan",)),
+    (("ablate", "tiny:task", "--plan", "plan.json", "--memory", "1GiB"), ("--memory: got a limit with --plan",)),
     (
         ("ablate", "tiny:task", "--plan", "plan.json", "--adapt", "learning-rate"),
         ("--adapt", "a range test or a race trains"),
     ),
-    (("ablate", "tiny:task", "--adapt", "batch"), ("--adapt: given 'batch'",)),
-    (("ablate", "tiny:task", "--quick", "--whole", "2"), ("quick: given whole races", "Leave out --quick")),
+    (("ablate", "tiny:task", "--adapt", "batch"), ("--adapt: got 'batch'",)),
+    (("ablate", "tiny:task", "--quick", "--whole", "2"), ("quick: got whole races", "Leave out --quick")),
     (("ablate", "tiny:task", "--out", "plan.json"), ("which is a file", "plan.json")),
-    (("report", "absent"), ("absent: given", "a readable Comparison JSON file")),
-    (("report", "."), ("report.json: given", "a readable Comparison JSON file")),
+    (("report", "absent"), ("absent: got", "a readable Comparison JSON file")),
+    (("report", "."), ("report.json: got", "a readable Comparison JSON file")),
     (("report", "damaged.json"), ("text that is not JSON",)),
-    (("plan", "tiny:task", "--memory", "lots"), ("memory: given 'lots'", "8GiB")),
-    (("profile", "tiny:task", "--memory", "-1GiB"), ("memory: given '-1GiB'",)),
-    (("compare", "tiny:task", "--memory", "0"), ("memory: given '0'",)),
+    (("plan", "tiny:task", "--memory", "lots"), ("memory: got 'lots'", "8GiB")),
+    (("profile", "tiny:task", "--memory", "-1GiB"), ("memory: got '-1GiB'",)),
+    (("compare", "tiny:task", "--memory", "0"), ("memory: got '0'",)),
     (
         ("plan", "tiny:task", "--adapt", "all"),
-        ("--adapt: given 'all'", "learning-rate, schedule, optimizer, dropout, batch, none"),
+        ("--adapt: got 'all'", "learning-rate, schedule, optimizer, dropout, batch, none"),
     ),
-    (("train", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
-    (("train", "tiny:task", "--adapt", "x", "--plan", "plan.json"), ("--adapt: given 'x'",)),
+    (("train", "tiny:task", "--adapt", "x"), ("--adapt: got 'x'",)),
+    (("train", "tiny:task", "--adapt", "x", "--plan", "plan.json"), ("--adapt: got 'x'",)),
     (
         ("train", "tiny:task", "--adapt", "learning-rate", "--plan", "plan.json"),
         ("--adapt", "a range test or a race trains"),
     ),
     (("plan", "profile.json", "--adapt", "learning-rate"), ("--adapt", "a range test or a race trains")),
-    (("compare", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
-    (("compare", "tiny:task", "--adapt", "batch", "--memory", "1GiB"), ("--adapt: given batch with --memory",)),
-    (("compare", "tiny:task", "--cap", "-1"), ("cap: given -1", "seconds above zero")),
+    (("compare", "tiny:task", "--adapt", "x"), ("--adapt: got 'x'",)),
+    (("compare", "tiny:task", "--adapt", "batch", "--memory", "1GiB"), ("--adapt: got batch with --memory",)),
+    (("compare", "tiny:task", "--cap", "-1"), ("cap: got -1", "seconds above zero")),
     (("profile", "tiny:task", "-o", "absent/profile.json"), ("--out", "whose folder does not exist")),
     (("plan", "tiny:task", "-o", "absent/plan.json"), ("--out", "whose folder does not exist")),
     (("compare", "tiny:task", "--out", "plan.json"), ("which is a file", "plan.json")),
-    (("train", "tiny:task", "--memory", "1GiB", "--plan", "plan.json"), ("--memory: given a limit with --plan",)),
-    (("train", "tiny:task", "--memory", "lots"), ("memory: given 'lots'",)),
+    (("train", "tiny:task", "--memory", "1GiB", "--plan", "plan.json"), ("--memory: got a limit with --plan",)),
+    (("train", "tiny:task", "--memory", "lots"), ("memory: got 'lots'",)),
     (("train", "tiny:task", "--memory", "1B"), ("1 B", "over the budget")),
     (("train", "tiny:task", "--plan", "plan.json", "--record", "absent/run.jsonl"), ("--record", "does not exist")),
-    (("train", "tiny:task", "--record", "plan.json"), ("--record: given plan.json, which exists", "a new file")),
-    (("compare", "tiny:task", "--pairs", "3", "--whole", "4"), ("whole: given 4", "from 0 to 3")),
-    (("compare", "tiny:task", "--ranks", "2", "--peers"), ("--ranks: given 2 with --peers", "Leave out --peers")),
-    (("compare", "tiny:task", "--ranks", "2", "--adapt", "learning-rate"), ("--ranks: given 2 with --adapt",)),
-    (("compare", "tiny:task", "--ranks", "33"), ("--ranks: given 33", "a row of each batch for every rank")),
-    (("compare", "tiny:task", "--ranks", "2", "--memory", "0"), ("memory: given '0'",)),
-    (("scale", "tiny:task", "--memory", "lots"), ("memory: given 'lots'",)),
-    (("scale", "tiny:task", "--memory", "1GiB", "--plan", "plan.json"), ("--memory: given a limit with --plan",)),
-    (("scale", "tiny:task", "--adapt", "batch", "--memory", "1GiB"), ("--adapt: given batch with --memory",)),
-    (("scale", "tiny:task", "--adapt", "batch", "--plan", "plan.json"), ("--adapt: given batch with --plan",)),
-    (("scale", "tiny:task", "--plan", "freed.json"), ("--plan: given a plan of tier F", "keeps the maths")),
+    (("train", "tiny:task", "--record", "plan.json"), ("--record: got plan.json, which exists", "a new file")),
+    (("compare", "tiny:task", "--pairs", "3", "--whole", "4"), ("whole: got 4", "from 0 to 3")),
+    (("compare", "tiny:task", "--ranks", "2", "--peers"), ("--ranks: got 2 with --peers", "Leave out --peers")),
+    (("compare", "tiny:task", "--ranks", "2", "--adapt", "learning-rate"), ("--ranks: got 2 with --adapt",)),
+    (("compare", "tiny:task", "--ranks", "33"), ("--ranks: got 33", "a row of each batch for every rank")),
+    (("compare", "tiny:task", "--ranks", "2", "--memory", "0"), ("memory: got '0'",)),
+    (("scale", "tiny:task", "--memory", "lots"), ("memory: got 'lots'",)),
+    (("scale", "tiny:task", "--memory", "1GiB", "--plan", "plan.json"), ("--memory: got a limit with --plan",)),
+    (("scale", "tiny:task", "--adapt", "batch", "--memory", "1GiB"), ("--adapt: got batch with --memory",)),
+    (("scale", "tiny:task", "--adapt", "batch", "--plan", "plan.json"), ("--adapt: got batch with --plan",)),
+    (("scale", "tiny:task", "--plan", "freed.json"), ("--plan: got a plan of tier F", "keeps the maths")),
 ]
 
 

@@ -171,7 +171,7 @@ def test_a_pair_with_a_number_is_refused_and_nothing_changes(number, loss_fn):
         with pytest.raises(LossError) as caught:
             run.train_step(run.window(batches()[0]), lambda m, b: (loss_fn(m, b), number))
         assert caught.value.code == "loss.pair_ambiguous"
-        assert all(word in caught.value.way_out for word in ("Summed(loss_sum, count)", '{"accuracy"'))
+        assert all(word in caught.value.hint for word in ("Summed(loss_sum, count)", '{"accuracy"'))
         assert run.applied_steps == 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -224,7 +224,7 @@ def test_the_remedy_fits_the_container_of_a_loss(result, remedy):
     with pytest.raises(LossError) as caught:
         as_loss(result)
     assert caught.value.code == "loss.invalid"
-    assert remedy in caught.value.way_out
+    assert remedy in caught.value.hint
 
 
 @pytest.mark.parametrize("count", [4, 4.0, np.int64(4), np.float64(4), torch.tensor(4), torch.tensor([4.0])])

@@ -63,7 +63,7 @@ def adaptations(adapt: str | Collection[str] | None, data: Iterable[Any] | None)
     names = (adapt,) if isinstance(adapt, str) or not isinstance(adapt, Collection) else tuple(adapt)
     freed = frozenset(checks.one_of("adapt", name, ADAPTATIONS) for name in names if name is not None)
     if freed & TRAINED and data is None:
-        raise ValueGivenError("data", given="nothing", expected="training batches", way_out="plan(..., data=loader)")
+        raise ValueGivenError("data", got="nothing", expected="training batches", hint="plan(..., data=loader)")
     require_rate(freed)
     return freed
 
@@ -78,7 +78,7 @@ def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
     if found is not None and not is_freed and not found.only_measures:
         raise ValueGivenError(
             "batch_rule",
-            given=f"{found.policy} of k = {found.k}, and a batch that is not freed",
+            got=f"{found.policy} of k = {found.k}, and a batch that is not freed",
             expected='adapt="batch" with it, or BatchRule("fixed"), which only measures',
         )
     return found
@@ -88,7 +88,7 @@ def require_rate(freed: Collection[str]) -> None:
     """Raise if the schedule may be tuned but not the learning rate: a plan's schedule scales the plan's peak rate."""
     if "schedule" in freed and "learning_rate" not in freed:
         given, expected = "schedule without learning_rate", "both: the user's own schedule is not the plan's to shape"
-        raise ValueGivenError("adapt", given=given, expected=expected)
+        raise ValueGivenError("adapt", got=given, expected=expected)
 
 
 def require_adaptable(
@@ -102,9 +102,9 @@ def require_adaptable(
     if (raced := sorted(freed & RACED)) and not is_alone:
         raise ValueGivenError(
             "adapt",
-            given=f"{raced[0]}, on one of several ranks",
+            got=f"{raced[0]}, on one of several ranks",
             expected="one process: its race trains alone",
-            way_out="Plan in one process; the ranks start that plan on a model in DistributedDataParallel.",
+            hint="Plan in one process; the ranks start that plan on a model in DistributedDataParallel.",
         )
     if "optimizer" in freed:
         require_muon(hidden_matrices(model, optimizer))
@@ -113,9 +113,9 @@ def require_adaptable(
     if "learning_rate" in freed and not any(float(group["lr"]) for group in optimizer.param_groups):
         raise ValueGivenError(
             "optimizer",
-            given="a learning rate of 0, as a schedule that warms up sets it",
+            got="a learning rate of 0, as a schedule that warms up sets it",
             expected="the rate of the loop without its schedule, which the range test rises from",
-            way_out="Plan before the scheduler is made.",
+            hint="Plan before the scheduler is made.",
         )
 
 

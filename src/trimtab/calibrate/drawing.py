@@ -83,9 +83,9 @@ def require_restorable(data: Any) -> None:
     if not isinstance(data, Iterator) and (reason := one_shot(data)):
         raise ValueGivenError(
             "data",
-            given=reason,
+            got=reason,
             expected="data that can begin again, as adapt=... trains on some of them",
-            way_out="Pass data whose dataset makes its iterators in __iter__; or iter(data), whose first batches adapt "
+            hint="Pass data whose dataset makes its iterators in __iter__; or iter(data), whose first batches adapt "
             "then uses up.",
             code="data.one_shot",
         )

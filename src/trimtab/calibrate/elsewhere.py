@@ -90,12 +90,12 @@ def _check_traceable(model: nn.Module, batch: Any, device: DeviceSpec) -> None:
     place, rows = next(model.parameters()).device.type, BY_CONTAINERS.require(batch, "example_batch")
     if place != "cpu":
         raise ModelError(
-            "model", given=f"parameters on {place}", expected="parameters on the CPU, or without memory there"
+            "model", got=f"parameters on {place}", expected="parameters on the CPU, or without memory there"
         )
     if rows < MIN_ROWS:
-        raise ValueGivenError("example_batch", given=f"{rows} rows", expected=f"{MIN_ROWS} rows or more")
+        raise ValueGivenError("example_batch", got=f"{rows} rows", expected=f"{MIN_ROWS} rows or more")
     if not device.bandwidth_bytes_s or not device.peak_flops:
-        raise ValueGivenError("device", given=f"{device.name} of unknown peaks", expected="peaks and bandwidth")
+        raise ValueGivenError("device", got=f"{device.name} of unknown peaks", expected="peaks and bandwidth")
 
 
 def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any) -> LoopFacts:

@@ -36,9 +36,9 @@ def require_repeatable(batch: Any) -> None:
         if isinstance(each, Iterator):
             raise BatchError(
                 "example_batch",
-                given=f"a {type(each).__name__}, which can be read only once",
+                got=f"a {type(each).__name__}, which can be read only once",
                 expected="a batch that the loss can be called with many times",
-                way_out="Pass a list of its items: list(batch).",
+                hint="Pass a list of its items: list(batch).",
                 code="batch.iterator",
             )
 

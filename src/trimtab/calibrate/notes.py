@@ -37,7 +37,7 @@ class Notes:
             what: clause that names the missing figure, such as "FLOP were not counted".
             why: the exception or a reason.
         """
-        reason = why.given if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
+        reason = why.got if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
         self._found[Note(code, f"{what}: {reason}")] = None
 
     def attempt(self, code: str, what: str, function: Callable[[], T], default: T) -> T:
@@ -66,9 +66,9 @@ def loss_failed(error: Exception) -> LossError:
         return found
     return LossError(
         "loss_fn",
-        given=f"{describe(error)} in a plain forward and backward of the example batch",
+        got=f"{describe(error)} in a plain forward and backward of the example batch",
         expected="a loss that trains in the loop without trimtab",
-        way_out="Run loss_fn(model, batch).backward() by itself, and correct the model, the loss or the batch.",
+        hint="Run loss_fn(model, batch).backward() by itself, and correct the model, the loss or the batch.",
         code="loss.failed",
     )
 
@@ -77,9 +77,9 @@ def planning_failed(error: Exception) -> ModelError:
     """Return the error for a loop that planning fails on for an unknown cause."""
     return ModelError(
         "plan",
-        given=f"a loop that planning fails on ({describe(error)}); the original error is chained",
+        got=f"a loop that planning fails on ({describe(error)}); the original error is chained",
         expected="a loop that can be measured",
-        way_out="Train with settings of your own: trimtab.Plan.fixed(batch_rows).",
+        hint="Train with settings of your own: trimtab.Plan.fixed(batch_rows).",
         code="planning.failed",
     )
 

@@ -26,9 +26,9 @@ def require_own_forward(subject: Subject, precision: str) -> None:
     if not casts:
         raise LossError(
             "loss_fn",
-            given="a loss without a forward of the model",
+            got="a loss without a forward of the model",
             expected="one that calls model(...) itself, not a copy, a submodule or another method of it",
-            way_out="Wrap what it calls in a module whose forward computes it.",
+            hint="Wrap what it calls in a module whose forward computes it.",
         )
     own = casts - {None, dtype_of(precision)}
     if dtype_of(precision) is not None:  # The loop's own autocast to the same dtype is visible only without the plan's.
@@ -40,9 +40,9 @@ def require_own_forward(subject: Subject, precision: str) -> None:
         name = str(own.pop()).removeprefix("torch.")
         raise LossError(
             "loss_fn",
-            given=f"a loss whose forward is under an autocast of the loop's own ({name})",
+            got=f"a loss whose forward is under an autocast of the loop's own ({name})",
             expected="one that leaves the precision to the plan, which tries several",
-            way_out="Take autocast and GradScaler out of the loop, and say what it computes in: "
+            hint="Take autocast and GradScaler out of the loop, and say what it computes in: "
             'reference=trimtab.Reference("bf16"), or "fp16".',
         )
 

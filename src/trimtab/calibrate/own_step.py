@@ -67,9 +67,9 @@ def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, 
     if changed := [name for name, p, version in versions if p._version != version]:
         raise OptimizerError(
             "optimizer",
-            given=f"parameters that change in the backward: {changed[0]} and {len(changed) - 1} more",
+            got=f"parameters that change in the backward: {changed[0]} and {len(changed) - 1} more",
             expected="parameters that stay until optimizer.step(): trials repeat backwards",
-            way_out="Start a plan that changes nothing, trimtab.Plan.fixed(batch_size).",
+            hint="Start a plan that changes nothing, trimtab.Plan.fixed(batch_size).",
             code="optimizer.steps_in_backward",
         )
     try:
@@ -85,9 +85,9 @@ def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, 
 def _failed(subject: Subject, error: Exception) -> OptimizerError:
     return OptimizerError(
         "optimizer",
-        given=f"a step of {type(subject.optimizer).__name__} that fails after the backward: {describe(error)}",
+        got=f"a step of {type(subject.optimizer).__name__} that fails after the backward: {describe(error)}",
         expected="an optimizer whose step() needs no argument and uses param.grad",
-        way_out="Call loss_fn(model, batch).backward() and optimizer.step() by themselves, and correct what fails. An "
+        hint="Call loss_fn(model, batch).backward() and optimizer.step() by themselves, and correct what fails. An "
         "optimizer that needs a closure trains in your own loop (docs/own_loop.md).",
         code="optimizer.step_failed",
     )

@@ -164,9 +164,9 @@ def _require_no_profiler() -> None:
     if is_profiled():
         raise LoopError(
             "profiler",
-            given="an active torch.profiler session on this thread",
+            got="an active torch.profiler session on this thread",
             expected="none while trimtab plans: every timing would include the profiler's overhead",
-            way_out="Plan before the session starts or after it has ended.",
+            hint="Plan before the session starts or after it has ended.",
             code="planning.profiler_active",
         )
 
@@ -177,9 +177,9 @@ def _require_initialized(model: nn.Module) -> None:
         if is_lazy(tensor):
             raise ModelError(
                 "model",
-                given=f"a parameter or buffer without a shape, {name} of a lazy module",
+                got=f"a parameter or buffer without a shape, {name} of a lazy module",
                 expected="one whose parameters are initialized",
-                way_out="Run one forward first, under torch.no_grad(), and build the optimizer after it.",
+                hint="Run one forward first, under torch.no_grad(), and build the optimizer after it.",
                 code="model.uninitialized",
             )
 

@@ -65,7 +65,7 @@ def range_test(
             if index > 10 and has_diverged([point.loss for point in points]):
                 break
     if not points:
-        raise ValueGivenError("data", given="no batches", expected="training batches for the learning-rate range test")
+        raise ValueGivenError("data", got="no batches", expected="training batches for the learning-rate range test")
     return tuple(points)
 
 

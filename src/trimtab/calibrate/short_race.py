@@ -68,7 +68,7 @@ def short_race(
             data = list(itertools.islice(drawn, num_steps))
             if len(data) < num_steps:
                 given, expected = f"{len(data)} batches", f"at least the {num_steps} of one training of the race"
-                raise ValueGivenError("data", given=given, expected=expected)
+                raise ValueGivenError("data", got=given, expected=expected)
 
             if index:
                 # Few batches, never shuffled by the loader, would come in the same order in each pair.

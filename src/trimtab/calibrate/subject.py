@@ -70,7 +70,7 @@ class Subject:
         _check_measured(self.device)
         require_free(self.model)
         if not callable(self.loss_fn):
-            raise ValueGivenError("loss_fn", given=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
+            raise ValueGivenError("loss_fn", got=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
         require_repeatable(self.batch)
         object.__setattr__(self, "loss_fn", protected(self.loss_fn))
         _ = self.rows
@@ -161,7 +161,7 @@ class Subject:
         except (TypeError, KeyError, IndexError, AttributeError) as error:
             raise LossError(
                 "loss_fn",
-                given=f"{type(error).__name__}: {error} when called as loss_fn(model, batch)",
+                got=f"{type(error).__name__}: {error} when called as loss_fn(model, batch)",
                 expected="a function of (model, batch) that fits the example batch",
             ) from error
         loss, count, _ = as_loss(result, is_auxiliary=is_part)  # The loss of the whole batch was validated before.
@@ -190,7 +190,7 @@ def _check_measured(device: torch.device) -> None:
     if device.type not in MEASURED:
         raise ModelError(
             "model",
-            given=f"parameters on {device}",
+            got=f"parameters on {device}",
             expected=f"parameters on {' or '.join(MEASURED)}: time and memory of other devices cannot be measured",
-            way_out="Move the model to one of them, then build its optimizer.",
+            hint="Move the model to one of them, then build its optimizer.",
         )

@@ -97,9 +97,9 @@ def trace_elsewhere(
     if recurrent is not None:
         raise ModelError(
             "model",
-            given=f"{type(recurrent).__name__}, whose operators take more memory than their tensors show",
+            got=f"{type(recurrent).__name__}, whose operators take more memory than their tensors show",
             expected="layers whose memory a trace tells",
-            way_out="trimtab.plan, where it will run, measures it.",
+            hint="trimtab.plan, where it will run, measures it.",
         )
     forwards = [functools.partial(autocast, candidate.precision, HERE) for candidate in candidates]
     with applied(model, optimizer, candidates[0]), AsCuda():

@@ -76,7 +76,7 @@ def write(
     """
     Manifest({}, about).encoded()  # invalid metadata is refused before hours of writing
     if not is_plain(name) or TEMPORARY in name or DAMAGED in name:
-        raise ValueGivenError("name", given=repr(name), expected="a name that a committed folder can have")
+        raise ValueGivenError("name", got=repr(name), expected="a name that a committed folder can have")
     final = parent / name
     _require_absent(final)
     try:
@@ -105,8 +105,8 @@ def settle(folder: Path) -> None:
     try:
         sync(folder.parent)
     except OSError as error:
-        expected, way_out = "its name on disk", "It is there and whole; a power cut may yet take it."
-        raise not_written(folder, error, expected, way_out) from error
+        expected, hint = "its name on disk", "It is there and whole; a power cut may yet take it."
+        raise not_written(folder, error, expected, hint) from error
     with contextlib.suppress(OSError):  # nothing depends on this hint
         write_over(folder.parent / LATEST, f"{folder.name}\n".encode(), is_synced=False)
 
@@ -143,7 +143,7 @@ def seal(folder: Path, about: Mapping[str, Any]) -> Manifest:
     with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as disk:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if not entry.is_file(follow_symlinks=False) or entry.name == NAME:
-                raise FormatError(entry.path, given="a folder, a link or a manifest", expected="files alone")
+                raise FormatError(entry.path, got="a folder, a link or a manifest", expected="files alone")
             files[entry.name] = _synced(Path(entry.path), pool, disk)
     manifest = Manifest(files, about)
     (folder / NAME).write_bytes(manifest.encoded())
@@ -368,8 +368,8 @@ def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
         try:
             remove(folder)
         except OSError as error:
-            expected, way_out = "leave to delete it, as there are newer ones", "It stays, and all that is newer."
-            raise not_written(folder, error, expected, way_out) from error
+            expected, hint = "leave to delete it, as there are newer ones", "It stays, and all that is newer."
+            raise not_written(folder, error, expected, hint) from error
     return old
 
 
@@ -425,4 +425,4 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
 
 def _require_absent(final: Path) -> None:
     if os.path.lexists(final):
-        raise FormatError(str(final), given="something of that name", expected="a new folder")
+        raise FormatError(str(final), got="something of that name", expected="a new folder")

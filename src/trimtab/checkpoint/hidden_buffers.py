@@ -47,7 +47,7 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
     """
     where = "state.model.hidden"
     if not isinstance(saved, Mapping) or not all(isinstance(each, Tensor | None) for each in saved.values()):
-        raise FormatError(where, given=f"{saved!r:.80}", expected="tensors by their names")
+        raise FormatError(where, got=f"{saved!r:.80}", expected="tensors by their names")
     now = dict(_named(model))
     _require_saved(now, saved)
     places = {name: _place(model, name) for name in saved}
@@ -105,7 +105,7 @@ def _require_saved(now: Mapping[str, Tensor | None], saved: Mapping[str, Any]) -
         if own is not None and value is not None and not _has_grown(own, value):
             given, then = (f"{str(each.dtype).removeprefix('torch.')}, {list(each.shape)}" for each in (own, value))
             expected = f"{then} or smaller, as the run was saved with"
-            raise ModelError("model's buffers", given=f"{name} of {given}", expected=expected)
+            raise ModelError("model's buffers", got=f"{name} of {given}", expected=expected)
     held = {id(value) for name, value in now.items() if name in saved}
     for name, value in now.items():
         if value is not None and name not in saved and id(value) not in held:
@@ -131,4 +131,4 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _unlike(name: str, where: str) -> ModelError:
     expected = "the model that the run was saved with"
-    return ModelError("model's buffers", given=f"{name} in {where} alone", expected=expected)
+    return ModelError("model's buffers", got=f"{name} in {where} alone", expected=expected)

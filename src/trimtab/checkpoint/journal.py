@@ -76,7 +76,7 @@ class Journal:
         self._require_whole(0)
         if self._read.by != self._plan:
             given = f"{'decisions of another plan' if self._read.by else 'no decisions'} in {other.parent}"
-            raise ValueGivenError("checkpoints.follows", given=given, expected="the folder of a run of this plan")
+            raise ValueGivenError("checkpoints.follows", got=given, expected="the folder of a run of this plan")
 
     def prepare(self, windows: int) -> None:
         """Write a temporary copy of the log for a run that resumes after `windows` windows.
@@ -192,7 +192,7 @@ def _lines(path: Path) -> Iterator[bytes]:
                     yield line
     except OSError as error:
         given, expected = f"nothing that can be read ({error.strerror or error})", "a file of decisions"
-        raise FormatError(str(path), given=given, expected=expected) from None
+        raise FormatError(str(path), got=given, expected=expected) from None
 
 
 def _data(line: bytes) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _window(data: dict[str, Any], last: int) -> tuple[int, Decided]:
 def _damaged(path: Path, number: int, error: Exception) -> FormatError:
     return FormatError(
         f"{path}:{number}",
-        given=f"a damaged line ({error})",
+        got=f"a damaged line ({error})",
         expected="what a window was made by",
-        way_out="Without this file the run goes on, and what windows are made by is decided anew, by times.",
+        hint="Without this file the run goes on, and what windows are made by is decided anew, by times.",
     )

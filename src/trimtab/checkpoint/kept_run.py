@@ -117,7 +117,7 @@ class KeptRun:
         found = newest_good(settings.path, said_of, self._ranks.verified.verify)
         if found.folder is None and found.refused:
             damaged = "; ".join(str(error) for error in found.refused)
-            raise FormatError(str(settings.path), given=damaged, expected="a checkpoint that is whole")
+            raise FormatError(str(settings.path), got=damaged, expected="a checkpoint that is whole")
         self._refused = found.refused
         return found
 
@@ -129,9 +129,7 @@ class KeptRun:
         require_accepted(changes(said.world, self._world), self._settings.accepts)
         if self._in_shards and not said.in_shards:
             given, expected = "a run in shards", "a model that is whole, as it was saved"
-            raise ValueGivenError(
-                "resume: shards", given=given, expected=expected, way_out="zero_stage=0, or one process"
-            )
+            raise ValueGivenError("resume: shards", got=given, expected=expected, hint="zero_stage=0, or one process")
 
     def _release(self) -> None:
         self._ranks.verified.forget()

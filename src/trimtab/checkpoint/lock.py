@@ -110,7 +110,7 @@ def opened(folder: Path, field: str = "checkpoints.folder") -> Lock:
         return locked(folder)
     except OSError as error:
         given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
-        raise FormatError(field, given=given, expected=expected) from None
+        raise FormatError(field, got=given, expected=expected) from None
 
 
 def locked(folder: Path) -> Lock:
@@ -155,8 +155,8 @@ def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> Holde
         is_free = try_lock(descriptor) and is_free
     except OSError as error:
         given = f"a file system that has no locks ({error.strerror})"
-        way_out = "Choose a folder on a disk of this machine."
-        raise FormatError(str(folder), given=given, expected="one run a folder", way_out=way_out) from None
+        hint = "Choose a folder on a disk of this machine."
+        raise FormatError(str(folder), got=given, expected="one run a folder", hint=hint) from None
     holder = Holder.said(os.pread(descriptor, 1000, 0))
     if not is_free:
         pid = holder.pid if holder is not None else holder_pid(whole)

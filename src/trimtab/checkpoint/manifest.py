@@ -78,11 +78,11 @@ class Manifest:
         checks.integer(f"about[{STEP!r}]", self.about.get(STEP), low=0)
         for name in self.files:
             if not is_plain(name) or name == NAME:
-                raise FormatError(NAME, given=f"the file {name!r}", expected="the name of a file in the folder")
+                raise FormatError(NAME, got=f"the file {name!r}", expected="the name of a file in the folder")
         said = self._ranks()
         if not (isinstance(said, str) and _RANKS.fullmatch(said)):
             given, expected = f"{said!r:.40} as ranks", "a number above 0, in digits"
-            raise FormatError(f"about[{WORLD!r}]", given=given, expected=expected)
+            raise FormatError(f"about[{WORLD!r}]", got=given, expected=expected)
 
     @property
     def step(self) -> int:
@@ -112,7 +112,7 @@ class Manifest:
         try:
             return _encoded(to_jsonable(self))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueGivenError("about", given=f"{error}", expected="what JSON can hold") from None
+            raise ValueGivenError("about", got=f"{error}", expected="what JSON can hold") from None
 
 
 def manifest_of(folder: Path) -> Manifest:
@@ -161,7 +161,7 @@ def open_file(path: Path) -> tuple[int, int]:
 
 def damaged(folder: Path, name: str, given: str, expected: str = "what the manifest says") -> DamagedError:
     """Return a `DamagedError` for a file of a folder, or for the folder if `name` is empty."""
-    return DamagedError(str(folder / name), given=given, expected=expected, way_out=_WAY_OUT)
+    return DamagedError(str(folder / name), got=given, expected=expected, hint=_WAY_OUT)
 
 
 def unread(folder: Path, name: str, why: Unread, expected: str) -> FormatError:
@@ -169,16 +169,16 @@ def unread(folder: Path, name: str, why: Unread, expected: str) -> FormatError:
     given = f"nothing that can be read ({why.words})"
     if why.number in _OF_THE_FILE:
         return damaged(folder, name, given, expected)
-    return OutOfReach(str(folder / name), given=given, expected=expected, way_out=_OUT_OF_REACH)
+    return OutOfReach(str(folder / name), got=given, expected=expected, hint=_OUT_OF_REACH)
 
 
 def _of_another(folder: Path, schema: object) -> FormatError:
     """Return the error for another schema version, written by an older or newer trimtab."""
-    by, way_out = "", ""
+    by, hint = "", ""
     if type(schema) is int:
         by = f", of {'an older' if schema < SCHEMA else 'a newer'} trimtab"
-        way_out = "Go on with the trimtab that wrote it, or begin in a new folder."
-    return FormatError(f"{folder / NAME}: schema", given=f"{schema!r}{by}", expected=str(SCHEMA), way_out=way_out)
+        hint = "Go on with the trimtab that wrote it, or begin in a new folder."
+    return FormatError(f"{folder / NAME}: schema", got=f"{schema!r}{by}", expected=str(SCHEMA), hint=hint)
 
 
 def _bytes_of(folder: Path) -> bytes:

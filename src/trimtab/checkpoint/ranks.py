@@ -96,7 +96,7 @@ class KeptRanks:
             raise failure[0]
         for rank, word in enumerate(said):
             if word:
-                raise FormatError(f"rank {rank}", given=word, expected="every rank to go on with the run")
+                raise FormatError(f"rank {rank}", got=word, expected="every rank to go on with the run")
         return made[0]
 
     def each(self, word: str, about: str) -> list[str]:
@@ -107,7 +107,7 @@ class KeptRanks:
         """Raise `LoopError` on all ranks if their strings differ."""
         said = self.each(word, about)
         if len(set(said)) > 1:
-            raise LoopError(about, given=f"of the ranks, in turn, {', '.join(said)}", expected=expected)
+            raise LoopError(about, got=f"of the ranks, in turn, {', '.join(said)}", expected=expected)
 
     def _words(self, make: Callable[[], str], about: str) -> list[str]:
         with limited_to(self._limit_s):
@@ -196,7 +196,7 @@ class KeptRanks:
         if where == _FAILED:
             return  # rank 0 raises the reason
         if not where.startswith(_WRITES):
-            raise RankError("rank 0", given=repr(where), expected="the folder that all write into")
+            raise RankError("rank 0", got=repr(where), expected="the folder that all write into")
         fill(unquoted(where.removeprefix(_WRITES)))
         self.together(lambda: None, f"{name}/commit")
 
@@ -263,18 +263,18 @@ def require_kept(
         "one process, or ranks that share the model by a plan (zero_stage), DistributedDataParallel or fully_shard"
     )
     if exchange.num_ranks == 1 and exchange.has_peers:
-        raise ValueGivenError("checkpoints", given="one of several ranks that nothing joins", expected=expected)
+        raise ValueGivenError("checkpoints", got="one of several ranks that nothing joins", expected=expected)
     if background and (exchange.num_ranks > 1 or is_sharded(model)):
         given = "True, on several ranks or of a model in shards"
-        raise ValueGivenError("checkpoints.background", given=given, expected="False there")
+        raise ValueGivenError("checkpoints.background", got=given, expected="False there")
     if exchange.num_ranks == 1:
         return
     if (world := torch.distributed.get_world_size()) != exchange.num_ranks:
         raise ValueGivenError(
             "checkpoints",
-            given=f"a model that {exchange.num_ranks} of the job's {world} ranks share",
+            got=f"a model that {exchange.num_ranks} of the job's {world} ranks share",
             expected="one that all of them share: what each has of its own is known by its place in the job",
-            way_out="DistributedDataParallel(model) without process_group, or a job for each part.",
+            hint="DistributedDataParallel(model) without process_group, or a job for each part.",
         )
     foreign = {
         "DeepSpeed's shards": plan.engine.value == "deepspeed",
@@ -283,7 +283,7 @@ def require_kept(
     }
     for given, is_there in foreign.items():
         if is_there:
-            raise ValueGivenError("checkpoints", given=given, expected=expected)
+            raise ValueGivenError("checkpoints", got=given, expected=expected)
 
 
 def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: Exchange) -> bool:
@@ -303,7 +303,7 @@ def _saved(does: Callable[[], object]) -> None:
     except TrimtabError:
         raise
     except OSError as error:
-        raise SaveError("checkpoint", given=str(error), expected="a disk that takes it") from error
+        raise SaveError("checkpoint", got=str(error), expected="a disk that takes it") from error
     except Exception as error:
         given = f"{type(error).__name__}: {error}"
-        raise SaveError("checkpoint", given=given, expected="what can be written") from error
+        raise SaveError("checkpoint", got=given, expected="what can be written") from error

@@ -92,7 +92,7 @@ class OptimizerState(Part):
         then = [len(group["params"]) for group in state["param_groups"]]
         if now != then:
             given, expected = f"groups of {now} parameters", f"those of {then}, as the run was saved with"
-            raise OptimizerError("optimizer", given=given, expected=expected)
+            raise OptimizerError("optimizer", got=given, expected=expected)
 
         def load() -> None:
             self._optimizer.load_state_dict(state)
@@ -123,7 +123,7 @@ class Given(Part):
         for name, thing in things.items():
             if not all(callable(getattr(thing, verb, None)) for verb in ("state_dict", "load_state_dict")):
                 expected = "something with state_dict() and load_state_dict()"
-                raise ValueGivenError(f"checkpoints.also[{name!r}]", given=type(thing).__name__, expected=expected)
+                raise ValueGivenError(f"checkpoints.also[{name!r}]", got=type(thing).__name__, expected=expected)
         self._things = dict(things)
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,16 +159,16 @@ def _detached(value: Any) -> Any:
 
 def _require_alike(what: str, saved: Any, now: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
-        raise FormatError(f"state.{what}", given=f"a {type(saved).__name__}", expected="a mapping")
+        raise FormatError(f"state.{what}", got=f"a {type(saved).__name__}", expected="a mapping")
     if apart := sorted(saved.keys() ^ now.keys()):
         where = "the checkpoint" if apart[0] in saved else "the model"
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         given = f"{apart[0]}{more} in {where} alone"
-        raise ModelError(what, given=given, expected="the model that the run was saved with")
+        raise ModelError(what, got=given, expected="the model that the run was saved with")
     for name, value in saved.items():
         if _kind(value) != _kind(now[name]):
             given, expected = f"{_kind(now[name])}", f"{_kind(value)}, as the run was saved with"
-            raise ModelError(f"{what}: {name}", given=given, expected=expected)
+            raise ModelError(f"{what}: {name}", got=given, expected=expected)
 
 
 def _kind(value: Any) -> str:

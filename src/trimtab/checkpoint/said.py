@@ -40,7 +40,7 @@ class Said:
     def __post_init__(self) -> None:
         checks.integer("rows", self.rows, low=0)
         if "ranks" not in self.world:
-            raise ValueGivenError("world", given="no ranks", expected="their number")
+            raise ValueGivenError("world", got="no ranks", expected="their number")
 
 
 @dataclass(frozen=True)

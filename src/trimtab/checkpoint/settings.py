@@ -62,7 +62,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | Path) or not str(self.folder):
-            raise ValueGivenError("checkpoints.folder", given=repr(self.folder), expected="a path")
+            raise ValueGivenError("checkpoints.folder", got=repr(self.folder), expected="a path")
         object.__setattr__(self, "folder", Path(self.folder))
         if self.every_steps is not None:
             checks.integer("checkpoints.every_steps", self.every_steps)
@@ -96,10 +96,10 @@ class Checkpoints:
         """
         there = committed(self.path)
         if self.resume == "always" and not there:
-            raise FormatError(str(self.path), given="no checkpoint", expected="a checkpoint that is whole")
+            raise FormatError(str(self.path), got="no checkpoint", expected="a checkpoint that is whole")
         if self.resume == "never" and there:
-            given, way_out = f"{there[0].name} in {self.path}", 'resume="auto" goes on from it.'
-            raise FormatError("checkpoints.resume", given=given, expected="a folder without any", way_out=way_out)
+            given, hint = f"{there[0].name} in {self.path}", 'resume="auto" goes on from it.'
+            raise FormatError("checkpoints.resume", got=given, expected="a folder without any", hint=hint)
 
     def _saved(self) -> Said | None:
         if self.resume == "never":

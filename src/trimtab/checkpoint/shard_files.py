@@ -29,7 +29,7 @@ def require_writable(tensors: Mapping[str, Tensor]) -> None:
     """Raise `FormatError` for a dtype that sharded files cannot hold."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
-            raise FormatError(name, given=str(tensor.dtype), expected="real numbers of a type that safetensors knows")
+            raise FormatError(name, got=str(tensor.dtype), expected="real numbers of a type that safetensors knows")
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -48,9 +48,9 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
         with torch.cuda.device(devices.pop()) if devices else contextlib.nullcontext():
             save(tensors, storage_writer=writer, process_group=_host_group(dist.group.WORLD))
     except CheckpointException as error:
-        raise SaveError(str(folder), given=_reasons(error), expected="a disk that takes it") from None
+        raise SaveError(str(folder), got=_reasons(error), expected="a disk that takes it") from None
     if writer.failure is not None:
-        raise SaveError(str(folder), given=str(writer.failure), expected="a disk that takes it") from writer.failure
+        raise SaveError(str(folder), got=str(writer.failure), expected="a disk that takes it") from writer.failure
 
 
 def written(folder: Path) -> Mapping[str, Any]:
@@ -62,7 +62,7 @@ def written(folder: Path) -> Mapping[str, Any]:
     try:
         found: Mapping[str, Any] = _reader_type()(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:
-        raise FormatError(str(folder), given=f"what cannot be read ({error})", expected="files of shards") from None
+        raise FormatError(str(folder), got=f"what cannot be read ({error})", expected="files of shards") from None
     return found
 
 
@@ -80,7 +80,7 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(tensors, storage_reader=_reader_type()(str(folder)), no_dist=True)
     except CheckpointException as error:
-        raise FormatError(str(folder), given=_reasons(error), expected="files of shards") from None
+        raise FormatError(str(folder), got=_reasons(error), expected="files of shards") from None
 
 
 @functools.cache

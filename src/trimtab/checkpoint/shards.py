@@ -136,15 +136,15 @@ class Shards(Part):
         expected = "the groups of parameters that the run was saved with"
         if len(groups) != (number := len(self._optimizer.param_groups)):
             given = f"{number} groups of parameters"
-            raise OptimizerError("optimizer", given=given, expected=f"{len(groups)}, as the run was saved with")
+            raise OptimizerError("optimizer", got=given, expected=f"{len(groups)}, as the run was saved with")
         now = {name: index for index, name, _ in self._stepped(self._every)}
         for name in sorted(now.keys() | members.keys()):
             if name not in now or name not in members:
                 whose = "the checkpoint" if name in members else "the optimizer"
-                raise OptimizerError("optimizer", given=f"{name} in {whose} alone", expected=expected)
+                raise OptimizerError("optimizer", got=f"{name} in {whose} alone", expected=expected)
             if now[name] != members[name]["group"]:
                 given = f"{name} in group {now[name]}, not {members[name]['group']}"
-                raise OptimizerError("optimizer", given=given, expected=expected)
+                raise OptimizerError("optimizer", got=given, expected=expected)
 
     def _settle(self) -> None:
         """Reshard all parameters: an evaluation may have left some FSDP modules unsharded."""
@@ -163,7 +163,7 @@ class Shards(Part):
             for parameter in group["params"]:
                 if parameter not in names:
                     given = "a parameter that is not the model's"
-                    raise OptimizerError("optimizer", given=given, expected="the model's parameters alone")
+                    raise OptimizerError("optimizer", got=given, expected="the model's parameters alone")
                 yield index, names[parameter], parameter
 
 
@@ -178,7 +178,7 @@ def merged(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
         for name, said in part["members"].items():
             if first["members"].setdefault(name, said) != said:
                 given, expected = f"ranks that differ about {name}", "one state of a parameter"
-                raise FormatError("state.shards", given=given, expected=expected)
+                raise FormatError("state.shards", got=given, expected=expected)
         first["others"] |= part["others"]
     return first
 
@@ -199,21 +199,21 @@ def _require_apart(name: str, key: Any, value: Tensor, parameter: Tensor) -> Non
     """Raise `FormatError` for optimizer state that ranks would overwrite or could not restore exactly."""
     if type(key) is not str:
         given, expected = f"{key!r} in the optimizer's state of {name}", "texts as keys"
-        raise FormatError("optimizer", given=given, expected=expected)
+        raise FormatError("optimizer", got=given, expected=expected)
     if not _is_cut(parameter) or value.dim() == 0:
         return
     if not _is_cut(value) or value.shape != parameter.shape or value.placements != parameter.placements:  # type: ignore[attr-defined]
         raise FormatError(
             "optimizer",
-            given=f"{key} of {name}, a state of shape {tuple(value.shape)} that is not cut as its parameter",
+            got=f"{key} of {name}, a state of shape {tuple(value.shape)} that is not cut as its parameter",
             expected="an optimizer whose state has an element for each of a parameter, as Adam's and SGD's",
-            way_out="Share the model at stage 1, where every parameter's state is whole.",
+            hint="Share the model at stage 1, where every parameter's state is whole.",
         )
 
 
 def _found(saved: Mapping[str, Any], name: str, key: str) -> Any:
     if (found := saved.get(_key(name, key))) is None:
-        raise FormatError("state.shards", given=f"no {key} of {name}", expected="the state that the checkpoint names")
+        raise FormatError("state.shards", got=f"no {key} of {name}", expected="the state that the checkpoint names")
     return found
 
 
@@ -230,12 +230,12 @@ def _require_alike(saved: Mapping[str, Any], now: Mapping[str, Tensor]) -> None:
     if apart := sorted(then.keys() ^ now.keys()):
         where = "the checkpoint" if apart[0] in then else "the model"
         given = f"{apart[0].removeprefix('model.')} in {where} alone"
-        raise ModelError("model", given=given, expected="the model that the run was saved with")
+        raise ModelError("model", got=given, expected="the model that the run was saved with")
     for name, each in then.items():
         kinds = [_kind(each.properties.dtype, each.size), _kind(now[name].dtype, now[name].shape)]
         if kinds[0] != kinds[1]:
             expected = f"{kinds[0]}, as the run was saved with"
-            raise ModelError(f"model: {name.removeprefix('model.')}", given=kinds[1], expected=expected)
+            raise ModelError(f"model: {name.removeprefix('model.')}", got=kinds[1], expected=expected)
 
 
 def _kind(dtype: torch.dtype, size: torch.Size) -> str:

@@ -69,12 +69,12 @@ def read_state(folder: Path, prefix: str = "", *, taken: Taken | None = None) ->
     try:
         packed = json.loads((_bytes_of(path) if taken is None else taken.tree).decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(str(path), given=f"what cannot be read ({error})", expected="a state") from None
+        raise FormatError(str(path), got=f"what cannot be read ({error})", expected="a state") from None
     unpacker = Unpacker(read_tensors(folder / f"{prefix}{TENSORS}") if taken is None else taken.tensors)
     try:
         state = unpack(packed, unpacker.leaves)
     except RecursionError:
-        raise FormatError(str(path), given="levels without end", expected="a state") from None
+        raise FormatError(str(path), got="levels without end", expected="a state") from None
     unpacker.require_all_given()
     return state
 

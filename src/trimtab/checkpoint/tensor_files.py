@@ -39,7 +39,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         library.torch.save_file(dict(tensors), path)
     except (library.SafetensorError, OSError) as error:
         given, expected = f"a file system that says: {error}", "room and leave to write"
-        raise SaveError(str(path), given=given, expected=expected) from None
+        raise SaveError(str(path), got=given, expected=expected) from None
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return {name: tensor.clone() for name, tensor in library.torch.load_file(path).items()}
     except (library.SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise FormatError(str(path), given=f"what cannot be read ({error})", expected="a file of tensors") from None
+        raise FormatError(str(path), got=f"what cannot be read ({error})", expected="a file of tensors") from None
 
 
 def _library() -> Any:
@@ -62,9 +62,9 @@ def _library() -> Any:
     except ImportError:
         raise DependencyError(
             "checkpoints",
-            given="no safetensors",
+            got="no safetensors",
             expected="the library that tensors are written with",
-            way_out="pip install 'trimtab[checkpoint]'",
+            hint="pip install 'trimtab[checkpoint]'",
         ) from None
     return safetensors
 

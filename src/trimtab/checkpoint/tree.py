@@ -44,7 +44,7 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
     if kind in _SCALARS:
         return _SCALARS[kind](value, path)
     if depth > MAX_DEPTH:
-        raise FormatError(path, given=f"more than {MAX_DEPTH} levels", expected="a state that has an end")
+        raise FormatError(path, got=f"more than {MAX_DEPTH} levels", expected="a state that has an end")
     if kind in _MAPPINGS:
         items = [[_key(k, path), pack(v, leaf, f"{path}[{k!r}]", depth + 1)] for k, v in value.items()]
         return {_MAPPINGS[kind]: [_factory_of(value, path), items] if kind is defaultdict else items}
@@ -54,9 +54,9 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
         return dict(packed)
     raise FormatError(
         path,
-        given=f"a {kind.__module__}.{kind.__qualname__}",
+        got=f"a {kind.__module__}.{kind.__qualname__}",
         expected="tensors, arrays, numbers, texts, bytes, None, and lists, tuples and dicts of them",
-        way_out="Return its numbers from state_dict(), and make it of them in load_state_dict().",
+        hint="Return its numbers from state_dict(), and make it of them in load_state_dict().",
     )
 
 
@@ -73,15 +73,15 @@ def _factory_of(value: defaultdict[Any, Any], path: str) -> str:
             return name
     raise FormatError(
         path,
-        given=f"a defaultdict of {value.default_factory!r:.60}",
+        got=f"a defaultdict of {value.default_factory!r:.60}",
         expected=f"one of {', '.join(filter(None, _FACTORIES))}",
-        way_out="Return dict(...) of it from state_dict(), and make it of that in load_state_dict().",
+        hint="Return dict(...) of it from state_dict(), and make it of that in load_state_dict().",
     )
 
 
 def _key(key: Any, path: str) -> Packed:
     if type(key) not in (str, int):
-        raise FormatError(f"{path} key {key!r:.40}", given=f"a {type(key).__name__}", expected="a text or whole number")
+        raise FormatError(f"{path} key {key!r:.40}", got=f"a {type(key).__name__}", expected="a text or whole number")
     return _SCALARS[type(key)](key, path)
 
 
@@ -97,7 +97,7 @@ def _text(value: str, path: str) -> Packed:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise FormatError(path, given=f"{value!r:.40}", expected="a text that UTF-8 can hold") from None
+        raise FormatError(path, got=f"{value!r:.40}", expected="a text that UTF-8 can hold") from None
     return value
 
 
@@ -123,28 +123,28 @@ def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> A
     if packed is None or isinstance(packed, bool | str | int | float):
         return packed
     if not isinstance(packed, dict) or len(packed) != 1:
-        raise FormatError(path, given=f"{packed!r:.60}", expected="an object of one key")
+        raise FormatError(path, got=f"{packed!r:.60}", expected="an object of one key")
     (kind, inside), readers = next(iter(packed.items())), _READERS | dict(leaves)
     if kind in _CONTAINERS:
         return _CONTAINERS[kind](inside, leaves, path)
     if kind not in readers:
-        raise FormatError(path, given=f"{kind!r:.60}", expected=f"one of {', '.join([*_CONTAINERS, *readers])}")
+        raise FormatError(path, got=f"{kind!r:.60}", expected=f"one of {', '.join([*_CONTAINERS, *readers])}")
     try:
         return readers[kind](inside, path)
     except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, struct.error) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError(path, given=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None
+        raise FormatError(path, got=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None
 
 
 def _map(items: Packed, leaves: Mapping[str, Read], path: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for item in _items(items, path):
         if not isinstance(item, list) or len(item) != 2:
-            raise FormatError(path, given=f"{item!r:.60}", expected="a key and a value")
+            raise FormatError(path, got=f"{item!r:.60}", expected="a key and a value")
         key = unpack(item[0], {}, f"{path} key")
         if type(key) not in (str, int) or key in found:
-            raise FormatError(path, given=f"the key {key!r:.60}", expected="each text or whole number once")
+            raise FormatError(path, got=f"the key {key!r:.60}", expected="each text or whole number once")
         found[key] = unpack(item[1], leaves, f"{path}[{key!r}]")
     return found
 
@@ -153,7 +153,7 @@ def _default(inside: Packed, leaves: Mapping[str, Read], path: str) -> defaultdi
     is_pair = isinstance(inside, list) and len(inside) == 2
     if not is_pair or not isinstance(inside[0], str) or inside[0] not in _FACTORIES:
         expected = "what a key that is not there becomes, and keys with values"
-        raise FormatError(path, given=f"{inside!r:.60}", expected=expected)
+        raise FormatError(path, got=f"{inside!r:.60}", expected=expected)
     return defaultdict(_FACTORIES[inside[0]], _map(inside[1], leaves, path))
 
 
@@ -163,7 +163,7 @@ def _list(items: Packed, leaves: Mapping[str, Read], path: str) -> list[Any]:
 
 def _items(items: Packed, path: str) -> list[Packed]:
     if not isinstance(items, list):
-        raise FormatError(path, given=f"{items!r:.60}", expected="a list")
+        raise FormatError(path, got=f"{items!r:.60}", expected="a list")
     return items
 
 

@@ -113,14 +113,14 @@ def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[s
 
     For a plan, the message shows only the fields that differ.
     """
-    for name, way_out in WAYS_OUT.items():
+    for name, hint in WAYS_OUT.items():
         if name in found and name not in accepts:
             then, now = _differing(*found[name]) if name == "plan" else found[name]
             raise ValueGivenError(
                 f"resume: {name}",
-                given=now,
+                got=now,
                 expected=f"{then}, as the run was saved with",
-                way_out=f'{way_out}, or accept the change: Checkpoints(..., accepts=("{name}",)).',
+                hint=f'{hint}, or accept the change: Checkpoints(..., accepts=("{name}",)).',
             )
 
 

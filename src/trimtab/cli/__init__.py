@@ -16,7 +16,7 @@ try:
     import typer  # noqa: F401 - a missing typer is reported before a module of this package imports it
 except ImportError:
     _MISSING = DependencyError(
-        "command", given="no typer", expected="the packages it needs", way_out="Run `pip install 'trimtab[cli]'`."
+        "command", got="no typer", expected="the packages it needs", hint="Run `pip install 'trimtab[cli]'`."
     )
 
     def main(launched: Any = None) -> None:

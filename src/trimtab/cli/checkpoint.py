@@ -31,7 +31,7 @@ def verify(
     is_one = (folder / NAME).is_file() or (folder.is_dir() and NAMED.fullmatch(folder.resolve().name))
     folders = [folder] if is_one else committed(folder)
     if not folders:
-        raise FormatError(str(folder), given="no checkpoint", expected="a run's folder, or a checkpoint")
+        raise FormatError(str(folder), got="no checkpoint", expected="a run's folder, or a checkpoint")
     rows = [_row(each) for each in folders]
     if as_json:
         print_json({"schema": 1, "name": "checkpoint_verify", "rows": rows})

@@ -58,7 +58,7 @@ def clean_hours(
         _refuse_alone(beside)
         return None
     if by is None:
-        raise ValueGivenError("--by", given="nothing", expected="when the run is to be done: 36h, or a moment")
+        raise ValueGivenError("--by", got="nothing", expected="when the run is to be done: 36h, or a moment")
     _require_what_they_need(num_ranks, pauses, is_kept=is_kept)
     pause_s = None if pauses is None else parse_duration("--pauses", pauses)
     takes_s = None if takes is None else parse_duration("--takes", takes)
@@ -68,12 +68,12 @@ def clean_hours(
 
 def _refuse_alone(beside: dict[str, Any]) -> None:
     if alone := [name for name, given in beside.items() if given is not None]:
-        raise ValueGivenError(alone[0], given="it alone", expected="--when-clean beside it")
+        raise ValueGivenError(alone[0], got="it alone", expected="--when-clean beside it")
 
 
 def _require_what_they_need(num_ranks: int, pauses: str | None, *, is_kept: bool) -> None:
     if num_ranks > 1:
-        way_out = "Ask with --dry-run in one process, and start the job then."
-        raise ValueGivenError("--when-clean", given=f"{num_ranks} ranks", expected="one process", way_out=way_out)
+        hint = "Ask with --dry-run in one process, and start the job then."
+        raise ValueGivenError("--when-clean", got=f"{num_ranks} ranks", expected="one process", hint=hint)
     if pauses is not None and not is_kept:
-        raise ValueGivenError("--pauses", given="no --checkpoints", expected="a folder that the run is kept in")
+        raise ValueGivenError("--pauses", got="no --checkpoints", expected="a folder that the run is kept in")

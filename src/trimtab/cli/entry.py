@@ -30,9 +30,9 @@ def no_early_exit(command: Callable[..., None]) -> Callable[..., None]:
                 raise
             raise UsageError(
                 "task",
-                given="sys.exit(0) before the command had finished",
+                got="sys.exit(0) before the command had finished",
                 expected="code that returns, or raises an error",
-                way_out="Remove the call from the task; TRIMTAB_TRACEBACK=1 shows where.",
+                hint="Remove the call from the task; TRIMTAB_TRACEBACK=1 shows where.",
                 code="task.exits",
             ) from end
 

@@ -20,9 +20,9 @@ def init(
 ) -> None:
     """Write a working task file, with three parts to replace by your own code."""
     if file.suffix != ".py" or not file.stem.isidentifier():
-        raise FormatError("init", given=str(file), expected="a name such as my_task.py")
+        raise FormatError("init", got=str(file), expected="a name such as my_task.py")
     if not file.parent.is_dir():
-        raise FormatError("init", given=f"{file}, whose folder does not exist", expected="a file in one that does")
+        raise FormatError("init", got=f"{file}, whose folder does not exist", expected="a file in one that does")
     import trimtab.tasks
 
     called = shlex.quote(f"{file.as_posix()}:task")
@@ -31,7 +31,7 @@ def init(
         with file.open("x", encoding="utf-8") as written:
             written.write(text.replace(f"{_NAME}:task", called).replace('name="my_task"', f'name="{file.stem}"'))
     except FileExistsError:
-        raise FormatError("init", given=f"{file}, which exists", expected="a new file") from None
+        raise FormatError("init", got=f"{file}, which exists", expected="a new file") from None
     print_text(f"{file}: edit its parts 1 to 3, then")
     if find_spec("matplotlib") is None:
         print_text("  pip install 'trimtab[report]'   # draws the report's figures")

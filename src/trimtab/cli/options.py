@@ -85,7 +85,7 @@ def adaptation(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) 
 
     names = [] if adapt is None else [one_of("--adapt", name, (*known, "none")) for name in adapt.split(",")]
     if "none" in names and set(names) != {"none"}:
-        raise ValueGivenError("--adapt", given=str(adapt), expected="none, or what may change")
+        raise ValueGivenError("--adapt", got=str(adapt), expected="none, or what may change")
     return tuple(name.replace("-", "_") for name in dict.fromkeys(names) if name != "none")
 
 
@@ -99,7 +99,7 @@ def refuse_adapt(adapt: str | None, recorded: str) -> None:
     if adaptation(adapt):
         raise ValueGivenError(
             "--adapt",
-            given=f"{adapt} with {recorded}, which is decided from what was recorded",
+            got=f"{adapt} with {recorded}, which is decided from what was recorded",
             expected="a task alone, because a range test or a race trains",
         )
 
@@ -112,7 +112,7 @@ def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
 
     if carbon is None:
         if kind is not None:
-            raise ValueGivenError("--carbon-kind", given=f"{kind} alone", expected="--carbon beside it")
+            raise ValueGivenError("--carbon-kind", got=f"{kind} alone", expected="--carbon beside it")
         return None
     return named(carbon, kind).forecast(time.time())
 
@@ -138,9 +138,9 @@ def kept_in(
     if folder is None and resume is None:
         for option, value in (("--every", every), ("--accept", accept)):
             if value is not None:
-                way_out = "--resume auto keeps it in runs/train-TASK."
+                hint = "--resume auto keeps it in runs/train-TASK."
                 given, expected = f"{value} of a run that is not kept", "--checkpoints FOLDER beside it"
-                raise ValueGivenError(option, given=given, expected=expected, way_out=way_out)
+                raise ValueGivenError(option, got=given, expected=expected, hint=hint)
         return None
     if folder is None:
         folder = folder_of("train", task, None)
@@ -155,21 +155,21 @@ def _made(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         given = f"{folder} ({error.strerror or error})"
-        raise FormatError("--resume", given=given, expected="a folder to keep the run in, or --checkpoints") from None
+        raise FormatError("--resume", got=given, expected="a folder to keep the run in, or --checkpoints") from None
 
 
 def refuse_memory(memory: str | None) -> None:
     """Raise `ValueGivenError` if `--memory` is used with an existing plan."""
     if memory is not None:
-        raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
+        raise ValueGivenError("--memory", got="a limit with --plan", expected="one where the plan is made")
 
 
 def require_folder(out: Path | None) -> None:
     """Raise `FormatError` if the output file cannot be created."""
     if out is not None and out.is_dir():
-        raise FormatError("--out", given=f"{out}, which is a folder", expected="a file")
+        raise FormatError("--out", got=f"{out}, which is a folder", expected="a file")
     if out is not None and not out.parent.is_dir():
-        raise FormatError("--out", given=f"{out}, whose folder does not exist", expected="a file in a folder that does")
+        raise FormatError("--out", got=f"{out}, whose folder does not exist", expected="a file in a folder that does")
 
 
 def require_record(record: Path | None, kept: Checkpoints | None, task: str, seed: int) -> None:
@@ -198,8 +198,6 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
 def require_new(record: Path | None) -> None:
     """Raise `FormatError` if the record exists already or cannot be written."""
     if record is not None and record.exists():
-        raise FormatError("--record", given=f"{record}, which exists", expected="a new file")
+        raise FormatError("--record", got=f"{record}, which exists", expected="a new file")
     if record is not None and not record.parent.is_dir():
-        raise FormatError(
-            "--record", given=f"{record}, whose folder does not exist", expected="a file in one that does"
-        )
+        raise FormatError("--record", got=f"{record}, whose folder does not exist", expected="a file in one that does")

@@ -70,7 +70,7 @@ def compare(
     freed = None if adapt is None else adaptation(adapt)
     if memory is not None and "batch" in (freed or ()):
         given, expected = f"{adapt} with --memory", "one of the two: tier S would be held to windows of two batches"
-        raise ValueGivenError("--adapt", given=given, expected=expected)
+        raise ValueGivenError("--adapt", got=given, expected=expected)
     named = None if against is None else tuple(name.strip() for name in against.split(","))
     asked = Asked(
         task,
@@ -179,7 +179,7 @@ def scale(
         refuse_memory(memory)
     if frees and (plan_file is not None or memory is not None):
         given = f"{adapt} with {'--memory' if plan_file is None else '--plan'}"
-        raise ValueGivenError("--adapt", given=given, expected="one of the two: a batch is freed on replicas")
+        raise ValueGivenError("--adapt", got=given, expected="one of the two: a batch is freed on replicas")
     plan = None if plan_file is None else read_json(Plan, plan_file)
     modes = tuple(part.strip() for part in (scaling or ("weak" if quick else "weak,strong")).split(","))
     blocks, block_s = (2, 0.2) if quick else (JobSettings.blocks, JobSettings.block_s)

@@ -254,10 +254,10 @@ def not_written(
     path: Path,
     error: OSError,
     expected: str = "room, and leave to write",
-    way_out: str = "What was there is as it was.",
+    hint: str = "What was there is as it was.",
 ) -> SaveError:
     """Return the error for a file or folder that the file system could not write or remove."""
     given = f"a file system that says: {error.strerror or error}"
-    said = SaveError(str(path), given=given, expected=expected, way_out=way_out)
+    said = SaveError(str(path), got=given, expected=expected, hint=hint)
     said.errno = error.errno
     return said

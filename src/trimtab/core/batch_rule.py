@@ -64,7 +64,7 @@ class BatchRule:
             checks.integer("batch_rule.allowed", k, high=self.k_max)
         if self.allowed and self.policy != "paper":
             raise ValueGivenError(
-                "batch_rule.allowed", given=f"{self.allowed} with {self.policy}", expected='policy "paper" with it'
+                "batch_rule.allowed", got=f"{self.allowed} with {self.policy}", expected='policy "paper" with it'
             )
         self._check_trials()
         if self.sigma2_target is not None:
@@ -72,16 +72,16 @@ class BatchRule:
         elif self.policy in NEEDS_TARGET:
             raise ValueGivenError(
                 "batch_rule.sigma2_target",
-                given="nothing",
+                got="nothing",
                 expected=f"the variance that {self.policy} aims at",
-                way_out="A run's record shows the variance of its own gradients; or use goodput, which needs none.",
+                hint="A run's record shows the variance of its own gradients; or use goodput, which needs none.",
             )
         if self.policy == "goodput" and self.learning_rate == "none":
             raise ValueGivenError(
                 "batch_rule.learning_rate",
-                given='"none" with goodput',
+                got='"none" with goodput',
                 expected="a rate that follows the batch: only then is progress per sample what goodput assumes",
-                way_out='Use "auto", or the policy "norm_test".',
+                hint='Use "auto", or the policy "norm_test".',
             )
 
     @property
@@ -102,7 +102,7 @@ class BatchRule:
         if bool(self.trials) != (self.policy == "throughput_per_memory"):
             raise ValueGivenError(
                 "batch_rule.trials",
-                given=f"{len(self.trials)} with {self.policy}",
+                got=f"{len(self.trials)} with {self.policy}",
                 expected='at least one with the policy "throughput_per_memory", none with another',
-                way_out="trimtab.profile measures throughput and peak memory of a plan.",
+                hint="trimtab.profile measures throughput and peak memory of a plan.",
             )

@@ -46,7 +46,7 @@ class Intensity:
         checks.one_of("carbon.kind", self.kind, KINDS)
         times = [time_s for time_s, _ in self.steps]
         if not times or any(not a < b for a, b in zip(times, [*times[1:], self.until_s], strict=True)):
-            raise ValueGivenError("carbon.steps", given=f"{len(times)} moments", expected="one or more, each later")
+            raise ValueGivenError("carbon.steps", got=f"{len(times)} moments", expected="one or more, each later")
         for _, grams in self.steps:
             checks.number("carbon.g_per_kwh", grams, low=0)
 
@@ -59,7 +59,7 @@ class Intensity:
         if not self.steps[0][0] <= begin_s < end_s <= self.until_s:
             given = f"{_moment(begin_s)} to {_moment(end_s)}"
             expected = f"a time within {_moment(self.steps[0][0])} to {_moment(self.until_s)}, of which it is known"
-            raise ValueGivenError("carbon.time", given=given, expected=expected)
+            raise ValueGivenError("carbon.time", got=given, expected=expected)
         first = bisect.bisect_right([time_s for time_s, _ in self.steps], begin_s) - 1
         grams = 0.0
         for index in range(first, len(self.steps)):
@@ -88,16 +88,16 @@ def of_csv(text: str, kind: str) -> Intensity:
         rows = list(csv.DictReader(io.StringIO(text), strict=True))
     except csv.Error as error:
         raise FormatError(
-            "carbon", given=f"text that is no CSV ({error})", expected="a CSV", code="csv.invalid"
+            "carbon", got=f"text that is no CSV ({error})", expected="a CSV", code="csv.invalid"
         ) from None
     _refuse_extra_cells(rows)
     if len(rows) < 2 or not set(COLUMNS) <= set(rows[0]):
         given = f"{len(rows)} rows of {', '.join(map(str, rows[0])) if rows else 'nothing'}"
-        raise FormatError("carbon", given=given, expected=f"at least two, with the columns {' and '.join(COLUMNS)}")
+        raise FormatError("carbon", got=given, expected=f"at least two, with the columns {' and '.join(COLUMNS)}")
     steps = tuple((_seconds(row["time"], line), _grams(row["g_per_kwh"], line)) for line, row in enumerate(rows, 2))
     for line, (before, after) in enumerate(itertools.pairwise(steps), 3):
         if not before[0] < after[0]:
-            raise FormatError(f"carbon:{line}", given="a time not later than the one before", expected="times in order")
+            raise FormatError(f"carbon:{line}", got="a time not later than the one before", expected="times in order")
     return Intensity(kind, steps, 2 * steps[-1][0] - steps[-2][0])
 
 
@@ -156,7 +156,7 @@ def added(parts: Iterable[Carbon]) -> Carbon:
     kinds = sorted({part.kind for part in found})
     if len(kinds) != 1:
         given = " and ".join(kinds) or "nothing"
-        raise ValueGivenError("carbon", given=f"{given} intensity", expected="one of the two, which do not add up")
+        raise ValueGivenError("carbon", got=f"{given} intensity", expected="one of the two, which do not add up")
     if missing := [part.reason for part in found if part.grams is None]:
         return Carbon(None, kinds[0], Provenance.ABSENT, missing[0])
     estimated = any(part.provenance is Provenance.ESTIMATED for part in found)
@@ -176,7 +176,7 @@ def _seconds(text: str | None, line: int) -> float:
     try:
         return time_of(text or "")
     except ValueError as error:
-        raise FormatError(f"carbon:{line}", given=f"{text!r:.40}, {error}", expected=expected) from None
+        raise FormatError(f"carbon:{line}", got=f"{text!r:.40}, {error}", expected=expected) from None
 
 
 def _refuse_extra_cells(rows: Sequence[Mapping[str | None, Any]]) -> None:
@@ -185,9 +185,9 @@ def _refuse_extra_cells(rows: Sequence[Mapping[str | None, Any]]) -> None:
         if extra := row.get(None):
             raise FormatError(
                 f"carbon:{line}",
-                given=f"cells beyond the last column ({', '.join(map(str, extra))!r:.40})",
+                got=f"cells beyond the last column ({', '.join(map(str, extra))!r:.40})",
                 expected="one cell per column",
-                way_out="Write numbers without a thousands separator: 1234, not 1,234.",
+                hint="Write numbers without a thousands separator: 1234, not 1,234.",
                 code="csv.extra_cell",
             )
 
@@ -195,11 +195,9 @@ def _refuse_extra_cells(rows: Sequence[Mapping[str | None, Any]]) -> None:
 def _grams(text: str | None, line: int) -> float:
     found = _figure(text or "")
     if found is None or not 0 <= found < math.inf:
-        way_out = "Write it without a thousands separator: 1234, not 1,234." if "," in (text or "") else ""
+        hint = "Write it without a thousands separator: 1234, not 1,234." if "," in (text or "") else ""
         expected = "grams per kWh, zero or more"
-        raise FormatError(
-            f"carbon:{line}", given=f"{text!r:.40}", expected=expected, way_out=way_out, code="csv.number"
-        )
+        raise FormatError(f"carbon:{line}", got=f"{text!r:.40}", expected=expected, hint=hint, code="csv.number")
     return found
 
 

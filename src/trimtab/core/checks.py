@@ -19,10 +19,10 @@ def number(
     if high < math.inf:
         bound += f" and <= {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueGivenError(field, given=f"{value!r} ({type(value).__name__})", expected=bound)
+        raise ValueGivenError(field, got=f"{value!r} ({type(value).__name__})", expected=bound)
     below = value <= low if open_low else value < low
     if not _finite(value) or below or value > high:
-        raise ValueGivenError(field, given=repr(value), expected=bound)
+        raise ValueGivenError(field, got=repr(value), expected=bound)
     return float(value)
 
 
@@ -32,9 +32,9 @@ def figure(field: str, value: object) -> float:
     if isinstance(alone, bool) or not isinstance(alone, Real):
         raise ValueGivenError(
             field,
-            given=f"{value!r:.80} ({type(value).__name__})",
+            got=f"{value!r:.80} ({type(value).__name__})",
             expected="a number",
-            way_out="float(value) makes one of what is one; of several, float(values.mean()) does.",
+            hint="float(value) makes one of what is one; of several, float(values.mean()) does.",
         )
     return float(alone)
 
@@ -43,9 +43,9 @@ def integer(field: str, value: object, *, low: int = 1, high: int = 2**62) -> in
     """Return an int in `[low, high]`; a bool or a float is refused."""
     expected = f"a whole number >= {low}" if high >= 2**62 else f"a whole number from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueGivenError(field, given=f"{value!r} ({type(value).__name__})", expected=expected)
+        raise ValueGivenError(field, got=f"{value!r} ({type(value).__name__})", expected=expected)
     if not low <= value <= high:
-        raise ValueGivenError(field, given=repr(value), expected=expected)
+        raise ValueGivenError(field, got=repr(value), expected=expected)
     return value
 
 
@@ -59,7 +59,7 @@ def not_negative(value: object, *fields: str) -> None:
         number_there = getattr(value, field)
         if number_there is not None and number_there < 0:
             name = f"{type(value).__name__}.{field}"
-            raise ValueGivenError(name, given=repr(number_there), expected="zero or more", code="number.negative")
+            raise ValueGivenError(name, got=repr(number_there), expected="zero or more", code="number.negative")
 
 
 def positive_and_finite(field: str, values: Iterable[float]) -> None:
@@ -70,14 +70,14 @@ def positive_and_finite(field: str, values: Iterable[float]) -> None:
     """
     for value in values:
         if not 0 < value < math.inf:
-            raise ValueGivenError(field, given=repr(value), expected="finite and above zero", code="number.range")
+            raise ValueGivenError(field, got=repr(value), expected="finite and above zero", code="number.range")
 
 
 def one_of(field: str, value: object, allowed: Iterable[str]) -> str:
     """Return a string after checking that `allowed` contains it."""
     names = tuple(allowed)
     if not isinstance(value, str) or value not in names:
-        raise ValueGivenError(field, given=repr(value), expected="one of " + ", ".join(names))
+        raise ValueGivenError(field, got=repr(value), expected="one of " + ", ".join(names))
     return value
 
 
@@ -86,7 +86,7 @@ def names(field: str, value: object) -> tuple[str, ...]:
     found = value if isinstance(value, Iterable) and not isinstance(value, str | bytes) else None
     given = None if found is None else tuple(found)
     if given is None or not all(isinstance(each, str) for each in given):
-        raise ValueGivenError(field, given=f"{value!r:.80}", expected="names, as a list of strings")
+        raise ValueGivenError(field, got=f"{value!r:.80}", expected="names, as a list of strings")
     return given
 
 
@@ -113,5 +113,5 @@ def dataclass_or(field: str, value: Any, cls: type, default: Any) -> Any:
         return default
     if not isinstance(value, cls):
         fields = ", ".join(f.name for f in dataclasses.fields(cls))
-        raise ValueGivenError(field, given=repr(value), expected=f"a trimtab.{cls.__name__}({fields})")
+        raise ValueGivenError(field, got=repr(value), expected=f"a trimtab.{cls.__name__}({fields})")
     return value

@@ -63,13 +63,13 @@ def from_json(cls: type[T], text: str) -> T:
         data = parse(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(
-            cls.__name__, given=f"text that is not JSON ({error})", expected="a JSON object", code="json.invalid"
+            cls.__name__, got=f"text that is not JSON ({error})", expected="a JSON object", code="json.invalid"
         ) from None
     try:
         return from_jsonable(cls, data)
     except RecursionError:  # Shallow enough for the parser, too deep for the recursive decoder.
         given, expected = "levels without end", "a JSON object"
-        raise FormatError(cls.__name__, given=given, expected=expected, code="json.value") from None
+        raise FormatError(cls.__name__, got=given, expected=expected, code="json.value") from None
 
 
 def parse(text: str) -> Any:
@@ -162,7 +162,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _wrong(path: str, data: Any, expected: str) -> FormatError:
-    return FormatError(path, given=_shown(data), expected=expected, code="json.value")
+    return FormatError(path, got=_shown(data), expected=expected, code="json.value")
 
 
 def _shown(data: Any) -> str:
@@ -195,10 +195,10 @@ def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
     _refuse_another_schema(fields, data, path)
     if unknown := sorted(map(str, data.keys() - fields.keys())):
         expected = "one of " + ", ".join(fields)
-        raise FormatError(f"{path}.{unknown[0]:.80}", given="an unknown key", expected=expected, code="json.key")
+        raise FormatError(f"{path}.{unknown[0]:.80}", got="an unknown key", expected=expected, code="json.key")
     required = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [name for name in required if name not in data]:
-        raise FormatError(f"{path}.{missing[0]}", given="nothing", expected="this key", code="json.key")
+        raise FormatError(f"{path}.{missing[0]}", got="nothing", expected="this key", code="json.key")
     hints = _hints(cls)
     return cls(**{name: _decode(hints[name], data[name], f"{path}.{name}") for name in fields if name in data})
 
@@ -207,9 +207,7 @@ def _refuse_another_schema(fields: Mapping[str, dataclasses.Field[Any]], data: M
     """Raise for a different schema version first, because unknown keys are its consequence."""
     known = fields["schema"].default if "schema" in fields else dataclasses.MISSING
     if known is not dataclasses.MISSING and data.get("schema", known) != known:
-        raise FormatError(
-            f"{path.lower()}.schema", given=_shown(data["schema"]), expected=str(known), code="json.schema"
-        )
+        raise FormatError(f"{path.lower()}.schema", got=_shown(data["schema"]), expected=str(known), code="json.schema")
 
 
 def _decode_union(options: tuple[Any, ...], data: Any, path: str) -> Any:
@@ -287,7 +285,7 @@ def _is_text(data: str) -> bool:
 def _check_any(data: Any, path: str, depth: int = 0) -> None:
     """Raise `FormatError` if a value of type Any cannot be written again or is nested too deeply."""
     if depth > _DEEPEST:
-        raise FormatError(path, given=f"more than {_DEEPEST} levels", expected="fewer", code="json.value")
+        raise FormatError(path, got=f"more than {_DEEPEST} levels", expected="fewer", code="json.value")
     if isinstance(data, Mapping):
         for name, value in data.items():
             if not isinstance(name, str) or not _is_text(name):

@@ -36,11 +36,11 @@ def check_compiled(value: object, *, num_ranks: int) -> None:
         return
     if value not in GRAPHS:
         ways = ", ".join(map(repr, GRAPHS))
-        raise FormatError("plan.compiled", given=repr(value), expected=f"true, false, {ways}")
+        raise FormatError("plan.compiled", got=repr(value), expected=f"true, false, {ways}")
     if num_ranks > 1:
         raise ValueGivenError(
             "plan.compiled",
-            given=f"{value!r} on {num_ranks} ranks",
+            got=f"{value!r} on {num_ranks} ranks",
             expected="one process: what ranks send between kernels is not recorded",
-            way_out=f"compiled={is_by_compiler(value)} does without graphs.",
+            hint=f"compiled={is_by_compiler(value)} does without graphs.",
         )

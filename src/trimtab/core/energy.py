@@ -50,7 +50,7 @@ class Energy:
         known = self.joules is not None and 0 < self.joules < math.inf
         if is_absent != (self.joules is None) or not (is_absent or known):
             expected = "joules above zero, or none where they are absent"
-            raise ValueGivenError("energy", given=f"{self.joules} J, {self.provenance}", expected=expected)
+            raise ValueGivenError("energy", got=f"{self.joules} J, {self.provenance}", expected=expected)
 
     @property
     def watts(self) -> float | None:

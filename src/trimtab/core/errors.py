@@ -32,28 +32,35 @@ from typing import Any, ClassVar
 class TrimtabError(Exception):
     """Base class of all exceptions that trimtab raises on purpose.
 
+    The message is "<field>: got <got>; expected <expected>. <hint>", or "<problem> <hint>" for errors that a wrong
+    value does not explain.
+
     Args:
         field: name of the argument, field or file.
-        given: description of the value found.
+        got: description of the value found.
         expected: description of a valid value.
-        way_out: remedy.
+        problem: full sentence that replaces the comparison of `got` with `expected` in the message.
+        hint: full sentence with a remedy.
         code: stable identifier of the cause, such as "batch.sizes_differ", for programs and tests; by default the
             code of the class.
     """
 
     default_code: ClassVar[str] = "error"
 
-    def __init__(self, field: str, *, given: str, expected: str, way_out: str = "", code: str = "") -> None:
+    def __init__(
+        self, field: str, *, got: str = "", expected: str = "", problem: str = "", hint: str = "", code: str = ""
+    ) -> None:
         self.code = code or self.default_code
         self.field = field
-        self.given = given
+        self.got = got
         self.expected = expected
-        self.way_out = way_out
-        message = f"{field}: given {given}; expected {expected}."
-        super().__init__(f"{message} {way_out}" if way_out else message)
+        self.problem = problem
+        self.hint = hint
+        message = problem or f"{field}: got {got}; expected {expected}."
+        super().__init__(f"{message} {hint}" if hint else message)
 
     def __reduce__(self) -> tuple[Any, ...]:  # Pickles with keyword arguments, so that an error can cross processes.
-        texts = {"given": self.given, "expected": self.expected, "way_out": self.way_out}
+        texts = {"got": self.got, "expected": self.expected, "problem": self.problem, "hint": self.hint}
         named = functools.partial(type(self), **texts, code=self.code)
         return named, (self.field,), self.__dict__
 

@@ -44,9 +44,9 @@ def open_regular(path: str | Path, expected: str, *, limit: int) -> BinaryIO:
         if not stat.S_ISREG(found.st_mode):
             raise FormatError(
                 str(path),
-                given=f"a {_kind(found.st_mode)}",
+                got=f"a {_kind(found.st_mode)}",
                 expected=f"{expected}, in a regular file",
-                way_out="Write its content to a file, and name that.",
+                hint="Write its content to a file, and name that.",
                 code="file.not_regular",
             )
         if found.st_size > limit:
@@ -79,14 +79,14 @@ def read_text(path: str | Path, expected: str, *, limit: int = JSON_BYTES) -> st
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(str(path), given=str(error), expected=expected, code="file.not_text") from None
+        raise FormatError(str(path), got=str(error), expected=expected, code="file.not_text") from None
 
 
 def too_large(path: str | Path, size: int, expected: str, limit: int) -> FormatError:
     """Return the error for a file above the size limit of its kind."""
     return FormatError(
         str(path),
-        given=f"{format_bytes(size)} or more",
+        got=f"{format_bytes(size)} or more",
         expected=f"{expected}, of at most {format_bytes(limit)}",
         code="file.too_large",
     )
@@ -94,9 +94,7 @@ def too_large(path: str | Path, size: int, expected: str, limit: int) -> FormatE
 
 def unreadable(path: str | Path, error: Exception, expected: str) -> FormatError:
     """Return the error for a file that cannot be opened or read."""
-    return FormatError(
-        str(path), given=f"nothing that can be read ({error})", expected=expected, code="file.unreadable"
-    )
+    return FormatError(str(path), got=f"nothing that can be read ({error})", expected=expected, code="file.unreadable")
 
 
 def _kind(mode: int) -> str:

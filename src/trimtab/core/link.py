@@ -37,12 +37,12 @@ class Link:
     def __post_init__(self) -> None:
         for field in ("name", "source"):
             if not isinstance(value := getattr(self, field), str) or not value:
-                raise ValueGivenError(f"link.{field}", given=repr(value), expected="a few words")
+                raise ValueGivenError(f"link.{field}", got=repr(value), expected="a few words")
         checks.number("link.latency_s", self.latency_s, low=0)
         checks.number("link.bytes_per_s", self.bytes_per_s, low=0, open_low=True)
         for field in ("calibrated", "scatters"):
             if not isinstance(value := getattr(self, field), bool):
-                raise ValueGivenError(f"link.{field}", given=repr(value), expected="true or false")
+                raise ValueGivenError(f"link.{field}", got=repr(value), expected="true or false")
 
 
 # Latency of a ring hop in NCCL's own cost model (2.30, src/graph/tuning.cc: hwLatencies, ring, Simple, the protocol
@@ -94,7 +94,7 @@ def absent_link(name: str, device_name: str = "") -> Link:
         if known.lower() == wanted.lower():
             return link
     given = f"{name!r:.60}" + (f" of {device_name!r:.60}" if device_name else "")
-    raise ValueGivenError("link", given=given, expected="one of " + ", ".join(_names()))
+    raise ValueGivenError("link", got=given, expected="one of " + ", ".join(_names()))
 
 
 def ring_link(name: str, device_name: str, ranks: int) -> Link:

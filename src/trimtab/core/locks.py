@@ -89,9 +89,9 @@ def in_use(path: Path, pid: int | None, holder: str = "") -> InUseError:
     who = holder or ("another process" if pid is None else "this process" if pid == os.getpid() else f"process {pid}")
     error = InUseError(
         str(path),
-        given=f"an output that another run holds ({who})",
+        got=f"an output that another run holds ({who})",
         expected="one run at a time",
-        way_out="Wait until that run has ended, or choose another path.",
+        hint="Wait until that run has ended, or choose another path.",
         code="output.in_use",
     )
     error.pid = pid

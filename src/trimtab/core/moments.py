@@ -20,7 +20,7 @@ def parse_duration(field: str, text: str) -> float:
     """
     found = _duration(text)
     if found is None:
-        raise ValueGivenError(field, given=repr(text), expected="a duration such as 90s, 15min, 36h or 2d")
+        raise ValueGivenError(field, got=repr(text), expected="a duration such as 90s, 15min, 36h or 2d")
     return number(field, found, low=0, open_low=True)
 
 
@@ -37,7 +37,7 @@ def parse_moment(field: str, text: str, now_s: float) -> float:
     try:
         return time_of(text)
     except ValueError as error:
-        raise ValueGivenError(field, given=f"{text!r:.40}, {error}", expected=expected) from None
+        raise ValueGivenError(field, got=f"{text!r:.40}, {error}", expected=expected) from None
 
 
 def time_of(text: str) -> float:

@@ -48,7 +48,7 @@ class Objective:
         weights = {f.name: checks.number(f.name, getattr(self, f.name), low=0) for f in dataclasses.fields(self)}
         largest = max(weights.values())
         if largest == 0:
-            raise ValueGivenError("objective", given=f"weights {weights}", expected="at least one weight above zero")
+            raise ValueGivenError("objective", got=f"weights {weights}", expected="at least one weight above zero")
         # At most 1 each, so the sum cannot overflow.
         shares = {name: weight / largest for name, weight in weights.items()}
         total = math.fsum(shares.values())
@@ -64,8 +64,8 @@ class Objective:
             ValueGivenError: only energy has a weight.
         """
         if self.time == self.memory == 0:
-            expected, way_out = "a weight on time or memory beside it", "Or a machine that has a meter."
-            raise ValueGivenError("energy", given="energy alone, without a meter", expected=expected, way_out=way_out)
+            expected, hint = "a weight on time or memory beside it", "Or a machine that has a meter."
+            raise ValueGivenError("energy", got="energy alone, without a meter", expected=expected, hint=hint)
         return Objective(self.time, self.memory)
 
     def score(self, cost: Cost, reference: Cost) -> float:
@@ -89,9 +89,9 @@ class Objective:
         if ours is None or theirs is None or not 0 < theirs < math.inf:
             raise ValueGivenError(
                 name,
-                given=f"weight {weight:g} on a quantity that could not be measured here",
+                got=f"weight {weight:g} on a quantity that could not be measured here",
                 expected="a measured quantity",
-                way_out=f"Set Objective({name}=0), or measure on a machine that has a meter.",
+                hint=f"Set Objective({name}=0), or measure on a machine that has a meter.",
             )
         return weight * (ours / theirs)
 

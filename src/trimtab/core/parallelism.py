@@ -44,12 +44,12 @@ class Parallelism:
         checks.one_of("parallelism.gather_dtype", self.gather_dtype, GATHER_DTYPES)
         if self.gather_dtype != "fp32" and self.zero_stage < 2:
             given = f"{self.gather_dtype!r} at stage {self.zero_stage}, which gathers no parameters"
-            raise ValueGivenError("parallelism.gather_dtype", given=given, expected="stage 2 or 3, or 'fp32'")
+            raise ValueGivenError("parallelism.gather_dtype", got=given, expected="stage 2 or 3, or 'fp32'")
         if self.bucket_bytes is not None:
             checks.integer("parallelism.bucket_bytes", self.bucket_bytes)
         for name in ("overlaps", "reduces_once"):
             if not isinstance(value := getattr(self, name), bool):
-                raise ValueGivenError(f"parallelism.{name}", given=repr(value), expected="true or false")
+                raise ValueGivenError(f"parallelism.{name}", got=repr(value), expected="true or false")
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,17 @@ class StepShape:
             checks.integer("step.block_bytes", each, low=0)
         if self.gathered_bytes is not None and len(self.gathered_bytes) != len(self.block_bytes):
             given = f"{len(self.gathered_bytes)} sizes of {len(self.block_bytes)} blocks"
-            raise ValueGivenError("step.gathered_bytes", given=given, expected="one of each block")
+            raise ValueGivenError("step.gathered_bytes", got=given, expected="one of each block")
         object.__setattr__(self, "block_shares", self._of_one())
 
     def _of_one(self) -> tuple[float, ...]:
         if not self.block_bytes or len(self.block_shares) != len(self.block_bytes):
             given = f"{len(self.block_shares)} shares of {len(self.block_bytes)} blocks"
-            raise ValueGivenError("step.block_shares", given=given, expected="one of each block, and a block at least")
+            raise ValueGivenError("step.block_shares", got=given, expected="one of each block, and a block at least")
         shares = [checks.number("step.block_shares", share, low=0) for share in self.block_shares]
         largest = max(shares)
         if largest == 0:
-            raise ValueGivenError("step.block_shares", given="zeros", expected="a block at least that takes time")
+            raise ValueGivenError("step.block_shares", got="zeros", expected="a block at least that takes time")
         total = math.fsum(share / largest for share in shares)  # At most 1 each, so the sum cannot overflow.
         # Shares that already sum to 1 are kept exactly, so that a JSON round trip changes nothing.
         settled = abs(total * largest - 1) < 1e-15

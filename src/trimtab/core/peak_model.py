@@ -35,12 +35,12 @@ class PeakModel:
         """
         fewer, more = rows
         if not 0 < fewer < more:
-            raise ValueGivenError("rows", given=str(rows), expected="two numbers of rows, the lower one first")
+            raise ValueGivenError("rows", got=str(rows), expected="two numbers of rows, the lower one first")
         try:
             found = {_line(a, b, fewer, more) for a, b in zip(few, many, strict=True)}
         except ValueError:
             given = "steps of different lengths"
-            raise ValueGivenError("moments", given=given, expected="the same operators at both sizes") from None
+            raise ValueGivenError("moments", got=given, expected="the same operators at both sizes") from None
         return cls(_envelope(found))
 
     def beside(self, held_bytes: int) -> PeakModel:
@@ -52,7 +52,7 @@ class PeakModel:
         most = max((base + rows * slope for base, slope in self.lines), default=math.nan)
         if not math.isfinite(most):
             given, expected = f"{most} bytes of {rows} rows", "a finite peak"
-            raise ValueGivenError("peak_model.lines", given=given, expected=expected, code="number.range")
+            raise ValueGivenError("peak_model.lines", got=given, expected=expected, code="number.range")
         return math.ceil(most)
 
 

@@ -123,7 +123,7 @@ class Gain:
 
     def __post_init__(self) -> None:
         if self.schema != PHASES_SCHEMA:
-            raise FormatError("gain.schema", given=repr(self.schema), expected=str(PHASES_SCHEMA))
+            raise FormatError("gain.schema", got=repr(self.schema), expected=str(PHASES_SCHEMA))
         if len(self.reference.laps) != len(self.plan.laps) or not self.plan.laps:
             given = f"{len(self.reference.laps)} laps of the reference, {len(self.plan.laps)} of the plan"
-            raise FormatError("gain", given=given, expected="as many of each, one at the least")
+            raise FormatError("gain", got=given, expected="as many of each, one at the least")

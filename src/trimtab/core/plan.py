@@ -165,7 +165,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.schema != PLAN_SCHEMA:
-            raise FormatError("plan.schema", given=repr(self.schema), expected=str(PLAN_SCHEMA))
+            raise FormatError("plan.schema", got=repr(self.schema), expected=str(PLAN_SCHEMA))
         checks.integer("plan.batch_rows", self.batch_rows)
         checks.integer("plan.micro_batch", self.micro_batch.value, high=self.batch_rows)
         checks.one_of("plan.precision", self.precision.value, PRECISIONS)
@@ -191,14 +191,12 @@ class Plan:
                 f"muon at stage {self.zero_stage.value}",
                 "user, or a stage of 0: Muon needs whole matrices",
             )
-            raise ValueGivenError("plan.optimizer", given=given, expected=expected)
+            raise ValueGivenError("plan.optimizer", got=given, expected=expected)
         policy = "user" if self.batch_rule is None else self.batch_rule.policy
         if self.batch_policy.value != policy:
-            raise FormatError(
-                "plan.batch_policy", given=repr(self.batch_policy.value), expected=f"{policy}, its rule's"
-            )
+            raise FormatError("plan.batch_policy", got=repr(self.batch_policy.value), expected=f"{policy}, its rule's")
         if not isinstance(value := self.fused_optimizer.value, bool):
-            raise FormatError("plan.fused_optimizer", given=repr(value), expected="true or false")
+            raise FormatError("plan.fused_optimizer", got=repr(value), expected="true or false")
         check_compiled(self.compiled.value, num_ranks=self.num_ranks)
         if self.splits and self.check is not None and not self.check.splittable and not self.splits_as_the_loop:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Mark.DYNAMICS))
@@ -210,7 +208,7 @@ class Plan:
         checks.number("plan.warmup_fraction", rises, low=0, high=0.9)
         if self.schedule.value == "user":
             given, expected = f"{rises} with the user's own schedule", "a schedule of the plan's, or None"
-            raise ValueGivenError("plan.warmup_fraction", given=given, expected=expected)
+            raise ValueGivenError("plan.warmup_fraction", got=given, expected=expected)
 
     @classmethod
     def fixed(
@@ -234,7 +232,7 @@ class Plan:
         marks = cls.marks()
         marks.pop("batch_policy")  # The policy is set through `batch_rule`.
         if unknown := sorted(values.keys() - marks.keys()):
-            raise FormatError(f"plan.{unknown[0]}", given="an unknown field", expected="one of " + ", ".join(marks))
+            raise FormatError(f"plan.{unknown[0]}", got="an unknown field", expected="one of " + ", ".join(marks))
         rows = checks.integer("plan.batch_rows", batch_rows)
         kept = {f.name: f.default.value for f in fields(cls) if isinstance(f.default, Choice)}
         choices = {

@@ -312,7 +312,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.schema != PROFILE_SCHEMA:
-            raise FormatError("profile.schema", given=repr(self.schema), expected=str(PROFILE_SCHEMA))
+            raise FormatError("profile.schema", got=repr(self.schema), expected=str(PROFILE_SCHEMA))
 
     def with_trials(self, trials: tuple[Trial, ...]) -> Profile:
         """Return the profile with additional trials."""

@@ -59,11 +59,11 @@ _SETTINGS = ("batch_rows", "num_ranks", "batch_rule", "recompute_blocks")
 
 
 def _there(path: str | Path, error: FileExistsError) -> FormatError:
-    way_out = (
+    hint = (
         "A run with checkpoints goes on with the record that it began: RecordWriter(path, header, continues=True). "
         "Another run's has another path."
     )
-    said = RecordExistsError("record", given=f"{path}, which exists", expected="a new file", way_out=way_out)
+    said = RecordExistsError("record", got=f"{path}, which exists", expected="a new file", hint=hint)
     said.errno = error.errno
     return said
 
@@ -126,10 +126,8 @@ class RecordWriter:
             last = file.read(1)
         if size < end or last != b"\n":
             given = f"{size} bytes" if size < end else "a line that goes on there"
-            way_out = "Give it the record that the run wrote, or go on without one."
-            raise FormatError(
-                str(path), given=given, expected=f"the {end} that stood at the checkpoint", way_out=way_out
-            )
+            hint = "Give it the record that the run wrote, or go on without one."
+            raise FormatError(str(path), got=given, expected=f"the {end} that stood at the checkpoint", hint=hint)
         self._file.cut(end)
         self._is_open_ended = False
 
@@ -221,8 +219,8 @@ def require_own(path: Path, own: Header, field: str = "") -> None:
         given = "" if line[: len(_BEGUN)] == _BEGUN[: len(line)] else "what is no record"
     if given:
         given, expected = f"{path}, {given}" if field else given, "an empty file, or the record of this run"
-        way_out = "Move it away, or give the run another file."
-        raise FormatError(field or str(path), given=given, expected=expected, way_out=way_out)
+        hint = "Move it away, or give the run another file."
+        raise FormatError(field or str(path), got=given, expected=expected, hint=hint)
 
 
 def _first_line(path: Path) -> bytes:
@@ -319,13 +317,13 @@ def read_lines(path: str | Path) -> Iterator[Line]:
                 break
             row = parsed(f"{path}:{number}", line[:-1])
             if number == 1 and not isinstance(row, Header):
-                raise FormatError(str(path), given="no header", expected="a header line first")
+                raise FormatError(str(path), got="no header", expected="a header line first")
             if number > 1 and isinstance(row, Header):
-                raise FormatError(str(path), given="a second header", expected="one run a file")
+                raise FormatError(str(path), got="a second header", expected="one run a file")
             yield row
         if number == 0 or (number == 1 and not line.endswith(b"\n") and line):
             given = "a torn line" if line else "no header"
-            raise FormatError(str(path), given=given, expected="a header line first")
+            raise FormatError(str(path), got=given, expected="a header line first")
 
 
 def _next_line(path: str | Path, file: BinaryIO) -> bytes:

@@ -51,7 +51,7 @@ class StepRecord:
         checks.not_negative(self, "index", "rows", "terms", "wall_s", "num_micro_batches")
         if max(self.index, self.rows or 0, self.num_micro_batches) > _MOST:
             given = f"index, rows and k of {self.index}, {self.rows} and {self.num_micro_batches}"
-            raise ValueGivenError("StepRecord", given=given, expected="at most 2**62", code="number.range")
+            raise ValueGivenError("StepRecord", got=given, expected="at most 2**62", code="number.range")
 
 
 @dataclass(frozen=True)
@@ -148,16 +148,16 @@ def parsed(where: str, line: bytes) -> Line:
     try:
         data = parse(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise FormatError(where, given=f"a damaged line ({error})", expected="one JSON object a line") from None
+        raise FormatError(where, got=f"a damaged line ({error})", expected="one JSON object a line") from None
     kind = data.pop("kind", None) if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise FormatError(where, given=f"kind {kind!r}", expected="one of " + ", ".join(_KINDS))
+        raise FormatError(where, got=f"kind {kind!r}", expected="one of " + ", ".join(_KINDS))
     try:
         line_value: Line = from_jsonable(_KINDS[kind], data)  # Refuses a header of another schema.
     except (FormatError, ValueGivenError, RecursionError) as error:
         if isinstance(error, RecursionError):
             given, expected = "levels without end", "a line of a record"
-            raise FormatError(where, given=given, expected=expected, code="json.value") from None
+            raise FormatError(where, got=given, expected=expected, code="json.value") from None
         about = f"{where}: {error.field}"
-        raise FormatError(about, given=error.given, expected=error.expected, code=error.code) from None
+        raise FormatError(about, got=error.got, expected=error.expected, code=error.code) from None
     return line_value

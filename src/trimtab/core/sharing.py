@@ -36,7 +36,7 @@ def check_sharing(num_ranks: int, zero_stage: Any, values: Mapping[str, Any]) ->
     checks.one_of("plan.engine", values["engine"], ENGINES)
     checks.one_of("plan.reduce_dtype", values["reduce_dtype"], REDUCE_DTYPES)
     if not isinstance(values["reduces_once"], bool):
-        raise FormatError("plan.reduces_once", given=repr(values["reduces_once"]), expected="true or false")
+        raise FormatError("plan.reduces_once", got=repr(values["reduces_once"]), expected="true or false")
     for name in ("bucket_bytes", "powersgd_rank"):
         if values[name] is not None:
             checks.integer(f"plan.{name}", values[name])
@@ -48,7 +48,7 @@ def check_sharing(num_ranks: int, zero_stage: Any, values: Mapping[str, Any]) ->
     for name, stages in _needs(values).items():
         if stage not in stages:
             expected = f"{KEPT[name]} at stage {stage}, or a stage of {', '.join(map(str, stages))}"
-            raise ValueGivenError(f"plan.{name}", given=repr(values[name]), expected=expected)
+            raise ValueGivenError(f"plan.{name}", got=repr(values[name]), expected=expected)
 
 
 def _require_kept(num_ranks: int, values: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ def _require_kept(num_ranks: int, values: Mapping[str, Any]) -> None:
     if changed:
         raise ValueGivenError(
             f"plan.{changed[0]}",
-            given="without plan.zero_stage",
+            got="without plan.zero_stage",
             expected="a stage from 0 (DDP) to 3, which says that the plan shares the model between ranks",
         )
 

@@ -44,11 +44,11 @@ def loading_parts(parts: Mapping[str, Part], state: Any, where: str = "state") -
         UsageError: a part refuses its state.
     """
     if not isinstance(state, Mapping):
-        raise ValueGivenError(where, given=f"a {type(state).__name__}", expected="what run.state_dict() returned")
+        raise ValueGivenError(where, got=f"a {type(state).__name__}", expected="what run.state_dict() returned")
     if set(state) != set(parts):
         given = ", ".join(sorted(map(str, set(state) ^ set(parts))))
         raise FormatError(
-            where, given=f"keys that differ: {given}", expected="the state of a run of this plan and precision"
+            where, got=f"keys that differ: {given}", expected="the state of a run of this plan and precision"
         )
     loads = [part.loading(state[name]) for name, part in parts.items()]
 
@@ -63,4 +63,4 @@ def require_keys(where: str, state: Any, names: Iterable[str]) -> None:
     """Raise `FormatError` unless a state is a mapping with exactly the keys `names`."""
     expected = list(names)
     if not isinstance(state, Mapping) or set(state) != set(expected):
-        raise FormatError(where, given=f"{state!r:.80}", expected="the keys " + ", ".join(expected))
+        raise FormatError(where, got=f"{state!r:.80}", expected="the keys " + ", ".join(expected))

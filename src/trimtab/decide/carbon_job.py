@@ -55,7 +55,7 @@ class PauseCost:
             number(f"pause.{name}", getattr(self, name), low=0)
         if self.joules and not self.seconds:
             expected = "the seconds that take them"
-            raise ValueGivenError("pause.joules", given=f"{self.joules:g} J in 0 s", expected=expected)
+            raise ValueGivenError("pause.joules", got=f"{self.joules:g} J in 0 s", expected=expected)
 
     @property
     def watts(self) -> float:

@@ -84,8 +84,8 @@ def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[
         return takes_s / steps, "as given for the whole run"
     found = _cost(plan)
     if found is None:
-        given, way_out = "a plan without seconds a step", "Say what the whole run takes: --takes 5h."
-        raise ValueGivenError("--when-clean", given=given, expected="a plan that was measured", way_out=way_out)
+        given, hint = "a plan without seconds a step", "Say what the whole run takes: --takes 5h."
+        raise ValueGivenError("--when-clean", got=given, expected="a plan that was measured", hint=hint)
     how = "measured" if plan is not None and plan.measured is not None else "predicted"
     return found.step_s, f"as the plan {how} them, without the evaluation"
 
@@ -115,7 +115,7 @@ def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -
         return Power(watts, idle_w or 0.0, f"{watts:.3g} W, {plan.meter.provenance} as it was planned; {idle}")
     if idle_watts is not None:
         given, expected = "no --energy-watts, and no plan whose meter read them", "what it draws while it trains, too"
-        raise ValueGivenError("--idle-watts", given=given, expected=expected)
+        raise ValueGivenError("--idle-watts", got=given, expected=expected)
     said = f"not known: grams are of {ASSUMED_W:g} W, shares hold for any; waiting is not counted"
     return Power(ASSUMED_W, 0.0, said)
 

@@ -75,7 +75,7 @@ def predict(chain: Sequence[Stage], schedule: Schedule) -> Predicted:
     """
     check_schedule(schedule, len(chain))
     if any(kept.in_part and chain[kept.index].part is None for kept in kept_in(schedule)):
-        raise ValueGivenError("schedule", given="a stage kept in part", expected="one that has a dear part")
+        raise ValueGivenError("schedule", got="a stage kept in part", expected="one that has a dear part")
     step = _Step(chain)
     step.run(schedule)
     return Predicted(step.peak, step.recompute_s, tuple(step.runs))

@@ -95,7 +95,7 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
     base_s, byte_s = _line(points)
     if byte_s <= 0:
         given = "all-reduces that take no longer the larger they are"
-        raise ValueGivenError("link.points", given=given, expected="larger ones, or more of each")
+        raise ValueGivenError("link.points", got=given, expected="larger ones, or more of each")
     hops = 2 * (ranks - 1)
     said = f"all-reduces of {ranks} ranks, timed"
     link = Link(name, base_s / hops, hops / ranks / byte_s, said, calibrated=True, scatters=scatters)
@@ -108,7 +108,7 @@ def _check(points: Sequence[tuple[float, float]]) -> None:
         checks.number("link.points.seconds", seconds, low=1e-9)
     if len(sizes) < MIN_SIZES or max(sizes) < 2 * min(sizes):
         expected = f"{MIN_SIZES} sizes at least, the largest twice the smallest or more"
-        raise ValueGivenError("link.points", given=f"sizes {sorted(sizes)}", expected=expected)
+        raise ValueGivenError("link.points", got=f"sizes {sorted(sizes)}", expected=expected)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -25,14 +25,14 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
         ValueGivenError: the plan has a different engine, or settings that DeepSpeed does not support here.
     """
     if plan.engine.value != "deepspeed":
-        raise ValueGivenError("plan.engine", given=repr(plan.engine.value), expected="deepspeed")
+        raise ValueGivenError("plan.engine", got=repr(plan.engine.value), expected="deepspeed")
     for name, bad in (("precision", "fp16"), ("compiled", True)):
         if getattr(plan, name).value == bad:
             given = f"{bad}, with DeepSpeed"
-            raise ValueGivenError(f"plan.{name}", given=given, expected="another value, or the torch engine")
+            raise ValueGivenError(f"plan.{name}", got=given, expected="another value, or the torch engine")
     if plan.batch_rule is not None:
         given = "a batch rule, with DeepSpeed, whose gradients cannot be seen"
-        raise ValueGivenError("plan.batch_rule", given=given, expected="none, or the torch engine")
+        raise ValueGivenError("plan.batch_rule", got=given, expected="none, or the torch engine")
     wanted = int(plan.bucket_bytes.value or BUCKET_BYTES) // 4
     bucket = max(2, min(wanted, num_elements // 2 * 2 + 2))  # DeepSpeed's stages require an even number.
     zero = {

@@ -61,9 +61,9 @@ def _refuse_unknown(profile: Profile, objective: Objective) -> None:
     if objective.energy > 0 and not any(trial.watts for trial in profile.trials):
         raise ValueGivenError(
             "energy",
-            given=f"a weight on it, and a profile that has no joules ({profile.meter.reason or 'its meter was lost'})",
+            got=f"a weight on it, and a profile that has no joules ({profile.meter.reason or 'its meter was lost'})",
             expected="one that was measured with a meter",
-            way_out="Leave energy out of the objective.",
+            hint="Leave energy out of the objective.",
         )
 
 
@@ -243,12 +243,12 @@ def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> Inf
     if near is None and budget.energy is not None and any(trial.block_s for trial in profile.trials):
         why = profile.meter.reason if profile.meter.is_absent else "its meter was lost in every trial"
         given = f"a limit of {format_joules(budget.energy)} per step, and no joules: {why}"
-        way_out = "Leave that limit out, or give watts: trimtab.Metering(watts=...)."
-        return InfeasibleError("budget", given=given, expected="joules of at least one that fits", way_out=way_out)
+        hint = "Leave that limit out, or give watts: trimtab.Metering(watts=...)."
+        return InfeasibleError("budget", got=given, expected="joules of at least one that fits", hint=hint)
     if near is None:
         reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
         given = f"a loop that did not run ({reasons})"
-        return InfeasibleError("plan", given=given, expected="at least one trial that runs")
+        return InfeasibleError("plan", got=given, expected="at least one trial that runs")
     cost, finals_missed = near.cost, sum(point.refusal is None for point in found)
     if rounds and finals_missed:
         why = f"{len(rounds)} times what was predicted to meet it did not, at last {near.candidate.describe()}"
@@ -259,9 +259,9 @@ def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> Inf
     joules = "" if cost.energy_j is None or budget.energy is None else f" and {format_joules(cost.energy_j)}"
     return InfeasibleError(
         "budget",
-        given=f"{why}: {near.refusal}",
+        got=f"{why}: {near.refusal}",
         expected="a budget that some settings meet",
-        way_out=f"The nearest that runs: {near.candidate.describe()} {how} {format_bytes(cost.peak_bytes)} "
+        hint=f"The nearest that runs: {near.candidate.describe()} {how} {format_bytes(cost.peak_bytes)} "
         f"and is predicted to take {format_seconds(cost.step_s)}{joules} per step{more}.",
     )
 

@@ -144,7 +144,7 @@ def choose_stage(
     if not feasible:
         raise InfeasibleError(
             "budget",
-            given=f"limits that no ZeRO stage of {ranks} ranks meets; the last: {found[-1]}",
+            got=f"limits that no ZeRO stage of {ranks} ranks meets; the last: {found[-1]}",
             expected="a budget that some stage meets, or more ranks",
         )
     scores = {each.way: _score(each, unit or feasible[0], profile.objective) for each in feasible}
@@ -175,7 +175,7 @@ def _considered(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: W
     try:
         costs = _within(profile, traces, job, way)
     except InfeasibleError as error:
-        return RefusedStage(way, error.given)
+        return RefusedStage(way, error.got)
     if not costs:
         return RefusedStage(way, "the seconds of its step are not known")
     if not (fitting := [each for each in costs if _misfit(each, profile, job) is None]):
@@ -212,7 +212,7 @@ def _within(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) 
             except InfeasibleError as error:
                 less = f" ({format_bytes(memory)}, less what {100 * margin:.0f}% on top may take)" if margin else ""
                 less = f" ({format_bytes(memory)}, less what was rehearsed beyond what was told)" if beyond else less
-                refusal = InfeasibleError(error.field, given=error.given + less * bool(memory), expected=error.expected)
+                refusal = InfeasibleError(error.field, got=error.got + less * bool(memory), expected=error.expected)
     if refusal is not None and not plans:
         raise refusal
     plans.sort(key=lambda plan: plan.num_micro_batches)

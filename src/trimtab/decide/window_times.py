@@ -108,7 +108,7 @@ class WindowTimes(Part):
         names = ("row_s", "fixed_s")
         lists = isinstance(state, Mapping) and all(isinstance(state.get(name), list) for name in names)
         if not lists or len(state["row_s"]) != len(state["fixed_s"]):
-            raise FormatError("state.times", given=f"{state!r:.80}", expected="two lists of one length: row_s, fixed_s")
+            raise FormatError("state.times", got=f"{state!r:.80}", expected="two lists of one length: row_s, fixed_s")
         seen = checks.integer("state.times.seen", state.get("seen"), low=0)
         row_s, fixed_s = ([checks.number(f"state.times.{n}", v, low=0) for v in state[n]] for n in names)
 

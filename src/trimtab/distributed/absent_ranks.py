@@ -36,7 +36,7 @@ def absent_ranks(ranks: int) -> Iterator[None]:
         DependencyError: torch has no fake process group, or its groups in an unknown place.
     """
     if ranks < 2:
-        raise ValueGivenError("ranks", given=str(ranks), expected="2 or more")
+        raise ValueGivenError("ranks", got=str(ranks), expected="2 or more")
     store = _store()
     hook = sys.excepthook
     try:
@@ -88,4 +88,4 @@ def _forget() -> None:
 
 def _unknown_torch(why: str = "it has its process groups in an unknown place") -> DependencyError:
     given = f"{torch.__version__}: {why}"
-    return DependencyError("torch", given=given, expected="one whose groups are known", way_out="Use torch 2.13.")
+    return DependencyError("torch", got=given, expected="one whose groups are known", hint="Use torch 2.13.")

@@ -33,7 +33,7 @@ def require_alike(
     *,
     what: str,
     expected: str,
-    way_out: str,
+    hint: str,
     error: type[UsageError] = ValueGivenError,
 ) -> None:
     """Raise if values differ between ranks; a collective.
@@ -44,7 +44,7 @@ def require_alike(
         exchange: connection to the ranks.
         what: plural noun for the owner of the values ("plans"), for the message.
         expected: text of the error.
-        way_out: text of the error.
+        hint: text of the error.
         error: class of the error.
 
     Raises:
@@ -63,7 +63,7 @@ def require_alike(
         listed = ", ".join(unlike[:_MOST_FIELDS]) + more
         texts_of_first = [found.get(unlike[0], "absent") for found in each]
         given = f"{what} of {len(each)} ranks that differ in {listed}; {told(unlike[0], texts_of_first)}"
-        raise error(field, given=given, expected=expected, way_out=way_out, code=DIFFER)
+        raise error(field, got=given, expected=expected, hint=hint, code=DIFFER)
 
 
 def require_same_loop(model: nn.Module, optimizer: torch.optim.Optimizer, exchange: Exchange, *, spreads: bool) -> None:
@@ -93,11 +93,11 @@ def require_same_loop(model: nn.Module, optimizer: torch.optim.Optimizer, exchan
         exchange,
         what="loops",
         expected="the same model, optimizer and options on every rank",
-        way_out="Build both from the same settings on every rank, seed torch alike, and load the same checkpoint.",
+        hint="Build both from the same settings on every rank, seed torch alike, and load the same checkpoint.",
     )
 
 
-def require_same_over_job(field: str, own: Mapping[str, Any], way_out: str) -> None:
+def require_same_over_job(field: str, own: Mapping[str, Any], hint: str) -> None:
     """Raise if values differ between the ranks of this job, before any run has started; a collective.
 
     Raises:
@@ -107,7 +107,7 @@ def require_same_over_job(field: str, own: Mapping[str, Any], way_out: str) -> N
         return
     exchange = RankExchange(None)
     try:
-        require_alike(field, own, exchange, what=field, expected="the same on every rank", way_out=way_out)
+        require_alike(field, own, exchange, what=field, expected="the same on every rank", hint=hint)
     finally:
         exchange.close()
 

@@ -49,8 +49,8 @@ def _word_of(store: Store, rank: int, key: str, limit_s: float) -> str:
     except Silence as silence:
         raise RankError(
             f"rank {rank}",
-            given=str(silence),
+            got=str(silence),
             expected="its part of what all do",
-            way_out="It was stopped, killed, or its machine is gone: look at its own log and its machine's.",
+            hint="It was stopped, killed, or its machine is gone: look at its own log and its machine's.",
             code=SILENT,
         ) from silence

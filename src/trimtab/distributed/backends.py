@@ -51,9 +51,9 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
     if ranks != plan.num_ranks:
         raise ValueGivenError(
             "plan.num_ranks",
-            given=f"{plan.num_ranks}, in {_processes(ranks)}",
+            got=f"{plan.num_ranks}, in {_processes(ranks)}",
             expected=f"{ranks}, or as many processes as ranks",
-            way_out="Start as many with torchrun, and train inside `with trimtab.joined():`. Or plan anew for these; "
+            hint="Start as many with torchrun, and train inside `with trimtab.joined():`. Or plan anew for these; "
             'a run that was saved on others goes on by it with Checkpoints(accepts=("ranks", "plan")).',
         )
     if ranks == 1:
@@ -61,13 +61,13 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
     if not is_to_share(model):
         raise ValueGivenError(
             "plan.zero_stage",
-            given=f"{stage}, for a model that the loop has wrapped",
+            got=f"{stage}, for a model that the loop has wrapped",
             expected="the model itself, which the plan wraps; or none, to keep the loop's own",
         )
     if plan.engine.value == "deepspeed" and options.get("nonfinite") in ("skip", "stop"):
         raise ValueGivenError(
             "nonfinite",
-            given=f"{options['nonfinite']} with DeepSpeed, which skips such steps by itself",
+            got=f"{options['nonfinite']} with DeepSpeed, which skips such steps by itself",
             expected="warn, error or continue with this engine",
         )
     if int(stage) >= 2 or plan.engine.value == "deepspeed":
@@ -86,9 +86,9 @@ def _require_no_flat_shards(model: nn.Module) -> None:
     if has_peers() and is_flat_sharded(model):
         raise ValueGivenError(
             "model",
-            given="one in FSDP1 (FullyShardedDataParallel), whose shards are flat, on one of several ranks",
+            got="one in FSDP1 (FullyShardedDataParallel), whose shards are flat, on one of several ranks",
             expected="FSDP2, DistributedDataParallel, or the model itself with a plan that shares it (zero_stage)",
-            way_out="Wrap it by torch.distributed.fsdp.fully_shard, and make its optimizer after that.",
+            hint="Wrap it by torch.distributed.fsdp.fully_shard, and make its optimizer after that.",
         )
 
 
@@ -101,16 +101,16 @@ def _require_no_layout(model: nn.Module, plan: Plan) -> None:
     if plan.memory_layout.value != "keep":
         raise ValueGivenError(
             "plan.memory_layout",
-            given=f"{plan.memory_layout.value}, at {sharer}, whose shards have no layout",
+            got=f"{plan.memory_layout.value}, at {sharer}, whose shards have no layout",
             expected="keep, or a stage of 0 or 1 of torch's engine",
         )
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous():
             raise ValueGivenError(
                 "model",
-                given=f"{name} with strides {tuple(parameter.stride())}, at {sharer}, whose shards have no layout",
+                got=f"{name} with strides {tuple(parameter.stride())}, at {sharer}, whose shards have no layout",
                 expected="contiguous parameters, or a stage of 0 or 1 of torch's engine",
-                way_out="parameter.data = parameter.data.contiguous(), before the model's optimizer is made.",
+                hint="parameter.data = parameter.data.contiguous(), before the model's optimizer is made.",
             )
 
 
@@ -133,16 +133,16 @@ def require_plannable(model: nn.Module) -> None:
         by = "DTensor holds in parts" if is_parallel else "DistributedDataParallel or FSDP wraps"
         raise ValueGivenError(
             "model",
-            given=f"one that {by}, on one of several ranks",
+            got=f"one that {by}, on one of several ranks",
             expected="the model itself: its plan says how the ranks share it",
-            way_out="Plan and start it without the wrap. To keep the wrap, start it with trimtab.Plan.fixed(rows).",
+            hint="Plan and start it without the wrap. To keep the wrap, start it with trimtab.Plan.fixed(rows).",
         )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ValueGivenError(
             "model",
-            given="SyncBatchNorm, on several ranks of which one measures by itself",
+            got="SyncBatchNorm, on several ranks of which one measures by itself",
             expected="modules that send nothing in their forward",
-            way_out="Plan with BatchNorm, and convert it before trimtab.start.",
+            hint="Plan with BatchNorm, and convert it before trimtab.start.",
         )
 
 
@@ -151,11 +151,11 @@ def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: Exchange)
     values = {name: getattr(plan, name).value for name in Plan.marks()}
     values |= {"batch_rows": plan.batch_rows, "batch_rule": plan.batch_rule, "recompute_blocks": plan.recompute_blocks}
     values |= options
-    expected, way_out = (
+    expected, hint = (
         "one plan on all ranks, started with the same options",
         "Plan on one rank, hand its JSON to the others.",
     )
-    require_alike("plan", values, exchange, what="plans", expected=expected, way_out=way_out)
+    require_alike("plan", values, exchange, what="plans", expected=expected, hint=hint)
 
 
 def _processes(number: int) -> str:

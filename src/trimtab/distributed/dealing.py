@@ -143,16 +143,16 @@ def shard(
     ranks = num_ranks if num_ranks is not None else dist.get_world_size() if is_one_of_several else 1
     own = rank if rank is not None else dist.get_rank() if is_one_of_several else 0
     if not 0 <= own < ranks:
-        raise ValueGivenError("rank", given=f"{own} of {ranks}", expected=f"from 0 to {ranks - 1}")
+        raise ValueGivenError("rank", got=f"{own} of {ranks}", expected=f"from 0 to {ranks - 1}")
     if ranks == 1:
         return loader
     samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if any(isinstance(each, DistributedSampler) for each in samplers):
         raise ValueGivenError(
             "loader",
-            given="one whose DistributedSampler deals rows out to the ranks already",
+            got="one whose DistributedSampler deals rows out to the ranks already",
             expected="the loader that one process would have",
-            way_out="Take the sampler out (shuffle=True, with a generator seeded alike), or leave trimtab.shard out.",
+            hint="Take the sampler out (shuffle=True, with a generator seeded alike), or leave trimtab.shard out.",
         )
     # A loader with a custom iteration or a data position cannot be rebuilt from its attributes.
     is_known = getattr(type(loader), "__iter__", None) is DataLoader.__iter__ and not is_stateful(loader)
@@ -192,8 +192,8 @@ def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
         if len(set(texts)) > 1:
             raise BatchError(
                 "loader",
-                given=f"another {name} on each rank ({told(name, texts)}): samples would be lost and others seen twice",
+                got=f"another {name} on each rank ({told(name, texts)}): samples would be lost and others seen twice",
                 expected="the same dataset in the same order on all ranks",
-                way_out="Seed it alike: DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
+                hint="Seed it alike: DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
                 code=DIFFER,
             )

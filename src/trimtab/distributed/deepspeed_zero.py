@@ -87,7 +87,7 @@ class DeepSpeedZero:
 
     def multiply(self, factor: float | Tensor) -> None:
         """Raise `LoopError`: the gradient is in DeepSpeed's shards and not accessible to the loop."""
-        raise LoopError("run.unscale", given="DeepSpeed, which holds the gradient", expected="run.step() alone")
+        raise LoopError("run.unscale", got="DeepSpeed, which holds the gradient", expected="run.step() alone")
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
         """Set the factor on the gradient and the clipping limit; return the norm, a tensor that the step fills."""
@@ -179,8 +179,8 @@ def _ready() -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        way_out = "pip install 'trimtab[deepspeed]'"
-        raise DependencyError("deepspeed", given="a plan that needs it", expected="it", way_out=way_out) from error
+        hint = "pip install 'trimtab[deepspeed]'"
+        raise DependencyError("deepspeed", got="a plan that needs it", expected="it", hint=hint) from error
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise compiled on first use
     with _quiet():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)

@@ -102,7 +102,7 @@ def send_in_bf16(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             if not hasattr(module, "set_custom_reduce_scatter"):
                 expected = "one with FSDPModule.set_custom_reduce_scatter, or a plan with reduce_dtype='fp32'"
-                raise DependencyError("torch", given=torch.__version__, expected=expected)
+                raise DependencyError("torch", got=torch.__version__, expected=expected)
             module.set_custom_reduce_scatter(_InBf16())  # type: ignore[arg-type]  # torch's base class is private
 
 
@@ -180,9 +180,9 @@ def require_step_of_shards(optimizer: torch.optim.Optimizer, *, fused: bool = Fa
     if (fused or is_fused) and not steps_shards_fused(name):
         raise OptimizerError(
             "optimizer",
-            given=f"{name}(fused=True), whose step torch has for no shards",
+            got=f"{name}(fused=True), whose step torch has for no shards",
             expected=f"{name} with fused=False at stages 2 and 3, and a plan with fused_optimizer=False",
-            way_out="Leave fused out, or share the model at stage 0 or 1.",
+            hint="Leave fused out, or share the model at stage 0 or 1.",
         )
 
 

@@ -173,8 +173,8 @@ def _require_none_ended(said: Sequence[str]) -> None:
     if ended:
         raise RankError(
             "rank",
-            given=f"the end of {'; '.join(ended)}",
+            got=f"the end of {'; '.join(ended)}",
             expected="all ranks to go on",
-            way_out="Mend that; the others stopped because of it.",
+            hint="Mend that; the others stopped because of it.",
             code=ENDED,
         ).echoed()

@@ -94,9 +94,9 @@ def _require_done(reports: Path, num_ranks: int) -> None:
     if early := [rank for rank in range(num_ranks) if rank not in finished]:
         raise RankError(
             "rank",
-            given=f"rank {', '.join(map(str, early))}, which ended with status 0 before the command had finished",
+            got=f"rank {', '.join(map(str, early))}, which ended with status 0 before the command had finished",
             expected="all ranks to end well",
-            way_out=_LEFT,
+            hint=_LEFT,
             code=EARLY,
         )
 
@@ -106,16 +106,16 @@ def _error_of(failed: Any, reports: Path) -> RankError:
     rank, text = _behind(failed, reports)
     status = failed.failures[rank].exitcode if rank in failed.failures else 0
     if status == 0:
-        how, way_out = "ended with status 0 before the command had finished", _LEFT
+        how, hint = "ended with status 0 before the command had finished", _LEFT
     elif text and status in _FOLLOWS:
-        how, way_out = "failed first", text
+        how, hint = "failed first", text
     elif status < 0:
         how = f"was ended by {signal.Signals(-status).name}"
-        way_out = "Where it was killed, the machine may have run out of memory: look at its log."
+        hint = "Where it was killed, the machine may have run out of memory: look at its log."
     else:
-        how, way_out = f"ended with status {status}", text or "What it said stands above."
+        how, hint = f"ended with status {status}", text or "What it said stands above."
     given = f"rank {rank}, which {how}"
-    return RankError("rank", given=given, expected="all ranks to end well", way_out=way_out, code=ENDED)
+    return RankError("rank", got=given, expected="all ranks to end well", hint=hint, code=ENDED)
 
 
 def _behind(failed: Any, reports: Path) -> tuple[int, str]:

@@ -137,22 +137,22 @@ def _require_meeting_point() -> None:
     if missing:
         raise ValueGivenError(
             " and ".join(missing),
-            given="nothing, on one of several ranks",
+            got="nothing, on one of several ranks",
             expected="the address of rank 0's machine, and a free port there, the same on every rank",
-            way_out="torchrun sets both; before srun: export MASTER_ADDR=$(hostname) MASTER_PORT=29500.",
+            hint="torchrun sets both; before srun: export MASTER_ADDR=$(hostname) MASTER_PORT=29500.",
             code=ENVIRONMENT,
         )
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", os.environ["MASTER_PORT"])
     if not 0 < port < 2**16:
-        raise ValueGivenError("MASTER_PORT", given=str(port), expected="from 1 to 65535", code=ENVIRONMENT)
+        raise ValueGivenError("MASTER_PORT", got=str(port), expected="from 1 to 65535", code=ENVIRONMENT)
     try:
         socket.getaddrinfo(address, port)  # torch itself would retry for minutes
     except (OSError, UnicodeError) as error:
         raise ValueGivenError(
             "MASTER_ADDR",
-            given=f"{address!r}, which this machine cannot resolve ({error})",
+            got=f"{address!r}, which this machine cannot resolve ({error})",
             expected="the host name or IP address of rank 0's machine",
-            way_out="Check its spelling and this machine's DNS, or set the IP address.",
+            hint="Check its spelling and this machine's DNS, or set the IP address.",
             code=ENVIRONMENT,
         ) from error
 
@@ -176,7 +176,7 @@ def time_limit_s() -> float:
 def _number(name: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()):
         expected = "a whole number, as the launcher sets it"
-        raise ValueGivenError(name, given=repr(value), expected=expected, code=ENVIRONMENT)
+        raise ValueGivenError(name, got=repr(value), expected=expected, code=ENVIRONMENT)
     return int(value)
 
 
@@ -184,9 +184,9 @@ def _require_rank(rank: str, number: str, found: Place) -> None:
     if found.rank >= found.num_ranks:
         raise ValueGivenError(
             rank,
-            given=f"{found.rank} with {number}={found.num_ranks}",
+            got=f"{found.rank} with {number}={found.num_ranks}",
             expected=f"from 0 to {number} - 1, another on each process",
-            way_out="Start the ranks with torchrun or srun, which set both.",
+            hint="Start the ranks with torchrun or srun, which set both.",
             code=ENVIRONMENT,
         )
 
@@ -279,15 +279,15 @@ def from_first(make: Callable[[], str], topic: str = "") -> str:
     try:
         found = awaited(store, key, time_limit_s())
     except Silence as silence:
-        way_out = "It was stopped, killed, or its machine is gone: look at its own log and its machine's."
-        lost = RankError("rank 0", given=str(silence), expected=_MADE, way_out=way_out, code=SILENT)
+        hint = "It was stopped, killed, or its machine is gone: look at its own log and its machine's."
+        lost = RankError("rank 0", got=str(silence), expected=_MADE, hint=hint, code=SILENT)
         raise (lost if dist.get_rank() == 1 else lost.echoed()) from silence
     if found[0] == "!":
-        way_out = "Mend that; the others wait for it."
-        raise RankError("rank 0", given=found[1:], expected=_MADE, way_out=way_out, code=ENDED).echoed()
+        hint = "Mend that; the others wait for it."
+        raise RankError("rank 0", got=found[1:], expected=_MADE, hint=hint, code=ENDED).echoed()
     return found[1:]
 
 
 def first_ended_by(error: RankError, kind: type[Exception]) -> bool:
     """Return True if the error reports an exception of a class, raised on rank 0 in `from_first`."""
-    return error.field == "rank 0" and error.given.startswith(f"{kind.__name__}: ")
+    return error.field == "rank 0" and error.got.startswith(f"{kind.__name__}: ")

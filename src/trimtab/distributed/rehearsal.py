@@ -214,9 +214,9 @@ def _said(failure: Exception | None) -> str:
 def _left_over(rank: int, text: str) -> RankError:
     found = RankError(
         f"rank {rank}",
-        given=f"{text}, while a plan was rehearsed and ranks had sent unlike much to each other",
+        got=f"{text}, while a plan was rehearsed and ranks had sent unlike much to each other",
         expected="to get through some windows of it, or to fail before it sends anything",
-        way_out="Where memory ran out: a lower limit on memory, or smaller batches. Else mend that.",
+        hint="Where memory ran out: a lower limit on memory, or smaller batches. Else mend that.",
     )
     return found if dist.get_rank() == rank else found.echoed()
 

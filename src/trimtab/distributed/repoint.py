@@ -23,7 +23,7 @@ def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Na
     groups = [group["params"] for group in optimizer.param_groups]
     if any(parameter not in known for params in groups for parameter in params):
         given = "a parameter that is not the model's"
-        raise OptimizerError("optimizer", given=given, expected="an optimizer built from this model's parameters")
+        raise OptimizerError("optimizer", got=given, expected="an optimizer built from this model's parameters")
     return [[known[parameter] for parameter in params] for params in groups]
 
 

@@ -87,7 +87,7 @@ def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], 
         found = with_traces(profile, there, progress)
         traces = traces_of_ranks(found, there, dist.get_world_size(), progress)
     except (DependencyError, ModelError) as error:
-        return f"what a rank holds at another stage is not known: {error.given}"
+        return f"what a rank holds at another stage is not known: {error.got}"
     found = replace(found, profiling_s=found.profiling_s + time.perf_counter() - start)
     return Share(found, traces, functools.partial(step_shape, model, found))
 
@@ -105,8 +105,8 @@ def of_replicas(profile: Profile, why: str) -> Plan:
     try:
         return choose(profile, profile.objective, profile.budget)
     except InfeasibleError as error:
-        given = f"{error.given}, on ranks that hold the whole model: {why}" if why else error.given
-        raise InfeasibleError(error.field, given=given, expected=error.expected, way_out=error.way_out) from error
+        given = f"{error.got}, on ranks that hold the whole model: {why}" if why else error.got
+        raise InfeasibleError(error.field, got=given, expected=error.expected, hint=error.hint) from error
 
 
 def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None]) -> Profile:
@@ -146,7 +146,7 @@ def traces_of_ranks(
     if not traces:
         samples = BY_CONTAINERS.read(loop[3]).samples
         given = f"a step of {samples or 'an unknown number of'} rows that cannot be traced"
-        raise ModelError("model", given=given, expected=f"one whose ranks can be: of {MIN_ROWS} rows at the least")
+        raise ModelError("model", got=given, expected=f"one whose ranks can be: of {MIN_ROWS} rows at the least")
     return tuple(traces)
 
 

@@ -58,11 +58,11 @@ class Trouble:
         said, silent = self._roll_call()
         if said:
             given = "; ".join(f"rank {rank} with {text}" for rank, text in said.items())
-            how = {"expected": "all ranks to go on", "way_out": _SAID, "code": ENDED}
-            return RankError("rank", given=f"the end of {given}", **how).echoed()
+            how = {"expected": "all ranks to go on", "hint": _SAID, "code": ENDED}
+            return RankError("rank", got=f"the end of {given}", **how).echoed()
         if silent:
             given = f"no answer from rank {', '.join(map(str, silent))}, of {self._ranks}"
-            found = RankError("rank", given=given, expected="all ranks to go on", way_out=_SILENT, code=SILENT)
+            found = RankError("rank", got=given, expected="all ranks to go on", hint=_SILENT, code=SILENT)
             is_first = all(rank in silent for rank in range(self._rank))
             return found if is_first else found.echoed()
         return error

@@ -31,7 +31,7 @@ class ShardedState(DataParallel):
         if len(kinds) > 1:
             raise OptimizerError(
                 "plan.zero_stage",
-                given=f"1, for parameters of {', '.join(sorted(map(str, kinds)))}",
+                got=f"1, for parameters of {', '.join(sorted(map(str, kinds)))}",
                 expected="parameters of one type, as ZeroRedundancyOptimizer has them",
             )
         super().spread(model, optimizer, plan)

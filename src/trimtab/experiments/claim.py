@@ -34,7 +34,7 @@ def folder_of(command: str, task: str, out: Path | None) -> Path:
     folder = out or Path("runs") / f"{command}-{named(task)}"
     if folder.exists() and not folder.is_dir():
         expected = "a folder, or a name to make one of"
-        raise FormatError("--out", given=f"{folder}, which is a file", expected=expected)
+        raise FormatError("--out", got=f"{folder}, which is a file", expected=expected)
     return folder
 
 
@@ -84,9 +84,9 @@ def claim(
     elif (found := _as_written_now(read_settings(out))) != wanted:
         raise FormatError(
             str(out),
-            given=f"a comparison with another {_difference(found, wanted)}",
+            got=f"a comparison with another {_difference(found, wanted)}",
             expected="the same settings",
-            way_out="Name another folder with --out.",
+            hint="Name another folder with --out.",
         )
 
 

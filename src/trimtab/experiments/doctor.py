@@ -56,8 +56,8 @@ def _data(data_set: DataSet) -> Finding:
         found = at_hand(data_set)
     except DataMissingError as error:
         return Finding(name, False, str(error))
-    way_out = f"not here: fetched when a task needs it, or TRIMTAB_DATA names a folder that has {data_set.folder}/"
-    return Finding(name, found is not None, way_out if found is None else f"in {found}")
+    hint = f"not here: fetched when a task needs it, or TRIMTAB_DATA names a folder that has {data_set.folder}/"
+    return Finding(name, found is not None, hint if found is None else f"in {found}")
 
 
 def _findings() -> Iterator[Finding]:

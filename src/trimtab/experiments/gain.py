@@ -146,7 +146,7 @@ class _Arm:
             how = {"autocast": cast, "prepare": self._traced.prepare}
             work = trace_work(loop.model, loop.optimizer, self._task.loss_fn, micro, **how)
         except ModelError as error:
-            return {}, f"no roof is known: {error.given}"
+            return {}, f"no roof is known: {error.got}"
         times = {"optimizer": 1.0}
         found = {phase: roof_of(seen, spec, precision) for phase, seen in work.items()}
         several = self._rows / self._micro_rows
@@ -165,9 +165,9 @@ class _Arm:
         if any(self._together.each(float(bool(found)))):
             raise NonFiniteError(
                 name,
-                given=found or "a non-finite loss or parameter on another rank",
+                got=found or "a non-finite loss or parameter on another rank",
                 expected="finite values",
-                way_out="Look for NaN or infinity in the data and in the loss, and lower the learning rate.",
+                hint="Look for NaN or infinity in the data and in the loss, and lower the learning rate.",
                 code="training.nonfinite",
             )
 

@@ -59,9 +59,9 @@ class KeptBatches:
             if state[name] != here and not (name == "data" and self._may_differ):
                 raise ValueGivenError(
                     f"resume: {name}",
-                    given=repr(here),
+                    got=repr(here),
                     expected=f"{state[name]!r}, as the run was saved with",
-                    way_out="Give what it was begun with, or another folder to begin anew.",
+                    hint="Give what it was begun with, or another folder to begin anew.",
                 )
         self._drawn = checks.integer("state.data.loader.drawn", state["drawn"], low=0)
 

@@ -50,9 +50,9 @@ class Asked:
         if self.plan is None:
             return None
         if self.memory is not None:
-            raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
+            raise ValueGivenError("--memory", got="a limit with --plan", expected="one where the plan is made")
         if len(self.sources) > 1:
-            raise ValueGivenError("--plan", given=f"with {len(self.sources)} tasks", expected="with the one it is for")
+            raise ValueGivenError("--plan", got=f"with {len(self.sources)} tasks", expected="with the one it is for")
         return read_json(Plan, self.plan)
 
     def require_tasks(self, tasks: Collection[str]) -> None:
@@ -66,7 +66,7 @@ class Asked:
         asked = [name for name, value in of.items() if value is not None]
         if asked and not tasks:
             expected = "a task to measure: what was recorded is shown as it is"
-            raise ValueGivenError(asked[0], given=f"with {' and '.join(self.sources)}", expected=expected)
+            raise ValueGivenError(asked[0], got=f"with {' and '.join(self.sources)}", expected=expected)
 
     def recorded(self) -> dict[str, PhasePage]:
         """Return recorded results, by source.
@@ -84,8 +84,8 @@ def _recorded(path: Path) -> PhasePage:
         return read_json(PhasePage, path)
     found = read_json(Comparison, path / "report.json")
     if found.gain is None:
-        given, way_out = f"{path}, a comparison that clocked no steps", "Compare without --quick, or name the task."
-        raise ValueGivenError("source", given=given, expected="one with the seconds of its phases", way_out=way_out)
+        given, hint = f"{path}, a comparison that clocked no steps", "Compare without --quick, or name the task."
+        raise ValueGivenError("source", got=given, expected="one with the seconds of its phases", hint=hint)
     return PhasePage((found.gain,), (found.thirds,))
 
 

@@ -57,7 +57,7 @@ def plan_ranks(
     """
     if objective.energy > 0 or budget.energy is not None:
         given, expected = "energy that counts, on several ranks", "time and memory: no trace tells a stage's joules"
-        raise ValueGivenError("energy", given=given, expected=expected, way_out="Leave the energy out, or the ranks.")
+        raise ValueGivenError("energy", got=given, expected=expected, hint="Leave the energy out, or the ranks.")
     share = task_of_rank(task, ranks)
     ring_link(link, device or device_name(device_here()), ranks)  # Validates the link before anything is measured.
     if device is None:

@@ -67,9 +67,9 @@ def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
     if plan.tier != "S":
         raise ValueGivenError(
             "plan",
-            given=f"a plan of tier {plan.tier}, which changes {plan.changes_in_words}",
+            got=f"a plan of tier {plan.tier}, which changes {plan.changes_in_words}",
             expected="one that keeps the maths",
-            way_out="Leave --plan out, with --adapt for tier F.",
+            hint="Leave --plan out, with --adapt for tier F.",
         )
     return Plans({"S": plan})
 
@@ -86,12 +86,12 @@ def require_fits(task: Task, plan: Plan, num_ranks: int = 1) -> None:
         ValueGivenError: the plan has another batch size or number of ranks.
     """
     if plan.num_ranks != num_ranks:
-        given, way_out = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
-        raise ValueGivenError("plan", given=given, expected=f"one for {num_ranks}", way_out=way_out)
+        given, hint = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
+        raise ValueGivenError("plan", got=given, expected=f"one for {num_ranks}", hint=hint)
     if plan.batch_rows != task.batch_rows:
         given = f"a plan for {plan.batch_rows} rows per step"
         name = task.name if num_ranks == 1 else f"{task.name} on each of {num_ranks} ranks"
-        raise ValueGivenError("plan", given=given, expected=f"one for the {task.batch_rows} of {name}")
+        raise ValueGivenError("plan", got=given, expected=f"one for the {task.batch_rows} of {name}")
 
 
 def make_plans(
@@ -234,9 +234,9 @@ def _for_strong(task: Task, device: torch.device, batch: Any, limits: _Limits) -
     try:
         return limits.chosen(found), found
     except InfeasibleError as error:
-        given = f"for the strong recipe (P2) {error.given}"
-        way_out = f"{error.way_out} Or leave strong out: --against names the peers that take part.".strip()
-        raise InfeasibleError(error.field, given=given, expected=error.expected, way_out=way_out) from error
+        given = f"for the strong recipe (P2) {error.got}"
+        hint = f"{error.hint} Or leave strong out: --against names the peers that take part.".strip()
+        raise InfeasibleError(error.field, got=given, expected=error.expected, hint=hint) from error
 
 
 def profile_here(

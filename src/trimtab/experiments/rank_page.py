@@ -40,10 +40,10 @@ class RanksAsked:
         checks.one_of("--engine", self.engine, ENGINES)
         if self.ranks == 1 and self.engine != "torch":
             given = f"{self.engine} with one rank"
-            raise ValueGivenError("--engine", given=given, expected="ranks to share a model: --ranks 8 --link nvlink")
+            raise ValueGivenError("--engine", got=given, expected="ranks to share a model: --ranks 8 --link nvlink")
         if self.ranks == 1 or self.link is None:
             given = "--link with one rank" if self.ranks == 1 else f"--ranks {self.ranks} with no link"
-            raise ValueGivenError("--link", given=given, expected="both: --ranks 8 --link nvlink")
+            raise ValueGivenError("--link", got=given, expected="both: --ranks 8 --link nvlink")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _check_precision(task: Task) -> None:
     """Raise an error, before planning, for an fp16 loop with DeepSpeed."""
     if task.reference.precision == "fp16":
         given = "a task whose own loop is fp16, with DeepSpeed"
-        raise ValueGivenError("--engine", given=given, expected="another precision, or the torch engine")
+        raise ValueGivenError("--engine", got=given, expected="another precision, or the torch engine")
 
 
 def said(beside: Path) -> str:

@@ -36,8 +36,8 @@ def ranks_of_job(asked: int) -> int:
     here = place().num_ranks
     if here > 1 and asked not in (1, here):
         given = f"{asked} under a launcher, which started {here}"
-        way_out = "Leave --ranks out, or have the launcher start as many."
-        raise ValueGivenError("--ranks", given=given, expected=f"the launcher's {here}", way_out=way_out)
+        hint = "Leave --ranks out, or have the launcher start as many."
+        raise ValueGivenError("--ranks", got=given, expected=f"the launcher's {here}", hint=hint)
     return max(asked, here)
 
 
@@ -49,7 +49,7 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
     """
     if num_ranks > task.batch_rows:
         expected = f"{task.batch_rows} at the most, a row of each batch for every rank"
-        raise ValueGivenError("--ranks", given=str(num_ranks), expected=expected)
+        raise ValueGivenError("--ranks", got=str(num_ranks), expected=expected)
     rows = {name: getattr(task, name) for name in ("batch_rows", "budget_rows", "planned_rows")}
     return replace(task, **{name: None if each is None else -(-each // num_ranks) for name, each in rows.items()})
 
@@ -65,8 +65,8 @@ def require_same_task(task: Task, data: TaskData) -> None:
     own = {"samples": data.num_rows, "source": data.source.sha256, "values": digest(data.columns)}
     held_out = [each for batch in data.held_out for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
     own |= {"held-out batches": len(data.held_out), "held-out values": digest(held_out)}
-    way_out = "Have load_data and make_optimizer return the same on every rank: trimtab itself shards the data."
-    require_same_over_job("task", own | _optimizer_facts(task), way_out)
+    hint = "Have load_data and make_optimizer return the same on every rank: trimtab itself shards the data."
+    require_same_over_job("task", own | _optimizer_facts(task), hint)
 
 
 def _optimizer_facts(task: Task) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def plan_on_ranks(
         return _preferred(plans_of(task))
     if raced := sorted(RACED & set(adapt)):
         given, expected = f"{raced[0]}, on {ranks} ranks", "one process: its race trains alone"
-        raise ValueGivenError("--adapt", given=given, expected=expected)
+        raise ValueGivenError("--adapt", got=given, expected=expected)
 
     def made() -> Made | Share:
         share, asks = task_of_rank(task, ranks), budget.memory_bytes is not None or weights.memory > 0
@@ -176,17 +176,17 @@ def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None = None, p
     if task.step is not None:
         raise ValueGivenError(
             "task.step",
-            given=f"a step function, which would train on each of {num_ranks} ranks by itself",
+            got=f"a step function, which would train on each of {num_ranks} ranks by itself",
             expected="a task whose loss_fn and make_optimizer are its loop",
-            way_out="Leave out --ranks, or task.step: the loop is then the plain one, in DistributedDataParallel.",
+            hint="Leave out --ranks, or task.step: the loop is then the plain one, in DistributedDataParallel.",
         )
     asked = " and ".join(name for name, is_asked in (("--adapt", adapts), ("--peers", peers)) if is_asked)
     if asked:
         raise ValueGivenError(
             "--ranks",
-            given=f"{num_ranks} with {asked}",
+            got=f"{num_ranks} with {asked}",
             expected="the reference and a plan that keeps the maths, alone",
-            way_out=f"Leave out {asked}, or --ranks.",
+            hint=f"Leave out {asked}, or --ranks.",
         )
 
 

@@ -29,9 +29,9 @@ def recorded_profile(path: str, budget: Budget, objective: Objective, device: st
     if not recorded.elsewhere_traces:
         raise FormatError(
             path,
-            given="a profile without traces for other devices",
+            got="a profile without traces for other devices",
             expected="one that says something of them",
-            way_out="Record it with `trimtab profile TASK -o FILE.json` on a CPU, of a task whose steps can be traced.",
+            hint="Record it with `trimtab profile TASK -o FILE.json` on a CPU, of a task whose steps can be traced.",
         )
     there = replace(recorded.elsewhere(spec), objective=objective, budget=budget.within(spec.memory_bytes))
     return with_blocks(traced_for(there, recorded_traces(recorded)), recorded_blocks(recorded))

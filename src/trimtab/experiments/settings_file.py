@@ -25,4 +25,4 @@ def read_settings(folder: Path) -> dict[str, str]:
             raise ValueError("a value that is no text")
         return found
     except (ValueError, TypeError, RecursionError) as error:
-        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a command's settings") from None
+        raise FormatError(str(path), got=f"a damaged file ({error})", expected="a command's settings") from None

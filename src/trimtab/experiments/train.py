@@ -77,7 +77,7 @@ class Training:
         rows = -(-self.task.batch_rows // place().num_ranks)
         if self.plan.batch_rows != rows:
             given = f"{self.plan.batch_rows}, made for another batch or other ranks"
-            raise FormatError("plan.batch_rows", given=given, expected=f"{rows}")
+            raise FormatError("plan.batch_rows", got=given, expected=f"{rows}")
 
 
 def train_whole(asked: Training, progress: Progress) -> dict[str, Any]:

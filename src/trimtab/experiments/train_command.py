@@ -98,9 +98,9 @@ def _is_of_other_ranks(saved: Plan, kept: Checkpoints) -> bool:
     if not {"ranks", "plan"} <= set(kept.accepts):
         raise ValueGivenError(
             "--ranks",
-            given=f"{here}, for a run whose plan is of {saved.num_ranks}",
+            got=f"{here}, for a run whose plan is of {saved.num_ranks}",
             expected=f"{saved.num_ranks}",
-            way_out="--accept ranks,plan goes on by a plan that is made anew for these.",
+            hint="--accept ranks,plan goes on by a plan that is made anew for these.",
         )
     return True
 
@@ -111,9 +111,9 @@ def _refuse_planning(budget: Budget, adapt: Collection[str]) -> None:
         if is_given:
             raise ValueGivenError(
                 option,
-                given="what a plan is made by, for a run that is gone on with by its own",
+                got="what a plan is made by, for a run that is gone on with by its own",
                 expected="no such option",
-                way_out="Leave it out, or begin anew in another folder (--checkpoints).",
+                hint="Leave it out, or begin anew in another folder (--checkpoints).",
             )
 
 
@@ -179,7 +179,7 @@ def outlook(task: Task, steps: int, plan: Plan | None, kept: Checkpoints | None,
     """
     done, work = steps_done(kept, task), hours.work(plan, steps)
     if done >= steps:
-        raise ValueGivenError("--dry-run", given=f"a run after {done} of {steps} steps", expected="steps that are left")
+        raise ValueGivenError("--dry-run", got=f"a run after {done} of {steps} steps", expected="steps that are left")
     found = decided(hours.wish, work, done, Clock().now())
     stretches = [f"{format_moment(begin_s)} to {format_moment(end_s)}" for begin_s, end_s in found.stretches]
     by = {"task": task.name, "by": format_moment(hours.wish.deadline_s), "forecast": hours.wish.source.name}

@@ -22,8 +22,8 @@ def require_trackers(tracks: Sequence[str], record: Path | None) -> None:
     for each in tracks:
         tracker_named(each)
     if tracks and record is None:
-        given, way_out = f"{tracks[0]} without a record", "Say where: --record run.jsonl."
-        raise ValueGivenError("--track", given=given, expected="the record that it follows", way_out=way_out)
+        given, hint = f"{tracks[0]} without a record", "Say where: --record run.jsonl."
+        raise ValueGivenError("--track", got=given, expected="the record that it follows", hint=hint)
 
 
 def record_of(path: Path | None, header: Header, tracks: Sequence[str], *, continues: bool) -> RecordWriter | None:
@@ -39,6 +39,6 @@ def record_of(path: Path | None, header: Header, tracks: Sequence[str], *, conti
             return TrackedRecord(path, header, [tracker_named(each) for each in tracks], continues=continues)
         return RecordWriter(path, header, continues=continues)
     except FileExistsError:
-        raise FormatError("--record", given=f"{path}, which exists", expected="a new file") from None
+        raise FormatError("--record", got=f"{path}, which exists", expected="a new file") from None
     except OSError as error:
-        raise FormatError("--record", given=str(error), expected="a file that can be written") from None
+        raise FormatError("--record", got=str(error), expected="a file that can be written") from None

@@ -40,8 +40,8 @@ def plan(
     _refuse(accelerator)
     inner = accelerator.unwrap_model(model)
     if accelerator.num_processes > 1 and inner is not model:
-        way_out = "Leave it out of prepare: the plan says how ranks share it. To keep what wraps it, Plan.fixed(rows)."
-        raise ValueGivenError("model", given="one that is prepared", expected="the model itself", way_out=way_out)
+        hint = "Leave it out of prepare: the plan says how ranks share it. To keep what wraps it, Plan.fixed(rows)."
+        raise ValueGivenError("model", got="one that is prepared", expected="the model itself", hint=hint)
     return make_plan(inner.to(accelerator.device), _inner(optimizer), loss_fn, example_batch, **how)
 
 
@@ -84,24 +84,24 @@ def refuse_sharded(accelerator: Accelerator) -> None:
     """Raise `ValueGivenError` if an Accelerator shards the model or uses an unsupported kind of device."""
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
-        way_out = "Leave it out: a plan has ZeRO stages of its own (docs/ranks.md)."
-        raise ValueGivenError("Accelerator", given=kind, expected="none, or data parallel", way_out=way_out)
+        hint = "Leave it out: a plan has ZeRO stages of its own (docs/ranks.md)."
+        raise ValueGivenError("Accelerator", got=kind, expected="none, or data parallel", hint=hint)
 
 
 def refuse_compiling(accelerator: Accelerator) -> None:
     """Raise `ValueGivenError` if an Accelerator compiles models, which an environment variable may request too."""
     compiler = str(accelerator.state.dynamo_plugin.backend.value).lower()
     if compiler != "no":
-        way_out = "Leave it out: the plan compiles where that pays within the run."
-        raise ValueGivenError("Accelerator(dynamo_backend=...)", given=compiler, expected="none", way_out=way_out)
+        hint = "Leave it out: the plan compiles where that pays within the run."
+        raise ValueGivenError("Accelerator(dynamo_backend=...)", got=compiler, expected="none", hint=hint)
 
 
 def _refuse(accelerator: Accelerator) -> None:
     refuse_sharded(accelerator)
     if accelerator.mixed_precision != "no":
-        way_out = "Leave it out: the precision is the plan's. To fix it, Plan.fixed(rows, precision='bf16')."
+        hint = "Leave it out: the precision is the plan's. To fix it, Plan.fixed(rows, precision='bf16')."
         given = f"{accelerator.mixed_precision!r}"
-        raise ValueGivenError("Accelerator(mixed_precision=...)", given=given, expected="'no'", way_out=way_out)
+        raise ValueGivenError("Accelerator(mixed_precision=...)", got=given, expected="'no'", hint=hint)
     refuse_compiling(accelerator)
 
 
@@ -110,8 +110,8 @@ def _refuse_windows(accelerator: Accelerator, plan: Plan) -> None:
     if (num_batches := accelerator.gradient_accumulation_steps) == 1:
         return
     if isinstance(plan, Plan) and plan.batch_rule is not None:
-        given, way_out = f"{num_batches}, and a batch that the plan freed", "Leave the one out, or the other."
-        raise ValueGivenError("gradient_accumulation_steps", given=given, expected="1", way_out=way_out)
+        given, hint = f"{num_batches}, and a batch that the plan freed", "Leave the one out, or the other."
+        raise ValueGivenError("gradient_accumulation_steps", got=given, expected="1", hint=hint)
     if not accelerator.gradient_state.sync_with_dataloader:
-        given, way_out = "False", "Leave it out: the last window of a pass is of the batches that are left."
-        raise ValueGivenError("sync_with_dataloader", given=given, expected="True", way_out=way_out)
+        given, hint = "False", "Leave it out: the last window of a pass is of the batches that are left."
+        raise ValueGivenError("sync_with_dataloader", got=given, expected="True", hint=hint)

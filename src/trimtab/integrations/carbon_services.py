@@ -154,13 +154,13 @@ def source_named(given: str, kind: str | None) -> IntensitySource:
         return _of_kind(WattTime(place), kind)
     if not (_is_number(given) or Path(given).suffix or Path(given).exists()):
         expected = "a CSV file, grams per kWh, great-britain, electricity-maps:ZONE or watttime:REGION"
-        raise ValueGivenError("carbon", given=repr(given), expected=expected)
+        raise ValueGivenError("carbon", got=repr(given), expected=expected)
     return named(given, kind)
 
 
 def _of_kind(service: GreatBritain | ElectricityMaps | WattTime, kind: str | None) -> IntensitySource:
     if kind not in (None, service.kind):
-        raise ValueGivenError("carbon.kind", given=f"{kind} of {service.name}", expected=service.kind)
+        raise ValueGivenError("carbon.kind", got=f"{kind} of {service.name}", expected=service.kind)
     return service
 
 
@@ -234,4 +234,4 @@ def _number(row: Mapping[str, object], name: str) -> float | None:
 
 
 def _unfit(given: str, expected: str) -> FormatError:
-    return FormatError("intensity", given=given, expected=expected)
+    return FormatError("intensity", got=given, expected=expected)

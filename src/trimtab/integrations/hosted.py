@@ -47,11 +47,11 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
     if plan is None:
         return None
     if not isinstance(plan, Plan):
-        raise ValueGivenError("plan", given=f"a {type(plan).__name__}", expected="a trimtab.Plan")
+        raise ValueGivenError("plan", got=f"a {type(plan).__name__}", expected="a trimtab.Plan")
     for name, left in _LEFT.items():
         if (value := getattr(plan, name).value) != left:
-            given, way_out = f"{value!r}, which {host} decides", "Plan without adapt, and set it there."
-            raise ValueGivenError(f"plan.{name}", given=given, expected=f"{left!r}", way_out=way_out)
+            given, hint = f"{value!r}, which {host} decides", "Plan without adapt, and set it there."
+            raise ValueGivenError(f"plan.{name}", got=given, expected=f"{left!r}", hint=hint)
     return without_graphs(plan, "of loops that call the model as it was planned")
 
 
@@ -59,15 +59,15 @@ def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
     """Raise `ValueGivenError` if both a plan and arguments for planning are given."""
     if plan is not None and planning:
         expected = "the one or the other"
-        raise ValueGivenError("planning", given="arguments for a plan, and a plan", expected=expected)
+        raise ValueGivenError("planning", got="arguments for a plan, and a plan", expected=expected)
 
 
 def refuse_running(running: Mapping[str, Any] | None) -> None:
     """Raise `ValueGivenError` for options of the run that the trainer provides or that require `run.windows`."""
     for name in ("clip_norm", "stop", "checkpoints", "total_samples", "total_tokens"):
         if (running or {}).get(name) is not None:
-            way_out = "Set it there: clipping, the run's length and its checkpoints are the host's."
-            raise ValueGivenError(f"running.{name}", given="a value", expected="the host's own", way_out=way_out)
+            hint = "Set it there: clipping, the run's length and its checkpoints are the host's."
+            raise ValueGivenError(f"running.{name}", got="a value", expected="the host's own", hint=hint)
 
 
 def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int | None] = STAGES) -> None:
@@ -81,9 +81,9 @@ def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int
     if plan is None or num_processes == 1 or plan.zero_stage.value in stages:
         return
     given = f"{plan.zero_stage.value}, on {num_processes} processes"
-    way_out = f"A plan made on them, or Plan.fixed(rows, num_ranks={num_processes}, zero_stage=0)."
+    hint = f"A plan made on them, or Plan.fixed(rows, num_ranks={num_processes}, zero_stage=0)."
     expected = " or ".join(map(str, stages))
-    raise ValueGivenError("plan.zero_stage", given=given, expected=expected, way_out=way_out)
+    raise ValueGivenError("plan.zero_stage", got=given, expected=expected, hint=hint)
 
 
 def started(

@@ -78,10 +78,10 @@ class CsvIntensity:
         try:
             text = read_bytes(Path(self.path), "a CSV in UTF-8", limit=MOST_FILE_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise FormatError("carbon", given="a file that is no text", expected="a CSV in UTF-8") from None
+            raise FormatError("carbon", got="a file that is no text", expected="a CSV in UTF-8") from None
         except FormatError as error:
             if error.code == "file.unreadable":
-                raise missing(f"a file that cannot be read ({error.given})") from None
+                raise missing(f"a file that cannot be read ({error.got})") from None
             raise
         found = of_csv(text, self.kind)
         period_s = min(after[0] - before[0] for before, after in itertools.pairwise(found.steps))
@@ -95,7 +95,7 @@ def named(given: str, kind: str | None) -> ConstantIntensity | CsvIntensity:
         ValueGivenError: `kind` is missing.
     """
     if kind is None:
-        raise ValueGivenError("carbon.kind", given="nothing", expected=f"which one it is: {' or '.join(KINDS)}")
+        raise ValueGivenError("carbon.kind", got="nothing", expected=f"which one it is: {' or '.join(KINDS)}")
     try:
         return ConstantIntensity(float(given), kind)
     except ValueError:
@@ -112,7 +112,7 @@ def forecast_or_reason(source: IntensitySource, now_s: float | None = None) -> t
     try:
         return source.forecast(time.time() if now_s is None else now_s), ""
     except DataMissingError as error:
-        why = error.given
+        why = error.got
     except TrimtabError as error:
         why = str(error)
     except Exception as error:  # A user-defined source; its error text may contain a token.

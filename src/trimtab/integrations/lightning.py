@@ -100,13 +100,11 @@ class TrimtabStrategy(SingleDeviceStrategy):
         given, num_nodes = getattr(asked, "_parallel_devices", None) or [], getattr(asked, "_num_nodes_flag", 1)
         if num_nodes > 1 or len(given) > 1:
             said = f"{num_nodes} nodes of {len(given)} devices"
-            raise ValueGivenError("Trainer.devices", given=said, expected="one", way_out=_RANKS)
+            raise ValueGivenError("Trainer.devices", got=said, expected="one", hint=_RANKS)
         own = self.root_device.index or 0
         if given and isinstance(given[0], torch.device) and (given[0].index or 0) != own:
-            way_out = 'Name it: TrimtabStrategy("cuda:1") with devices=[1].'
-            raise ValueGivenError(
-                "Trainer.devices", given=f"{given[0]}", expected=f"{self.root_device}", way_out=way_out
-            )
+            hint = 'Name it: TrimtabStrategy("cuda:1") with devices=[1].'
+            raise ValueGivenError("Trainer.devices", got=f"{given[0]}", expected=f"{self.root_device}", hint=hint)
         super().setup(trainer)
 
     def on_train_start(self) -> None:
@@ -204,13 +202,13 @@ class TrimtabStrategy(SingleDeviceStrategy):
         loss = said.get("loss") if isinstance(said, Mapping) else said
         if not isinstance(loss, Tensor):
             given = f"{type(said).__name__} without a loss"
-            raise ValueGivenError("training_step", given=given, expected="a tensor, or a dict with 'loss'")
+            raise ValueGivenError("training_step", got=given, expected="a tensor, or a dict with 'loss'")
         self._has_loss = True
         if self._count is None:
             return loss
         if not isinstance(said, Mapping) or self._count not in said:
             given, expected = "none", f"{self._count!r} in what it returns, as count= says"
-            raise ValueGivenError("training_step", given=given, expected=expected)
+            raise ValueGivenError("training_step", got=given, expected=expected)
         count = said[self._count]
         # Other counts raise later, where the loss is read.
         is_one = not isinstance(count, Tensor) or count.numel() == 1
@@ -274,20 +272,16 @@ def _refuse(module: pl.LightningModule, precision: Precision, num_optimizers: in
     """
     if precision.precision not in _WHOLE:
         given = f"{precision.precision!r}"
-        raise ValueGivenError("Trainer.precision", given=given, expected="'32-true'", way_out=_PRECISION)
+        raise ValueGivenError("Trainer.precision", got=given, expected="'32-true'", hint=_PRECISION)
     if not module.automatic_optimization:
-        way_out = "A loop that steps by itself uses trimtab.start in it, as any other."
-        raise ValueGivenError("automatic_optimization", given="False", expected="True", way_out=way_out)
+        hint = "A loop that steps by itself uses trimtab.start in it, as any other."
+        raise ValueGivenError("automatic_optimization", got="False", expected="True", hint=hint)
     if type(module).backward is not pl.LightningModule.backward:
-        way_out = "Leave it out: each micro-batch's backward is the run's."
-        raise ValueGivenError(
-            "LightningModule.backward", given="one of its own", expected="Lightning's", way_out=way_out
-        )
+        hint = "Leave it out: each micro-batch's backward is the run's."
+        raise ValueGivenError("LightningModule.backward", got="one of its own", expected="Lightning's", hint=hint)
     if num_optimizers != 1:
-        way_out = "Of several, each is stepped by a loop of its own: a run has one."
-        raise ValueGivenError(
-            "configure_optimizers", given=f"{num_optimizers}", expected="one optimizer", way_out=way_out
-        )
+        hint = "Of several, each is stepped by a loop of its own: a run has one."
+        raise ValueGivenError("configure_optimizers", got=f"{num_optimizers}", expected="one optimizer", hint=hint)
 
 
 def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **running: Any) -> Run:
@@ -304,11 +298,11 @@ def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, pl
         ValueGivenError: Fabric shards the model, or sets a precision.
     """
     if fabric.world_size > 1 and not isinstance(fabric.strategy, DDPStrategy):
-        given, way_out = type(fabric.strategy).__name__, "Leave it out: the plan says how ranks share the model."
-        raise ValueGivenError("Fabric(strategy=...)", given=given, expected="'ddp' on several ranks", way_out=way_out)
+        given, hint = type(fabric.strategy).__name__, "Leave it out: the plan says how ranks share the model."
+        raise ValueGivenError("Fabric(strategy=...)", got=given, expected="'ddp' on several ranks", hint=hint)
     require_shared(plan, fabric.world_size)
     precision = fabric.strategy.precision.precision
     if precision not in _WHOLE:
-        way_out = _PRECISION
-        raise ValueGivenError("Fabric(precision=...)", given=f"{precision!r}", expected="'32-true'", way_out=way_out)
+        hint = _PRECISION
+        raise ValueGivenError("Fabric(precision=...)", got=f"{precision!r}", expected="'32-true'", hint=hint)
     return started(model.to(fabric.device), optimizer, plan, **running)

@@ -202,7 +202,7 @@ def _checked(trackers: object) -> tuple[Tracker, ...]:
     are_trackers = all(isinstance(each, Tracker) and not isinstance(each, type) for each in given)
     if not are_trackers or not isinstance(trackers, Iterable):
         expected = "a list of trackers, each with begin, log and end"
-        raise ValueGivenError("trackers", given=f"{trackers!r:.80}", expected=expected)
+        raise ValueGivenError("trackers", got=f"{trackers!r:.80}", expected=expected)
     return given
 
 

@@ -223,7 +223,7 @@ def tracker_named(given: str) -> Tracker:
     name, _, where = given.partition("=")
     if name not in NAMED or not where.strip():
         expected = ", ".join(f"{each}={called}" for each, (_, called) in NAMED.items())
-        raise ValueGivenError("--track", given=repr(given), expected=f"one of {expected}")
+        raise ValueGivenError("--track", got=repr(given), expected=f"one of {expected}")
     make, _ = NAMED[name]
     return make(where.strip())
 
@@ -241,9 +241,9 @@ def _needed(package: str) -> Iterator[None]:
     except ImportError as error:
         raise DependencyError(
             package,
-            given=f"no importable package ({error})",
+            got=f"no importable package ({error})",
             expected=f"{package}, which this tracker sends to",
-            way_out=f"Run `pip install 'trimtab[{package}]'`.",
+            hint=f"Run `pip install 'trimtab[{package}]'`.",
         ) from error
 
 

@@ -109,10 +109,10 @@ class TrimtabTrainer(Trainer):
         refuse_compiling(self.accelerator)
         if self.accelerator.mixed_precision != "no":
             given = f"{self.accelerator.mixed_precision!r}"
-            raise ValueGivenError("mixed_precision", given=given, expected="'no'", way_out=_PRECISION)
+            raise ValueGivenError("mixed_precision", got=given, expected="'no'", hint=_PRECISION)
         if getattr(self, "loss_is_scaled_for_ga", None) is False:  # Some versions lack this attribute.
-            way_out = "Return from compute_loss what is divided by num_items_in_batch."
-            raise ValueGivenError("loss_is_scaled_for_ga", given="False", expected="None or True", way_out=way_out)
+            hint = "Return from compute_loss what is divided by num_items_in_batch."
+            raise ValueGivenError("loss_is_scaled_for_ga", got="False", expected="None or True", hint=hint)
         refuse_both(plan, planning)
         refuse_running(running)
         self.trimtab_plan = self._checked(plan)
@@ -227,16 +227,16 @@ class TrimtabTrainer(Trainer):
         if is_mean:
             raise ValueGivenError(
                 "labels",
-                given=f"{IGNORED} in some, of a model that takes no num_items_in_batch, split by the plan",
+                got=f"{IGNORED} in some, of a model that takes no num_items_in_batch, split by the plan",
                 expected="a loss that is told how many count",
-                way_out="compute_loss_func=, which the host counts for; or Plan.fixed(rows of a loader's batch).",
+                hint="compute_loss_func=, which the host counts for; or Plan.fixed(rows of a loader's batch).",
             )
         if self._smooths_by_itself and not plan.proves_splitting and counts_unpredicted(labels):
             raise ValueGivenError(
                 "args.label_smoothing_factor",
-                given="labels whose first counts and is not predicted, split by the plan",
+                got="labels whose first counts and is not predicted, split by the plan",
                 expected=f"{IGNORED} there: this version of the host divides by what is predicted",
-                way_out="A newer transformers; or Plan.fixed(rows of a loader's batch), which does not split.",
+                hint="A newer transformers; or Plan.fixed(rows of a loader's batch), which does not split.",
             )
 
     @property
@@ -284,7 +284,7 @@ class StepsRun(AcceleratedOptimizer):
             ValueGivenError: a closure was given, which would run the window again.
         """
         if closure is not None:
-            raise ValueGivenError("closure", given="one", expected="None: the window's gradient is there already")
+            raise ValueGivenError("closure", got="one", expected="None: the window's gradient is there already")
         self._is_overflow = not self._run.step()
         self.wrapped._opt_called = True
 
@@ -310,7 +310,7 @@ def nothing_of(outputs: Any) -> Tensor:
     ]
     if not parts:
         expected = "outputs beside the loss, as logits"
-        raise ValueGivenError("labels", given="a micro-batch none of which counts", expected=expected)
+        raise ValueGivenError("labels", got="a micro-batch none of which counts", expected=expected)
     return torch.stack([0.0 * part.sum() for part in parts]).sum()
 
 
@@ -320,21 +320,19 @@ def refuse_conflicts(args: TrainingArguments, num_processes: int = 1) -> None:
     Raises:
         ValueGivenError: names the argument, with a hint.
     """
-    for name, way_out in _DECIDED.items():
+    for name, hint in _DECIDED.items():
         value = getattr(args, name, None)
         if value or (name == "tf32" and value is not None):
-            raise ValueGivenError(f"args.{name}", given=f"{value!r:.80}", expected="it left alone", way_out=way_out)
+            raise ValueGivenError(f"args.{name}", got=f"{value!r:.80}", expected="it left alone", hint=hint)
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in _OWN_STEP or optim.endswith("layerwise"):
-        way_out = "Use one that steps after backward, as adamw_torch."
-        raise ValueGivenError(
-            "args.optim", given=f"{optim}, which steps in backward", expected="another", way_out=way_out
-        )
+        hint = "Use one that steps after backward, as adamw_torch."
+        raise ValueGivenError("args.optim", got=f"{optim}, which steps in backward", expected="another", hint=hint)
     if num_processes > 1 and not args.average_tokens_across_devices:
-        way_out = "Leave it as it is: a run's gradient is that of all ranks' tokens."
+        hint = "Leave it as it is: a run's gradient is that of all ranks' tokens."
         raise ValueGivenError(
-            "args.average_tokens_across_devices", given="False", expected="True on several ranks", way_out=way_out
+            "args.average_tokens_across_devices", got="False", expected="True on several ranks", hint=hint
         )
     if args.n_gpu > 1:
-        way_out = "Show it one: CUDA_VISIBLE_DEVICES=0."
-        raise ValueGivenError("TrimtabTrainer", given=f"{args.n_gpu} GPUs", expected="one", way_out=way_out)
+        hint = "Show it one: CUDA_VISIBLE_DEVICES=0."
+        raise ValueGivenError("TrimtabTrainer", got=f"{args.n_gpu} GPUs", expected="one", hint=hint)

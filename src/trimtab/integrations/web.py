@@ -43,7 +43,7 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
     """
     host, is_here = _host(url)
     if any(not value.isascii() or not value.isprintable() for value in headers.values()):
-        raise ValueGivenError("token", given="characters that no header may have", expected="printable ASCII")
+        raise ValueGivenError("token", got="characters that no header may have", expected="printable ASCII")
     if os.environ.get("TRIMTAB_OFFLINE") == "1":
         raise missing("TRIMTAB_OFFLINE=1, so nothing is fetched")
     handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
@@ -65,7 +65,7 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
 
 def missing(given: str) -> DataMissingError:
     """Return the error for an unavailable forecast."""
-    return DataMissingError("intensity", given=given, expected="a forecast", way_out=WAY_OUT)
+    return DataMissingError("intensity", got=given, expected="a forecast", hint=WAY_OUT)
 
 
 def _host(url: str) -> tuple[str, bool]:
@@ -77,7 +77,7 @@ def _host(url: str) -> tuple[str, bool]:
         host, scheme = "", ""
     is_here = host in LOOPBACK
     if not host or not (scheme == "https" or (scheme == "http" and is_here)):
-        raise ValueGivenError("intensity.base_url", given=f"{scheme or 'no'} scheme", expected="an https address")
+        raise ValueGivenError("intensity.base_url", got=f"{scheme or 'no'} scheme", expected="an https address")
     return host, is_here
 
 
@@ -120,4 +120,4 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _unfit(host: str, given: str) -> FormatError:
-    return FormatError("intensity", given=f"{given}, of {host}", expected="a forecast in JSON", way_out=WAY_OUT)
+    return FormatError("intensity", got=f"{given}, of {host}", expected="a forecast in JSON", hint=WAY_OUT)

@@ -24,9 +24,9 @@ def zero_loss(mean: Tensor) -> Tensor:
     if not parts:
         raise ValueGivenError(
             "loss",
-            given="a mean over nothing, whose graph shows no parameter",
+            got="a mean over nothing, whose graph shows no parameter",
             expected="one that comes from some",
-            way_out="Divide the sum by count.clamp(min=1): then it is zero, and so is its gradient.",
+            hint="Divide the sum by count.clamp(min=1): then it is zero, and so is its gradient.",
         )
     return torch.stack(parts).sum()
 

@@ -59,7 +59,7 @@ def set_mode(wanted: str) -> None:
     _way = _way or _found_way()
     if _way is None:
         given, expected = f"{wanted} on a C library that refuses it", "glibc with mallopt"
-        raise ValueGivenError("allocator", given=given, expected=expected, way_out="Use keep.")
+        raise ValueGivenError("allocator", got=given, expected=expected, hint="Use keep.")
     retain, keep = _way
     _set(retain if wanted == "retain" else keep)
     _mode = wanted

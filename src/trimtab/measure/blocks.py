@@ -51,9 +51,9 @@ def _check(model: nn.Module, names: tuple[str, ...]) -> None:
     known = {name for name, _ in model.named_modules()}
     for name in names:
         if name not in known or not name:
-            raise ValueGivenError("blocks", given=f"{name!r:.80}", expected="names of modules below the model")
+            raise ValueGivenError("blocks", got=f"{name!r:.80}", expected="names of modules below the model")
         if names.count(name) > 1 or any(name.startswith(f"{other}.") for other in names):
-            raise ValueGivenError("blocks", given=f"{name!r:.80} inside another", expected="blocks apart")
+            raise ValueGivenError("blocks", got=f"{name!r:.80} inside another", expected="blocks apart")
 
 
 def _composite(prefix: str, module: nn.Module) -> Iterator[str]:

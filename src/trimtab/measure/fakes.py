@@ -28,7 +28,7 @@ class Fakes:
             from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
         except ImportError:
             raise DependencyError(
-                "torch", given=torch.__version__, expected="one whose fake tensors are known", way_out="Use torch 2.13."
+                "torch", got=torch.__version__, expected="one whose fake tensors are known", hint="Use torch 2.13."
             ) from None
         self._copies, self.mode = FakeCopyMode, FakeTensorMode()
         self._log, self._level = logging.getLogger(FakeTensorMode.__module__), logging.NOTSET

@@ -70,7 +70,7 @@ def blocks_of(model: nn.Module, loss_fn: LossFn, batch: Any, named: tuple[str, .
     if others:
         raise ValueGivenError(
             "blocks",
-            given=f"{', '.join(map(repr, others))[:80]}, which a forward runs several times, or never",
+            got=f"{', '.join(map(repr, others))[:80]}, which a forward runs several times, or never",
             expected="modules that each run once in a forward",
         )
     return found

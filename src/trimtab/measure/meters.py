@@ -64,7 +64,7 @@ class Metering:
         if self.watts is not None:
             checks.number("energy_watts", self.watts, low=0, open_low=True)
         if self.watts is not None and self.meter is not None:
-            raise ValueGivenError("energy_watts", given="watts and a meter", expected="the one or the other")
+            raise ValueGivenError("energy_watts", got="watts and a meter", expected="the one or the other")
 
     @property
     def is_of_machine(self) -> bool:
@@ -132,9 +132,9 @@ def measurable(
         return objective.without_energy(), replace(found.facts, left_out=objective.energy)
     raise ValueGivenError(
         "energy",
-        given=f"a weight or limit on energy, which is not measured here ({found.facts.reason})",
+        got=f"a weight or limit on energy, which is not measured here ({found.facts.reason})",
         expected="a machine with an energy meter",
-        way_out='Leave energy out; or Metering(without="renormalise") does, where it is weighed and not limited, and '
+        hint='Leave energy out; or Metering(without="renormalise") does, where it is weighed and not limited, and '
         "says so; or Metering(watts=...) estimates.",
     )
 
@@ -176,7 +176,7 @@ def _checked(meter: Meter) -> Meter:
     is_one = isinstance(meter, Meter) and meter.provenance in (Provenance.MEASURED, Provenance.ESTIMATED)
     if not is_one or isinstance(getattr(meter, "uncounted", ()), str):
         expected = "what has provenance (measured or estimated), sources, period_s and joules(); uncounted, a tuple"
-        raise ValueGivenError("meter", given=f"{meter!r:.80}", expected=expected, way_out="See docs/energy.md.")
+        raise ValueGivenError("meter", got=f"{meter!r:.80}", expected=expected, hint="See docs/energy.md.")
     return meter
 
 

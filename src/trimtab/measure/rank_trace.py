@@ -222,4 +222,4 @@ def _copying() -> tuple[Any, ...]:
 
 def _unknown_torch() -> DependencyError:
     given = f"{torch.__version__}, whose FSDP2 frees memory in an unknown place"
-    return DependencyError("torch", given=given, expected="one whose FSDP2 is known", way_out="Use torch 2.13.")
+    return DependencyError("torch", got=given, expected="one whose FSDP2 is known", hint="Use torch 2.13.")

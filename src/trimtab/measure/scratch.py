@@ -110,7 +110,7 @@ def measured(calls: Iterable[Call]) -> dict[Call, Taken]:
     for call in each:
         if (size := _size(call)) > MOST_BYTES:
             given = f"{name_of(call.operator)} of {format_bytes(size)}"
-            raise TooLarge("model", given=given, expected=f"{format_bytes(MOST_BYTES)} at the most, to be tried out")
+            raise TooLarge("model", got=given, expected=f"{format_bytes(MOST_BYTES)} at the most, to be tried out")
     modes = _modes()
     return {call: _taken(call, modes) for call in each}
 

@@ -48,9 +48,9 @@ def cannot_trace(error: Exception) -> ModelError:
     """Return the error for a step that does not run on fake tensors, including torch's reason."""
     return ModelError(
         "model",
-        given=f"a step that cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})",
+        got=f"a step that cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})",
         expected="one whose course does not depend on values, with no tensors but the model's and the batch's",
-        way_out="Its memory can be measured instead, by running it.",
+        hint="Its memory can be measured instead, by running it.",
     )
 
 

@@ -87,19 +87,19 @@ def _opened(meter: ZeusGpu | ZeusApple, name: str, library: Any) -> Any:
     try:
         library = library or importlib.import_module("zeus.device")
     except ImportError:
-        way_out = "pip install 'trimtab[zeus]'"
-        raise ValueGivenError("meter", given="no zeus", expected="the package zeus", way_out=way_out) from None
+        hint = "pip install 'trimtab[zeus]'"
+        raise ValueGivenError("meter", got="no zeus", expected="the package zeus", hint=hint) from None
     expected = f"a device whose counter {meter.sources[0]!r} names"
     try:
         meter._device = getattr(library, name)()
     except Exception as error:  # the exception classes differ between versions of Zeus
         given = f"none that Zeus finds ({type(error).__name__}: {error})"
-        raise ValueGivenError("meter", given=given, expected=expected, way_out=_WAY_OUT) from None
+        raise ValueGivenError("meter", got=given, expected=expected, hint=_WAY_OUT) from None
     try:
         meter.joules()
     except MeterLost as error:
         raise ValueGivenError(
-            "meter", given=f"none that can be read ({error})", expected=expected, way_out=_WAY_OUT
+            "meter", got=f"none that can be read ({error})", expected=expected, hint=_WAY_OUT
         ) from None
     return meter._device
 

@@ -28,6 +28,6 @@ class ReplicaLoop(ReferenceLoop):
     def __init__(self, task: Task, device: torch.device, *, sends_buffers: bool = True) -> None:
         if task.step is not None:
             given = "a step function, on several ranks"
-            raise ValueGivenError("task.step", given=given, expected="loss_fn alone, which ranks can share")
+            raise ValueGivenError("task.step", got=given, expected="loss_fn alone, which ranks can share")
         super().__init__(task, device)
         self._called = DistributedDataParallel(self.model, **{BUFFERS: sends_buffers})

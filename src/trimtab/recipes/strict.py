@@ -27,9 +27,9 @@ class StrictLoop(ReferenceLoop):
         if task.reference.precision != "fp32":
             raise ValueGivenError(
                 "task.reference.precision",
-                given=task.reference.precision,
+                got=task.reference.precision,
                 expected="fp32, which alone can be strict",
-                way_out="Leave out strict: the reference is what it is compared against.",
+                hint="Leave out strict: the reference is what it is compared against.",
             )
         super().__init__(task, device)
         self._put_back = hold_strict_fp32()

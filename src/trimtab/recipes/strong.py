@@ -34,7 +34,7 @@ class StrongLoop:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         if self.field not in task.recipes:
-            raise ValueGivenError(f"task.{self.field}", given="nothing", expected="a StrongRecipe")
+            raise ValueGivenError(f"task.{self.field}", got="nothing", expected="a StrongRecipe")
         self.recipe = recipe = task.recipes[self.field]
         self.precision = recipe.precision
         self._task, self._device = task, device

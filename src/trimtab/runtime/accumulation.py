@@ -96,7 +96,7 @@ class WindowWeights(Part):
         if self._is_sum not in (None, count is not None):
             raise LossError(
                 "loss",
-                given="a mean for one micro-batch and Summed for another",
+                got="a mean for one micro-batch and Summed for another",
                 expected="the same kind throughout a window",
                 code="loss.kinds_mixed",
             )

@@ -117,7 +117,7 @@ def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
         schedule = schedule_of(str(plan.recompute.value), len(blocks))
     except ValueGivenError:
         given = f"{plan.recompute.value!r:.80} for a model of {len(blocks)} blocks"
-        raise ModelError("plan.recompute", given=given, expected="a schedule of as many") from None
+        raise ModelError("plan.recompute", got=given, expected="a schedule of as many") from None
     if plan.compiled.value and any(next(model.get_submodule(name).buffers(), None) is not None for name in blocks):
         raise _refused("a plan that compiles too, and blocks with buffers, which would move twice", "one of the two")
     return use_schedule(model, blocks, schedule)
@@ -127,7 +127,7 @@ def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tup
     """Return the model, or the model wrapped in it, that contains all named blocks; without names, find the blocks."""
     if not named:
         if not (blocks := find_blocks(model)):
-            raise ModelError("plan.recompute", given="a model without blocks", expected=_OF_THE_PLAN)
+            raise ModelError("plan.recompute", got="a model without blocks", expected=_OF_THE_PLAN)
         return model, blocks
     for root in _roots(model):
         known = {name for name, _ in root.named_modules()}
@@ -135,7 +135,7 @@ def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tup
             return root, named
     known = {name for name, _ in model.named_modules()}
     missing = next(name for name in named if name not in known)
-    raise ModelError("plan.recompute", given=f"a model without {missing}", expected=_OF_THE_PLAN)
+    raise ModelError("plan.recompute", got=f"a model without {missing}", expected=_OF_THE_PLAN)
 
 
 def _roots(model: nn.Module) -> Iterator[nn.Module]:
@@ -147,11 +147,11 @@ def _roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _refused(given: str, expected: str) -> ModelError:
-    return ModelError("plan.recompute", given=given, expected=expected, way_out="Plan without it, or leave it out.")
+    return ModelError("plan.recompute", got=given, expected=expected, hint="Plan without it, or leave it out.")
 
 
 def _broken(given: str) -> ModelError:
-    return ModelError("plan.recompute", given=given, expected=_AT_ONCE, way_out="Segments of single blocks need none.")
+    return ModelError("plan.recompute", got=given, expected=_AT_ONCE, hint="Segments of single blocks need none.")
 
 
 def _check(name: str, module: nn.Module) -> None:
@@ -187,9 +187,9 @@ def _check_hooks(modules: Sequence[nn.Module]) -> None:
         if getattr(module, name):
             raise ModelError(
                 "plan.recompute",
-                given=f"a {type(module).__name__} with hooks of its own in a segment of several blocks",
+                got=f"a {type(module).__name__} with hooks of its own in a segment of several blocks",
                 expected="blocks that are called once, which those of a segment are not",
-                way_out="Segments of single blocks can have hooks.",
+                hint="Segments of single blocks can have hooks.",
             )
 
 

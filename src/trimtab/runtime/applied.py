@@ -26,9 +26,9 @@ def require_free(model: nn.Module) -> None:
     if model in _active:
         raise LoopError(
             "model",
-            given="a model with an active run",
+            got="a model with an active run",
             expected="one run, with one optimizer for all that it trains",
-            way_out="Close it first: run.close(), or use `with trimtab.start(...)`. Two optimizers of one model are "
+            hint="Close it first: run.close(), or use `with trimtab.start(...)`. Two optimizers of one model are "
             "one torch.optim.Optimizer that steps both (docs/own_loop.md).",
         )
 

@@ -18,7 +18,7 @@ def check_rule(plan: Plan, *, may_split: bool) -> None:
     if rule.policy == "throughput_per_memory" and not may_split:
         raise ValueGivenError(
             "plan.batch_rule",
-            given="throughput_per_memory, which cuts the batch, and a model that computes over it",
+            got="throughput_per_memory, which cuts the batch, and a model that computes over it",
             expected="a model whose batch can be cut",
         )
     if rule.spans_batches and rule.policy != "fixed" and unit > 1 and rule.k_max < 2 * unit:
@@ -44,7 +44,7 @@ def require_alike(exchange: Exchange, facts: Mapping[str, object]) -> None:
     if others:
         raise ValueGivenError(
             "plan.batch_rule",
-            given=f"ranks that differ in {', '.join(others)}",
+            got=f"ranks that differ in {', '.join(others)}",
             expected="the same on all ranks, which decide by the same figures",
-            way_out="Make their models and optimizers alike.",
+            hint="Make their models and optimizers alike.",
         )

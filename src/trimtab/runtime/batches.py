@@ -65,9 +65,9 @@ def not_splittable(reason: str) -> BatchError:
     """Return the error for a batch whose samples cannot be separated."""
     return BatchError(
         "batch",
-        given=f"a batch that cannot be split: {reason}",
+        got=f"a batch that cannot be split: {reason}",
         expected="samples along the first dimension of every tensor and list",
-        way_out="Pass count=function and split=function, or a micro-batch as large as the batch.",
+        hint="Pass count=function and split=function, or a micro-batch as large as the batch.",
         code="batch.not_splittable",
     )
 
@@ -110,9 +110,9 @@ def _moved(leaf: Any, device: torch.device) -> Any:
         name = type(leaf).__name__
         raise BatchError(
             "batch",
-            given=f"a {name} whose to({str(device)!r}) failed ({type(error).__name__}: {error})",
+            got=f"a {name} whose to({str(device)!r}) failed ({type(error).__name__}: {error})",
             expected=f"an object that {name}.to(device) moves to the model's device",
-            way_out="Move it in the loader's collate function.",
+            hint="Move it in the loader's collate function.",
             code="batch.move_failed",
         ) from error
 
@@ -305,7 +305,7 @@ def iterate(field: str, batches: Any) -> Iterator[Batch]:
         BatchError: `batches` is not iterable.
     """
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-        raise BatchError(field, given=f"a {type(batches).__name__}", expected="a loader, list or generator of batches")
+        raise BatchError(field, got=f"a {type(batches).__name__}", expected="a loader, list or generator of batches")
     return iter(batches)
 
 
@@ -387,9 +387,9 @@ def _leave_out(part: Any, name: str) -> None:
     if hasattr(kind, name):
         raise BatchError(
             "batch",
-            given=f"{kind.__name__}.{name}, a tensor that is no field",
+            got=f"{kind.__name__}.{name}, a tensor that is no field",
             expected="tensors in fields, which are split by samples",
-            way_out="Declare it as a field, or compute it in the loss.",
+            hint="Declare it as a field, or compute it in the loss.",
             code="batch.tensor_no_field",
         )
     del part.__dict__[name]

@@ -37,7 +37,7 @@ class Batching:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 given = f"a {type(value).__name__}"
-                raise ValueGivenError(name, given=given, expected=f"a function {expected}", code=f"{name}.not_callable")
+                raise ValueGivenError(name, got=given, expected=f"a function {expected}", code=f"{name}.not_callable")
 
     def read(self, batch: Any) -> Reading:
         """Return the number of samples of a batch and whether the batch can be split.
@@ -54,9 +54,9 @@ class Batching:
         if reading.samples == 0:
             raise BatchError(
                 "batch",
-                given="a batch of 0 samples",
+                got="a batch of 0 samples",
                 expected="at least one sample",
-                way_out="Skip such batches in the loader: a mean over no samples is not a number.",
+                hint="Skip such batches in the loader: a mean over no samples is not a number.",
                 code="batch.no_samples",
             )
         if self.split is not None and reading.samples is not None:
@@ -113,9 +113,9 @@ class Batching:
         if self.count is not None and (size := self._counted(self.count, found)) != stop - start:
             raise BatchError(
                 "split",
-                given=f"{size} samples, as count= counts them, from split(batch, {start}, {stop})",
+                got=f"{size} samples, as count= counts them, from split(batch, {start}, {stop})",
                 expected=f"{stop - start} samples",
-                way_out="Return a batch of the samples with indices start to stop - 1.",
+                hint="Return a batch of the samples with indices start to stop - 1.",
                 code="batch.split_invalid",
             )
         return found
@@ -128,7 +128,7 @@ class Batching:
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             given = f"{found!r:.80} from count(batch)"
             expected = "a positive int, the number of samples of the batch"
-            raise BatchError("count", given=given, expected=expected, code="batch.count_invalid")
+            raise BatchError("count", got=given, expected=expected, code="batch.count_invalid")
         return found
 
 
@@ -139,7 +139,7 @@ def samples_unknown(field: str, reason: str) -> BatchError:
     """Return the error for a batch whose number of samples is needed but unknown."""
     given = f"a batch whose number of samples is unknown: {reason}"
     expected = "the same number of samples in every tensor and list"
-    return BatchError(field, given=given, expected=expected, way_out=_WAY_OUT, code=UNKNOWN)
+    return BatchError(field, got=given, expected=expected, hint=_WAY_OUT, code=UNKNOWN)
 
 
 def of_same_size(longest: Any, example: Any, batching: Batching = BY_CONTAINERS) -> Any:
@@ -152,9 +152,9 @@ def of_same_size(longest: Any, example: Any, batching: Batching = BY_CONTAINERS)
     if None not in (samples, expected) and samples != expected:
         raise ValueGivenError(
             "longest_batch",
-            given=f"{samples} samples",
+            got=f"{samples} samples",
             expected=f"the {expected} of example_batch, for which the plan is made",
-            way_out="If the loader's batches vary in size too, pass the largest one as example_batch, alone.",
+            hint="If the loader's batches vary in size too, pass the largest one as example_batch, alone.",
             code="longest_batch.size",
         )
     return longest
@@ -172,7 +172,7 @@ def _require_splittable(batch: Any, samples: int) -> None:
 def _failed(field: str, call: str, error: Exception) -> BatchError:
     return BatchError(
         field,
-        given=f"{type(error).__name__}: {error} from {call}",
+        got=f"{type(error).__name__}: {error} from {call}",
         expected=f"a function {field} that accepts every batch of the loader",
         code=f"batch.{field}_failed",
     )

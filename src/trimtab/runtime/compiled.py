@@ -24,7 +24,7 @@ def check_available(compiled: Compiled, device: torch.device) -> None:
     """Raise `ValueGivenError` if a plan uses CUDA graphs and the device is not a CUDA device."""
     if is_recorded(compiled) and device.type != "cuda":
         raise ValueGivenError(
-            "plan.compiled", given=f"{compiled!r} on {device.type}", expected="a CUDA device for graphs"
+            "plan.compiled", got=f"{compiled!r} on {device.type}", expected="a CUDA device for graphs"
         )
 
 
@@ -33,9 +33,9 @@ def require_as_written(compiled: Compiled, model: nn.Module) -> None:
     if compiled and is_compiled(model):
         raise ValueGivenError(
             "plan.compiled",
-            given=f"{compiled!r}, for a model of which the loop has compiled all or a part",
+            got=f"{compiled!r}, for a model of which the loop has compiled all or a part",
             expected="False for it, or a model that is as it was written",
-            way_out='A run that was kept goes on by another plan with Checkpoints(accepts=("plan",)).',
+            hint='A run that was kept goes on by another plan with Checkpoints(accepts=("plan",)).',
         )
 
 

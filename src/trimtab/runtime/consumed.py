@@ -44,13 +44,13 @@ class Consumed(Part):
         self._total_samples = None if total_samples is None else checks.integer("total_samples", total_samples)
         self._total_tokens = None if total_tokens is None else checks.integer("total_tokens", total_tokens)
         if self._total_samples is not None and self._total_tokens is not None:
-            raise ValueGivenError("total_tokens", given="both totals", expected="total_samples or total_tokens")
+            raise ValueGivenError("total_tokens", got="both totals", expected="total_samples or total_tokens")
         if self._total_samples is self._total_tokens is None and plan.schedule.value != "user":
             raise ValueGivenError(
                 "total_samples",
-                given="nothing",
+                got="nothing",
                 expected="the samples this run will train on",
-                way_out=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
+                hint=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
             )
         self._by_hand, self._batch_rows = exchange.has_peers and exchange.num_ranks == 1, 0
         self.rows = self.applied = self.windows = 0
@@ -84,7 +84,7 @@ class Consumed(Part):
         if tokens is None:
             raise LossError(
                 "loss",
-                given="a mean, with total_tokens",
+                got="a mean, with total_tokens",
                 expected="trimtab.Summed(loss_sum, count), which counts tokens",
             )
         if isinstance(tokens, Tensor) and tokens.is_cuda:

@@ -131,8 +131,8 @@ class Recording:
             LoopError: the graphs were released by `close`.
         """
         if not self._gradients:
-            given_back, way_out = "one after run.close()", "Go back before the run is closed."
-            raise LoopError("loss.backward", given=given_back, expected="one within the run", way_out=way_out)
+            given_back, hint = "one after run.close()", "Go back before the run is closed."
+            raise LoopError("loss.backward", got=given_back, expected="one within the run", hint=hint)
         asked = [(each, reached) for each, reached in zip(given, self._reached, strict=True) if reached]
         for ours, (theirs, _) in zip(self._given, asked, strict=True):
             ours.zero_() if theirs is None else ours.copy_(theirs)
@@ -189,9 +189,9 @@ class _Launch(torch.autograd.Function):
         if not ctx.token.is_open:
             raise LoopError(
                 "loss.backward",
-                given="a second backward of one forward",
+                got="a second backward of one forward",
                 expected="one: what CUDA graphs have computed is written over in it",
-                way_out="Use a plan without them: compiled=False or True.",
+                hint="Use a plan without them: compiled=False or True.",
             )
         ctx.token.is_open = False
         return None, None, *ctx.recording.backward(given)

@@ -115,9 +115,9 @@ class DataPosition(Part):
         elif apart:
             raise FormatError(
                 "resume: data",
-                given=_in_words(now, apart),
+                got=_in_words(now, apart),
                 expected=f"{_in_words(then, apart)}, as the run was saved with",
-                way_out='Give the loader it was trained on, or accept the change: Checkpoints(..., accepts=("data",)).',
+                hint='Give the loader it was trained on, or accept the change: Checkpoints(..., accepts=("data",)).',
             )
 
     def over(self) -> None:
@@ -149,7 +149,7 @@ class DataPosition(Part):
         elif saved["loader"] is not None:
             if not is_stateful(loader):
                 given, expected = f"a {type(loader).__name__}", "one with load_state_dict, as the run was saved with"
-                raise FormatError("loader", given=given, expected=expected)
+                raise FormatError("loader", got=given, expected=expected)
             loader.load_state_dict(saved["loader"])
             batches = iterate("loader", loader)
         else:
@@ -158,7 +158,7 @@ class DataPosition(Part):
             again = self._drawn_again(batches)
             if again < self._drawn:
                 given = f"a pass of {again} batches, of which {self._drawn} were trained on"
-                raise FormatError("loader", given=given, expected="the data that the run was saved with")
+                raise FormatError("loader", got=given, expected="the data that the run was saved with")
         here()
         return batches
 
@@ -200,9 +200,9 @@ class DataPosition(Part):
             LoopError: the run is closed.
         """
         if self._is_over:
-            raise LoopError("run.position.state_dict", given="a run that is closed", expected="one that is not")
+            raise LoopError("run.position.state_dict", got="a run that is closed", expected="one that is not")
         if not self._is_kept:
-            raise ValueGivenError("run", given="no checkpoints", expected="start(..., checkpoints=...)")
+            raise ValueGivenError("run", got="no checkpoints", expected="start(..., checkpoints=...)")
         if self._saved is not None:  # Nothing was drawn since the state was loaded.
             return {**self._saved, "here": {**self._saved["here"], "random": random_state()}}
         # A checkpoint saved while an exception is handled resumes the epoch. GeneratorExit only closes the generator.
@@ -232,7 +232,7 @@ class DataPosition(Part):
             checks.integer(f"{where}.epoch", state["epoch"], low=0)
         passes, drawn = (checks.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
         if not isinstance(state["length"], Mapping):
-            raise FormatError(f"{where}.length", given=repr(state["length"]), expected="numbers by their names")
+            raise FormatError(f"{where}.length", got=repr(state["length"]), expected="numbers by their names")
         for name, number in state["length"].items():
             checks.integer(f"{where}.length.{name}", number, low=0)
         for name in ("begun", "here"):
@@ -278,9 +278,9 @@ def require_state_kept(loader: Any) -> None:
     if has_lasting_workers(innermost(loader)) and not is_stateful(loader):
         raise ValueGivenError(
             "loader",
-            given="persistent_workers=True, in a run with checkpoints",
+            got="persistent_workers=True, in a run with checkpoints",
             expected="workers that begin with each pass, as those of a run that goes on do",
-            way_out="DataLoader(..., persistent_workers=False), or a loader that has state_dict and load_state_dict.",
+            hint="DataLoader(..., persistent_workers=False), or a loader that has state_dict and load_state_dict.",
         )
 
 

@@ -40,9 +40,9 @@ def use_dropout(model: nn.Module, probability: float) -> Callable[[], None]:
     if not found:
         raise ModelError(
             "model",
-            given="no module that drops values",
+            got="no module that drops values",
             expected="dropout layers, for a plan that sets their probability",
-            way_out="Leave dropout as it is.",
+            hint="Leave dropout as it is.",
         )
     for module, name, _ in found:
         setattr(module, name, float(probability))

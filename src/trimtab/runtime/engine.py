@@ -182,7 +182,7 @@ class Run(Passes, Resumable):
         self._require_open()
         self._order.require_complete("run.unscale")
         if self._order.unscaled:
-            raise LoopError("run.unscale", given="a second call", expected="one call per window")
+            raise LoopError("run.unscale", got="a second call", expected="one call per window")
         self._measure()
         self._gradients.end()
         self._order.unscaled = True
@@ -439,4 +439,4 @@ class Run(Passes, Resumable):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise LoopError("run", given="a closed run", expected="an open one", way_out="Call trimtab.start again.")
+            raise LoopError("run", got="a closed run", expected="an open one", hint="Call trimtab.start again.")

@@ -179,9 +179,9 @@ class Forwards:
         what = ", ".join(map(str, changes[:3])) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
         return ModelError(
             "plan.recompute",
-            given=f"a forward of {names} that changes {what}: recomputed, it would change that twice",
+            got=f"a forward of {names} that changes {what}: recomputed, it would change that twice",
             expected=_REFUSED,
-            way_out=f"Move the change out of {names}, keep the tensor as a buffer, or plan without recomputing it.",
+            hint=f"Move the change out of {names}, keep the tensor as a buffer, or plan without recomputing it.",
             code="recompute.side_effects",
         )
 
@@ -322,8 +322,8 @@ def is_traced(modules: Sequence[nn.Module]) -> bool:
 def _changed_since() -> ModelError:
     return ModelError(
         "plan.recompute",
-        given="parameters that were changed in place between a block's forward and its backward",
+        got="parameters that were changed in place between a block's forward and its backward",
         expected="the same parameters in both: the block's forward is computed again",
-        way_out="Step optimizers and averages after the backward, or plan without recomputation.",
+        hint="Step optimizers and averages after the backward, or plan without recomputation.",
         code="recompute.side_effects",
     )

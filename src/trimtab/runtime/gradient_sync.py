@@ -73,9 +73,9 @@ class GradientSync:
         names = {p: name for name, p in self._outside}
         called = listed([names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in left])
         expected = "every trained parameter inside DistributedDataParallel, which reduces gradients over ranks"
-        way_out = "Put it into the wrapped model, and set requires_grad before the model is wrapped."
+        hint = "Put it into the wrapped model, and set requires_grad before the model is wrapped."
         error = OptimizerError(
-            "optimizer", given=f"{called}, outside of it", expected=expected, way_out=way_out, code=UNREDUCED
+            "optimizer", got=f"{called}, outside of it", expected=expected, hint=hint, code=UNREDUCED
         )
         if not of_user:
             raise error
@@ -87,9 +87,9 @@ class GradientSync:
         if self._model is not None and self._model.static_graph and (plan.num_micro_batches > 1 or plan.batch_rule):
             raise ModelError(
                 "model",
-                given="DistributedDataParallel(static_graph=True), and windows of several micro-batches",
+                got="DistributedDataParallel(static_graph=True), and windows of several micro-batches",
                 expected="a plan with one micro-batch per window, or DDP without static_graph",
-                way_out="Leave static_graph out.",
+                hint="Leave static_graph out.",
                 code="ranks.static_graph",
             )
 
@@ -202,11 +202,11 @@ class GradientSync:
     def _unreduced(self, names: Sequence[str]) -> RankError:
         given = f"{listed(names)}, whose gradient in this window is not reduced over the ranks"
         expected = "every gradient reduced by DistributedDataParallel before the optimizer's step"
-        way_out = (
+        hint = (
             "Use these parameters in every micro-batch, wrap the model with find_unused_parameters=True and without "
             "static_graph, and set requires_grad before it is wrapped."
         )
-        return RankError("model", given=given, expected=expected, way_out=way_out, code=UNREDUCED)
+        return RankError("model", got=given, expected=expected, hint=hint, code=UNREDUCED)
 
     def _parameter(self, index: int) -> nn.Parameter:
         return self._reduced[index][1]

@@ -60,7 +60,7 @@ def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
     if clip_norm is not None:
         checks.number("clip_norm", clip_norm, low=0, open_low=True)
         if planned is not None and planned != clip_norm:
-            raise ValueGivenError("clip_norm", given=f"{clip_norm:g}", expected=f"the plan's {planned:g}, or none")
+            raise ValueGivenError("clip_norm", got=f"{clip_norm:g}", expected=f"the plan's {planned:g}, or none")
         return clip_norm
     return None if planned is None else float(planned)
 

@@ -104,8 +104,8 @@ class HookWatch:
         if self.found and count is not None and window is not None and window.num_micro_batches > 1:
             raise ModelError(
                 "run.backward",
-                given=f"a sum with a count, over several backwards; the model has {in_words(self.found)}",
+                got=f"a sum with a count, over several backwards; the model has {in_words(self.found)}",
                 expected="a mean loss: the divisor of a sum is known after the last backward",
-                way_out="Return a mean, or train one batch per step, or remove the hooks.",
+                hint="Return a mean, or train one batch per step, or remove the hooks.",
                 code="hooks.gradient_scaled",
             )

@@ -76,9 +76,9 @@ class Joining:
         if not self.is_able:
             raise BatchError(
                 "loader",
-                given="no batch on this rank, and some on others",
+                got="no batch on this rank, and some on others",
                 expected="a batch on every rank at least",
-                way_out="trimtab.shard(loader) deals each batch of a loader out to all ranks.",
+                hint="trimtab.shard(loader) deals each batch of a loader out to all ranks.",
             )
         window = Window(loop, (), (), (), device)
         window.pad(self._kept, self._wanted)

@@ -63,7 +63,7 @@ class NotKept:
 
     def save(self) -> None:
         """Raise `ValueGivenError`, because the run has no checkpoints."""
-        raise ValueGivenError("run.checkpoint", given="no checkpoints", expected="start(..., checkpoints=...)")
+        raise ValueGivenError("run.checkpoint", got="no checkpoints", expected="start(..., checkpoints=...)")
 
     def is_leaving(self) -> bool:
         """Return False."""

@@ -27,7 +27,7 @@ def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Cal
     """
     if hazard := channels_last_hazard(model):
         raise ModelError(
-            "plan.memory_layout", given=f"channels_last, but {hazard}", expected="a safe layout", way_out='Use "keep".'
+            "plan.memory_layout", got=f"channels_last, but {hazard}", expected="a safe layout", hint='Use "keep".'
         )
     changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4 and not shares_rows(tensor)]
     strides = {id(tensor): before for tensor, before in changed}
@@ -109,9 +109,9 @@ def sparse_gradient(of: str = "") -> OptimizerError:
     """Return the error for a sparse gradient in a fused step."""
     return OptimizerError(
         "plan.fused_optimizer",
-        given=f"a sparse gradient, of {of}" if of else "a sparse gradient",
+        got=f"a sparse gradient, of {of}" if of else "a sparse gradient",
         expected="dense gradients: torch's fused steps take no others",
-        way_out="Plan with fused_optimizer=False.",
+        hint="Plan with fused_optimizer=False.",
         code="optimizer.sparse_gradient",
     )
 

@@ -188,9 +188,9 @@ def explained() -> Iterator[None]:
     except CheckpointError as error:
         raise ModelError(
             "plan.recompute",
-            given=f"a forward whose recomputation differs from it: {str(error).splitlines()[0]}",
+            got=f"a forward whose recomputation differs from it: {str(error).splitlines()[0]}",
             expected="the same operators on the same shapes in both runs",
-            way_out="Plan without recomputing these blocks: recompute=None.",
+            hint="Plan without recomputing these blocks: recompute=None.",
             code="recompute.differs",
         ) from error
     except RuntimeError as error:
@@ -205,9 +205,9 @@ def graph_used(error: BaseException) -> LossError | None:
         return None
     return LossError(
         "loss_fn",
-        given="a loss whose graph was freed by an earlier backward",
+        got="a loss whose graph was freed by an earlier backward",
         expected="a loss that run.backward is the first to go through",
-        way_out="Remove loss.backward() from the loss function and the loop; detach() tensors kept from earlier steps.",
+        hint="Remove loss.backward() from the loss function and the loop; detach() tensors kept from earlier steps.",
         code="loss.graph_used",
     )
 

@@ -26,9 +26,9 @@ def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
     if not heads:
         raise ModelError(
             "plan.loss_chunk",
-            given=f"{chunk_rows} for a model without a trimtab.nn.LossHead",
+            got=f"{chunk_rows} for a model without a trimtab.nn.LossHead",
             expected="a model whose loss is one's",
-            way_out="Make its last layer one, or leave the choice at None.",
+            hint="Make its last layer one, or leave the choice at None.",
         )
     before = [(head, head.chunk_rows) for head in heads]
 

@@ -42,9 +42,9 @@ def _retain_memory() -> Undo:
     if not allocator.can_retain():
         raise ValueGivenError(
             "plan.allocator",
-            given="retain where the C library's allocator cannot be set, or is set already",
+            got="retain where the C library's allocator cannot be set, or is set already",
             expected="glibc, and no MALLOC_ variable",
-            way_out="Use keep.",
+            hint="Use keep.",
         )
     before = allocator.mode()
     allocator.set_mode("retain")

@@ -38,20 +38,20 @@ def hidden_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     """
     if type(optimizer) is not torch.optim.AdamW:
         given, expected = type(optimizer).__name__, "torch.optim.AdamW, which Muon goes beside"
-        raise OptimizerError("optimizer", given=given, expected=expected, way_out="Leave the optimizer as it is.")
+        raise OptimizerError("optimizer", got=given, expected=expected, hint="Leave the optimizer as it is.")
     for name in ("maximize", "differentiable", "capturable"):
         if any(group.get(name) for group in optimizer.param_groups):
-            raise OptimizerError("optimizer", given=f"{name}=True", expected="False, as torch's Muon has it")
+            raise OptimizerError("optimizer", got=f"{name}=True", expected="False, as torch's Muon has it")
     if is_sharded(model) or is_flat_sharded(model):
-        raise ModelError("model", given="sharded parameters", expected="whole matrices, which Muon needs")
+        raise ModelError("model", got="sharded parameters", expected="whole matrices, which Muon needs")
     inside = {id(parameter) for parameter in _of_blocks(model)}
     found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in inside]
     if not found:
         raise ModelError(
             "model",
-            given="no matrix in a block of its own",
+            got="no matrix in a block of its own",
             expected="blocks (members of a ModuleList, or siblings of one class) with two-dimensional weights",
-            way_out="Leave the optimizer as it is.",
+            hint="Leave the optimizer as it is.",
         )
     return found
 
@@ -88,9 +88,9 @@ def require_muon(matrices: Iterable[nn.Parameter]) -> None:
     if difference := muon_difference(matrices):
         raise OptimizerError(
             "plan.optimizer",
-            given=f"a step of torch.optim.Muon that differs from the same step in double precision: {difference}",
+            got=f"a step of torch.optim.Muon that differs from the same step in double precision: {difference}",
             expected="the same step, to rounding",
-            way_out="Leave the optimizer as it is.",
+            hint="Leave the optimizer as it is.",
             code="optimizer.muon_differs",
         )
 
@@ -194,7 +194,7 @@ class Momentum(Part):
         expected = [tuple(buffer.shape) for buffer in self._buffers]
         if shapes != expected:
             count = f"{len(shapes)} tensors, of {sum(math.prod(shape or ()) for shape in shapes):,} numbers"
-            raise FormatError("state.muon", given=count, expected=f"the {len(expected)} of this model's matrices")
+            raise FormatError("state.muon", got=count, expected=f"the {len(expected)} of this model's matrices")
 
         def load() -> None:
             for buffer, tensor in zip(self._buffers, tensors, strict=True):

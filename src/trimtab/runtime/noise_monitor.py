@@ -99,23 +99,23 @@ class NoiseMonitor:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         if is_flat_sharded(model):
             raise ValueGivenError(
-                "plan.batch_rule", given="a model under FSDP1, whose gradients cannot be seen", expected="DDP or FSDP2"
+                "plan.batch_rule", got="a model under FSDP1, whose gradients cannot be seen", expected="DDP or FSDP2"
             )
         self._optimizer = optimizer
         self.is_sharded = is_sharded(model)
         if self.is_sharded and not all(is_shard(p) for p in _Stepped(optimizer)):
             raise ValueGivenError(
                 "plan.batch_rule",
-                given="a model of which FSDP2 holds a part, and the optimizer steps another",
+                got="a model of which FSDP2 holds a part, and the optimizer steps another",
                 expected="all of what is stepped under FSDP2: a norm is added up from every rank's shards",
-                way_out="fully_shard(model) holds what its parts do not.",
+                hint="fully_shard(model) holds what its parts do not.",
             )
         if any(map(has_replicas, _Stepped(optimizer))):
             raise ValueGivenError(
                 "plan.batch_rule",
-                given="a model sharded over a mesh of several dimensions, or of some of the ranks",
+                got="a model sharded over a mesh of several dimensions, or of some of the ranks",
                 expected="one over all ranks: a norm is added up from every rank's shards, of which each has its own",
-                way_out="fully_shard(model) without a mesh, or DistributedDataParallel.",
+                hint="fully_shard(model) without a mesh, or DistributedDataParallel.",
             )
         self._norms = _norms_of(model, optimizer)
         self._seen: list[tuple[Tensor, int, Count]] = []

@@ -43,7 +43,7 @@ def modules_beside(model: nn.Module, modules: Any) -> tuple[nn.Module, ...]:
     if listed is None or not all(isinstance(module, nn.Module) for module in listed):
         raise ValueGivenError(
             "modules",
-            given=f"{modules!r:.80}",
+            got=f"{modules!r:.80}",
             expected="a list of torch.nn.Modules, such as modules=[criterion]",
             code="modules.not_modules",
         )
@@ -56,9 +56,9 @@ def require_alone(modules: tuple[nn.Module, ...], *, is_alone: bool) -> None:
     if modules and not is_alone:
         raise ModelError(
             "modules",
-            given=f"{type(modules[0]).__name__} beside the model, on one of several ranks",
+            got=f"{type(modules[0]).__name__} beside the model, on one of several ranks",
             expected="one process: gradients are reduced of the model alone",
-            way_out="Make the criterion a submodule of the model, whose forward computes the loss.",
+            hint="Make the criterion a submodule of the model, whose forward computes the loss.",
             code="modules.several_ranks",
         )
 
@@ -80,7 +80,7 @@ def check_ownership(
         OptimizerError: `optimizer` is not an optimizer, needs a closure, or has other parameters.
     """
     if not isinstance(model, nn.Module):
-        raise ModelError("model", given=f"a {type(model).__name__}", expected="a torch.nn.Module")
+        raise ModelError("model", got=f"a {type(model).__name__}", expected="a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = next(
             (each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)),
@@ -88,9 +88,9 @@ def check_ownership(
         )
         raise OptimizerError(
             "optimizer",
-            given=f"a {type(optimizer).__name__}",
+            got=f"a {type(optimizer).__name__}",
             expected="a torch.optim.Optimizer",
-            way_out=""
+            hint=""
             if inner is None
             else f"Make {type(optimizer).__name__} a subclass of torch.optim.Optimizer that has the param_groups and "
             f"state of its {type(inner).__name__}.",
@@ -104,17 +104,17 @@ def check_ownership(
     trained = whole(model, modules)
     if not any(p.requires_grad for p in trained.parameters()):
         raise ModelError(
-            "model", given="no parameter that requires a gradient", expected="at least one", way_out="Unfreeze some."
+            "model", got="no parameter that requires a gradient", expected="at least one", hint="Unfreeze some."
         )
     devices = {p.device for p in trained.parameters()}
     if len(devices) > 1:
-        raise ModelError("model", given=f"parameters on {sorted(map(str, devices))}", expected="one device")
+        raise ModelError("model", got=f"parameters on {sorted(map(str, devices))}", expected="one device")
     owned = {id(p) for p in trained.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
     if foreign:
         raise _foreign(foreign, loss_fn)
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-        raise OptimizerError("optimizer", given="only frozen parameters", expected="at least one trainable parameter")
+        raise OptimizerError("optimizer", got="only frozen parameters", expected="at least one trainable parameter")
 
 
 def needs_closure(optimizer: torch.optim.Optimizer, failure: str = "") -> OptimizerError:
@@ -122,9 +122,9 @@ def needs_closure(optimizer: torch.optim.Optimizer, failure: str = "") -> Optimi
     said = f", whose step() without a closure fails ({failure})" if failure else ", whose step() needs a closure"
     return OptimizerError(
         "optimizer",
-        given=type(optimizer).__name__ + said,
+        got=type(optimizer).__name__ + said,
         expected="one whose step() needs no closure: the loop computes the loss once",
-        way_out="Train with your own loop (docs/own_loop.md), or use an optimizer that steps by param.grad alone.",
+        hint="Train with your own loop (docs/own_loop.md), or use an optimizer that steps by param.grad alone.",
         code="optimizer.needs_closure",
     )
 
@@ -137,19 +137,19 @@ def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> Optim
     networks = "Of two networks{}, start a run of each with its own optimizer (docs/own_loop.md)."
     if owners:
         names = ", ".join(sorted({type(owner).__name__ for owner in owners}))
-        way_out = f"The loss refers to {names}, which has such parameters: pass modules=[criterion] to train it too."
+        hint = f"The loss refers to {names}, which has such parameters: pass modules=[criterion] to train it too."
     elif loss_fn is None:
-        way_out = "For a criterion with parameters of its own, pass modules=[criterion] to train it too. Else build "
-        way_out += "the optimizer after the model is in its final form. " + networks.format("")
+        hint = "For a criterion with parameters of its own, pass modules=[criterion] to train it too. Else build "
+        hint += "the optimizer after the model is in its final form. " + networks.format("")
     else:
-        way_out = "Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...). "
-        way_out += networks.format(" (a GAN)")
+        hint = "Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...). "
+        hint += networks.format(" (a GAN)")
     shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3]) + (", ..." if len(foreign) > 3 else "")
     return OptimizerError(
         "optimizer",
-        given=f"{len(foreign)} parameters that are not the model's, of shape {shapes}",
+        got=f"{len(foreign)} parameters that are not the model's, of shape {shapes}",
         expected="an optimizer built from this model's parameters",
-        way_out=way_out,
+        hint=hint,
         code="optimizer.foreign_parameters",
     )
 
@@ -186,9 +186,9 @@ def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = Fa
 def _keeps_gradients(optimizer: torch.optim.Optimizer, number: int) -> OptimizerError:
     return OptimizerError(
         "optimizer.zero_grad",
-        given=f"a zero_grad of {type(optimizer).__name__} that keeps the gradients of {number} parameters",
+        got=f"a zero_grad of {type(optimizer).__name__} that keeps the gradients of {number} parameters",
         expected="gradients of None or zero before each step's first backward",
-        way_out="To accumulate gradients over several batches, call run.of_batches(n) instead.",
+        hint="To accumulate gradients over several batches, call run.of_batches(n) instead.",
         code="optimizer.keeps_gradients",
     )
 
@@ -268,17 +268,17 @@ def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Ca
     if not supports_fused(optimizer):
         raise OptimizerError(
             "plan.fused_optimizer",
-            given=type(optimizer).__name__,
+            got=type(optimizer).__name__,
             expected="one of " + ", ".join(cls.__name__ for cls in _FUSED_CLASSES) + " without dampening, its "
             "parameters dense and of floating point",
-            way_out="Plan with fused_optimizer=False.",
+            hint="Plan with fused_optimizer=False.",
         )
     if is_tested and (difference := fused_difference(optimizer)):
         raise OptimizerError(
             "plan.fused_optimizer",
-            given=f"a fused step of {type(optimizer).__name__} that differs from its plain step: {difference}",
+            got=f"a fused step of {type(optimizer).__name__} that differs from its plain step: {difference}",
             expected="the same step, to rounding",
-            way_out="Plan with fused_optimizer=False, or keep these parameters in fp32.",
+            hint="Plan with fused_optimizer=False, or keep these parameters in fp32.",
             code="optimizer.fused_differs",
         )
     before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]

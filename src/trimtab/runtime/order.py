@@ -52,9 +52,9 @@ class LoopOrder:
         if self.window is not window:
             raise LoopError(
                 "window",
-                given="the next micro-batch of a window that was given up",
+                got="the next micro-batch of a window that was given up",
                 expected="one of the open window",
-                way_out="Leave the loop over it (break), and take the next window.",
+                hint="Leave the loop over it (break), and take the next window.",
             )
         self.micro_rows, self._last = rows, last
         self._awaiting_backward, self.forward.seen = True, False
@@ -64,23 +64,23 @@ class LoopOrder:
         if self.window is window and self._awaiting_backward:
             raise LoopError(
                 "window",
-                given="the next micro-batch before run.backward",
+                got="the next micro-batch before run.backward",
                 expected="run.backward(loss) for each",
-                way_out=_WAY_OUT + " A window cannot be turned into a list.",
+                hint=_WAY_OUT + " A window cannot be turned into a list.",
             )
 
     def require_micro_batch(self) -> None:
         """Check that a micro-batch is open and has had a forward of the model."""
         if not self._awaiting_backward:
             raise LoopError(
-                "run.backward", given="no open micro-batch", expected="one call per micro-batch", way_out=_WAY_OUT
+                "run.backward", got="no open micro-batch", expected="one call per micro-batch", hint=_WAY_OUT
             )
         if not self.forward.seen:
             raise LoopError(
                 "run.backward",
-                given="a loss without a forward of run.model for this micro-batch",
+                got="a loss without a forward of run.model for this micro-batch",
                 expected="loss_fn(run.model, micro)",
-                way_out="Call run.model(...) itself, not a copy, a submodule or another method of it.",
+                hint="Call run.model(...) itself, not a copy, a submodule or another method of it.",
             )
 
     def backward_done(self) -> None:
@@ -98,18 +98,18 @@ class LoopOrder:
 
     def _require_closed(self, verb: str, given: str, expected: str) -> None:
         if self.window is not None:
-            raise LoopError(verb, given=given, expected=expected, way_out=_GIVE_UP)
+            raise LoopError(verb, got=given, expected=expected, hint=_GIVE_UP)
 
     def require_complete(self, verb: str) -> Window:
         """Return the open window, after checking that every micro-batch had its backward."""
         if self.window is None:
-            raise LoopError(verb, given="no window", expected="a window's micro-batches first", way_out=_STEPPED)
+            raise LoopError(verb, got="no window", expected="a window's micro-batches first", hint=_STEPPED)
         if not self._last or self._awaiting_backward:
             raise LoopError(
                 verb,
-                given="a window whose last micro-batch was not seen",
+                got="a window whose last micro-batch was not seen",
                 expected="run.backward for every micro-batch",
-                way_out="Do not leave the loop over a window early, or give the window up with run.discard().",
+                hint="Do not leave the loop over a window early, or give the window up with run.discard().",
             )
         return self.window
 

@@ -39,9 +39,9 @@ def out_of_memory_in_step(failure: str) -> MemoryLimitError:
     """Return the error for memory that ran out within an optimizer step, which may have updated some parameters."""
     return MemoryLimitError(
         "optimizer.step",
-        given=f"out of memory in the middle of it ({failure}): some parameters may have moved and others not",
+        got=f"out of memory in the middle of it ({failure}): some parameters may have moved and others not",
         expected="memory for a whole step",
-        way_out="Go on from the last checkpoint, with foreach=False or fused=True, which need less beside the state.",
+        hint="Go on from the last checkpoint, with foreach=False or fused=True, which need less beside the state.",
     )
 
 
@@ -78,9 +78,9 @@ class MicroBatchLimit(Part):
         if rows <= 1:
             raise MemoryLimitError(
                 "micro-batch",
-                given=f"one row, which does not fit ({failure})",
+                got=f"one row, which does not fit ({failure})",
                 expected="memory for the forward and backward of one row",
-                way_out="A smaller model or shorter rows, bf16, or activation checkpointing.",
+                hint="A smaller model or shorter rows, bf16, or activation checkpointing.",
             )
         if self._grew:  # The enlarged micro-batch failed again.
             self._wait = min(2 * self._wait, _LONGEST)

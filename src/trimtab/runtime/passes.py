@@ -200,7 +200,7 @@ class Passes(RunView):
         self._order.require_idle("run.of_batches")
         if isinstance(self._control, BatchControl):
             given, expected = "a plan that freed the batch", "one that leaves it, or windows of what it says"
-            raise LoopError("run.of_batches", given=given, expected=expected)
+            raise LoopError("run.of_batches", got=given, expected=expected)
         self._control = FixedBatch(num_batches)
 
     def window(self, *batches: Any) -> Window:
@@ -212,13 +212,13 @@ class Passes(RunView):
         """
         if self._keeper.keeps:
             given, expected = "a run with checkpoints", "run.windows(loader), which knows its place in the data"
-            raise LoopError("run.window", given=given, expected=expected)
+            raise LoopError("run.window", got=given, expected=expected)
         return self._window(*batches)
 
     def _window(self, *batches: Any) -> Window:
         self._require_open()
         if not batches:
-            raise LoopError("run.window", given="no batch", expected="at least one")
+            raise LoopError("run.window", got="no batch", expected="at least one")
         rows, whole, reason = self._sizes(batches)
         may_split, samples = not reason, None if whole else sum(rows)
         self._warn_of_other_steps(rows, is_counted=not whole)
@@ -327,9 +327,9 @@ def _unshared(batches: Iterator[Any]) -> Iterator[Any]:
         if any(each.data_ptr() in again and each._version != version for each, version in seen):
             raise BatchError(
                 "batch",
-                given="a batch whose tensors the loader wrote over as it drew the next of the same window",
+                got="a batch whose tensors the loader wrote over as it drew the next of the same window",
                 expected="tensors of its own in each of them",
-                way_out="Have the loader yield a copy: a window of several batches holds them all.",
+                hint="Have the loader yield a copy: a window of several batches holds them all.",
             )
         seen += [(each, each._version) for each in held]
         yield batch

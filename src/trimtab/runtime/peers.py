@@ -297,7 +297,7 @@ def _require_one_kind(kinds: list[float]) -> None:
     sums = [rank for rank, kind in enumerate(kinds) if kind in (_SUM, _ASKS)]
     if _MEAN in kinds and sums:
         given = f"a mean on rank {kinds.index(_MEAN)} and Summed on rank {sums[0]}"
-        raise LossError("loss", given=given, expected="the same kind on every rank")
+        raise LossError("loss", got=given, expected="the same kind on every rank")
 
 
 def _require_together(counted: list[int]) -> None:
@@ -306,9 +306,9 @@ def _require_together(counted: list[int]) -> None:
         fewest = counted.index(min(counted))
         raise RankError(
             f"rank {fewest}",
-            given=f"{counted[fewest]} windows stepped, and {max(counted)} on rank {counted.index(max(counted))}",
+            got=f"{counted[fewest]} windows stepped, and {max(counted)} on rank {counted.index(max(counted))}",
             expected="every rank to step the same windows",
-            way_out="A window that others have reduced cannot be given up by one rank: have all of them discard it.",
+            hint="A window that others have reduced cannot be given up by one rank: have all of them discard it.",
             code="ranks.windows_differ",
         )
 

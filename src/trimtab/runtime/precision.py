@@ -26,7 +26,7 @@ def check_available(precision: str, device: torch.device) -> None:
     """Raise `ValueGivenError` if the device does not support a precision."""
     if precision == "tf32" and device.type != "cuda":
         raise ValueGivenError(
-            "plan.precision", given=f"tf32 on {device.type}", expected="a CUDA device for tf32", way_out="Use fp32."
+            "plan.precision", got=f"tf32 on {device.type}", expected="a CUDA device for tf32", hint="Use fp32."
         )
 
 
@@ -140,11 +140,11 @@ class MixedPrecision(Part):
         left = self.name == "fp16" and state["name"] in WIDER
         if state["name"] != self.name and not left:
             raise ValueGivenError(
-                "state.precision", given=repr(state["name"]), expected=f"{self.name}, as the plan has it"
+                "state.precision", got=repr(state["name"]), expected=f"{self.name}, as the plan has it"
             )
         if (state["scaler"] is None) != (left or self._scaler is None):
             expected = "no scaler" if left or self._scaler is None else "the state of a loss scaler"
-            raise ValueGivenError("state.precision.scaler", given=f"{state['scaler']!r:.80}", expected=expected)
+            raise ValueGivenError("state.precision.scaler", got=f"{state['scaler']!r:.80}", expected=expected)
         scaler = None if self._scaler is None or left else self._scaler
         checked = None if scaler is None else _checked_scaler(state["scaler"], scaler.state_dict())
 
@@ -167,7 +167,7 @@ def in_place(plan: Plan, name: str, reason: str) -> Plan:
 def _checked_scaler(state: Any, expected: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(state, Mapping) or state.keys() != expected.keys():
         raise ValueGivenError(
-            "state.precision.scaler", given=f"{state!r:.80}", expected="the keys " + ", ".join(expected)
+            "state.precision.scaler", got=f"{state!r:.80}", expected="the keys " + ", ".join(expected)
         )
     for name, value in state.items():
         high = torch.iinfo(torch.int32).max if name == "_growth_tracker" else torch.finfo(torch.float32).max

@@ -61,9 +61,9 @@ def argument_changed(names: str) -> ModelError:
     """Return the error for a forward that changes an argument in place."""
     return ModelError(
         "plan.recompute",
-        given=f"a forward of {names} that changes an argument in place: its recomputation would start with others",
+        got=f"a forward of {names} that changes an argument in place: its recomputation would start with others",
         expected="arguments that stay as they are until the backward",
-        way_out=f"Use the out-of-place operation in {names} (relu, not relu_), or plan without recomputing it.",
+        hint=f"Use the out-of-place operation in {names} (relu, not relu_), or plan without recomputing it.",
         code="recompute.side_effects",
     )
 
@@ -72,9 +72,9 @@ def buffer_changed(name: str) -> ModelError:
     """Return the error for a large buffer that changes first in a later forward, when no copy was made."""
     return ModelError(
         "plan.recompute",
-        given=f"a forward that is the first to change the buffer {name}, which is too large to be copied in every call",
+        got=f"a forward that is the first to change the buffer {name}, which is too large to be copied in every call",
         expected="buffers that change in the first forward, or never",
-        way_out="Plan without recomputing this block. The next forward copies the buffer.",
+        hint="Plan without recomputing this block. The next forward copies the buffer.",
         code="recompute.side_effects",
     )
 
@@ -82,9 +82,9 @@ def buffer_changed(name: str) -> ModelError:
 def _differs(names: str) -> ModelError:
     return ModelError(
         "plan.recompute",
-        given=f"a forward of {names} whose recomputation has another result",
+        got=f"a forward of {names} whose recomputation has another result",
         expected="the same result in both runs",
-        way_out=f"Pass what changes between calls (an iterator's item, a counter, a clock) to {names} as an argument, "
+        hint=f"Pass what changes between calls (an iterator's item, a counter, a clock) to {names} as an argument, "
         "or plan without recomputing it.",
         code="recompute.differs",
     )

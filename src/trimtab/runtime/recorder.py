@@ -75,7 +75,7 @@ class Recorder(Part):
     def __init__(self, writer: RecordWriter, energy: EnergyClock | None = None) -> None:
         if not isinstance(writer, RecordWriter):
             raise ValueGivenError(
-                "record", given=f"a {type(writer).__name__}", expected="a trimtab.RecordWriter(path, header)"
+                "record", got=f"a {type(writer).__name__}", expected="a trimtab.RecordWriter(path, header)"
             )
         self._writer = writer
         self._pending: deque[tuple[Step, float] | Event | Evaluation] = deque()
@@ -212,7 +212,7 @@ class Recorder(Part):
 def _checked(energy: EnergyClock) -> EnergyClock:
     if not isinstance(energy, EnergyClock):
         expected = "a trimtab.measure.energy.EnergyClock(meter)"
-        raise ValueGivenError("energy", given=f"a {type(energy).__name__}", expected=expected)
+        raise ValueGivenError("energy", got=f"a {type(energy).__name__}", expected=expected)
     return energy
 
 

@@ -47,9 +47,9 @@ def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry
     if policy == "split" and not may_retry:
         raise ValueGivenError(
             "out_of_memory",
-            given="split, on ranks that exchange more than a gradient in a window",
+            got="split, on ranks that exchange more than a gradient in a window",
             expected="stop",
-            way_out="Where one rank begins anew the others would wait for it: plan a smaller micro-batch, or have the "
+            hint="Where one rank begins anew the others would wait for it: plan a smaller micro-batch, or have the "
             "plan share the model (zero_stage=0).",
         )
     return policy == "split"

@@ -48,9 +48,9 @@ def rate_unset(field: str, optimizer: torch.optim.Optimizer) -> OptimizerError:
     """Return the error for a plan that scales learning rates and an optimizer without them."""
     return OptimizerError(
         field,
-        given=f"a learning rate of the plan's, and {type(optimizer).__name__} with lr=None",
+        got=f"a learning rate of the plan's, and {type(optimizer).__name__} with lr=None",
         expected="an optimizer with a learning rate in each group, or a plan that leaves rates unchanged",
-        way_out="Give the optimizer a learning rate (Adafactor: relative_step=False), or plan without adapt=.",
+        hint="Give the optimizer a learning rate (Adafactor: relative_step=False), or plan without adapt=.",
         code="optimizer.rate_unset",
     )
 

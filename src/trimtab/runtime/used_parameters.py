@@ -63,15 +63,13 @@ class Reached:
         """Return the indices of parameters that no backward of the window reached."""
         return [index for index in range(len(self.names)) if index not in self.in_window]
 
-    def require_alike(
-        self, loss: Tensor, exchange: Exchange, way_out: str, groups: Sequence[int] | None = None
-    ) -> None:
+    def require_alike(self, loss: Tensor, exchange: Exchange, hint: str, groups: Sequence[int] | None = None) -> None:
         """Check before a backward that every rank will reach the same parameters; walks the autograd graph.
 
         Args:
             loss: the loss to call backward on.
             exchange: metadata exchange with the other ranks.
-            way_out: hint for the error message.
+            hint: hint for the error message.
             groups: group number of each parameter; parameters with equal numbers are interchangeable.
 
         Raises:
@@ -83,7 +81,7 @@ class Reached:
         unreached = [index for index, group in enumerate(groups) if group not in reached]
         each = [unpacked(figures) for figures in exchange.share(packed(unreached, len(self.names)))]
         if unlike := each[0].union(*each) - each[0].intersection(*each):
-            raise self.error(sorted(unlike), UNLIKE, way_out)
+            raise self.error(sorted(unlike), UNLIKE, hint)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -91,11 +89,11 @@ class Reached:
             handle.remove()
         self._handles.clear()
 
-    def error(self, indices: Sequence[int], found: str, way_out: str) -> RankError:
+    def error(self, indices: Sequence[int], found: str, hint: str) -> RankError:
         """Return an error that names the given parameters."""
         expected = "every gradient reduced over the ranks before the optimizer's step"
         given = f"{listed([self.names[index] for index in indices])}, {found}"
-        return RankError("model", given=given, expected=expected, way_out=way_out, code=UNREDUCED)
+        return RankError("model", got=given, expected=expected, hint=hint, code=UNREDUCED)
 
 
 def _leaves(loss: Tensor) -> set[int]:
@@ -212,7 +210,7 @@ class ShardedUse:
                 for r, each in enumerate(places)
             ]
             expected = "the same blocks in the same order on every rank, as FSDP2 gathers each from all of them"
-            raise RankError("model", given=", ".join(where), expected=expected, way_out=_IN_FSDP, code=UNREDUCED)
+            raise RankError("model", got=", ".join(where), expected=expected, hint=_IN_FSDP, code=UNREDUCED)
 
     def begin_backward(self, loss: Tensor) -> None:
         """In the first windows, compare between ranks the parameters that a backward will reach.

@@ -132,18 +132,18 @@ def require_compatible(
     if plan.precision.value == "fp16" and plan.reference.precision != "fp16":
         raise ModelError(
             "plan.precision",
-            given=f"fp16, whose loss scale multiplies the gradients that hooks receive; the model has {given}",
+            got=f"fp16, whose loss scale multiplies the gradients that hooks receive; the model has {given}",
             expected="bf16, tf32 or fp32 for a model with gradient hooks",
-            way_out="Or remove the hooks, and change gradients between run.unscale() and run.step(). If the loop has "
+            hint="Or remove the hooks, and change gradients between run.unscale() and run.step(). If the loop has "
             'a loss scale of its own, plan with reference=trimtab.Reference("fp16").',
             code="hooks.gradient_scaled",
         )
     if split := _split(plan, out_of_memory):
         raise ModelError(
             split,
-            given=f"a split batch, whose hooks receive the gradient of each part; the model has {given}",
+            got=f"a split batch, whose hooks receive the gradient of each part; the model has {given}",
             expected="the whole batch in one backward, on one rank, for a model with gradient hooks",
-            way_out="Or remove the hooks, and change gradients between the window's last run.backward() and "
+            hint="Or remove the hooks, and change gradients between the window's last run.backward() and "
             "run.step(), after run.unscale().",
             code="hooks.gradient_split",
         )
@@ -151,9 +151,9 @@ def require_compatible(
     if is_recorded(plan.compiled.value) or (plan.compiled.value and on_modules):
         raise ModelError(
             "plan.compiled",
-            given=f"{plan.compiled.value}, which does not run Python hooks in each step; the model has {given}",
+            got=f"{plan.compiled.value}, which does not run Python hooks in each step; the model has {given}",
             expected="a model that is run as it is written",
-            way_out="Plan with compiled=False, or remove the hooks.",
+            hint="Plan with compiled=False, or remove the hooks.",
             code="hooks.not_run",
         )
     if stepped := stepped_in_backward(hooks):
@@ -192,9 +192,9 @@ def steps_in_backward(field: str, stepped: tuple[Optimizer, ...], given: str) ->
     kinds = ", ".join(sorted({type(optimizer).__name__ for optimizer in stepped}))
     return OptimizerError(
         field,
-        given=f"optimizers that may step in the backward ({len(stepped)} of {kinds}): {given}",
+        got=f"optimizers that may step in the backward ({len(stepped)} of {kinds}): {given}",
         expected="gradients that stay until optimizer.step()",
-        way_out="Start a plan that changes nothing, trimtab.Plan.fixed(batch_size); or step the optimizer after the "
+        hint="Start a plan that changes nothing, trimtab.Plan.fixed(batch_size); or step the optimizer after the "
         "backward instead of in a hook.",
         code="optimizer.steps_in_backward",
     )
@@ -213,9 +213,9 @@ def require_saved(model: nn.Module, optimizer: Optimizer, saved: Iterable[Any]) 
     if stepped:
         raise OptimizerError(
             "checkpoints",
-            given=f"{len(stepped)} optimizers that hooks may step, whose state would not be saved",
+            got=f"{len(stepped)} optimizers that hooks may step, whose state would not be saved",
             expected="each of them in checkpoints, or none that is stepped in the backward",
-            way_out='Pass them by name: Checkpoints(..., also={"first": optimizer, ...}).',
+            hint='Pass them by name: Checkpoints(..., also={"first": optimizer, ...}).',
             code="optimizer.steps_in_backward",
         )
 

@@ -189,9 +189,7 @@ class Voids(Part):
             self._note("nonfinite", {"found": what, "policy": self._asked})
         self._late, self._has_warned = None, True
         if self._ends_the_run:
-            raise NonFiniteError(
-                "training", given=what, expected="finite values", way_out=_LATE, code="training.nonfinite"
-            )
+            raise NonFiniteError("training", got=what, expected="finite values", hint=_LATE, code="training.nonfinite")
         warnings.warn(f"Training has become non-finite: {what}. {_LATE}", RuntimeWarning, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,9 +222,9 @@ class Voids(Part):
 def _error(given: str) -> NonFiniteError:
     return NonFiniteError(
         "gradient",
-        given=given,
+        got=given,
         expected="numbers",
-        way_out="Look for a nan or inf in the data and for a log, a root or a division in the loss; a lower learning "
+        hint="Look for a nan or inf in the data and for a log, a root or a division in the loss; a lower learning "
         "rate or clip_norm where training diverged. Parameters and optimizer state are as before the window.",
         code="step.nonfinite",
     )

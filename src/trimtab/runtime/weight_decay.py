@@ -24,10 +24,8 @@ def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable
     """
     given, mine = type(optimizer).__name__, _decaying(optimizer)
     if any(getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name) for name in _SAVES):
-        expected, way_out = "an optimizer that is saved as torch's are", "Set its weight decay where it is built."
-        raise OptimizerError(
-            "plan.weight_decay", given=f"{given}, saved its own way", expected=expected, way_out=way_out
-        )
+        expected, hint = "an optimizer that is saved as torch's are", "Set its weight decay where it is built."
+        raise OptimizerError("plan.weight_decay", got=f"{given}, saved its own way", expected=expected, hint=hint)
 
     def switch(optimizer: torch.optim.Optimizer) -> None:
         for at in mine:
@@ -64,9 +62,9 @@ def _decaying(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     if not found:
         raise OptimizerError(
             "plan.weight_decay",
-            given=f"{type(optimizer).__name__} without weight decay",
+            got=f"{type(optimizer).__name__} without weight decay",
             expected="a group of parameters that decays, for a plan that says by how much",
-            way_out="Give it some, as AdamW(..., weight_decay=0.01), or leave the plan's weight decay as it is.",
+            hint="Give it some, as AdamW(..., weight_decay=0.01), or leave the plan's weight decay as it is.",
         )
     return found
 

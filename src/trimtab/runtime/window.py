@@ -149,7 +149,7 @@ class Window:
 
     def __iter__(self) -> Iterator[Any]:
         if self._used:
-            raise LoopError("window", given="a second pass over a window", expected="one pass; take the next window")
+            raise LoopError("window", got="a second pass over a window", expected="one pass; take the next window")
         self._loop.open_window(self)
         self._used = True
         left = self.num_micro_batches
@@ -184,6 +184,6 @@ def check_call(loop: Loop, window: Any, loss_fn: Any) -> None:
     if not isinstance(window, Window) or not window.is_of(loop):
         given = "a window of another run" if isinstance(window, Window) else f"a {type(window).__name__}"
         expected = "one that run.windows(loader) or run.window(batch) made"
-        raise LoopError("window", given=given, expected=expected)
+        raise LoopError("window", got=given, expected=expected)
     if not callable(loss_fn):
-        raise LossError("loss_fn", given=f"a {type(loss_fn).__name__}", expected="loss_fn(model, batch)")
+        raise LossError("loss_fn", got=f"a {type(loss_fn).__name__}", expected="loss_fn(model, batch)")

@@ -55,11 +55,11 @@ def load_task(name: str) -> Task:
     where, attribute = _split(name)
     module = _load_file(name, Path(where)) if where.endswith(".py") else _load_module(name, where)
     if not hasattr(module, attribute):
-        raise ValueGivenError("task", given=f"{name!r}", expected=f"an attribute {attribute!r} of {where}")
+        raise ValueGivenError("task", got=f"{name!r}", expected=f"an attribute {attribute!r} of {where}")
     task = getattr(module, attribute)
     if not isinstance(task, Task):
         raise FormatError(
-            f"task {name}", given=f"a {type(task).__name__}", expected="a trimtab.tasks.Task, already built"
+            f"task {name}", got=f"a {type(task).__name__}", expected="a trimtab.tasks.Task, already built"
         )
     return task
 
@@ -71,7 +71,7 @@ def _split(name: object) -> tuple[str, str]:
     if not colon or not attribute.isidentifier() or not (is_module or where.endswith(".py")):
         raise ValueGivenError(
             "task",
-            given=repr(name),
+            got=repr(name),
             expected=f"one of {', '.join(BUILT_IN)}, or my_module:attribute, or path/to/file.py:attribute",
         )
     return where, attribute
@@ -79,13 +79,13 @@ def _split(name: object) -> tuple[str, str]:
 
 def _load_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueGivenError("task", given=repr(name), expected=f"a file {path.name} that exists")
+        raise ValueGivenError("task", got=repr(name), expected=f"a file {path.name} that exists")
     path = path.resolve()
     # dataclasses and pickle look the module up in sys.modules; the hash keeps its name distinct from installed modules.
     module_name = f"_trimtab_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise ValueGivenError("task", given=repr(name), expected="a Python file")
+        raise ValueGivenError("task", got=repr(name), expected="a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
@@ -103,18 +103,18 @@ def _load_module(name: str, where: str) -> ModuleType:
     if not (base.with_name(base.name + ".py").is_file() or (base / "__init__.py").is_file()):
         raise ValueGivenError(
             "task",
-            given=repr(name),
+            got=repr(name),
             expected=f"a module {where} in the current folder, or one of {', '.join(BUILT_IN)}",
-            way_out="Run from the folder that holds it, or give the file: path/to/file.py:attribute.",
+            hint="Run from the folder that holds it, or give the file: path/to/file.py:attribute.",
         )
     with _importing(name, folder):
         module = importlib.import_module(where)
     if not Path(module.__file__ or "/").resolve().is_relative_to(folder.resolve()):
         raise ValueGivenError(
             "task",
-            given=f"{name!r}, but another module of that name is already imported",
+            got=f"{name!r}, but another module of that name is already imported",
             expected="a module of the current folder",
-            way_out="Rename it, or give the file: path/to/file.py:attribute.",
+            hint="Rename it, or give the file: path/to/file.py:attribute.",
         )
     return module
 
@@ -130,7 +130,7 @@ def _importing(name: str, folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise FormatError(
-            f"task {name}", given=f"a module that raises {type(error).__name__}: {error}", expected="one that imports"
+            f"task {name}", got=f"a module that raises {type(error).__name__}: {error}", expected="one that imports"
         ) from error
     finally:
         sys.path.remove(str(folder))

@@ -39,9 +39,9 @@ def load_encoder(files: BpeFiles) -> Any:
     except ImportError as error:
         raise DependencyError(
             "tokenizers",
-            given=f"none ({error})",
+            got=f"none ({error})",
             expected="the package that applies a byte-pair encoding",
-            way_out="pip install 'trimtab[tasks]'",
+            hint="pip install 'trimtab[tasks]'",
         ) from error
     return tokenizers.ByteLevelBPETokenizer(str(files.encoder), str(files.merges))
 
@@ -79,9 +79,9 @@ def wikitext2_tokens(split: str, text: bytes, files: BpeFiles) -> np.ndarray:
     if _digest(tokens) != digest:
         raise FormatError(
             f"WikiText-2 {split} tokens",
-            given=f"{len(tokens):,} tokens with sha256 {_digest(tokens)}",
+            got=f"{len(tokens):,} tokens with sha256 {_digest(tokens)}",
             expected=f"{num_tokens:,} with {digest}",
-            way_out="The tokenizers package encodes differently: install another release of it.",
+            hint="The tokenizers package encodes differently: install another release of it.",
         )
     _keep(path, tokens)
     return tokens

@@ -215,9 +215,9 @@ def _verified(
         if digest != expected[name]:
             raise FormatError(
                 f"{data_set.name} {name} ({found.origin})",
-                given=f"data with sha256 {digest}",
+                got=f"data with sha256 {digest}",
                 expected=expected[name],
-                way_out="The copy is damaged or another version: replace it, or point TRIMTAB_DATA elsewhere.",
+                hint="The copy is damaged or another version: replace it, or point TRIMTAB_DATA elsewhere.",
             )
         whole.update(piece)
     return DataSource(data_set.name, found.origin, whole.hexdigest())
@@ -226,7 +226,7 @@ def _verified(
 def _damaged(path: Path, why: object) -> FormatError:
     return FormatError(
         f"{path.parent.name}/{path.name}",
-        given=f"a file that cannot be read ({why})",
+        got=f"a file that cannot be read ({why})",
         expected="an undamaged copy",
-        way_out="Replace it, or point TRIMTAB_DATA elsewhere.",
+        hint="Replace it, or point TRIMTAB_DATA elsewhere.",
     )

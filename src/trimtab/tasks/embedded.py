@@ -40,9 +40,9 @@ def digits() -> Digits:
     except ImportError as error:
         raise DependencyError(
             "scikit-learn",
-            given=f"none ({error})",
+            got=f"none ({error})",
             expected="the package that carries the digits",
-            way_out="pip install 'trimtab[tasks]'",
+            hint="pip install 'trimtab[tasks]'",
         ) from error
     bunch = load_digits()
     images, labels = bunch.images.astype(np.uint8), bunch.target.astype(np.uint8)
@@ -64,9 +64,9 @@ def python_topics() -> Prose:
     except ImportError as error:
         raise DataMissingError(
             "pydoc_data.topics",
-            given=f"a Python without it ({error})",
+            got=f"a Python without it ({error})",
             expected=origin,
-            way_out="Install the full standard library; digits_resnet does without.",
+            hint="Install the full standard library; digits_resnet does without.",
         ) from error
     text = "\n".join(topics[key] for key in sorted(topics)).encode()
     return Prose(text, DataSource("Python topics", f"embedded in {origin}", hashlib.sha256(text).hexdigest()))

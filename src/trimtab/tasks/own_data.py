@@ -55,30 +55,28 @@ def _length(field: str, dataset: Any) -> int:
     if not has_items:
         given = f"a {type(dataset).__name__}, which has no length or no items by index"
         expected = "a dataset with both, as torch.utils.data.TensorDataset"
-        raise ValueGivenError(field, given=given, expected=expected, way_out=_UNCOUNTED)
+        raise ValueGivenError(field, got=given, expected=expected, hint=_UNCOUNTED)
     return rows
 
 
 def _columns(field: str, dataset: Any) -> tuple[Tensor, ...]:
     rows = _length(field, dataset)
     if rows == 0:
-        raise ValueGivenError(field, given="a dataset of no items", expected="one item or more")
+        raise ValueGivenError(field, got="a dataset of no items", expected="one item or more")
     try:
         found = default_collate([dataset[index] for index in range(rows)])
     except (RuntimeError, TypeError, ValueError) as error:
         given = f"items that do not make tensors ({str(error).partition(chr(10))[0]:.120})"
-        raise ValueGivenError(field, given=given, expected="items of one shape", way_out=_WAY_OUT) from None
+        raise ValueGivenError(field, got=given, expected="items of one shape", hint=_WAY_OUT) from None
     parts = (found,) if isinstance(found, Tensor) else found
     again = default_collate([dataset[0]])
     if isinstance(parts, Mapping) or not all(isinstance(part, Tensor) for part in parts):
         given = f"items that are a {type(dataset[0]).__name__}"
-        raise ValueGivenError(field, given=given, expected="tensors, or tuples of them", way_out=_WAY_OUT)
+        raise ValueGivenError(field, got=given, expected="tensors, or tuples of them", hint=_WAY_OUT)
     again = (again,) if isinstance(again, Tensor) else again
     if not all(_is_same(part[:1], once_more) for part, once_more in zip(parts, again, strict=True)):
-        way_out = "Leave augmentation to the task: TaskData(augment=...), whose chance is each row's own (SampleDraws)."
-        raise ValueGivenError(
-            field, given="items that differ when they are read again", expected="the same", way_out=way_out
-        )
+        hint = "Leave augmentation to the task: TaskData(augment=...), whose chance is each row's own (SampleDraws)."
+        raise ValueGivenError(field, got="items that differ when they are read again", expected="the same", hint=hint)
     return tuple(parts)
 
 

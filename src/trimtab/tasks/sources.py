@@ -100,9 +100,9 @@ def find(data_set: DataSet) -> Found:
         tried.append(found)
     raise DataMissingError(
         data_set.name,
-        given="; ".join(tried),
+        got="; ".join(tried),
         expected=f"{data_set.folder}/ with {', '.join(data_set.files)}",
-        way_out=f"Set TRIMTAB_DATA to a folder that holds it, or go online once to fetch it from "
+        hint=f"Set TRIMTAB_DATA to a folder that holds it, or go online once to fetch it from "
         f"{data_set.public_origin}; the tasks {EMBEDDED} need no such data.",
     )
 
@@ -158,7 +158,7 @@ def _in_named_folder(data_set: DataSet) -> Found | str:
         return "TRIMTAB_DATA is not set"
     folder = Path(named).expanduser()
     if not folder.is_dir():  # the user named it, so raise instead of skipping
-        raise DataMissingError("TRIMTAB_DATA", given=repr(named), expected="a folder that exists", way_out="Unset it?")
+        raise DataMissingError("TRIMTAB_DATA", got=repr(named), expected="a folder that exists", hint="Unset it?")
     return _in_folder(folder, data_set, "TRIMTAB_DATA")
 
 
@@ -210,7 +210,7 @@ def _download(file: PublicFile, stream: BinaryIO) -> None:
     if digest.hexdigest() != file.sha256:
         raise FormatError(
             file.url,
-            given=f"a download with sha256 {digest.hexdigest()}",
+            got=f"a download with sha256 {digest.hexdigest()}",
             expected=file.sha256,
-            way_out="Nothing of it was kept. Set TRIMTAB_OFFLINE=1 and TRIMTAB_DATA to use a copy of your own.",
+            hint="Nothing of it was kept. Set TRIMTAB_OFFLINE=1 and TRIMTAB_DATA to use a copy of your own.",
         )

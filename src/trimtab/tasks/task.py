@@ -75,9 +75,9 @@ class Metric:
         if self.unit == "share" and 1 + 1e-9 < value < math.inf:
             raise ValueGivenError(
                 f"metric {self.name}",
-                given=f"{value:g}",
+                got=f"{value:g}",
                 expected="a share from 0 to 1",
-                way_out='Declare Metric(..., unit="percent"), or "relative" where it has no upper end.',
+                hint='Declare Metric(..., unit="percent"), or "relative" where it has no upper end.',
             )
         return value
 
@@ -102,11 +102,9 @@ class TaskData:
     def __post_init__(self) -> None:
         rows = {len(column) for column in self.columns}
         if len(rows) != 1 or rows == {0}:
-            raise ValueGivenError(
-                "columns", given=f"lengths {sorted(rows)}", expected="tensors of one length above zero"
-            )
+            raise ValueGivenError("columns", got=f"lengths {sorted(rows)}", expected="tensors of one length above zero")
         if not self.held_out:
-            raise ValueGivenError("held_out", given="no batches", expected="at least one batch to evaluate on")
+            raise ValueGivenError("held_out", got="no batches", expected="at least one batch to evaluate on")
 
     @property
     def num_rows(self) -> int:
@@ -227,12 +225,12 @@ class Task:
                 checks.integer(f"task.{name}", getattr(self, name))
         for name in ("make_model", "make_optimizer", "loss_fn", "load_data"):
             if not callable(getattr(self, name)):
-                raise ValueGivenError(f"task.{name}", given=repr(getattr(self, name)), expected="a function")
+                raise ValueGivenError(f"task.{name}", got=repr(getattr(self, name)), expected="a function")
         kinds = {"metric": Metric, "reference": Reference} | dict.fromkeys(RECIPES, StrongRecipe)
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) and not (kind is StrongRecipe and value is None):
-                raise ValueGivenError(f"task.{name}", given=repr(value), expected=f"a {kind.__name__}")
+                raise ValueGivenError(f"task.{name}", got=repr(value), expected=f"a {kind.__name__}")
         self._check_targets()
 
     @property
@@ -270,4 +268,4 @@ class Task:
         targets = tuple(checks.number("task.targets", target) for target in self.targets)
         if list(targets) != sorted(set(targets), reverse=not self.metric.higher_is_better):
             order = "rising" if self.metric.higher_is_better else "falling"
-            raise ValueGivenError("task.targets", given=f"{targets}", expected=f"{order} values, the easiest first")
+            raise ValueGivenError("task.targets", got=f"{targets}", expected=f"{order} values, the easiest first")

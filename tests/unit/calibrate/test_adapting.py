@@ -260,9 +260,9 @@ def sgd(model):
 @pytest.mark.parametrize(
     ("make", "change", "data", "error", "said"),
     [
-        (sgd, None, [], OptimizerError, "given SGD; expected torch.optim.AdamW"),
+        (sgd, None, [], OptimizerError, "got SGD; expected torch.optim.AdamW"),
         (None, lambda m: m.blocks.requires_grad_(False), [], ModelError, "no matrix in a block"),
-        (None, None, None, ValueGivenError, "data: given nothing"),
+        (None, None, None, ValueGivenError, "data: got nothing"),
     ],
 )
 def test_what_cannot_be_raced_is_refused_before_anything_is_measured(make, change, data, error, said):

@@ -50,7 +50,7 @@ DOORS = {
 def test_a_device_that_cannot_be_measured_is_refused(door, devices, given, expected):
     with pytest.raises(ModelError) as caught:
         door(*loop(*devices), never, BATCH)
-    assert (caught.value.field, caught.value.given) == ("model", given)
+    assert (caught.value.field, caught.value.got) == ("model", given)
     assert caught.value.expected.startswith(expected)
 
 

@@ -21,7 +21,7 @@ def test_sizes_are_halved_until_each_operator_can_be_run():
     def trace(sizes, batches):
         seen.append((sizes, tuple(len(each) for each in batches)))
         if sizes[1] > 8:
-            raise scratch.TooLarge("model", given="much", expected="less")
+            raise scratch.TooLarge("model", got="much", expected="less")
         return "told"
 
     assert at_two_sizes(torch.zeros(ROWS, 1), trace) == "told"
@@ -30,7 +30,7 @@ def test_sizes_are_halved_until_each_operator_can_be_run():
 
 def test_what_is_too_large_at_every_size_is_said():
     def trace(sizes, batches):
-        raise scratch.TooLarge("model", given="much", expected="less")
+        raise scratch.TooLarge("model", got="much", expected="less")
 
     with raises(ModelError, code="model.unsupported", field="model"):
         at_two_sizes(torch.zeros(ROWS, 1), trace)

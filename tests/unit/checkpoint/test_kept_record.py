@@ -65,7 +65,7 @@ def foreign(request, tmp_path):
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "not kept"])
 def test_a_run_that_begins_is_refused_a_file_that_is_not_its_own(foreign, tmp_path, is_kept):
     path, before = foreign
-    said = r"r\.jsonl: given .*; expected .*(Give the run another file|Move it)"
+    said = r"r\.jsonl: got .*; expected .*(Give the run another file|Move it)"
     with RecordWriter(path, OWN, continues=True) as writer, pytest.raises(FormatError, match=said):
         start(writer, tmp_path / "run" if is_kept else None)
     assert path.read_bytes() == before

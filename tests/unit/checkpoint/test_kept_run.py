@@ -98,7 +98,7 @@ def test_what_says_what_no_run_does_is_put_aside_and_the_one_before_gone_on_from
     forge(saved / "step-4", change)
     loop = Loop(saved)
     assert loop.checkpoints.saved_rows() == 12
-    given = r"step-4/manifest.json: given what no (run says of itself|writer of it writes).*step-3 is gone on from"
+    given = r"step-4/manifest.json: got what no (run says of itself|writer of it writes).*step-3 is gone on from"
     with pytest.warns(UserWarning, match=given), loop.start() as run:
         assert run.num_windows == 3
 
@@ -111,9 +111,9 @@ def test_the_last_two_are_kept(saved):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"plan": trimtab.Plan.fixed(4, micro_batch=2)}, r"resume: plan: given micro_batch=2; expected micro_batch=4"),
-        ({"plan": trimtab.Plan.fixed(4, precision="bf16")}, "resume: plan: given precision=bf16"),
-        ({"width": 5}, "model: 0.weight: given float32 of shape"),
+        ({"plan": trimtab.Plan.fixed(4, micro_batch=2)}, r"resume: plan: got micro_batch=2; expected micro_batch=4"),
+        ({"plan": trimtab.Plan.fixed(4, precision="bf16")}, "resume: plan: got precision=bf16"),
+        ({"width": 5}, "model: 0.weight: got float32 of shape"),
     ],
 )
 def test_another_run_is_refused_and_nothing_is_changed(saved, changed, says):
@@ -151,7 +151,7 @@ def test_an_optimizer_of_another_class_is_refused_and_nothing_is_changed(saved, 
     loop = Loop(saved)
     loop.optimizer = other(loop.model.parameters(), lr=0.01)
     before, options = loop.weights(), dict(loop.optimizer.param_groups[0])
-    said = f"resume: optimizer: given {other.__name__}; expected AdamW"
+    said = f"resume: optimizer: got {other.__name__}; expected AdamW"
     with pytest.raises(ValueGivenError, match=said):
         loop.start()
     assert all(map(torch.equal, before, loop.weights()))
@@ -239,7 +239,7 @@ def test_one_that_must_be_there_and_one_that_must_not(saved, tmp_path):
 def test_a_damaged_one_is_put_aside_and_the_one_before_is_gone_on_from(saved, tmp_path):
     victim = saved / "step-4" / "tensors.safetensors"
     victim.write_bytes(victim.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match=r"step-4/tensors\.safetensors: given \d+ bytes; .*step-3 is gone on from"):
+    with pytest.warns(UserWarning, match=r"step-4/tensors\.safetensors: got \d+ bytes; .*step-3 is gone on from"):
         rest = Loop(saved).train(6)
     assert rest == Loop(tmp_path / "other").train(6)[3:]
     assert [each.name.partition("-4")[0] for each in saved.glob("step-4.damaged-*")] == ["step"]
@@ -442,7 +442,7 @@ def test_what_the_user_keeps_too_is_left_alone_until_every_rank_has_read(tmp_pat
     def another_fails(self, make, about):
         made = make()
         if about == "read":
-            raise FormatError("rank 1", given="another disk", expected="every rank to go on with the run")
+            raise FormatError("rank 1", got="another disk", expected="every rank to go on with the run")
         return made
 
     before = loop.weights()
@@ -726,7 +726,7 @@ def test_a_copy_or_a_link_that_is_damaged_is_told_and_stays(saved, tmp_path):
     (saved / "best" / "state.json").write_text("{}")
     (saved / "step-5").symlink_to(saved / "best")
     before = sorted(each.name for each in saved.iterdir())
-    yours = r"{}/state\.json: given 2 bytes; .* It stays, as a folder or link of yours, and step-3 is gone on from"
+    yours = r"{}/state\.json: got 2 bytes; .* It stays, as a folder or link of yours, and step-3 is gone on from"
     with (
         pytest.warns(UserWarning, match=yours.format("best")),
         pytest.warns(UserWarning, match=yours.format("step-5")),
@@ -745,7 +745,7 @@ def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_deleted(saved, monk
     """Which is told as such; asked for once more it is there, and nothing is written."""
     monkeypatch.setattr(envelope, "remove", denied)
     loop = Loop(saved, on_failure="warn", background=background)
-    said = r"^Saved after 5 windows, and then: .*step-3: given .*Permission denied; expected leave to delete it"
+    said = r"^Saved after 5 windows, and then: .*step-3: got .*Permission denied; expected leave to delete it"
     with (
         pytest.warns(RuntimeWarning, match=said) as told,
         trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it")) as record,
@@ -887,7 +887,7 @@ def test_another_gpu_is_refused_or_accepted_and_written_down(tmp_path, monkeypat
     monkeypatch.setattr(kept_run, "device_of", lambda model: on(0))
     Loop(tmp_path / "run").train(4)
     monkeypatch.setattr(kept_run, "device_of", lambda model: on(1))
-    said = r"resume: device: given cuda \(Card B\); expected cuda \(Card A\), .*accepts="
+    said = r"resume: device: got cuda \(Card B\); expected cuda \(Card A\), .*accepts="
     with pytest.raises(ValueGivenError, match=said):
         Loop(tmp_path / "run").start()
     Loop(tmp_path / "run", accepts=("device",)).train(5)
@@ -925,7 +925,7 @@ def test_a_folder_is_made_with_those_that_it_lies_in(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
-    said = r"checkpoints\.folder: given .*file \(Not a directory.*\); expected a folder that can be written, or made"
+    said = r"checkpoints\.folder: got .*file \(Not a directory.*\); expected a folder that can be written, or made"
     with pytest.raises(FormatError, match=said):
         Loop(tmp_path / "file").start()
     assert [each.name for each in tmp_path.iterdir()] == ["file"]

@@ -138,6 +138,6 @@ def test_ranks_that_are_a_part_of_the_job_are_refused(monkeypatch, world, is_ref
     model, part = torch.nn.Linear(1, 1), SimpleNamespace(num_ranks=2, has_peers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
-    said = r"^checkpoints: given a model that 2 of the job's 4 ranks share; expected one that all of them share"
+    said = r"^checkpoints: got a model that 2 of the job's 4 ranks share; expected one that all of them share"
     with pytest.raises(ValueGivenError, match=said) if is_refused else contextlib.nullcontext():
         require_kept(model, optimizer, Plan.fixed(4), part, background=False)

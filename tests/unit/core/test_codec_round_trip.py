@@ -400,7 +400,7 @@ def test_wrong_type_is_refused_by_its_path(whole, keys, wrong, path):
     "given", ["", "{", "[]", "7", "null", '"plan"', "{'a': 1}", "[" * 100_000, "1" * 5_000], ids=lambda g: g[:8]
 )
 def test_text_that_is_no_object_is_refused(given):
-    with pytest.raises(FormatError, match=r"Plan: given .* expected .*object"):
+    with pytest.raises(FormatError, match=r"Plan: got .* expected .*object"):
         from_json(Plan, given)
 
 

@@ -52,16 +52,16 @@ def test_other_bases_are_builtin_exceptions():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_message_says_what_was_given_what_was_expected_and_the_way_out(name):
-    error = CLASSES[name]("batch", given="7", expected="an even number", way_out="Use 8.")
-    assert str(error) == "batch: given 7; expected an even number. Use 8."
-    assert str(CLASSES[name]("batch", given="7", expected="an even number")) == str(error).removesuffix(" Use 8.")
+    error = CLASSES[name]("batch", got="7", expected="an even number", hint="Use 8.")
+    assert str(error) == "batch: got 7; expected an even number. Use 8."
+    assert str(CLASSES[name]("batch", got="7", expected="an even number")) == str(error).removesuffix(" Use 8.")
     assert CLASSES[name].__doc__
 
 
 @pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_an_error_survives_the_way_between_processes(name, again):
-    error = CLASSES[name]("batch", given="7", expected="an even number", way_out="Use 8.")
+    error = CLASSES[name]("batch", got="7", expected="an even number", hint="Use 8.")
     error.add_note("rank 1")
     back = again(error)
     assert type(back) is type(error)
@@ -72,7 +72,7 @@ def test_every_class_has_a_code_of_its_own_that_another_replaces_and_that_surviv
     codes = [cls.default_code for cls in CLASSES.values()]
     assert len(set(codes)) == len(codes)
     for cls in CLASSES.values():
-        error = cls("batch", given="7", expected="an even number")
+        error = cls("batch", got="7", expected="an even number")
         assert error.code == cls.default_code
         assert pickle.loads(pickle.dumps(error)).code == cls.default_code
-        assert cls("batch", given="7", expected="an even number", code="batch.odd").code == "batch.odd"
+        assert cls("batch", got="7", expected="an even number", code="batch.odd").code == "batch.odd"

@@ -89,8 +89,8 @@ def test_a_damaged_line_before_the_last_is_refused_by_its_number(tmp_path_factor
         (b'{"name": "x"}', "kind None"),
         (b'{"kind": "stop"}', "kind 'stop'"),
         (b'{"kind": ["step"]}', "kind"),
-        (b'{"kind": "event", "name": "x"}', r"Event\.step: given nothing"),
-        (b'{"kind": "event", "name": "x", "step": 1, "y": 2}', r"Event\.y: given an unknown key"),
+        (b'{"kind": "event", "name": "x"}', r"Event\.step: got nothing"),
+        (b'{"kind": "event", "name": "x", "step": 1, "y": 2}', r"Event\.y: got an unknown key"),
         (b'{"kind": "header", "name": "another"}', "second header"),
     ],
     ids=lambda v: v[:24] if isinstance(v, bytes) else None,
@@ -126,7 +126,7 @@ def test_lines_written_before_a_crash_are_kept(tmp_path):
 def test_an_existing_file_is_never_written_over(tmp_path):
     path = tmp_path / "run.jsonl"
     write_record(path, RECORD)
-    said = r"record: given .*run\.jsonl, which exists; expected a new file\. .*continues=True.*another path"
+    said = r"record: got .*run\.jsonl, which exists; expected a new file\. .*continues=True.*another path"
     with pytest.raises(FormatError, match=said) as caught:
         write_record(path, RunRecord(Header("another")))
     assert isinstance(caught.value, FileExistsError)  # for who tells it from other files that cannot be made

@@ -128,7 +128,7 @@ def test_a_change_that_needs_another_says_so():
     plans, refusals = plans_of(plan, design, PLAIN)
     assert set(plans) == {UNCHANGED, "with_zero_stage", PLAN}
     assert set(refusals) == {"with_reduces_once"}
-    assert "plan.reduces_once: given False" in refusals["with_reduces_once"]
+    assert "plan.reduces_once: got False" in refusals["with_reduces_once"]
     assert plans[UNCHANGED].zero_stage.value == 0
 
 

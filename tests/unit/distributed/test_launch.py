@@ -122,7 +122,7 @@ def test_ranks_that_leave_before_their_command_has_finished_are_named(monkeypatc
     with pytest.raises(RankError) as caught:
         launch((), 2)
     assert caught.value.code == "ranks.ended_early"
-    assert ("rank 1" if finished else "rank 0, 1") in caught.value.given
+    assert ("rank 1" if finished else "rank 0, 1") in caught.value.got
     assert not {LAUNCHER, REPORTS} & set(os.environ)
 
 
@@ -131,8 +131,8 @@ def as_report(rank: int, error: BaseException) -> None:
 
 
 KILLED, ENDED_BY_LAUNCHER, ABORTED = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
-LOST = RankError("rank", given="no answer from rank 1", expected="all ranks", code="ranks.silent")
-TOLD = RankError("rank", given="the end of rank 1 with ValueError: bad", expected="all ranks", code="ranks.ended")
+LOST = RankError("rank", got="no answer from rank 1", expected="all ranks", code="ranks.silent")
+TOLD = RankError("rank", got="the end of rank 1 with ValueError: bad", expected="all ranks", code="ranks.ended")
 
 
 @pytest.mark.parametrize(
@@ -157,5 +157,5 @@ def test_the_rank_that_failed_by_itself_is_named(monkeypatch, statuses, reports,
     monkeypatch.setattr(api, "elastic_launch", lambda config, program: ranks)
     with pytest.raises(RankError) as caught:
         launch((), 2)
-    assert caught.value.given.startswith(f"rank {behind},")
+    assert caught.value.got.startswith(f"rank {behind},")
     assert caught.value.code == "ranks.ended"

@@ -24,7 +24,7 @@ from trimtab.losses import Summed
 
 def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
     def fails(device):
-        raise ValueGivenError("link.points", given="noise", expected="a line")
+        raise ValueGivenError("link.points", got="noise", expected="a line")
 
     monkeypatch.setattr(planning.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(planning, "from_first", lambda make: make())
@@ -131,12 +131,12 @@ def test_a_torch_without_what_traces_need_is_for_replicas(profile, of_two, monke
 
 def test_a_link_that_cannot_be_timed_is_for_replicas(profile, of_two, monkeypatch):
     def fails(device):
-        raise ValueGivenError("link.points", given="noise", expected="a line")
+        raise ValueGivenError("link.points", got="noise", expected="a line")
 
     monkeypatch.setattr(planning, "calibrate", fails)
     plan = chosen(profile, loop_of())
     assert plan.zero_stage.value == 0
-    assert "; the link could not be timed (link.points: given noise" in plan.zero_stage.reason
+    assert "; the link could not be timed (link.points: got noise" in plan.zero_stage.reason
     assert plan.reduce_dtype.reason.startswith("as by default: the link could not be timed")
 
 

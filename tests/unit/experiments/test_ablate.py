@@ -187,7 +187,7 @@ def test_what_cannot_stand_alone_or_be_taken_out_says_why(tmp_path):
     class Needs(ablate_module.PlanLoop):
         def __init__(self, task, device, plan, total_samples=None):
             if plan.micro_batch.value < BATCH_ROWS and not plan.fused_optimizer.value:
-                raise ValueGivenError("micro_batch", given="8 <script> without a fused optimizer", expected="one")
+                raise ValueGivenError("micro_batch", got="8 <script> without a fused optimizer", expected="one")
             super().__init__(task, device, plan, total_samples)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -195,9 +195,7 @@ def test_what_cannot_stand_alone_or_be_taken_out_says_why(tmp_path):
         found = run(tmp_path / "out", AblateSettings(num_seeds=1))
     split, fused = found.changes
     assert split.refusals.keys() == {ALONE}
-    assert split.refusals[ALONE].startswith(
-        "cannot stand alone: ValueGivenError: micro_batch: given 8 <script> without"
-    )
+    assert split.refusals[ALONE].startswith("cannot stand alone: ValueGivenError: micro_batch: got 8 <script> without")
     assert fused.refusals.keys() == {WITHIN}
     assert fused.refusals[WITHIN].startswith("cannot be taken out: ")
     assert found.effect("micro_batch", WITHIN) is not None

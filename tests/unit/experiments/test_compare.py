@@ -380,7 +380,7 @@ def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
 
 def test_data_is_placed_once_for_all_races(folder, monkeypatch):
     placed, given = race_folder.placed, []
-    monkeypatch.setattr(race_folder, "placed", lambda *args: given.append(args) or placed(*args))
+    monkeypatch.setattr(race_folder, "placed", lambda *args: got.append(args) or placed(*args))
     for race in folder.glob("race-*"):
         shutil.rmtree(race)
     assert run(folder).num_pairs == 2
@@ -659,7 +659,7 @@ def test_a_limit_that_the_strong_recipe_cannot_meet_says_whose_it_is(monkeypatch
     def refused(found, objective, budget):
         if found.reference == tiny.reference:
             return choose(found, objective, budget)
-        raise InfeasibleError("budget", given="a limit that no settings meet", expected="one", way_out="The nearest.")
+        raise InfeasibleError("budget", got="a limit that no settings meet", expected="one", hint="The nearest.")
 
     monkeypatch.setattr(planning_module, "choose", refused)
     with raises(InfeasibleError, code="plan.infeasible", field="budget"):

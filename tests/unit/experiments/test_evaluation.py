@@ -932,7 +932,7 @@ DAMAGED = {
     "other.json": ('{"a": 1}', "JSON of something else"),
     "list.json": ("[]", "JSON of something else"),
     "rows.json": ('{"schema": 1, "name": "compare", "rows": []}', "the rows that benchmark 'compare' printed"),
-    "older.json": (to_json(replace(comparison(), schema=3)), "comparison.schema: given 3"),
+    "older.json": (to_json(replace(comparison(), schema=3)), "comparison.schema: got 3"),
     "short.json": ('{"target_rows": [], "task": "x"}', "expected this key"),
     "torn.jsonl": ("{", "a torn line"),
 }

@@ -59,7 +59,7 @@ def test_more_steps_may_follow_than_it_was_begun_with():
 def test_batches_of_another_run_are_refused(changes, field, given):
     with raises(ValueGivenError, code="value.invalid") as raised:
         batches(**changes).load_state_dict(batches().state_dict())
-    assert str(raised.value).startswith(f"{field}: given {given}")
+    assert str(raised.value).startswith(f"{field}: got {given}")
     if "data" in changes:
         batches(**changes, may_differ=True).load_state_dict(batches().state_dict())
 

@@ -81,9 +81,9 @@ def test_one_process_agrees_with_itself(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "asked", "said"),
     [
-        ({"step": lambda model, optimizer, batch: None}, {}, "task.step: given a step function.*each of 2 ranks"),
-        ({}, {"adapts": True}, "--ranks: given 2 with --adapt;"),
-        ({}, {"peers": True, "adapts": True}, "given 2 with --adapt and --peers; .*Leave out --adapt and --peers, or"),
+        ({"step": lambda model, optimizer, batch: None}, {}, "task.step: got a step function.*each of 2 ranks"),
+        ({}, {"adapts": True}, "--ranks: got 2 with --adapt;"),
+        ({}, {"peers": True, "adapts": True}, "got 2 with --adapt and --peers; .*Leave out --adapt and --peers, or"),
         ({"batch_rows": 1}, {}, "a row of each batch for every rank"),
     ],
 )

@@ -60,8 +60,8 @@ def test_a_run_that_is_gone_on_with_is_followed_from_there(train, tmp_path, boar
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--track", "aim=runs", "--record", "r.jsonl"), "--track: given 'aim=runs'"),
-        (("--track", "tensorboard=runs"), "--track: given tensorboard=runs without a record"),
+        (("--track", "aim=runs", "--record", "r.jsonl"), "--track: got 'aim=runs'"),
+        (("--track", "tensorboard=runs"), "--track: got tensorboard=runs without a record"),
         (("--track", "wandb=mine", "--record", "r.jsonl"), "pip install 'trimtab[wandb]'"),
     ],
     ids=str,

@@ -168,7 +168,7 @@ def test_dicts_of_another_number_are_not_split(items):
         with pytest.raises(BatchError) as caught:
             split()
         assert caught.value.code == "batch.not_splittable"
-        assert "split=" in caught.value.way_out
+        assert "split=" in caught.value.hint
 
 
 WHOLE = {

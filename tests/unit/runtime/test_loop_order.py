@@ -46,7 +46,7 @@ class Verbs(RuleBasedStateMachine):
 
     def idle(self):
         self.micros = self.micro = None
-        self.given = self.seen = self.done = 0  # micro-batches handed out, with a forward, with a backward
+        self.got = self.seen = self.done = 0  # micro-batches handed out, with a forward, with a backward
         self.unscaled = False
 
     def forbid(self, verb, *args):
@@ -61,34 +61,34 @@ class Verbs(RuleBasedStateMachine):
         if self.micros is not None:
             self.forbid(next, window)
             return
-        self.micros, self.micro, self.given = window, next(window), 1
+        self.micros, self.micro, self.got = window, next(window), 1
 
     @precondition(lambda self: self.micros is not None)
     @rule()
     def next_micro_batch(self):
-        if self.done < self.given:
+        if self.done < self.got:
             with raises(LoopError, code="loop.out_of_order", field="window"):
                 next(self.micros)
             assert all(p.grad is None for p in self.model.parameters()), "the window is given up whole"
             self.idle()
             return
         self.micro = next(self.micros, None)
-        self.given += self.micro is not None
+        self.got += self.micro is not None
 
     @precondition(lambda self: self.micro is not None)
     @rule()
     def forward(self):
         self.loss = loss_fn(self.run.model, self.micro)
-        self.seen = self.given
+        self.seen = self.got
 
-    @precondition(lambda self: self.micro is not None and self.done < self.given)
+    @precondition(lambda self: self.micro is not None and self.done < self.got)
     @rule()
     def forward_of_a_copy(self):
         self.loss = loss_fn(copy.deepcopy(self.run.model), self.micro)
 
     @rule()
     def backward(self):
-        if self.done < self.given == self.seen:
+        if self.done < self.got == self.seen:
             loss = loss_fn(self.run.model, self.micro)
             self.run.backward(loss)
             self.done += 1
@@ -116,7 +116,7 @@ class Verbs(RuleBasedStateMachine):
         self.run.discard()
         assert all(p.grad is None for p in self.model.parameters())
         assert all(torch.equal(p, old) for p, old in zip(self.model.parameters(), weights, strict=True))
-        if self.micros is not None and 0 < self.given < 3:
+        if self.micros is not None and 0 < self.got < 3:
             self.forbid(next, self.micros)
         self.idle()
 

@@ -285,11 +285,11 @@ def sharded(model):
 @pytest.mark.parametrize(
     ("make", "change", "error", "said"),
     [
-        (torch.optim.SGD, None, OptimizerError, r"optimizer: given SGD; expected torch\.optim\.AdamW"),
-        (torch.optim.Adam, None, OptimizerError, r"optimizer: given Adam; expected torch\.optim\.AdamW"),
-        (lambda p, lr: torch.optim.AdamW(p, lr, maximize=True), None, OptimizerError, "given maximize=True"),
-        (torch.optim.AdamW, sharded, ModelError, "given sharded parameters"),
-        (torch.optim.AdamW, lambda model: model.blocks.requires_grad_(False), ModelError, "given no matrix in a block"),
+        (torch.optim.SGD, None, OptimizerError, r"optimizer: got SGD; expected torch\.optim\.AdamW"),
+        (torch.optim.Adam, None, OptimizerError, r"optimizer: got Adam; expected torch\.optim\.AdamW"),
+        (lambda p, lr: torch.optim.AdamW(p, lr, maximize=True), None, OptimizerError, "got maximize=True"),
+        (torch.optim.AdamW, sharded, ModelError, "got sharded parameters"),
+        (torch.optim.AdamW, lambda model: model.blocks.requires_grad_(False), ModelError, "got no matrix in a block"),
     ],
 )
 def test_what_muon_cannot_go_beside_is_refused_at_the_door(make, change, error, said):

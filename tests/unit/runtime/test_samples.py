@@ -153,7 +153,7 @@ def test_samples_that_nothing_confirms_are_unknown_and_the_reason_is_given(batch
     with pytest.raises(BatchError) as caught:
         BY_CONTAINERS.require(batch)
     assert caught.value.code == "batch.samples_unknown"
-    assert "count=" in caught.value.way_out
+    assert "count=" in caught.value.hint
 
 
 def jagged(*lengths: int) -> torch.Tensor:

@@ -243,10 +243,10 @@ def test_parameters_of_others_are_refused_with_the_remedy_that_fits():
     with pytest.raises(OptimizerError) as of_two_networks:
         trimtab.plan(model, optimizer, lambda model, batch: model(batch[0]).square().mean(), batches()[0])
     assert {each.value.code for each in (started, planned, of_two_networks)} == {"optimizer.foreign_parameters"}
-    assert "modules=[criterion]" in started.value.way_out
-    assert "ArcHead" in planned.value.way_out
-    assert "modules=[criterion]" in planned.value.way_out
-    assert "modules" not in of_two_networks.value.way_out
+    assert "modules=[criterion]" in started.value.hint
+    assert "ArcHead" in planned.value.hint
+    assert "modules=[criterion]" in planned.value.hint
+    assert "modules" not in of_two_networks.value.hint
 
 
 @pytest.mark.parametrize("modules", [3, "criterion", ArcHead(), [nn.Parameter(torch.ones(1))], [None]])
@@ -305,4 +305,4 @@ def test_a_wrapper_that_is_no_optimizer_of_torch_is_refused_by_name():
     with pytest.raises(OptimizerError) as caught:
         trimtab.start(model, Outer(torch.optim.SGD(model.parameters(), lr=0.1)), Plan.fixed(ROWS))
     assert caught.value.code == "optimizer.not_torch"
-    assert "Outer" in caught.value.way_out
+    assert "Outer" in caught.value.hint

@@ -67,10 +67,10 @@ INSTEAD = r"the dataset that a DataLoader draws from.*run\.windows\(loader\)"
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        (Endless(), rf"train: given a Endless, which has no length.*{INSTEAD}"),
-        (Counted(), rf"train: given a Counted, .*or no items by index.*{INSTEAD}"),
-        (DataLoader(TensorDataset(torch.ones(4, 2))), rf"train: given a DataLoader, .*by index.*{INSTEAD}"),
-        (iter([torch.ones(2)]), rf"train: given a list_iterator, which has no length.*{INSTEAD}"),
+        (Endless(), rf"train: got a Endless, which has no length.*{INSTEAD}"),
+        (Counted(), rf"train: got a Counted, .*or no items by index.*{INSTEAD}"),
+        (DataLoader(TensorDataset(torch.ones(4, 2))), rf"train: got a DataLoader, .*by index.*{INSTEAD}"),
+        (iter([torch.ones(2)]), rf"train: got a list_iterator, which has no length.*{INSTEAD}"),
         (Items(), "a dataset of no items"),
         (Items(torch.ones(2), torch.ones(3)), "items that do not make tensors.*pad or crop"),
         (Items({"x": torch.ones(2)}), "items that are a dict"),

@@ -64,10 +64,10 @@ class AblateSettings:
         if self.whole_seeds is not None:
             checks.integer("whole", self.whole_seeds, low=0, high=self.num_seeds)
         if self.quick and self.whole_seeds != 0:
-            way_out = "Leave out --quick, or --whole."
-            raise ValueGivenError("quick", given="whole races", expected="time and memory alone", way_out=way_out)
+            hint = "Leave out --quick, or --whole."
+            raise ValueGivenError("quick", got="whole races", expected="time and memory alone", hint=hint)
         if not self.cap_s > 0:
-            raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
+            raise ValueGivenError("cap", got=f"{self.cap_s:g}", expected="seconds above zero")
 
     def is_brief(self, seed: int) -> bool:
         """Return True if the arms of a seed's run take only a few steps."""

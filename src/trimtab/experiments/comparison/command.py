@@ -70,7 +70,7 @@ class Asked:
             ValueGivenError: a memory limit was given together with a plan.
         """
         if self.plan is not None and self.memory is not None:
-            raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
+            raise ValueGivenError("--memory", got="a limit with --plan", expected="one where the plan is made")
         return None if self.plan is None else read_json(Plan, self.plan)
 
     def settings(self, num_ranks: int) -> Settings:
@@ -90,7 +90,7 @@ class Asked:
             ValueGivenError: recipes are named but excluded.
         """
         if self.against is not None and self.peers is False:
-            raise ValueGivenError("--against", given="peers with --no-peers", expected="the one or the other")
+            raise ValueGivenError("--against", got="peers with --no-peers", expected="the one or the other")
         return True if self.against is not None else self.peers
 
 

@@ -48,15 +48,15 @@ class Settings:
         if self.quick and (self.whole_pairs != 0 or self.adapt or self.peers):
             raise ValueGivenError(
                 "quick",
-                given="whole pairs, tier F or peers with it",
+                got="whole pairs, tier F or peers with it",
                 expected="throughput and memory of tier S alone",
-                way_out="Leave out --quick, or --whole, --adapt and --peers.",
+                hint="Leave out --quick, or --whole, --adapt and --peers.",
             )
         if not self.cap_s > 0:
-            raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
+            raise ValueGivenError("cap", got=f"{self.cap_s:g}", expected="seconds above zero")
         if self.reference_cap_s is not None and not self.reference_cap_s >= self.cap_s:
             given, expected = f"{self.reference_cap_s:g}", f"no less than --cap, {self.cap_s:g}"
-            raise ValueGivenError("reference_cap", given=given, expected=expected)
+            raise ValueGivenError("reference_cap", got=given, expected=expected)
 
     @property
     def raced(self) -> tuple[str, ...]:

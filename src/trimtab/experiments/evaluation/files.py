@@ -71,7 +71,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[Run, ...]:
     files = [_file(Path(path)) for path in paths]
     for index, file in enumerate(files):
         if file.resolve() in [other.resolve() for other in files[:index]]:
-            raise ValueGivenError("runs", given=f"{paths[index]} twice", expected="each run once")
+            raise ValueGivenError("runs", got=f"{paths[index]} twice", expected="each run once")
     return tuple(_read(str(path), file) for path, file in zip(paths, files, strict=True))
 
 
@@ -80,18 +80,18 @@ def _file(path: Path) -> Path:
         return path
     files = [path / name for name in dict.fromkeys(kind.file for kind in KINDS) if (path / name).is_file()]
     if len(files) > 1:
-        given, way_out = f"a folder of several: {', '.join(file.name for file in files)}", "Name the file."
-        raise FormatError(str(path), given=given, expected="one result", way_out=way_out)
+        given, hint = f"a folder of several: {', '.join(file.name for file in files)}", "Name the file."
+        raise FormatError(str(path), got=given, expected="one result", hint=hint)
     if files:
         return files[0]
     if (path / NAME).is_file():  # A settings file without a result: the run was interrupted.
         raise FormatError(
             str(path),
-            given="a run that was cut off before its first result",
+            got="a run that was cut off before its first result",
             expected=_EXPECTED,
-            way_out="Start its command again with the same --out: it goes on there.",
+            hint="Start its command again with the same --out: it goes on there.",
         )
-    raise FormatError(str(path), given="a folder that holds no result", expected=_EXPECTED)
+    raise FormatError(str(path), got="a folder that holds no result", expected=_EXPECTED)
 
 
 def _read(name: str, file: Path) -> Run:
@@ -101,16 +101,14 @@ def _read(name: str, file: Path) -> Run:
     try:
         data = parse(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(str(file), given=f"text that is not JSON ({error})", expected=_EXPECTED) from None
+        raise FormatError(str(file), got=f"text that is not JSON ({error})", expected=_EXPECTED) from None
     kind = _kind_of(data)
     if kind is None:
-        raise FormatError(str(file), given=_what(data), expected=_EXPECTED)
+        raise FormatError(str(file), got=_what(data), expected=_EXPECTED)
     try:
         found = kind.run_of(name, from_jsonable(kind.value, data))
     except FormatError as error:
-        raise FormatError(
-            f"{file}: {error.field}", given=error.given, expected=error.expected, way_out=error.way_out
-        ) from None
+        raise FormatError(f"{file}: {error.field}", got=error.got, expected=error.expected, hint=error.hint) from None
     return _beside(found, file.parent) if kind.has_folder and file.name == kind.file else found
 
 

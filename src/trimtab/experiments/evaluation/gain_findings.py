@@ -55,12 +55,12 @@ def of_phases(name: str, found: PhasePage) -> Run:
         FormatError: the table has no plan or several plans, or steps with zero or infinite time.
     """
     if len(found.gains) != 1:
-        given, way_out = f"{len(found.gains)} of them", "trimtab phases ONE --out FILE"
-        raise FormatError("gains", given=given, expected="one plan's", way_out=way_out)
+        given, hint = f"{len(found.gains)} of them", "trimtab phases ONE --out FILE"
+        raise FormatError("gains", got=given, expected="one plan's", hint=hint)
     (gain,) = found.gains
     laps = (*gain.reference.laps, *gain.plan.laps)
     if not all(0 < seconds < math.inf for lap in laps for seconds in (lap.plain_s, lap.clocked_s)):
-        raise FormatError("gains: laps", given="a step that took no time, or for ever", expected="seconds above 0")
+        raise FormatError("gains: laps", got="a step that took no time, or for ever", expected="seconds above 0")
     clocked = " ".join(filter(None, (f"A step of {gain.task}", gain.on_ranks, "under a clock of its phases")))
     said = f"{clocked}: {gain.changes or 'the plan changes nothing'}."
     return Run(

@@ -35,5 +35,5 @@ def planned_beside(folder: Path) -> str:
         times = 1.0 if "None" in (planned, raced) else int(planned) / int(raced)
     except (ValueError, ArithmeticError) as error:
         given = f"a damaged file ({error})"
-        raise FormatError(str(folder / NAME), given=given, expected="a run's settings") from None
+        raise FormatError(str(folder / NAME), got=given, expected="a run's settings") from None
     return "" if times == 1 else f"planned as a run of {times:g} times the rows"

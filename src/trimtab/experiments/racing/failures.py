@@ -20,9 +20,9 @@ def blame_reference(error: BaseException) -> NoReturn:
         raise error
     raise LoopError(
         "reference loop",
-        given=describe(error),
+        got=describe(error),
         expected="a loop that trains",
-        way_out="TRIMTAB_TRACEBACK=1 shows where it was raised.",
+        hint="TRIMTAB_TRACEBACK=1 shows where it was raised.",
     ) from error
 
 

@@ -179,19 +179,19 @@ def _check_number(theirs: int, ours: int) -> None:
         return
     raise ValueGivenError(
         "task.step",
-        given=f"a number of optimizer steps, {theirs} in {_STEPS} batches",
+        got=f"a number of optimizer steps, {theirs} in {_STEPS} batches",
         expected=f"{ours}, as in the declared loop",
-        way_out="Step the optimizer once a batch, and declare as Task(batch_rows=...) what one step trains on.",
+        hint="Step the optimizer once a batch, and declare as Task(batch_rows=...) what one step trains on.",
     )
 
 
 def _other_gradient(share: float) -> ValueGivenError:
     return ValueGivenError(
         "task.step",
-        given=f"a step whose gradient, within {_STEPS} steps from one seed, is {share:.1%} of its norm from that of "
+        got=f"a step whose gradient, within {_STEPS} steps from one seed, is {share:.1%} of its norm from that of "
         "loss_fn",
         expected=f"the same maths (at most {_LIMIT:.1%})",
-        way_out="Make loss_fn return the loss that the step takes, and declare its precision and clipping: "
+        hint="Make loss_fn return the loss that the step takes, and declare its precision and clipping: "
         "Task(reference=Reference(precision=..., clip_norm=...)), that is reference.clip_norm.",
     )
 
@@ -199,8 +199,8 @@ def _other_gradient(share: float) -> ValueGivenError:
 def _other_weights(share: float) -> ValueGivenError:
     return ValueGivenError(
         "task.step",
-        given=f"a step whose weights, after {_STEPS} steps from one seed, are {share:.1%} of their way from where "
+        got=f"a step whose weights, after {_STEPS} steps from one seed, are {share:.1%} of their way from where "
         "loss_fn and make_optimizer lead",
         expected=f"the same maths (at most {_LIMIT:.1%})",
-        way_out="Let make_optimizer hold all that moves the weights, by its gradient: learning rate, decay, averages.",
+        hint="Let make_optimizer hold all that moves the weights, by its gradient: learning rate, decay, averages.",
     )

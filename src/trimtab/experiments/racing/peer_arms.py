@@ -27,6 +27,6 @@ def require_peers(task: Task, named: Iterable[str]) -> None:
         lacking["strict"] = f"whose reference computes in {task.reference.precision}"
     for name in named:
         if name in lacking:
-            way_out = f"Task(..., {name}=StrongRecipe(...))." if name in RECIPES else "Leave it out."
+            hint = f"Task(..., {name}=StrongRecipe(...))." if name in RECIPES else "Leave it out."
             given, has = f"{name} of {task.name}, {lacking[name]}", ", ".join(p for p in PEERS if p not in lacking)
-            raise ValueGivenError("against", given=given, expected=has, way_out=way_out)
+            raise ValueGivenError("against", got=given, expected=has, hint=hint)

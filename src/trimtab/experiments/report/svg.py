@@ -22,9 +22,9 @@ try:
 except ImportError as error:
     raise DependencyError(
         "matplotlib",
-        given=f"no importable package ({error})",
+        got=f"no importable package ({error})",
         expected="matplotlib, which draws the report's figures",
-        way_out="Run `pip install 'trimtab[report]'`.",
+        hint="Run `pip install 'trimtab[report]'`.",
     ) from error
 
 NUM_SERIES = 8

@@ -20,9 +20,9 @@ try:
 except ImportError as error:
     raise DependencyError(
         "rich",
-        given=f"no importable package ({error})",
+        got=f"no importable package ({error})",
         expected="rich, which lays out the terminal report",
-        way_out="Run `pip install 'trimtab[cli]'`.",
+        hint="Run `pip install 'trimtab[cli]'`.",
     ) from error
 
 _STYLES = {"gain": "bold green", "pass": "bold green", "harm": "bold red", "fail": "bold red"}

@@ -152,9 +152,9 @@ class Bench:
         if recipe == "baseline":
             raise NonFiniteError(
                 "the plain loop",
-                given=why,
+                got=why,
                 expected="finite values",
-                way_out="Look for NaN or infinity in the data and in the loss, and lower the learning rate.",
+                hint="Look for NaN or infinity in the data and in the loss, and lower the learning rate.",
                 code="training.nonfinite",
             )
         said = f"it became non-finite: {why}"

@@ -65,7 +65,7 @@ def run_scale(
         return _written(scale(loaded, out, settings, _again(out), progress), out, "local")
     if job is None and asked:
         given = f"{' and '.join(asked)} under a launcher, whose {here.num_ranks} ranks are one job"
-        raise ValueGivenError(asked[0], given=given, expected="a launch of each number of ranks, with the same --out")
+        raise ValueGivenError(asked[0], got=given, expected="a launch of each number of ranks, with the same --out")
     with joined(), together():
         number = job
         if number is None:

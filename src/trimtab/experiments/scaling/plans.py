@@ -89,11 +89,11 @@ def _chosen(budget: Budget, whole: Task, progress: Progress) -> Planned:
     try:
         return Planned(plan_on_ranks(whole, budget, (), progress))
     except InfeasibleError as error:
-        return Planned(None, f"given {error.given}")
+        return Planned(None, f"given {error.got}")
     except RankError as error:
         if not first_ended_by(error, InfeasibleError):
             raise
-        return Planned(None, error.given)
+        return Planned(None, error.got)
 
 
 def fitted(plan: Plan, rows: int, ranks: int) -> Plan:
@@ -121,7 +121,7 @@ def refuse_other_maths(plan: Plan | None) -> None:
     """
     if plan is not None and plan.tier != "S":
         given = f"a plan of tier {plan.tier}, which changes {plan.changes_in_words}"
-        raise ValueGivenError("--plan", given=given, expected="one that keeps the maths")
+        raise ValueGivenError("--plan", got=given, expected="one that keeps the maths")
 
 
 def told_bytes(plan: Plan) -> int | None:

@@ -62,7 +62,7 @@ def numbers(text: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
-        raise ValueGivenError("--ranks", given=repr(text), expected="numbers of processes, such as 1,2,4")
+        raise ValueGivenError("--ranks", got=repr(text), expected="numbers of processes, such as 1,2,4")
     return tuple(map(int, parts))
 
 
@@ -103,7 +103,7 @@ def _require_possible(task: Task, settings: ScaleSettings) -> None:
     refuse_on_ranks(task if "strong" in settings.job.modes else replace(task, batch_rows=most), most)
     if "weak" in settings.job.modes and most * task.batch_rows > rows:
         given = f"{most}, each with a batch of {task.batch_rows} rows, of {rows} that there are"
-        raise ValueGivenError("--ranks", given=given, expected=f"{rows // task.batch_rows} at the most")
+        raise ValueGivenError("--ranks", got=given, expected=f"{rows // task.batch_rows} at the most")
 
 
 def one_job(task: Task, out: Path, number: int, settings: JobSettings, progress: Progress) -> None:

@@ -48,7 +48,7 @@ class GPTShape:
             checks.integer(name, getattr(self, name))
         checks.number("dropout", self.dropout, low=0, high=1)
         if self.width % self.num_heads:
-            raise ValueGivenError("width", given=f"{self.width}", expected=f"a multiple of {self.num_heads} heads")
+            raise ValueGivenError("width", got=f"{self.width}", expected=f"a multiple of {self.num_heads} heads")
 
 
 class Attention(nn.Module):
@@ -110,7 +110,7 @@ class GPT(nn.Module):
         """Return the last hidden states (B, T, D) of `tokens` (B, T), with T at most the context."""
         if tokens.shape[1] > self.shape.context:
             raise ValueGivenError(
-                "tokens", given=f"{tokens.shape[1]} in a row", expected=f"at most the context, {self.shape.context}"
+                "tokens", got=f"{tokens.shape[1]} in a row", expected=f"at most the context, {self.shape.context}"
             )
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))

@@ -98,7 +98,7 @@ class ResNet(nn.Module):
             checks.integer(name, value)
         checks.one_of("stem", stem, STEMS)
         if not depths:
-            raise ValueGivenError("depths", given="no stages", expected="blocks of each stage, as (2, 2, 2, 2)")
+            raise ValueGivenError("depths", got="no stages", expected="blocks of each stage, as (2, 2, 2, 2)")
         self.stem = _stem(in_channels, width, stem)
         widths = [width * 2**stage for stage in range(len(depths))]
         channels = [
