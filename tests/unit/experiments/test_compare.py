@@ -380,7 +380,7 @@ def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
 
 def test_data_is_placed_once_for_all_races(folder, monkeypatch):
     placed, given = race_folder.placed, []
-    monkeypatch.setattr(race_folder, "placed", lambda *args: got.append(args) or placed(*args))
+    monkeypatch.setattr(race_folder, "placed", lambda *args: given.append(args) or placed(*args))
     for race in folder.glob("race-*"):
         shutil.rmtree(race)
     assert run(folder).num_pairs == 2
