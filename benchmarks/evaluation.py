@@ -4,10 +4,12 @@
 outstanding slices in order and prints the status of the goals. `--dry-run` only lists the slices, `--summary` only
 prints the status. `--json` prints the summary as a JSON object.
 
-Results are in `benchmarks/results/evaluation-<machine>/`, with a folder or file per run. `done` contains a file per
-completed slice, written atomically: command, seconds, machine and fingerprint of the sources. Completed slices are not
-repeated. If the sources or the command have changed, a slice is called stale; delete its file and its run to repeat it.
-Each kind of machine has a separate folder, also for the same GPU in another host.
+Results are in `runs/evaluations/evaluation-<machine>/`, with a folder or file per run. After every completed slice
+they are packed into `benchmarks/results/evaluation-<machine>.tar.xz`, which is committed, and from which an evaluation
+resumes in another checkout. `done` contains a file per completed slice, written atomically: command, seconds, machine
+and fingerprint of the sources. Completed slices are not repeated. If the sources or the command have changed, a slice
+is called stale; delete its file and its run to repeat it. Each kind of machine has a separate folder, also for the same
+GPU in another host.
 
 A slice over its time limit is ended. If it left new results, the next call resumes it. Otherwise it runs again only
 with a higher `--slice-minutes`. On a GPU, paired runs to a target take the whole limit, so use the same
@@ -27,12 +29,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import command
+from evaluation_archive import UNPACKED, archive_of, pack, unpack_all
 from evaluation_figures import ran_of, recorded, written
 from evaluation_folder import claim, own_folder, slug
 from evaluation_goals import runs_in
@@ -45,6 +48,7 @@ from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.measure.machine import environment
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 STALE, CANNOT = "stale", "cannot run here"
 END_S = 10  # for a process to exit after a signal
 RUN, CUT, FAILED = "run", "cut off", "failed"
@@ -71,6 +75,7 @@ class Place:
         has_meter: True if energy can be measured.
         commands: Names of the available `trimtab` commands.
         limit_s: Time limit of a slice in seconds.
+        archive: Archive of the folder, written after every completed slice; None for a folder without an archive.
     """
 
     folder: Path
@@ -79,6 +84,7 @@ class Place:
     has_meter: bool = False
     commands: tuple[str, ...] = ()
     limit_s: float = 60 * MINUTES["cpu"]
+    archive: Path | None = None
 
     def ran(self, each: Slice) -> Path:
         """Return the file of a completed slice."""
@@ -165,7 +171,7 @@ def main() -> None:
             print("\n".join(listed(wanted, place)))
             return
         if not options.summary:
-            for line in run_slices(wanted, place, most):
+            for line in run_slices(wanted, place, most, completed=lambda: summary(size, every, place)):
                 print(line, file=sys.stderr, flush=True)
         found = summary(size, every, place)  # pages cover all slices, regardless of --only
         print(json.dumps(found) if options.json else "\n".join(text(found)))
@@ -190,8 +196,8 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
     """Return the execution environment of this machine.
 
     Args:
-        size: "cpu", "gpu" or "tiny". Results of "tiny" are in `runs`, not in `benchmarks/results`.
-        folder: Folder of results; None for the folder named for this machine.
+        size: "cpu", "gpu" or "tiny". Results of "tiny" are in `runs` and are not archived.
+        folder: Folder of results, which is not archived; None for the folder named for this machine.
         limit_s: Time limit of a slice in seconds.
         writes: True to create a missing folder.
 
@@ -207,15 +213,19 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
     found, gpus = environment(), torch.cuda.device_count()
     refuse_gpu(size, gpus)
     meter = find_meter(torch.device("cuda" if gpus else "cpu"))
-    results = HERE.parent / "runs" if size == "tiny" else HERE / "results"
+    archive = None
     if folder is None:
-        first = results / f"evaluation-{slug(found, gpus)}"
+        is_archived = size != "tiny"
+        if is_archived:
+            unpack_all(ROOT)
+        first = ROOT / (UNPACKED if is_archived else "runs") / f"evaluation-{slug(found, gpus)}"
         folder = own_folder(first, found)
+        archive = archive_of(ROOT, folder.name) if is_archived else None
         if folder != first:
             print(f"{first.name} is of another machine: results are in {folder.name}", file=sys.stderr)
     claim(folder, found, writes=writes)
     names = tuple(each.callback.__name__ for each in app.registered_commands if each.callback is not None)
-    return Place(folder, found, gpus, not meter.facts.is_absent, names, limit_s)
+    return Place(folder, found, gpus, not meter.facts.is_absent, names, limit_s, archive)
 
 
 def refuse_gpu(size: str, num_gpus: int) -> None:
@@ -234,8 +244,17 @@ def listed(found: Sequence[Slice], place: Place) -> Iterator[str]:
     yield f"{len(found)} slices in {place.folder.name}; about {left:.0f} minutes are left to do here"
 
 
-def run_slices(found: Sequence[Slice], place: Place, most: int | None = None) -> Iterator[str]:
-    """Run outstanding slices and yield progress lines. Skips the rest of a folder after an incomplete slice."""
+def run_slices(
+    found: Sequence[Slice], place: Place, most: int | None = None, completed: Callable[[], object] | None = None
+) -> Iterator[str]:
+    """Run outstanding slices and yield progress lines. Skips the rest of a folder after an incomplete slice.
+
+    Args:
+        found: Slices.
+        place: Execution environment.
+        most: Largest number of slices to run; None for all.
+        completed: Called after every completed slice.
+    """
     left, broken = len(found) if most is None else most, set()
     for each in found:
         if left <= 0:
@@ -250,6 +269,8 @@ def run_slices(found: Sequence[Slice], place: Place, most: int | None = None) ->
         yield f"{each.name}: {outcome}, {said}"
         if outcome != RUN:
             broken.add(each.folder)
+        elif completed is not None:
+            completed()
 
 
 def run_slice(each: Slice, place: Place) -> tuple[str, str]:
@@ -321,7 +342,7 @@ def _limit(part: str, folder: Path) -> str:
 
 def _run(argv: Sequence[str], folder: Path, limit_s: float) -> tuple[int | None, str, str]:
     """Return (exit status, stdout, stderr). After the time limit, ends the process group and returns None as status."""
-    paths = [str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     how = {"cwd": folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(argv, start_new_session=True, **how) as process:
@@ -348,13 +369,15 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
-    """Return the status of slices and goals, and write the pages of the evaluation.
+    """Return the status of slices and goals, and write the pages and the archive of the evaluation.
 
     The pages depend only on the records, so they are identical on every machine.
     """
     runs = runs_in(found, place.folder)
     for name, made in written(size, found, place.folder, runs).items():
         write_whole(place.folder / name, made)
+    if place.archive is not None and any((place.folder / "done").glob("*.json")):
+        pack(place.folder, place.archive)
     known = recorded(size, found, place.folder, runs)
     states = [(each, *place.state(each)) for each in found]
     here = [{"metric": "slice", "slice": each.name, "state": state, "why": why} for each, state, why in states]

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from evaluation_archive import RESULTS, SUFFIX, unpack_all
 from evaluation_goals import GOALS, Reached, reached, runs_in, unfounded_in
 from evaluation_slices import DONE, TO_DO, Ran, Slice, slices
 from phases_figures import phases
@@ -31,14 +32,13 @@ from trimtab.experiments.scaling.table import tables
 
 Row = dict[str, Any]
 Runs = Mapping[str, Run]
-PAGE, SUMMARY, MACHINE_FILE = "evaluation.md", "summary.json", "machine.json"
+SUMMARY, MACHINE_FILE = "summary.json", "machine.json"
 _SETTINGS = {"interaction": "together", "whole": "the plan"}  # display names of settings
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the folders of evaluations with a completed slice."""
-    begun = sorted((root / "benchmarks" / "results").glob(f"evaluation-*/{MACHINE_FILE}"))
-    return [path.parent for path in begun if any((path.parent / "done").glob("*.json"))]
+    """Return the unpacked folders of archived evaluations with a completed slice."""
+    return [path for path in unpack_all(root) if any((path / "done").glob("*.json"))]
 
 
 def size_of(folder: Path) -> str:
@@ -118,12 +118,12 @@ def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> I
         comparison: Formats the rows of a comparison.
     """
     size, facts = size_of(folder), machine_of(folder)
-    where = f"../benchmarks/results/{folder.name}"
+    archive = f"{folder.name}{SUFFIX}"
     runs = runs_in(slices(size), folder)
     yield f"## {folder.name}"
     yield ""
     yield f"{', '.join(facts[key] for key in ('cpu', 'gpu') if key in facts)}. `make evaluation SIZE={size}`."
-    yield f"The paper's tables beside these, and its claims: [{PAGE}]({where}/{PAGE})."
+    yield f"Records, reports of the runs and the comparison with the paper: [{archive}](../{RESULTS}/{archive})."
     yield ""
     yield "| goal | | measured |"
     yield "|---|---|---|"
@@ -131,10 +131,10 @@ def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> I
         yield f"| {each.goal.says} | {each.status} | {each.figure} |"
     yield ""
     for name, run in runs.items():
-        yield from _run(folder / name, run, f"{where}/{name}", comparison)
+        yield from _run(folder / name, run, comparison)
 
 
-def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
+def _run(path: Path, run: Run, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
     if (path / "scaling.json").is_file():
         yield from _scaling(run, read_json(Scaling, path / "scaling.json"))
     elif (path / PHASES).is_file():
@@ -146,7 +146,7 @@ def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iter
         yield from phases(phase_object(page.gains, page.thirds)["rows"])
     elif (path / "report.json").is_file():
         found = read_report(path / "report.json")
-        yield f"### [{path.name}]({link}/report.md): {found.task}"
+        yield f"### {path.name}: {found.task}"
         yield ""
         yield f"`{found.command}`; {_versions(run)}."
         yield ""

@@ -20,6 +20,7 @@ from typing import Any
 
 import advice_figures
 import docs_figures
+import evaluation_archive
 import evaluation_figures
 import technique_figures
 from evaluation_slices import Slice, slices
@@ -61,7 +62,17 @@ def main() -> None:
         print(f"{path.relative_to(ROOT)}: {'out of date' if check else 'rebuilt'}", file=sys.stderr)
         if not check:
             path.write_text(text, encoding="utf-8")
-    sys.exit(1 if check and stale else 0)
+    unpacked = [path for path in evaluation_archive.unpack_all(ROOT) if not _packed(path, check=check)]
+    for folder in unpacked:
+        archive = evaluation_archive.archive_of(ROOT, folder.name)
+        print(f"{archive.relative_to(ROOT)}: {'out of date' if check else 'rebuilt'}", file=sys.stderr)
+    sys.exit(1 if check and (stale or unpacked) else 0)
+
+
+def _packed(folder: Path, *, check: bool) -> bool:
+    """Return True if the archive of a folder is up to date; otherwise write it, unless only checking."""
+    archive = evaluation_archive.archive_of(ROOT, folder.name)
+    return evaluation_archive.is_packed(folder, archive) if check else not evaluation_archive.pack(folder, archive)
 
 
 def _or_unmeasured(lines: Iterable[str], name: str) -> list[str]:
@@ -74,7 +85,10 @@ def _written(path: Path) -> str:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Return the expected text of README.md, of the pages in docs and of generated files, by path."""
+    """Return the expected text of README.md, of the pages in docs and of generated files, by path.
+
+    Pages of evaluations are in their unpacked folders.
+    """
     results = [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in _files(root)]
     comparisons = [found for found in results if found["name"] == "compare"]
 

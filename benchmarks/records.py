@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evaluation_archive import unpack_all, unpacked
+
 from trimtab.core.plan import Plan
 from trimtab.experiments.ablation.rows import ablation_object
 from trimtab.experiments.comparison.result import Comparison
@@ -69,7 +71,7 @@ def every(root: Path, name: str) -> list[Record]:
 
 def evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> Record:
     """Return a comparison or an ablation of an evaluation."""
-    folder = root / "benchmarks" / "results" / evaluation
+    folder = unpacked(root, evaluation)
     found = read_report(folder / name / "report.json")
     made = benchmark_object(found) if isinstance(found, Comparison) else ablation_object(found)
     machine = _machine(json.loads((folder / "machine.json").read_text(encoding="utf-8")))
@@ -78,7 +80,7 @@ def evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> Record:
 
 def is_evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> bool:
     """Return True if a run of an evaluation has a report."""
-    return (root / "benchmarks" / "results" / evaluation / name / "report.json").is_file()
+    return (unpacked(root, evaluation) / name / "report.json").is_file()
 
 
 def plan_of(root: Path, name: str, tier: str) -> Plan:
@@ -87,7 +89,7 @@ def plan_of(root: Path, name: str, tier: str) -> Plan:
     Raises:
         KeyError: The comparison has no plan of the tier.
     """
-    found = read_report(root / "benchmarks" / "results" / EVALUATION / name / "report.json")
+    found = read_report(unpacked(root, EVALUATION) / name / "report.json")
     return (found.plans if isinstance(found, Comparison) else {})[tier]
 
 
@@ -98,7 +100,7 @@ def _read(path: Path) -> Record:
 
 def timed_on_gpus(root: Path) -> list[Record]:
     """Return the timed comparisons of plans with the baseline on GPUs."""
-    folders = sorted(path.name for path in (root / "benchmarks" / "results").glob("evaluation-*"))
+    folders = [path.name for path in unpack_all(root)]
     names = [(folder, name) for folder in folders for name in ("gpt2-timed", "resnet-timed")]
     return [evaluated(root, name, folder) for folder, name in names if is_evaluated(root, name, folder)]
 

@@ -21,7 +21,7 @@ project = "trimtab"
 author = "the trimtab authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/results/*/**.md"]
+include_patterns = ["CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "src", "tests", "docs/site"]
 
 myst_heading_anchors = 3
@@ -59,8 +59,6 @@ def setup(app: Any) -> None:
 
 
 def _read(app: Any, name: str, source: list[str]) -> None:
-    if name.startswith("benchmarks/"):  # Pages link to these records, but the navigation tree does not list them.
-        source[0] = f"---\norphan: true\n---\n{source[0]}"
     added = {"docs/index": _trees, "docs/api": _docstrings}.get(name)
     if added is not None:
         head, *sections = re.split(r"^(?=## )", source[0], flags=re.MULTILINE)

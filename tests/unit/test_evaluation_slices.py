@@ -119,7 +119,9 @@ def test_every_goal_is_of_something_that_is_run(listed, goals):
 
 def step_of_p0(kind: str) -> tuple[float, float]:
     """Return the seconds of P0's step on the H200, and those of planning beside it, as they were measured."""
-    found = json.loads((ROOT / f"benchmarks/results/evaluation-h200-x1/{kind}-timed/report.json").read_text())
+    from evaluation_archive import unpacked
+
+    found = json.loads((unpacked(ROOT, "evaluation-h200-x1") / f"{kind}-timed/report.json").read_text())
     (reference,) = (arm for arm in found["arms"] if arm["name"] == "reference")
     return statistics.median(reference["step_s"]), found["planning_s"]
 
@@ -277,8 +279,12 @@ def test_what_a_slice_takes_is_what_it_took_here(evaluation, place, made):
 
 def test_what_a_slice_is_declared_to_take_is_about_what_it_took(listed):
     """Of every slice of which a record is kept; one that ends much sooner does no harm."""
+    from evaluation_archive import unpack_all
+
     every = {each.name: each for each in listed.slices("cpu")}
-    for folder in (ROOT / "benchmarks" / "results").glob("evaluation-*core"):
+    folders = [folder for folder in unpack_all(ROOT) if folder.name.endswith("core")]
+    assert len(folders) == 3
+    for folder in folders:
         took = {path.stem: json.loads(path.read_text())["seconds"] for path in (folder / "done").glob("*.json")}
         assert {name: s for name, s in took.items() if s > 1.3 * 60 * every[name].minutes} == {}
 
@@ -830,13 +836,14 @@ def test_every_task_that_the_evaluation_races_on_two_cores_is_known_beside_the_p
 
 @pytest.fixture
 def measured(tmp_path):
-    """Return an evaluation's folder with a comparison against every peer, an ablation and a scaling table."""
+    """Return an archived evaluation's folder with a comparison against every peer, an ablation and a scaling table."""
+    from evaluation_archive import archive_of, folder_of, pack
     from evaluation_slices import Ran
     from measured_runs import CPU, GAIN, ablation, around, comparison, scaled
 
     from trimtab.experiments.comparison.result import RatioRow
 
-    folder = tmp_path / "benchmarks" / "results" / "evaluation-here"
+    folder = folder_of(tmp_path, "evaluation-here")
     ran = Ran("cifar-recipes-1", "compare", "abc", HERE, 1.0, "cifar-recipes/report.json")
     found = comparison("cifar10_resnet_short", CPU)
     peers = [RatioRow("throughput", name, "reference", "", around(1.2), GAIN) for name in ("strict", "strong", "muon")]
@@ -852,6 +859,9 @@ def measured(tmp_path):
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    archive = archive_of(tmp_path, folder.name)
+    archive.parent.mkdir(parents=True)
+    assert pack(folder, archive)
     return folder
 
 
@@ -910,6 +920,7 @@ def test_an_evaluation_of_which_nothing_ended_is_not_shown(measured):
 def test_a_goal_that_was_measured_somewhere_is_not_called_unmeasured_elsewhere(measured):
     """A machine that a few slices were run on has lines of these alone; what nowhere was measured has one of each."""
     import advice_figures
+    from evaluation_archive import archive_of, pack
     from evaluation_slices import Ran
 
     root, other = measured.parents[2], measured.parent / "evaluation-other"
@@ -920,6 +931,7 @@ def test_a_goal_that_was_measured_somewhere_is_not_called_unmeasured_elsewhere(m
     )
     row = {"task": "digits_resnet", "metric": "monitor_overhead_ratio", "mean": 1.0, "low": 0.99, "high": 1.01, "n": 8}
     (other / "monitor.json").write_text(json.dumps({"rows": [row | {"control_half_width": 0.02}]}))
+    pack(other, archive_of(root, other.name))
     lines = [line.split(" | ")[:2] for line in advice_figures._goals(root)]
     found = [(says.removeprefix("| "), status) for says, status in lines]
     assert [status for says, status in found if says.endswith("the noise monitor takes 0.25%")] == ["met"]

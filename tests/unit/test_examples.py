@@ -167,6 +167,8 @@ def test_the_readme_leads_to_every_page() -> None:
 def test_the_figures_shown_are_those_measured(monkeypatch) -> None:
     """README.md, pages and drawings in docs, and an evaluation's pages are what is made of benchmarks/results."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import evaluation_archive
+
     made = load("figures", "benchmarks").pages(ROOT)
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make figures`"
@@ -179,8 +181,11 @@ def test_the_figures_shown_are_those_measured(monkeypatch) -> None:
         shown = shown.get(path.name, r"\dx? \(\d[.\d]* to \d")
         assert path.suffix != ".md" or re.search(shown, text), f"{path.name} shows no figure"
     held = [*(ROOT / "docs" / "figures").iterdir()]
-    for kind in ("evaluation.*", "summary.json"):
-        held += (ROOT / "benchmarks" / "results").glob(f"evaluation-*/{kind}")
+    for folder in evaluation_archive.unpack_all(ROOT):
+        archive = evaluation_archive.archive_of(ROOT, folder.name)
+        assert evaluation_archive.is_packed(folder, archive), f"{archive.name} is out of date: run `make figures`"
+        for kind in ("evaluation.*", "summary.json"):
+            held += folder.glob(kind)
     assert set(held) <= made.keys()
     assert {path.suffix for path in held} == {".svg", ".html", ".md", ".json"}
 
