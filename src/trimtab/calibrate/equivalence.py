@@ -156,7 +156,7 @@ def _check(subject: Subject, start: LoopState) -> Check:
     try:
         pieces = list(_unequal_split(subject))
     except BatchError as error:
-        return _refused("split.not_sliceable", error.got)
+        return _refused("split.not_sliceable", error.reason)
     with _restoring(start):
         shared = _shared_masks(subject)
     if shared:

@@ -48,7 +48,7 @@ def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
     try:
         other = samples_at(batch, [index // 2 for index in range(rows)])
     except BatchError as error:
-        return f"no other batch can be made of this one to prove graphs on: {error.got}"
+        return f"no other batch can be made of this one to prove graphs on: {error.reason}"
     before = gradients(batch, _DRAWS[0], launched=False)
     apart, moved, differing = [], [], ""
     with _moved_weights(subject):

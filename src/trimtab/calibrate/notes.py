@@ -37,7 +37,7 @@ class Notes:
             what: clause that names the missing figure, such as "FLOP were not counted".
             why: the exception or a reason.
         """
-        reason = why.got if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
+        reason = why.reason if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
         self._found[Note(code, f"{what}: {reason}")] = None
 
     def attempt(self, code: str, what: str, function: Callable[[], T], default: T) -> T:

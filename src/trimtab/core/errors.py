@@ -59,6 +59,11 @@ class TrimtabError(Exception):
         message = problem or f"{field}: got {got}; expected {expected}."
         super().__init__(f"{message} {hint}" if hint else message)
 
+    @property
+    def reason(self) -> str:
+        """The cause as a clause for another sentence: `problem` without its period, otherwise `got`."""
+        return self.problem.removesuffix(".") or self.got
+
     def __reduce__(self) -> tuple[Any, ...]:  # Pickles with keyword arguments, so that an error can cross processes.
         texts = {"got": self.got, "expected": self.expected, "problem": self.problem, "hint": self.hint}
         named = functools.partial(type(self), **texts, code=self.code)

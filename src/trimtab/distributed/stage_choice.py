@@ -87,7 +87,7 @@ def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], 
         found = with_traces(profile, there, progress)
         traces = traces_of_ranks(found, there, dist.get_world_size(), progress)
     except (DependencyError, ModelError) as error:
-        return f"what a rank holds at another stage is not known: {error.got}"
+        return f"what a rank holds at another stage is not known: {error.reason}"
     found = replace(found, profiling_s=found.profiling_s + time.perf_counter() - start)
     return Share(found, traces, functools.partial(step_shape, model, found))
 

@@ -50,6 +50,11 @@ def test_other_bases_are_builtin_exceptions():
     assert all(issubclass(getattr(builtins, other), Exception) for _, other in drawn_tree().values() if other)
 
 
+def test_an_error_has_a_reason_for_other_sentences():
+    assert errors.BatchError("batch", got="7", expected="an even number").reason == "7"
+    assert errors.BatchError("batch", got="7", problem="The batch has 7 samples.").reason == "The batch has 7 samples"
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_message_says_what_was_given_what_was_expected_and_the_way_out(name):
     error = CLASSES[name]("batch", got="7", expected="an even number", hint="Use 8.")
