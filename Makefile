@@ -78,7 +78,7 @@ check: $(STAMP) ## Check format, lint and types; changes nothing
 	@$(BIN)/mypy
 
 figures: $(STAMP) ## Rebuild the figures in README.md and docs/ from benchmarks/results
-	@$(BIN)/python benchmarks/figures.py
+	@$(BIN)/python -m benchmarks.figures
 
 docs: $(STAMP) ## Build the documentation's site; warnings are errors
 	@$(BIN)/python docs/reference.py
@@ -96,7 +96,7 @@ gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP)) ## Run the tests
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
 evaluation: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP)) ## Go on with the paper's evaluation, a slice of minutes after another
-	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/evaluation.py --size $(SIZE) \
+	@PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.paper.evaluation --size $(SIZE) \
 		$(if $(MINUTES),--slice-minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
 
 clean: ## Remove the environment, caches and builds; keeps runs/

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from docs_figures import SAVED, cheapest, optimal
-from evaluation_figures import folders, machine_of, recorded, size_of
-from evaluation_goals import TOLD, runs_in
-from evaluation_slices import slices
-from figure_words import difference, ratio, speed
-from records import Record, evaluated, every, is_evaluated, newest
-
+from benchmarks.docs_figures import SAVED, cheapest, optimal
+from benchmarks.evaluation_figures import folders, machine_of, recorded, size_of
+from benchmarks.figure_words import difference, ratio, speed
+from benchmarks.paper.evaluation_goals import TOLD, runs_in
+from benchmarks.paper.evaluation_slices import slices
+from benchmarks.records import Record, evaluated, every, is_evaluated, newest
 from trimtab.experiments.evaluation.paper_arithmetic import checks
 
 Row = dict[str, Any]

@@ -12,6 +12,8 @@ from typing import Any
 from trimtab.core.codec import to_json
 from trimtab.measure.machine import environment
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark, `--quick` and `--json`.
@@ -36,7 +38,8 @@ def show(name: str, rows: Sequence[dict[str, Any]], line: Callable[[dict[str, An
     """
     if as_json:
         given = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]  # no local folders
-        asked = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])
+        script = Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("")
+        asked = shlex.join(["python", "-m", ".".join(script.parts), *given])
         found = {"schema": 1, "name": name, "environment": environment() | {"command": asked}, "rows": rows}
         print(to_json(found))
     else:

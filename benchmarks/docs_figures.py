@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import records
-
+from benchmarks import records
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]

@@ -11,11 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evaluation_archive import RESULTS, SUFFIX, unpack_all
-from evaluation_goals import GOALS, Reached, reached, runs_in, unfounded_in
-from evaluation_slices import DONE, TO_DO, Ran, Slice, slices
-from phases_figures import phases
-
+from benchmarks.paper.evaluation_archive import RESULTS, SUFFIX, unpack_all
+from benchmarks.paper.evaluation_goals import GOALS, Reached, reached, runs_in, unfounded_in
+from benchmarks.paper.evaluation_slices import DONE, TO_DO, Ran, Slice, slices
+from benchmarks.phases_figures import phases
 from trimtab.core.codec import read_json
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.ablation.result import Ablation
@@ -107,7 +106,7 @@ def _goals(size: str, folder: Path, runs: Runs) -> tuple[Reached, ...]:
 
 
 def _command(size: str) -> str:
-    return f"python benchmarks/evaluation.py --size {size}"
+    return f"python -m benchmarks.paper.evaluation --size {size}"
 
 
 def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Rebuild the figures in README.md and on the pages in docs from the files in benchmarks/results.
 
-    python benchmarks/figures.py            # write the pages
-    python benchmarks/figures.py --check    # write nothing; fail if a page differs from the results
+    python -m benchmarks.figures            # write the pages
+    python -m benchmarks.figures --check    # write nothing; fail if a page differs from the results
 
 Results contain ratios of time and memory, trimtab over baseline. Pages show time as a speed-up (above 1 is faster).
 README shows only comparisons with at least 8 pairs and a control whose interval contains 1.
@@ -12,27 +12,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import advice_figures
-import docs_figures
-import evaluation_archive
-import evaluation_figures
-import technique_figures
-from evaluation_slices import Slice, slices
-from figure_words import difference, interval, ratio, speed
-from frontier_figures import drawings
-from phases_figures import METRICS, phases
-from scaling_figures import scaling, sending
-
+from benchmarks import advice_figures, docs_figures, evaluation_figures, technique_figures
+from benchmarks.figure_words import difference, interval, ratio, speed
+from benchmarks.frontier_figures import drawings
+from benchmarks.paper import evaluation_archive
+from benchmarks.paper.evaluation_slices import Slice, slices
+from benchmarks.phases_figures import METRICS, phases
+from benchmarks.scaling_figures import scaling, sending
 from trimtab.decide.goodput import Times, relative_time
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
-ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 BEGIN, END = "<!-- {}: made by `make figures` -->", "<!-- end of {} -->"
 MIN_CLAIM = 8
 RANKS = ("scaling-courses",)  # records shown in full on docs/scaling.md
@@ -77,7 +75,8 @@ def _packed(folder: Path, *, check: bool) -> bool:
 
 def _or_unmeasured(lines: Iterable[str], name: str) -> list[str]:
     """Return the lines of a benchmark, or a note that it was not measured."""
-    return list(lines) or [f"**Not measured**: no record of `benchmarks/{name}.py` is among `benchmarks/results`."]
+    path = f"benchmarks/micro/{name}.py"
+    return list(lines) or [f"**Not measured**: no record of `{path}` is among `benchmarks/results`."]
 
 
 def _written(path: Path) -> str:
@@ -199,12 +198,22 @@ def _sections(results: list[Row]) -> Iterator[str]:
 def _how(found: Row) -> str:
     """Return the command of a comparison, and the run length for which the tuned plan was made."""
     command = found["environment"].get("command")
-    said = [f"`{command}`" if command else ""]
+    said = [f"`{_present(command)}`" if command else ""]
     horizon = next((row for row in found["rows"] if row.get("arm") == "plan_F" and "arm_rows" in row), None)
     if horizon is not None:
         said.append(f"tier F trained on {horizon['arm_rows']:,} of the reference's {horizon['against_rows']:,} rows")
     said = [text for text in said if text]
     return f" {'; '.join(said)}." if said else ""
+
+
+def _present(command: str) -> str:
+    """Return a recorded command line with the present module. Older records name `benchmarks/<name>.py`."""
+
+    def module(found: re.Match[str]) -> str:
+        folders = (folder for folder in ("micro", "paper") if (HERE / folder / f"{found[1]}.py").is_file())
+        return f"python -m benchmarks.{next(folders)}.{found[1]}"
+
+    return re.sub(r"^python benchmarks/(\w+)\.py", module, command)
 
 
 def _comparison(rows: list[Row]) -> Iterator[str]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation_archive import unpack_all, unpacked
-
+from benchmarks.paper.evaluation_archive import unpack_all, unpacked
 from trimtab.core.plan import Plan
 from trimtab.experiments.ablation.rows import ablation_object
 from trimtab.experiments.comparison.result import Comparison

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from figure_words import difference, ratio, speed
-from records import Record, evaluated, every, is_evaluated, newest, plan_of, timed_on_gpus
-
+from benchmarks.figure_words import difference, ratio, speed
+from benchmarks.records import Record, evaluated, every, is_evaluated, newest, plan_of, timed_on_gpus
 from trimtab.core.choice import Choice
 from trimtab.decide.tier_f import tried
 

@@ -30,12 +30,12 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT)
 
 
 @pytest.fixture
 def archive():
-    import evaluation_archive
+    from benchmarks.paper import evaluation_archive
 
     return evaluation_archive
 
@@ -171,8 +171,8 @@ def test_members_outside_the_folder_and_damaged_archives_are_refused(archive, ro
 
 def test_an_evaluation_resumes_from_its_archive(archive, monkeypatch, tmp_path):
     """A new checkout finds completed slices done; another completed slice is packed."""
-    import evaluation
-    from evaluation_slices import Ran, slices
+    from benchmarks.paper import evaluation
+    from benchmarks.paper.evaluation_slices import Ran, slices
 
     monkeypatch.setattr(evaluation, "ROOT", tmp_path)
     found = slices("cpu")

@@ -46,27 +46,27 @@ HERE = {"cpu": "AMD EPYC Processor avx2", "cpu_cores": "2", "os": "Linux", "sour
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT)
     monkeypatch.syspath_prepend(ROOT / "tests" / "unit" / "experiments")
 
 
 @pytest.fixture
 def evaluation():
-    import evaluation
+    from benchmarks.paper import evaluation
 
     return evaluation
 
 
 @pytest.fixture
 def listed():
-    import evaluation_slices
+    from benchmarks.paper import evaluation_slices
 
     return evaluation_slices
 
 
 @pytest.fixture
 def goals():
-    import evaluation_goals
+    from benchmarks.paper import evaluation_goals
 
     return evaluation_goals
 
@@ -89,12 +89,12 @@ def test_every_slice_is_a_command_that_exists(listed, size):
     for each in listed.slices(size):
         name, *rest = each.command
         if name.endswith(".py"):
-            assert (ROOT / "benchmarks" / name).is_file()
+            assert (ROOT / "benchmarks" / "micro" / name).is_file()
             continue
         files = {listed.TASKS: "evaluation_tasks.py", listed.GPU_TASKS: "evaluation_gpu_tasks.py"}
         given = list(rest)
         for stands, file in files.items():
-            given = [part.replace(stands, str(ROOT / "benchmarks" / file)) for part in given]
+            given = [part.replace(stands, str(ROOT / "benchmarks" / "paper" / file)) for part in given]
         parsed = known[name].make_context(name, list(given)).params
         load_task(parsed.get("task") or parsed["sources"][0])
         assert parsed.get("out") in (None, Path(each.result if each.writes_file else each.folder))
@@ -119,7 +119,7 @@ def test_every_goal_is_of_something_that_is_run(listed, goals):
 
 def step_of_p0(kind: str) -> tuple[float, float]:
     """Return the seconds of P0's step on the H200, and those of planning beside it, as they were measured."""
-    from evaluation_archive import unpacked
+    from benchmarks.paper.evaluation_archive import unpacked
 
     found = json.loads((unpacked(ROOT, "evaluation-h200-x1") / f"{kind}-timed/report.json").read_text())
     (reference,) = (arm for arm in found["arms"] if arm["name"] == "reference")
@@ -131,7 +131,7 @@ def test_times_that_are_asked_for_are_in_reach_of_their_slices(listed, goals):
 
     Two minutes: of what tier F tries, and of its training. In nine minutes there is a bound.
     """
-    import evaluation_gpu_tasks as timed
+    from benchmarks.paper import evaluation_gpu_tasks as timed
 
     tasks = {"resnet": (timed.resnet50_timed, 90), "gpt2": (timed.gpt2_timed, 150)}
     for goal in (each for each in goals.GOALS if each.size == "gpu" and each.measure == "time_to_target"):
@@ -279,7 +279,7 @@ def test_what_a_slice_takes_is_what_it_took_here(evaluation, place, made):
 
 def test_what_a_slice_is_declared_to_take_is_about_what_it_took(listed):
     """Of every slice of which a record is kept; one that ends much sooner does no harm."""
-    from evaluation_archive import unpack_all
+    from benchmarks.paper.evaluation_archive import unpack_all
 
     every = {each.name: each for each in listed.slices("cpu")}
     folders = [folder for folder in unpack_all(ROOT) if folder.name.endswith("core")]
@@ -308,8 +308,8 @@ def test_what_it_started_ends_with_it(tmp_path):
     child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = f"""
         import sys
-        sys.path[:0] = [{str(ROOT / "benchmarks")!r}]
-        import evaluation
+        sys.path[:0] = [{str(ROOT)!r}]
+        from benchmarks.paper import evaluation
         from pathlib import Path
         evaluation.end_with_children()
         evaluation._run([sys.executable, "-c", {child!r}], Path({str(tmp_path)!r}), 60.0)
@@ -402,7 +402,7 @@ def test_a_command_is_made_where_it_runs(evaluation, place, listed):
     python, *rest = evaluation._argv(each, place.folder)
     assert python == sys.executable
     assert rest[:3] == ["-m", "trimtab.cli", "compare"]
-    assert (place.folder / rest[3].partition(":")[0]).resolve() == ROOT / "benchmarks" / "evaluation_tasks.py"
+    assert (place.folder / rest[3].partition(":")[0]).resolve() == ROOT / "benchmarks" / "paper" / "evaluation_tasks.py"
     assert rest[-1] == "500B"
     (place.folder / "arm.json").write_text('{"peak_bytes": null}')
     with raises(FormatError, code="format.invalid"):
@@ -479,7 +479,7 @@ def test_plans_that_are_written_by_hand_are_there_and_fit_their_tasks(evaluation
 @pytest.mark.parametrize("kind", ["resnet50", "gpt2"])
 def test_each_block_of_a_plan_at_the_papers_size_is_run_twice(kind):
     """On a model of as many blocks, whose segments reach over stages; in fp32, which a processor has."""
-    plan = read_json(Plan, ROOT / "benchmarks" / "plans" / f"paper-{kind}.json")
+    plan = read_json(Plan, ROOT / "benchmarks" / "paper" / "plans" / f"paper-{kind}.json")
     rows = plan.batch_rows // plan.micro_batch.value * 2
     kept = {"batch_rows": rows, "micro_batch": replace(plan.micro_batch, value=2), "precision": Plan.fixed(1).precision}
     images, tokens = torch.randn(rows, 3, 8, 8), torch.randint(16, (rows, 8))
@@ -514,7 +514,7 @@ def test_tables_one_to_three_are_raced_to_the_papers_targets_within_their_slices
             against = found[f"{kind}-whole"][found[f"{kind}-whole"].index("--against") + 1].split(",")
             assert {"paper", "strong"} <= set(against)
             assert len(against) == peers - 1
-            task = command[1].replace(listed.GPU_TASKS, str(ROOT / "benchmarks" / "evaluation_gpu_tasks.py"))
+            task = command[1].replace(listed.GPU_TASKS, str(ROOT / "benchmarks" / "paper" / "evaluation_gpu_tasks.py"))
             assert target in load_task(task).targets
 
 
@@ -824,7 +824,7 @@ def test_every_task_that_the_evaluation_races_on_two_cores_is_known_beside_the_p
 
     known = {*IMAGES.tasks, *IMAGES.smaller, *TOKENS.tasks, *TOKENS.smaller}
     raced = {each.command[1] for each in listed.slices("cpu") if each.command[0] in ("compare", "ablate", "scale")}
-    tasks = {task.replace(listed.TASKS, str(ROOT / "benchmarks" / "evaluation_tasks.py")) for task in raced}
+    tasks = {task.replace(listed.TASKS, str(ROOT / "benchmarks" / "paper" / "evaluation_tasks.py")) for task in raced}
     # Of no claim: steps that are short enough for all that tier F races, and little data, gone over again and again.
     of_no_claim = {"digits_resnet", "repeated_gpt"}
     assert {load_task(task).name for task in tasks} <= known | of_no_claim
@@ -837,10 +837,10 @@ def test_every_task_that_the_evaluation_races_on_two_cores_is_known_beside_the_p
 @pytest.fixture
 def measured(tmp_path):
     """Return an archived evaluation's folder with a comparison against every peer, an ablation and a scaling table."""
-    from evaluation_archive import archive_of, folder_of, pack
-    from evaluation_slices import Ran
     from measured_runs import CPU, GAIN, ablation, around, comparison, scaled
 
+    from benchmarks.paper.evaluation_archive import archive_of, folder_of, pack
+    from benchmarks.paper.evaluation_slices import Ran
     from trimtab.experiments.comparison.result import RatioRow
 
     folder = folder_of(tmp_path, "evaluation-here")
@@ -866,8 +866,7 @@ def measured(tmp_path):
 
 
 def test_the_results_page_has_goals_and_figures_of_every_run(measured):
-    import evaluation_figures
-    import figures
+    from benchmarks import evaluation_figures, figures
 
     assert evaluation_figures.folders(measured.parents[2]) == [measured]
     lines = list(evaluation_figures.section(measured, figures._comparison))
@@ -893,14 +892,14 @@ def test_the_results_page_has_goals_and_figures_of_every_run(measured):
     ],
 )
 def test_a_bound_on_a_time_is_told_as_one_of_speeds(bound, at_least, at_most, told):
-    import evaluation_figures
+    from benchmarks import evaluation_figures
 
     assert evaluation_figures._value({"bound": bound, "at_least": at_least, "at_most": at_most}) == told
 
 
 def test_the_page_beside_the_papers_tables_is_made_of_the_same_runs(measured):
-    import evaluation_figures
-    import evaluation_slices
+    from benchmarks import evaluation_figures
+    from benchmarks.paper import evaluation_slices
 
     files = evaluation_figures.written("cpu", evaluation_slices.slices("cpu"), measured)
     assert set(files) == {"summary.json", "evaluation.md", "evaluation.html", "evaluation.json"}
@@ -911,7 +910,7 @@ def test_the_page_beside_the_papers_tables_is_made_of_the_same_runs(measured):
 
 
 def test_an_evaluation_of_which_nothing_ended_is_not_shown(measured):
-    import evaluation_figures
+    from benchmarks import evaluation_figures
 
     (measured / "done" / "cifar-recipes-1.json").unlink()
     assert evaluation_figures.folders(measured.parents[2]) == []
@@ -919,9 +918,9 @@ def test_an_evaluation_of_which_nothing_ended_is_not_shown(measured):
 
 def test_a_goal_that_was_measured_somewhere_is_not_called_unmeasured_elsewhere(measured):
     """A machine that a few slices were run on has lines of these alone; what nowhere was measured has one of each."""
-    import advice_figures
-    from evaluation_archive import archive_of, pack
-    from evaluation_slices import Ran
+    from benchmarks import advice_figures
+    from benchmarks.paper.evaluation_archive import archive_of, pack
+    from benchmarks.paper.evaluation_slices import Ran
 
     root, other = measured.parents[2], measured.parent / "evaluation-other"
     (other / "done").mkdir(parents=True)

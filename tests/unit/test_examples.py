@@ -166,10 +166,11 @@ def test_the_readme_leads_to_every_page() -> None:
 
 def test_the_figures_shown_are_those_measured(monkeypatch) -> None:
     """README.md, pages and drawings in docs, and an evaluation's pages are what is made of benchmarks/results."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import evaluation_archive
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import figures
+    from benchmarks.paper import evaluation_archive
 
-    made = load("figures", "benchmarks").pages(ROOT)
+    made = figures.pages(ROOT)
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make figures`"
         shown = {"memory.md": r"worst \d[.\d]*%", "evaluation.md": r"\d% to \d[.\d]*%"}

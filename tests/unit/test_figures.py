@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT)
 
 
 def third(n: int, **more):
@@ -23,7 +23,7 @@ def third(n: int, **more):
 
 
 def test_of_fewer_than_five_pairs_the_pairs_stand_alone():
-    from phases_figures import phases
+    from benchmarks.phases_figures import phases
 
     few, enough = ("\n".join(phases([third(n)])) for n in (3, 5))
     assert "| 1.200x, 1.200x, 1.200x | 3 |" in few
@@ -37,8 +37,8 @@ def test_of_fewer_than_five_pairs_the_pairs_stand_alone():
 
 
 def test_of_fewer_than_five_rounds_or_seeds_there_is_no_interval():
-    import figures
-    from scaling_figures import scaling
+    from benchmarks import figures
+    from benchmarks.scaling_figures import scaling
 
     row = {"metric": "in_step", "task": "t", "mbit": 1, "loop": "ddp", "mean": 0.9, "low": 0.8, "high": 1.0, "n": 3}
     rows = [row | {"kept": kept} for kept in ("in step", "over the link", "of in step")]
@@ -60,7 +60,7 @@ def test_of_fewer_than_five_rounds_or_seeds_there_is_no_interval():
 
 
 def test_months_to_double_have_the_interval_of_the_speed_up():
-    from phases_figures import phases
+    from benchmarks.phases_figures import phases
 
     row = {
         "metric": "doubling_months",
@@ -79,7 +79,7 @@ def test_months_to_double_have_the_interval_of_the_speed_up():
 
 
 def test_a_page_without_its_marks_is_refused():
-    import figures
+    from benchmarks import figures
 
     begin, end = figures.BEGIN.format("x"), figures.END.format("x")
     assert figures._between(f"a\n{begin}\nold\n{end}\nb", "x", "new") == f"a\n{begin}\nnew\n{end}\nb"
@@ -98,7 +98,7 @@ def recorded(root, name, rows):
 
 
 def test_figures_amid_text_are_of_the_newest_record(tmp_path):
-    import docs_figures
+    from benchmarks import docs_figures
 
     recorded(tmp_path, "prediction-a-2026-11-24", [{"time_error": 0.1}, {"time_error": -0.2}, {}])
     recorded(tmp_path, "prediction-z-2026-11-22", [])
@@ -108,16 +108,16 @@ def test_figures_amid_text_are_of_the_newest_record(tmp_path):
 
 
 def record(*rows, name="r"):
-    from records import Record
+    from benchmarks.records import Record
 
     return Record(name, name, "a machine", rows)
 
 
 def test_a_benchmark_without_a_record_is_said_not_to_be_measured():
-    import figures
+    from benchmarks import figures
 
     (line,) = figures._or_unmeasured([], "hosts")
-    assert line.startswith("**Not measured**: no record of `benchmarks/hosts.py`")
+    assert line.startswith("**Not measured**: no record of `benchmarks/micro/hosts.py`")
     assert figures._or_unmeasured(["a figure"], "hosts") == ["a figure"]
 
 
@@ -130,7 +130,7 @@ def test_a_row_that_is_not_there_or_there_twice_is_refused():
 
 
 def test_an_aim_is_met_or_missed_by_its_interval():
-    import advice_figures
+    from benchmarks import advice_figures
 
     def stands(low, high):
         row = {"mean": 1.5, "low": low, "high": high, "n": 8}
@@ -142,7 +142,7 @@ def test_an_aim_is_met_or_missed_by_its_interval():
 
 
 def test_a_loops_own_cost_is_told_where_it_is_beyond_the_bar():
-    import advice_figures
+    from benchmarks import advice_figures
 
     case = {"task": "t", "num_micro_batches": 4, "mean": 1.0, "low": 0.99, "n": 9, "control_half_width": 0.01}
     within, beyond = ({**case, "high": high} for high in (1.02, 1.03))
@@ -153,7 +153,7 @@ def test_a_loops_own_cost_is_told_where_it_is_beyond_the_bar():
 
 
 def test_what_micro_batches_gave_up_is_counted_until_a_plan_recomputes():
-    import advice_figures
+    from benchmarks import advice_figures
 
     def walked(model, peak, changes):
         row = {"metric": "budget", "model": model, "feasible": True}
@@ -166,7 +166,7 @@ def test_what_micro_batches_gave_up_is_counted_until_a_plan_recomputes():
 
 
 def test_the_hardest_target_is_the_last_that_all_runs_reached():
-    import technique_figures
+    from benchmarks import technique_figures
 
     def rung(target, reached, against=5):
         arms = {"metric": "time_to_target_ratio", "arm": "plan_F", "against": "reference", "charged": True}
@@ -177,7 +177,7 @@ def test_the_hardest_target_is_the_last_that_all_runs_reached():
 
 
 def test_a_falling_limit_has_a_row_for_each_other_plan():
-    import technique_figures
+    from benchmarks import technique_figures
 
     row = {"metric": "budget", "model": "gpt_tied", "feasible": True, "measured_bytes": 2**20, "measured_s": 0.1}
     rows = [row | {"budget_bytes": k * 2**20, "changes": changes} for k, changes in ((4, "a"), (3, "b"), (2, "b"))]
@@ -186,7 +186,7 @@ def test_a_falling_limit_has_a_row_for_each_other_plan():
 
 
 def test_a_step_is_beside_the_same_step_alone():
-    import technique_figures
+    from benchmarks import technique_figures
 
     def step(precision, optimizer="sgd", batch=8):
         head = {"metric": "prediction", "model": "m", "batch": batch, "optimizer": optimizer, "schedule": "none"}
@@ -199,7 +199,7 @@ def test_a_step_is_beside_the_same_step_alone():
 
 
 def test_the_cheapest_schedule_is_the_one_that_saves_what_is_asked_for():
-    import docs_figures
+    from benchmarks import docs_figures
 
     def schedule(name, peak, over):
         head = {"model": "m", "precision": "fp32", "schedule": name, "n": 15}
@@ -214,7 +214,7 @@ def test_the_cheapest_schedule_is_the_one_that_saves_what_is_asked_for():
 
 
 def test_goodput_is_within_its_bar_or_of_other_seeds_alone_or_not():
-    import docs_figures
+    from benchmarks import docs_figures
 
     def arm(policy, regret, again, n=10):
         head = {"policy": policy, "task": "t", "link": "local", "easiest": 2.0, "target": 1.0, "best_k": 4, "n": n}
@@ -234,7 +234,7 @@ def test_goodput_is_within_its_bar_or_of_other_seeds_alone_or_not():
 
 
 def test_a_drawing_is_the_same_bytes_whatever_matplotlib_is_told():
-    from frontier_figures import drawings
+    from benchmarks.frontier_figures import drawings
 
     first = drawings(ROOT)
     assert len(first) == 5

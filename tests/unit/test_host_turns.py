@@ -15,8 +15,8 @@ ROUNDS = 12
 
 @pytest.fixture
 def hosts(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import hosts
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.micro import hosts
 
     return hosts
 

@@ -1,4 +1,4 @@
-"""A loop already as good as its plan could make it is left alone: the loop of `benchmarks/planted.py`, smaller."""
+"""A loop that no plan can improve is left alone: the loop of `benchmarks/micro/planted.py`, smaller."""
 
 from __future__ import annotations
 

@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def regret(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import regret
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.micro import regret
 
     return regret
 
 
 @pytest.fixture
 def cases(regret):
-    import regret_cases
+    from benchmarks.micro import regret_cases
 
     return regret_cases
 

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def published(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import published
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.micro import published
 
     return published
 

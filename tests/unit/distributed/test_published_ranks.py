@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def published(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import published_ranks
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.micro import published_ranks
 
     return published_ranks
 

@@ -800,11 +800,8 @@ def test_importing_loads_no_torch_and_no_optional_package() -> None:
 
 
 def test_the_results_page_shows_every_row_of_a_comparison_with_peers(monkeypatch) -> None:
-    path = Path(__file__).parents[3] / "benchmarks" / "figures.py"
-    monkeypatch.syspath_prepend(path.parent)
-    spec = importlib.util.spec_from_file_location("figures", path)
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
+    figures = importlib.import_module("benchmarks.figures")
     rows = benchmark_object(comparison())["rows"]
     shown = list(figures._comparison(rows))
     heads = sum(line.startswith("|---") for line in shown)

@@ -1,0 +1,1 @@
+"""Measurements of single properties: overheads, accuracy of predictions, memory, scaling and faults."""

@@ -1,0 +1,1 @@
+"""The evaluation of the paper: tasks, slices, claims and goals."""
