@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.codec import to_json
+from trimtab.core.serialization import to_json
 from trimtab.measure.machine import environment
 
 ROOT = Path(__file__).resolve().parents[1]

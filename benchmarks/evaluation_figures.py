@@ -15,19 +15,19 @@ from benchmarks.paper.evaluation_archive import RESULTS, SUFFIX, unpack_all
 from benchmarks.paper.evaluation_goals import GOALS, Reached, reached, runs_in, unfounded_in
 from benchmarks.paper.evaluation_slices import DONE, TO_DO, Ran, Slice, slices
 from benchmarks.phases_figures import phases
-from trimtab.core.codec import read_json
+from trimtab.core.serialization import read_json
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
-from trimtab.experiments.ablation.result import Ablation
-from trimtab.experiments.ablation.rows import ablation_object
+from trimtab.experiments.ablation.ablation_result import Ablation
+from trimtab.experiments.ablation.ablation_rows import ablation_object
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.comparison.comparison_rows import benchmark_object
 from trimtab.experiments.comparison.gain_rows import phase_object
-from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.comparison.rows import benchmark_object
 from trimtab.experiments.evaluation.result import Run, bound_in_words
-from trimtab.experiments.phase_page import FILE as PHASES
-from trimtab.experiments.phase_page import PhasePage
+from trimtab.experiments.phase_result import FILE as PHASES
+from trimtab.experiments.phase_result import PhasePage
 from trimtab.experiments.report import evaluation_texts, read_report
-from trimtab.experiments.scaling.result import Scaling
-from trimtab.experiments.scaling.table import tables
+from trimtab.experiments.scaling.scaling_result import Scaling
+from trimtab.experiments.scaling.scaling_table import tables
 
 Row = dict[str, Any]
 Runs = Mapping[str, Run]

@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.paper.evaluation_archive import unpack_all, unpacked
 from trimtab.core.plan import Plan
-from trimtab.experiments.ablation.rows import ablation_object
-from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.comparison.rows import benchmark_object
+from trimtab.experiments.ablation.ablation_rows import ablation_object
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.comparison.comparison_rows import benchmark_object
 from trimtab.experiments.report import read_report
 
 Row = dict[str, Any]

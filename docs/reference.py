@@ -51,15 +51,15 @@ GROUPS = {
         *_of("trimtab.integrations.accelerate", "plan", "start"),
     ),
     "Trackers": (
-        *_of("trimtab.integrations.tracked_record", "TrackedRecord"),
+        *_of("trimtab.integrations.tracking", "TrackedRecord"),
         *_of("trimtab.integrations.trackers", "Tracker", "TensorBoard", "MLflow", "WandB", "Trackio"),
     ),
-    "Energy": _of("trimtab.measure.energy", "EnergyClock", "Meter", "MeterLost"),
+    "Energy": _of("trimtab.measure.energy_meter", "EnergyClock", "Meter", "MeterLost"),
     "Carbon": (
         *_of("trimtab.decide.carbon_schedule", "when_to_train", "CarbonSchedule"),
         *_of("trimtab.decide.carbon_job", "TrainingJob", "PauseCost"),
         *_of("trimtab.core.carbon", "Intensity"),
-        *_of("trimtab.integrations.intensity", *_SOURCES),
+        *_of("trimtab.integrations.carbon_intensity", *_SOURCES),
         *_of("trimtab.integrations.carbon_services", "GreatBritain", "ElectricityMaps", "WattTime"),
     ),
 }

@@ -21,7 +21,7 @@ from rank_cases import CASES, Case, Tokens, batches_of, optimizer_of, scheduler_
 
 import trimtab
 from trimtab.measure.sharded_norms import local
-from trimtab.runtime import gradients
+from trimtab.runtime import gradient_clipping
 from trimtab.runtime.rank_weights import RankWeights
 
 
@@ -30,7 +30,7 @@ def _mean_of_means() -> None:
 
 
 def _local_clip() -> None:
-    gradients.norm = lambda optimizer: torch.nn.utils.get_total_norm(
+    gradient_clipping.norm = lambda optimizer: torch.nn.utils.get_total_norm(
         [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     )
 

@@ -36,14 +36,14 @@ LONGEST = (
     "test_backends.py",
     "test_launched_ranks.py",
     "test_training_patterns.py",
-    "test_recomputation.py",
+    "test_block_profile.py",
     "test_stage_chosen.py",
     "test_compared_ranks.py",
     "test_scale_shards.py",
     "test_scale_command.py",
     "test_cli.py",
     "test_signalled_jobs.py",
-    "test_blocks_elsewhere.py",
+    "test_target_device_blocks.py",
     "test_site.py",
     "test_rehearsal.py",
     "test_kept_shards.py",
@@ -87,7 +87,7 @@ def brief_trials(monkeypatch):
 @pytest.fixture
 def each_measured(monkeypatch):
     """Measure every window, from a run's first, whatever that costs; counts those that were watched, and to the end."""
-    from trimtab.decide.accounts import Account
+    from trimtab.decide.overhead_budget import Account
     from trimtab.runtime.noise_monitor import NoiseMonitor
 
     counts = SimpleNamespace(opened=0, closed=0)

@@ -26,25 +26,25 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import trimtab
-from trimtab.checkpoint import kept_run
-from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
-from trimtab.checkpoint.settings import Checkpoints
-from trimtab.decide.accounts import Account
-from trimtab.decide.batch_decider import BatchDecider
-from trimtab.decide.noise import NoiseAverage
+from trimtab.checkpoint import manager
+from trimtab.checkpoint.config import Checkpoints
+from trimtab.checkpoint.train_state import Given, ModelState, OptimizerState
+from trimtab.decide.batch_size_decider import BatchDecider
+from trimtab.decide.gradient_noise_scale import NoiseAverage
+from trimtab.decide.overhead_budget import Account
 from trimtab.losses import Summed
 from trimtab.measure.random_state import loading_random_state, random_state
 from trimtab.runtime import data_position
 from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.data_position import DataPosition
+from trimtab.runtime.lr_schedule import RateFollower
 from trimtab.runtime.muon import Momentum
+from trimtab.runtime.nonfinite import Voids
+from trimtab.runtime.oom_retry import Recovery
 from trimtab.runtime.out_of_memory import MicroBatchLimit
 from trimtab.runtime.precision import MixedPrecision
-from trimtab.runtime.recorder import Recorder
-from trimtab.runtime.recovery import Recovery
-from trimtab.runtime.schedule import RateFollower
-from trimtab.runtime.voids import Voids
+from trimtab.runtime.step_recorder import Recorder
+from trimtab.runtime.training_progress import Consumed
 
 ROWS, WINDOWS = 8, 60
 
@@ -178,7 +178,7 @@ FORGOTTEN = {
     "tokens": [(Consumed, "loading", without_tokens)],
     "terms a row": [(WindowWeights, "loading", nothing)],
     "a loader's own place": [(Told, "load_state_dict", nothing)],
-    "plan": [(Checkpoints, "saved_plan", lambda self: None), (kept_run, "require_accepted", nothing)],
+    "plan": [(Checkpoints, "saved_plan", lambda self: None), (manager, "require_accepted", nothing)],
     "record": [(Recorder, "loading", nothing)],
 }
 

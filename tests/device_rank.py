@@ -20,10 +20,10 @@ from backend_rank import group_of
 from torch import nn
 
 from trimtab.core.plan import Plan
-from trimtab.distributed import link_speed
-from trimtab.distributed.backends import _BACKENDS
-from trimtab.distributed.exchange import RankExchange
-from trimtab.distributed.link_speed import calibrate
+from trimtab.distributed import bandwidth_test
+from trimtab.distributed.backend_selection import _BACKENDS
+from trimtab.distributed.bandwidth_test import calibrate
+from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import backends, slowest, total
 from trimtab.measure.sharded_norms import is_shard
 
@@ -95,7 +95,7 @@ def main(rank: int, ranks: int, folder: Path, kind: str) -> None:
     if ranks > 1:
         link = calibrate(device)
         found["link"] = [link.link.name, link.overlap_share, link.link.latency_s]
-    found["overlap"] = link_speed._overlap(device, 2**18)  # of one rank there is no link, but its device's work
+    found["overlap"] = bandwidth_test._overlap(device, 2**18)  # of one rank there is no link, but its device's work
     found["apart"] = [trained(stage, device, rank, ranks) for stage in _BACKENDS]
     dist.barrier()
     dist.destroy_process_group()

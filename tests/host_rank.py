@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trimtab
-from trimtab.core.codec import to_json
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.serialization import to_json
 from trimtab.losses import Summed
 
 brief.shorten()

@@ -15,7 +15,7 @@ RANK = """
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
-    from trimtab.checkpoint import journal, kept_run, ranks as kept_ranks, state_files
+    from trimtab.checkpoint import batch_size_log, manager, rank_checkpoints as kept_ranks, state_files
     from trimtab.core.errors import FormatError, TrimtabError
     from trimtab.distributed import process_group
 
@@ -107,12 +107,12 @@ RANK = """
         if options["cannot"] == "warn":
             warnings.filterwarnings("error", message=".*put aside")
         elif options["cannot"] == "put_aside":
-            kept_run.put_aside = full
+            manager.put_aside = full
         elif options["cannot"] == "begin":
-            journal.Journal.begin = full
+            batch_size_log.Journal.begin = full
         elif options["cannot"] == "record":
-            loads = kept_run.KeptRun._loading
-            kept_run.KeptRun._loading = lambda *given: (refused, loads(*given)[1])
+            loads = manager.KeptRun._loading
+            manager.KeptRun._loading = lambda *given: (refused, loads(*given)[1])
     if options.get("cannot_write_shards") == rank:
         import safetensors.torch
         def full(*_, **__):
@@ -129,10 +129,10 @@ RANK = """
             raise ValueError("another disk")
         kept_ranks.read_state = damaged
     if options.get("cannot_delete"):
-        from trimtab.checkpoint import envelope
+        from trimtab.checkpoint import atomic_directory
         def kept(*_):
             raise OSError(13, "Permission denied")
-        envelope.remove = kept
+        atomic_directory.remove = kept
     said, consumed, state, keys = {}, [], {}, []
 
     def whole(value):

@@ -22,7 +22,7 @@ import trimtab
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.distributed.rank_memory import trace_rank
-from trimtab.measure.memory import peak_growth, storage_bytes
+from trimtab.measure.peak_memory import peak_growth, storage_bytes
 from trimtab.measure.sharded_norms import local
 
 # On a device beside what its libraries take, some 10 MiB.

@@ -29,10 +29,10 @@ MODULES = (
     "torch.nn.parallel",
     "torch.profiler",
     "trimtab.api",
-    "trimtab.distributed.data_parallel",
-    "trimtab.distributed.fully_sharded",
-    "trimtab.distributed.planning",
-    "trimtab.distributed.zero",
+    "trimtab.distributed.ddp",
+    "trimtab.distributed.fsdp2",
+    "trimtab.distributed.plan_on_ranks",
+    "trimtab.distributed.zero1",
 )
 
 

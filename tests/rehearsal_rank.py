@@ -28,23 +28,23 @@ from simulated_machine import MIB, Machine, measured
 from test_rank_stages import ACCELERATOR, shape, traces_of
 
 import trimtab
-from trimtab.core.codec import from_jsonable, to_jsonable
-from trimtab.core.link import Calibration, Link
+from trimtab.core.interconnect import Calibration, Link
 from trimtab.core.objective import Budget
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
-from trimtab.distributed import data_parallel, planning, process_group, rehearsal, rehearsed_run, trouble
-from trimtab.distributed.rehearsal import Rehearsal, of_live
-from trimtab.distributed.stage_choice import Share
-from trimtab.measure.memory import peak_growth, storage_bytes
+from trimtab.core.serialization import from_jsonable, to_jsonable
+from trimtab.distributed import ddp, dry_run, dry_run_on_copies, error_propagation, plan_on_ranks, process_group
+from trimtab.distributed.dry_run import Rehearsal, of_live
+from trimtab.distributed.zero_stage_inputs import Share
+from trimtab.measure.peak_memory import peak_growth, storage_bytes
 from trimtab.measure.sharded_norms import local
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.state_digest import fingerprint
 
 ROWS, SLOW_S = 8, 0.1
 SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
-HOOK = data_parallel.reduce_in_bf16
-COPIED = rehearsal.copied_together
-BACKWARD = data_parallel.DataParallel.backward
+HOOK = ddp.reduce_in_bf16
+COPIED = dry_run.copied_together
+BACKWARD = ddp.DataParallel.backward
 
 
 def link(bytes_per_s: float) -> Calibration:
@@ -105,8 +105,8 @@ class Job:
         return found
 
     def planned(self, made, *, rehearse: bool = True) -> dict:
-        rehearsal = self.rehearsal if rehearse else None
-        plan = planning.plan_together(lambda: made, torch.device("cpu"), rehearsal)
+        dry_run = self.rehearsal if rehearse else None
+        plan = plan_on_ranks.plan_together(lambda: made, torch.device("cpu"), dry_run)
         return {
             "plan": to_jsonable(plan),
             "text": str(plan),
@@ -116,14 +116,14 @@ class Job:
         }
 
 
-def sends(bytes_per_s: float) -> planning.Made:
-    planning.calibrate = lambda device: link(bytes_per_s)
-    return planning.Made(Plan.fixed(ROWS), SHAPE)
+def sends(bytes_per_s: float) -> plan_on_ranks.Made:
+    plan_on_ranks.calibrate = lambda device: link(bytes_per_s)
+    return plan_on_ranks.Made(Plan.fixed(ROWS), SHAPE)
 
 
 def shares(memory: int) -> Share:
     """Return what a stage is chosen by: of planted peaks, which are far above those of the model here."""
-    planning.calibrate = lambda device: link(1e11)
+    plan_on_ranks.calibrate = lambda device: link(1e11)
     given = {"device": ACCELERATOR, "budget": Budget(memory * MIB), "batch_rows": ROWS}
     profile = measured(Machine(split_s=0.2), always=True, **given)
     return Share(profile, traces_of(profile), shape)
@@ -142,27 +142,27 @@ def slow_hook() -> dict:
         time.sleep(SLOW_S)
         return HOOK(state, bucket)
 
-    data_parallel.reduce_in_bf16 = slow
+    ddp.reduce_in_bf16 = slow
     return Job().planned(sends(2e6))
 
 
 def slow_usual() -> dict:
-    data_parallel.reduce_in_bf16 = HOOK
+    ddp.reduce_in_bf16 = HOOK
 
     def backward(self, given):
         if self.bf16 is False:
             time.sleep(3 * SLOW_S)
         BACKWARD(self, given)
 
-    spread = data_parallel.DataParallel.spread
+    spread = ddp.DataParallel.spread
 
     def spreads(self, model, optimizer, plan):
         self.bf16 = plan.reduce_dtype.value == "bf16"
         spread(self, model, optimizer, plan)
 
-    data_parallel.DataParallel.backward, data_parallel.DataParallel.spread = backward, spreads
+    ddp.DataParallel.backward, ddp.DataParallel.spread = backward, spreads
     found = Job().planned(sends(2e6))
-    data_parallel.DataParallel.backward, data_parallel.DataParallel.spread = BACKWARD, spread
+    ddp.DataParallel.backward, ddp.DataParallel.spread = BACKWARD, spread
     return found
 
 
@@ -259,12 +259,12 @@ class Deep(Words):
 def all_run_out(one: int, other: int) -> dict:
     """Memory runs out in a backward of every rank; what is sent is in buckets of one layer."""
     job = Job(lambda: Deep(other if dist.get_rank() else one))
-    own = data_parallel._bucket_mib
-    data_parallel._bucket_mib = lambda plan: 0.01
+    own = ddp._bucket_mib
+    ddp._bucket_mib = lambda plan: 0.01
     try:
         return job.planned(sends(2e6))
     finally:
-        data_parallel._bucket_mib = own
+        ddp._bucket_mib = own
 
 
 def one_at_once(*, fails: bool = False) -> dict:
@@ -281,14 +281,14 @@ def one_at_once(*, fails: bool = False) -> dict:
         raise ValueError("no loss")
 
     job.loss = raises if fails else loss
-    rehearsal.copied_together = seen
+    dry_run.copied_together = seen
     gc.disable()
     try:
         plan = Plan.fixed(ROWS, num_ranks=2, zero_stage=0, reduce_dtype="bf16")
         ran = [job.rehearsal().of(plan, counts_memory=True) for _ in range(2 if fails else 1)]
     finally:
         gc.enable()
-        rehearsal.copied_together = COPIED
+        dry_run.copied_together = COPIED
     left = sum(each() is not None for each in copies)
     return {"most": max(alive), "made": len(alive), "left": left, "refusal": ran[-1].refusal}
 
@@ -341,7 +341,7 @@ CASES = {
 if __name__ == "__main__":
     rank, ranks, folder, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    trouble._ANSWER_S, rehearsed_run._BLOCK_S, rehearsal._PAIRS = 1.0, 0.05, 6
+    error_propagation._ANSWER_S, dry_run_on_copies._BLOCK_S, dry_run._PAIRS = 1.0, 0.05, 6
     process_group.TIMEOUT_S = 12.0
     dist.all_gather_into_tensor = settling(dist.all_gather_into_tensor)
     dist.reduce_scatter_tensor = settling(dist.reduce_scatter_tensor)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint import envelope
+from trimtab.checkpoint import atomic_directory
 from trimtab.checkpoint.manifest import NAME
-from trimtab.checkpoint.read_once import ReadOnce, Taken
 from trimtab.checkpoint.state_files import read_state, write_state
+from trimtab.checkpoint.verified_read import ReadOnce, Taken
 
 KILLED = -signal.SIGKILL
 
@@ -35,8 +35,8 @@ def save(parent: Path, step: int, size: int = 2_000) -> Path:
         write_state(folder, state_of(step, size))
         (folder / "shard.bin").write_bytes(bytes((i * 7 + step) % 255 + 1 for i in range(3_000)))
 
-    folder = envelope.write(parent, f"step-{step}", fill, {"step": step})
-    envelope.settle(folder)
+    folder = atomic_directory.write(parent, f"step-{step}", fill, {"step": step})
+    atomic_directory.settle(folder)
     return folder
 
 
@@ -49,10 +49,10 @@ def loaded(folder: Path, taken: Taken | None = None) -> int:
     return state["step"]
 
 
-def gone_on_from(parent: Path) -> tuple[int, envelope.Found]:
+def gone_on_from(parent: Path) -> tuple[int, atomic_directory.Found]:
     """Return the step that a run goes on from, of the very bytes that were verified, 0 of none; and what was found."""
     once = ReadOnce()
-    good = envelope.newest_good(parent, verifies=once.verify)
+    good = atomic_directory.newest_good(parent, verifies=once.verify)
     taken = None if good.folder is None else once.take(good.folder)
     return (0 if taken is None else loaded(good.folder, taken)), good
 
@@ -78,13 +78,13 @@ def ended(pid: int) -> int:
 
 def save_on_and_on(parent: Path, said: int, size: int) -> None:
     """Save steps, from where the folder is; say each once it is committed, as a byte."""
-    start = envelope.newest_good(parent)
+    start = atomic_directory.newest_good(parent)
     step = 0 if start.manifest is None else start.manifest.step
     while True:
         step += 1
         save(parent, step, size)
         os.write(said, b".")
-        envelope.retain(parent, 2)
+        atomic_directory.retain(parent, 2)
 
 
 def kill_while_saving(parent: Path, delay_s: Callable[[], float], kills: int, size: int = 2_000) -> tuple[int, int]:
@@ -108,15 +108,15 @@ def kill_while_saving(parent: Path, delay_s: Callable[[], float], kills: int, si
         while more := os.read(out, 1000):
             committed += len(more)
         os.close(out)
-        cut += any(envelope.TEMPORARY in name for name in os.listdir(parent))
-        envelope.clean(parent)
-        assert not any(envelope.TEMPORARY in name for name in os.listdir(parent))
-        found = envelope.newest_good(parent)
+        cut += any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
+        atomic_directory.clean(parent)
+        assert not any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
+        found = atomic_directory.newest_good(parent)
         assert not found.refused
         step = loaded(found.folder)
         assert last + committed <= step <= last + committed + 1
         most = max(3, there + 1)  # one more where the kill came before the older ones were deleted, time after time
-        there = len(envelope.found(parent))
+        there = len(atomic_directory.found(parent))
         assert 1 <= there <= most
         last = step
     return last, cut

@@ -23,18 +23,18 @@ from memory_rank import settling
 from rank_cases import ROWS, Case, Tokens, batches_of, optimizer_of
 
 import trimtab
-from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import TrimtabError
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
-from trimtab.decide.stages import GLOO_ONCE
-from trimtab.distributed import rehearsal, rehearsed_run, stage_choice
+from trimtab.core.serialization import to_jsonable
+from trimtab.decide.zero_stage import GLOO_ONCE
+from trimtab.distributed import dry_run, dry_run_on_copies, zero_stage_inputs
 from trimtab.distributed.rank_memory import trace_rank
 
 DEVICE = sys.argv[4] if sys.argv[4:] else "cpu"
 brief.shorten()  # the limit decides here, and not what is faster
 if DEVICE == "cpu":  # where what is sent waits far longer than it takes (`settling`)
-    rehearsed_run._BLOCK_S, rehearsal._PAIRS = 0.02, 6
+    dry_run_on_copies._BLOCK_S, dry_run._PAIRS = 0.02, 6
 # So that what a rank may shard is most of what it holds; on a device, beside what its libraries take.
 rank_cases.WIDTH, rank_cases.DEPTH = (96, 6) if DEVICE == "cpu" else (2048, 6)
 
@@ -75,8 +75,8 @@ class Counted:
     """A function, and how often it was called."""
 
     def __init__(self, name: str) -> None:
-        self._function, self.calls = getattr(stage_choice, name), 0
-        setattr(stage_choice, name, self)
+        self._function, self.calls = getattr(zero_stage_inputs, name), 0
+        setattr(zero_stage_inputs, name, self)
 
     def __call__(self, *args, **kwargs):
         self.calls += 1

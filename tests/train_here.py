@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trimtab import cli
-from trimtab.core.codec import to_json
 from trimtab.core.plan import Plan
-from trimtab.measure import meters
-from trimtab.measure.energy import NoMeter
+from trimtab.core.serialization import to_json
+from trimtab.measure import meter_selection
+from trimtab.measure.energy_meter import NoMeter
 
 TINY_TASK = Path(__file__).parent / "unit" / "experiments" / "tiny_task.py"
 
@@ -23,7 +23,7 @@ def trained_here(monkeypatch, capsys, folder: Path) -> Iterator[Callable[..., tu
     shutil.copy(TINY_TASK, folder / "tiny.py")
     (folder / "plan.json").write_text(to_json(Plan.fixed(32)))
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(meters, "rapl", lambda root: NoMeter("none that tests read"))
+    monkeypatch.setattr(meter_selection, "rapl", lambda root: NoMeter("none that tests read"))
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["trimtab", "train", "tiny.py:task", *map(str, arguments)])

@@ -23,14 +23,14 @@ import torch
 
 import trimtab
 from benchmarks import command
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.decide.planner import choose
-from trimtab.decide.readings import FREE_SPEED
 from trimtab.decide.statistics import mean_interval
-from trimtab.measure.memory import peak_bytes
+from trimtab.decide.trial_statistics import FREE_SPEED
+from trimtab.measure.peak_memory import peak_bytes
 from trimtab.measure.timing import time_call
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Batch, Task

@@ -16,13 +16,13 @@ import torch
 
 import trimtab
 from benchmarks import command
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.training_loop import Subject
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.decide.micro_batch_sizes import halvings
 from trimtab.decide.planner import choose
-from trimtab.decide.readings import speed_ratio
 from trimtab.decide.search import Stage, mode_candidates
-from trimtab.decide.sizes import halvings
+from trimtab.decide.trial_statistics import speed_ratio
 from trimtab.tasks import load_task
 
 TASKS = ("digits_resnet", "source_gpt")

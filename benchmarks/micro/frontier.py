@@ -32,21 +32,21 @@ import trimtab
 from benchmarks import command
 from benchmarks.micro.budget_sweep import run
 from benchmarks.micro.prediction_models import KINDS, MORE_KINDS, Kind
-from trimtab.calibrate.recomputation import measure_recomputable
-from trimtab.calibrate.subject import Subject
-from trimtab.core.chain import Chain
+from trimtab.calibrate.block_profile import measure_recomputable
+from trimtab.calibrate.training_loop import Subject
+from trimtab.core.block_costs import Chain
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.profile import Candidate, Profile
-from trimtab.core.recompute import Kept, Schedule
-from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
-from trimtab.decide.optimal_schedule import optimal
+from trimtab.core.recompute_schedule import Kept, Schedule
 from trimtab.decide.planner import choose
+from trimtab.decide.recompute_cost import every_block, keep_all, predict, sqrt_segments
+from trimtab.decide.recompute_solver import optimal
 from trimtab.decide.statistics import ratio_interval
 from trimtab.losses import mean_of
-from trimtab.measure.memory import peak_bytes
 from trimtab.measure.page_faults import time_settled
+from trimtab.measure.peak_memory import peak_bytes
 from trimtab.runtime.activation_checkpoint import use_schedule
-from trimtab.runtime.modes import retained_memory
+from trimtab.runtime.global_flags import retained_memory
 from trimtab.runtime.precision import autocast
 
 MODELS = ("gpt_tied", "resnet50", "unet", "vit")

@@ -28,13 +28,13 @@ import torch
 import trimtab
 from benchmarks import command
 from trimtab.core.plan import Plan
-from trimtab.decide.accounts import Account
+from trimtab.decide.overhead_budget import Account
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
 from trimtab.losses import mean_of
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.timing import synchronize
-from trimtab.runtime.batch_control import BatchControl
-from trimtab.runtime.fixed_batch import FixedBatch
+from trimtab.runtime.batch_size_controller import BatchControl
+from trimtab.runtime.fixed_batch_size import FixedBatch
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 

@@ -17,8 +17,8 @@ import torch
 from benchmarks import command
 from benchmarks.micro.overhead import Step, alternate
 from trimtab.core.plan import Plan
-from trimtab.experiments.planning import make_plans
-from trimtab.experiments.racing.loops import StrongPlanLoop
+from trimtab.experiments.paired_runs.plan_loops import StrongPlanLoop
+from trimtab.experiments.task_plans import make_plans
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task

@@ -24,11 +24,11 @@ from torch.nn import functional as F
 import trimtab
 from benchmarks import command
 from benchmarks.micro.prediction_models import ResNet50
-from trimtab.core.chain import Stage
-from trimtab.decide.checkpoint_schedule import keep_all, predict
-from trimtab.decide.optimal_schedule import optimal
+from trimtab.core.block_costs import Stage
+from trimtab.decide.recompute_cost import keep_all, predict
+from trimtab.decide.recompute_solver import optimal
 from trimtab.decide.statistics import mean_interval
-from trimtab.measure.fakes import Fakes
+from trimtab.measure.fake_tensors import Fakes
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 

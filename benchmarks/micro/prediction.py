@@ -27,18 +27,18 @@ import torch
 import trimtab
 from benchmarks import command
 from benchmarks.micro.prediction_models import KINDS, OPTIMIZERS, Kind
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.profile import FINAL, Candidate, Profile
-from trimtab.core.recompute import EVERY_BLOCK
+from trimtab.core.recompute_schedule import EVERY_BLOCK
 from trimtab.decide.cost_model import CostModel
+from trimtab.decide.micro_batch_sizes import head_tokens
 from trimtab.decide.roofline import step_seconds
-from trimtab.decide.sizes import head_tokens
-from trimtab.measure.memory import peak_bytes
+from trimtab.measure.memory_trace import trace_peaks
 from trimtab.measure.page_faults import time_settled
-from trimtab.measure.step_trace import trace_peaks
+from trimtab.measure.peak_memory import peak_bytes
 from trimtab.measure.timing import time_call
-from trimtab.runtime.engine import Run
 from trimtab.runtime.precision import autocast
+from trimtab.runtime.run import Run
 
 CPU = torch.device("cpu")
 ROUNDS, BLOCK_S = 9, 0.15

@@ -17,11 +17,11 @@ import torch
 
 from benchmarks import command
 from benchmarks.micro.published_cases import CASES, SOURCES, Published
-from trimtab.calibrate.tracing import trace_elsewhere
+from trimtab.calibrate.candidate_traces import trace_elsewhere
 from trimtab.core.hardware import absent_device
 from trimtab.core.profile import Candidate
 from trimtab.decide.roofline import step_seconds
-from trimtab.measure.fakes import Fakes
+from trimtab.measure.fake_tensors import Fakes
 
 QUICK = 6
 

@@ -26,20 +26,20 @@ from torch import nn
 from benchmarks import command
 from benchmarks.micro.published import default_dtype
 from benchmarks.micro.published_ranks_cases import CASES, EFFICIENCIES, SOURCES, Case, Efficiency, Model
-from trimtab.calibrate.facts import loop_facts
-from trimtab.calibrate.step_shape import step_shape
-from trimtab.calibrate.tracing import trace_elsewhere
-from trimtab.core.link import Link
+from trimtab.calibrate.candidate_traces import trace_elsewhere
+from trimtab.calibrate.communication_profile import step_shape
+from trimtab.calibrate.loop_facts import loop_facts
+from trimtab.core.interconnect import Link
+from trimtab.core.memory_model import PeakModel
+from trimtab.core.operator_costs import StepWork
 from trimtab.core.parallelism import Parallelism, StepShape
-from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check, Measured, Plan
 from trimtab.core.profile import Candidate, Profile, Traced
-from trimtab.core.work import StepWork
-from trimtab.decide.communication import WindowCost, window_s
+from trimtab.decide.communication_cost import WindowCost, window_s
 from trimtab.decide.roofline import step_seconds
 from trimtab.distributed.rank_memory import trace_rank
-from trimtab.measure.as_cuda import AsCuda
-from trimtab.measure.fakes import Fakes
+from trimtab.measure.fake_cuda import AsCuda
+from trimtab.measure.fake_tensors import Fakes
 
 QUICK = ("resnet50", "gpt2", "MPT 125M")
 TRACED_ROWS = (2, 4)  # FLOP and peaks are linear in the batch size

@@ -28,7 +28,7 @@ from benchmarks.micro.prediction_models import KINDS, OPTIMIZERS, Kind
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.distributed.rank_memory import trace_rank
-from trimtab.measure.memory import peak_growth, storage_bytes
+from trimtab.measure.peak_memory import peak_growth, storage_bytes
 from trimtab.measure.sharded_norms import local
 
 RANKS, ROWS, SEVERAL = 2, 8, 3

@@ -20,15 +20,15 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.codec import write_whole
 from trimtab.core.plan import Plan
-from trimtab.decide import batch_decider
-from trimtab.decide.accumulation import Noise
+from trimtab.core.serialization import write_whole
+from trimtab.decide import batch_size_decider
+from trimtab.decide.batch_size_policy import Noise
 from trimtab.decide.goodput import Times
-from trimtab.decide.window_times import WindowTimes
+from trimtab.decide.step_time_model import WindowTimes
 from trimtab.losses import parts_of
-from trimtab.runtime.batch_control import BatchControl
-from trimtab.runtime.engine import Run
+from trimtab.runtime.batch_size_controller import BatchControl
+from trimtab.runtime.run import Run
 from trimtab.runtime.window import Window
 from trimtab.tasks import load_task
 from trimtab.tasks.cifar10 import normalise
@@ -322,7 +322,7 @@ def _telling(told: Times | None) -> contextlib.AbstractContextManager[Any]:
     """Context manager: runs started inside use the given times instead of measured times."""
     if told is None:
         return contextlib.nullcontext()
-    return unittest.mock.patch.object(batch_decider, "WindowTimes", functools.partial(Told, told))
+    return unittest.mock.patch.object(batch_size_decider, "WindowTimes", functools.partial(Told, told))
 
 
 def _as_ranks(run: Run, told: Times, num_ranks: int) -> None:

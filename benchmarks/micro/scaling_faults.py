@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.command import ROOT
 from benchmarks.micro.scaling_tasks import GPT
-from trimtab.core.codec import to_json
 from trimtab.core.plan import Plan
+from trimtab.core.serialization import to_json
 
 KINDS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 

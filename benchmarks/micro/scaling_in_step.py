@@ -18,9 +18,9 @@ import torch.distributed as dist
 import trimtab
 from benchmarks.micro.scaling_tasks import BY_NAME
 from trimtab.core.plan import Plan
-from trimtab.decide.ranks import alone
-from trimtab.decide.turns import turns
-from trimtab.distributed.exchange import RankExchange
+from trimtab.decide.interleaving import turns
+from trimtab.decide.multi_rank_plan import alone
+from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import slowest, total
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task

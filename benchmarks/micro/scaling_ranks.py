@@ -33,18 +33,18 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
-from trimtab.core.rank_trace import WAYS
-from trimtab.decide.communication import window_s
-from trimtab.decide.ranks import alone, replicated
-from trimtab.distributed.link_speed import calibrate
-from trimtab.distributed.planning import Made, plan_together
+from trimtab.core.rank_peak_memory import WAYS
+from trimtab.decide.communication_cost import window_s
+from trimtab.decide.multi_rank_plan import alone, replicated
+from trimtab.distributed.bandwidth_test import calibrate
+from trimtab.distributed.dry_run import Rehearsal
+from trimtab.distributed.dry_run_on_copies import RehearsedRun
+from trimtab.distributed.plan_on_ranks import Made, plan_together
 from trimtab.distributed.process_group import slowest, total
-from trimtab.distributed.rehearsal import Rehearsal
-from trimtab.distributed.rehearsed_run import RehearsedRun
-from trimtab.distributed.stage_choice import RankLoop
-from trimtab.experiments.racing.loops import PlanLoop
-from trimtab.experiments.ranks import rehearsal_of, task_of_rank
-from trimtab.experiments.scaling.plans import kept
+from trimtab.distributed.zero_stage_inputs import RankLoop
+from trimtab.experiments.paired_runs.plan_loops import PlanLoop
+from trimtab.experiments.scaling.scaling_plans import kept
+from trimtab.experiments.task_ranks import rehearsal_of, task_of_rank
 from trimtab.measure.process_state import ProcessState
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop
@@ -179,7 +179,7 @@ def _peaks(task: Task, plan: Plan, rows: int) -> int:
 
 def _made(share: Task, folder: str) -> Made:
     """Return the plan for a rank's batch with its step time, made on rank 0 and broadcast."""
-    from trimtab.core.codec import from_json, to_json
+    from trimtab.core.serialization import from_json, to_json
     from trimtab.distributed.process_group import from_first
 
     return from_json(Made, from_first(lambda: to_json(kept(share, share.load_data(), CPU, Path(folder))())))

@@ -22,9 +22,9 @@ import torch.distributed as dist
 import trimtab
 from benchmarks.micro import scaling_tasks
 from trimtab.core.plan import Plan
-from trimtab.distributed.exchange import RankExchange
+from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import slowest, total
-from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 

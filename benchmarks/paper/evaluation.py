@@ -53,9 +53,9 @@ from benchmarks.paper.evaluation_slices import (
     Slice,
     slices,
 )
-from trimtab.core.checks import integer, number
-from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
+from trimtab.core.serialization import read_json, to_json, write_whole
+from trimtab.core.validation import integer, number
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.measure.machine import environment
 
@@ -218,8 +218,8 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
     """
     import torch
 
-    from trimtab.cli.entry import app
-    from trimtab.measure.meters import find_meter
+    from trimtab.cli.main import app
+    from trimtab.measure.meter_selection import find_meter
 
     found, gpus = environment(), torch.cuda.device_count()
     refuse_gpu(size, gpus)

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.core.appended import write_over
-from trimtab.core.codec import read_json, to_json, write_whole
+from trimtab.core.append_only_file import write_over
 from trimtab.core.errors import FormatError
+from trimtab.core.serialization import read_json, to_json, write_whole
 
 RESULTS = Path("benchmarks") / "results"
 UNPACKED = Path("runs") / "evaluations"

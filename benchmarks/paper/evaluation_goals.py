@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.evaluation_slices import Slice
-from trimtab.core.codec import read_json
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
+from trimtab.core.serialization import read_json
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
-from trimtab.experiments.comparison.result import Ratio
+from trimtab.experiments.comparison.comparison_result import Ratio
 from trimtab.experiments.evaluation.files import KINDS, RECORD, read_runs
 from trimtab.experiments.evaluation.paper_claims import FAIL, PASS, met, nearest
 from trimtab.experiments.evaluation.paper_figures import LEAST, MOST, WITHIN

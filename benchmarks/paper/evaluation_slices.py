@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.experiments.phase_page import FILE as PHASES
+from trimtab.experiments.phase_result import FILE as PHASES
 
 TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # placeholders for evaluation_tasks.py and evaluation_gpu_tasks.py
 PLANS = "{plans}"  # placeholder for the folder of hand-written plans

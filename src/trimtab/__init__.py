@@ -16,16 +16,16 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.record import Header, RecordWriter, RunRecord, read_record
-from trimtab.core.stop import Stop, StopReason
+from trimtab.core.stopping_rule import Stop, StopReason
 
 if TYPE_CHECKING:
     from trimtab.api import Metering, plan, plan_elsewhere, profile, start
-    from trimtab.checkpoint.settings import Checkpoints
-    from trimtab.distributed.dealing import shard
+    from trimtab.checkpoint.config import Checkpoints
     from trimtab.distributed.process_group import joined
+    from trimtab.distributed.sharded_loader import shard
     from trimtab.losses import Summed
-    from trimtab.runtime.engine import Run
-    from trimtab.runtime.splitting import UnprovedSplitWarning
+    from trimtab.runtime.run import Run
+    from trimtab.runtime.split_conditions import UnprovedSplitWarning
 
 __version__ = "0.1.0"
 __all__ = [
@@ -58,12 +58,12 @@ __all__ = [
 
 # Loaded on first use, so that plans and records can be read without importing torch.
 _LAZY = dict.fromkeys(("Metering", "plan", "plan_elsewhere", "profile", "start"), "trimtab.api") | {
-    "Checkpoints": "trimtab.checkpoint.settings",
-    "Run": "trimtab.runtime.engine",
+    "Checkpoints": "trimtab.checkpoint.config",
+    "Run": "trimtab.runtime.run",
     "Summed": "trimtab.losses",
-    "UnprovedSplitWarning": "trimtab.runtime.splitting",
+    "UnprovedSplitWarning": "trimtab.runtime.split_conditions",
     "joined": "trimtab.distributed.process_group",
-    "shard": "trimtab.distributed.dealing",
+    "shard": "trimtab.distributed.sharded_loader",
 }
 
 

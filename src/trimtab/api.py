@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.calibrate.adapting import (
+from trimtab.calibrate.communication_profile import step_shape
+from trimtab.calibrate.example_batch import protected
+from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
+from trimtab.calibrate.sample_batches import require_restorable
+from trimtab.calibrate.target_device import profile_elsewhere
+from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_settings_search import (
     TRAINED,
     RunLength,
     adaptations,
@@ -19,15 +25,9 @@ from trimtab.calibrate.adapting import (
     batch_rule_of,
     require_adaptable,
 )
-from trimtab.calibrate.drawing import require_restorable
-from trimtab.calibrate.elsewhere import profile_elsewhere
-from trimtab.calibrate.example_batch import protected
-from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
-from trimtab.calibrate.step_shape import step_shape
-from trimtab.calibrate.subject import Subject
-from trimtab.checkpoint.kept_run import kept
-from trimtab.checkpoint.settings import Checkpoints
-from trimtab.core import checks
+from trimtab.checkpoint.config import Checkpoints
+from trimtab.checkpoint.manager import kept
+from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
@@ -36,23 +36,23 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
-from trimtab.core.stop import Stop
+from trimtab.core.stopping_rule import Stop
 from trimtab.decide.planner import choose_there
 from trimtab.decide.rank_profile import of_any_rank
-from trimtab.distributed.alike import require_same_loop
-from trimtab.distributed.backends import backend_of, is_to_share, require_plannable
-from trimtab.distributed.exchange import has_peers
-from trimtab.distributed.planning import Made, plan_together
-from trimtab.distributed.rehearsal import of_live
-from trimtab.distributed.stage_choice import Share, of_replicas, share_of
-from trimtab.measure.energy import EnergyClock
-from trimtab.measure.meters import Metering as Metering
-from trimtab.measure.meters import elsewhere_meter, find_meter, measurable
-from trimtab.runtime.batching import Batching, Count, Split, of_same_size
-from trimtab.runtime.engine import LossFn, Run
+from trimtab.distributed.backend_selection import backend_of, is_to_share, require_plannable
+from trimtab.distributed.dry_run import of_live
+from trimtab.distributed.host_gather import has_peers
+from trimtab.distributed.plan_on_ranks import Made, plan_together
+from trimtab.distributed.rank_consistency import require_same_loop
+from trimtab.distributed.zero_stage_inputs import Share, of_replicas, share_of
+from trimtab.measure.energy_meter import EnergyClock
+from trimtab.measure.meter_selection import Metering as Metering
+from trimtab.measure.meter_selection import elsewhere_meter, find_meter, measurable
+from trimtab.runtime.batch_splitting import Batching, Count, Split, of_same_size
 from trimtab.runtime.optimizers import modules_beside, require_alone
-from trimtab.runtime.recorder import Recorder
-from trimtab.runtime.splitting import warn_of_unproved_split
+from trimtab.runtime.run import LossFn, Run
+from trimtab.runtime.split_conditions import warn_of_unproved_split
+from trimtab.runtime.step_recorder import Recorder
 
 MOST_BATCHES = 16
 FREED = (
@@ -134,14 +134,14 @@ def profile(
             model is already wrapped on several ranks. Nothing was changed.
     """
     require_plannable(model)
-    reference = checks.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE)
-    budget = checks.dataclass_or("budget", budget, Budget, Budget())
-    objective = checks.dataclass_or("objective", objective, Objective, Objective())
-    metering = checks.dataclass_or("metering", metering, Metering, Metering())
+    reference = validation.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE)
+    budget = validation.dataclass_or("budget", budget, Budget, Budget())
+    objective = validation.dataclass_or("objective", objective, Objective, Objective())
+    metering = validation.dataclass_or("metering", metering, Metering, Metering())
     batch, example, batching = example_batch, None, Batching(count, split)
     if longest_batch is not None:
         batch, example = of_same_size(longest_batch, example_batch, batching), example_batch
-    named = checks.names("blocks", blocks)
+    named = validation.names("blocks", blocks)
     subject = Subject(
         model,
         optimizer,
@@ -159,8 +159,8 @@ def profile(
     metered = find_meter(subject.device, metering)
     objective, facts = measurable(objective, budget, metered, metering.without)
     metered = dataclasses.replace(metered, facts=facts)
-    times = checks.integer("num_blocks", num_blocks, low=3)
-    steps = None if total_steps is None else checks.integer("total_steps", total_steps)
+    times = validation.integer("num_blocks", num_blocks, low=3)
+    steps = None if total_steps is None else validation.integer("total_steps", total_steps)
     return profile_loop(
         subject,
         reference,
@@ -239,8 +239,8 @@ def profile_there(
         rows: samples per step, if not those of the example batch.
     """
     spec = absent_device(device) if isinstance(device, str) else device
-    limits = checks.dataclass_or("budget", budget, Budget, Budget()).within(spec.memory_bytes)
-    weights = checks.dataclass_or("objective", objective, Objective, Objective())
+    limits = validation.dataclass_or("budget", budget, Budget, Budget()).within(spec.memory_bytes)
+    weights = validation.dataclass_or("objective", objective, Objective, Objective())
     measurable(weights, limits, elsewhere_meter(spec.name))
     return profile_elsewhere(
         model,
@@ -248,11 +248,11 @@ def profile_there(
         protected(loss_fn),
         example_batch,
         spec,
-        reference=checks.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE),
+        reference=validation.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE),
         objective=weights,
         budget=limits,
-        named_blocks=checks.names("blocks", blocks),
-        rows=None if rows is None else checks.integer("rows", rows),
+        named_blocks=validation.names("blocks", blocks),
+        rows=None if rows is None else validation.integer("rows", rows),
         progress=progress,
     )
 
@@ -325,8 +325,8 @@ def plan(
         require_restorable(data)
     require_adaptable(freed, model, optimizer, is_alone=not has_peers())
     rule = batch_rule_of("batch" in freed, batch_rule)
-    budget = checks.dataclass_or("budget", budget, Budget, Budget())
-    objective = checks.dataclass_or("objective", objective, Objective, Objective())
+    budget = validation.dataclass_or("budget", budget, Budget, Budget())
+    objective = validation.dataclass_or("objective", objective, Objective, Objective())
     batch, is_shared = example_batch if longest_batch is None else longest_batch, is_to_share(model)
     if is_shared and isinstance(data, Iterator):
         given = "an iterator, which planning would draw from on one of several ranks"
@@ -469,13 +469,13 @@ def start(
         "clip_norm": clip_norm,
         "nonfinite": nonfinite,
         "out_of_memory": out_of_memory,
-        "stop": checks.dataclass_or("stop", stop, Stop, None),
+        "stop": validation.dataclass_or("stop", stop, Stop, None),
         "modules": beside,
         "batching": Batching(count, split),
         "backend": backend,
         "recorder": None if record is None else Recorder(record, energy),
     }
-    settings: Checkpoints | None = checks.dataclass_or("checkpoints", checkpoints, Checkpoints, None)
+    settings: Checkpoints | None = validation.dataclass_or("checkpoints", checkpoints, Checkpoints, None)
     if settings is not None:
         return kept(settings, model, optimizer, plan, options)
     if record is not None:

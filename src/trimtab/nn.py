@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import BatchError
 
 IGNORED = -100  # The target that torch's cross_entropy ignores by default.
@@ -35,7 +35,7 @@ class LossHead(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias)
         if chunk_rows is not None:
-            checks.integer("chunk_rows", chunk_rows)
+            validation.integer("chunk_rows", chunk_rows)
         self.chunk_rows = chunk_rows
 
     def loss(self, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 from trimtab.core.errors import DependencyError, ModelError, ValueGivenError
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.profile import Candidate
-from trimtab.core.rank_trace import WAYS
+from trimtab.core.rank_peak_memory import WAYS
 from trimtab.distributed import rank_memory
-from trimtab.distributed.absent_ranks import absent_ranks, mesh_of_all
+from trimtab.distributed.fake_process_group import absent_ranks, mesh_of_all
 from trimtab.distributed.rank_memory import trace_rank
 
 JOB = """
@@ -33,16 +33,16 @@ JOB = """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.nn.parallel import DistributedDataParallel
     from trimtab.core.parallelism import Parallelism
-    from trimtab.distributed import absent_ranks
+    from trimtab.distributed import fake_process_group
     from trimtab.distributed.rank_memory import trace_rank
 
     torch.set_num_threads(1)
     rank, size, folder, case = int(sys.argv[1]), 2, sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
     if case == "meshes that are alike":
-        absent_ranks._MESH_NAMES = None
+        fake_process_group._MESH_NAMES = None
     if case == "ended as torch does":
-        absent_ranks._forget = dist.destroy_process_group
+        fake_process_group._forget = dist.destroy_process_group
     rows = batch_of(2 * ROWS)
 
     def step(model, optimizer, part):

@@ -10,21 +10,21 @@ import pytest
 from raising import raises
 from ranks import Ended, run_command
 
-from trimtab.core.codec import read_json, to_json
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
-from trimtab.experiments import gain
+from trimtab.core.serialization import read_json, to_json
+from trimtab.experiments import gain_timing
 from trimtab.experiments.comparison.compare import Settings, compare
-from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.tasks import load_task
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 SOURCE = Path(__file__).parents[2] / "src"
 SHORT = """
-from trimtab.experiments import gain
+from trimtab.experiments import gain_timing
 
-gain._LAP_S = 0.01
+gain_timing._LAP_S = 0.01
 """
 FAULTY = """
 import inspect, os
@@ -67,7 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch):
     """The plan shards the model: training and evaluation are collectives. All arms end as one process does."""
-    monkeypatch.setattr(gain, "_LAP_S", gain._LAP_S)  # which the task changes in this process too
+    monkeypatch.setattr(gain_timing, "_LAP_S", gain_timing._LAP_S)  # which the task changes in this process too
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
     plan = written(folder, "sharded.json", batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=3)

@@ -15,7 +15,7 @@ RANK = """
     import torch.distributed as dist
     import deepspeed
     import trimtab
-    from trimtab.core.codec import read_json
+    from trimtab.core.serialization import read_json
     from trimtab.core.plan import Plan
     from trimtab.tasks import load_task
 

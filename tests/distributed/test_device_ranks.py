@@ -13,7 +13,7 @@ from ranks import run_program
 
 from trimtab.distributed import process_group
 from trimtab.distributed.process_group import backends, joined
-from trimtab.integrations import hosted
+from trimtab.integrations import trainer_rules
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -64,8 +64,8 @@ def test_nccl_is_given_up_after_an_error(ended):
 
 
 def test_a_hosts_ranks_are_waited_for_as_long_as_the_host_does(ended, monkeypatch):
-    monkeypatch.setattr(hosted, "start", lambda *_: process_group.time_limit_s())
+    monkeypatch.setattr(trainer_rules, "start", lambda *_: process_group.time_limit_s())
     with joined(20.0):
-        assert hosted.started(None, None, None) == 1800.0
-        assert hosted.started(None, None, None, 90.0) == 90.0
+        assert trainer_rules.started(None, None, None) == 1800.0
+        assert trainer_rules.started(None, None, None, 90.0) == 90.0
         assert process_group.time_limit_s() == 20.0

@@ -9,7 +9,7 @@ import pytest
 from kept_job import job, statuses, trained
 from raising import raises
 
-from trimtab.checkpoint.envelope import newest_good, seal, verify
+from trimtab.checkpoint.atomic_directory import newest_good, seal, verify
 from trimtab.core.errors import DamagedError
 from trimtab.core.record import read_record
 

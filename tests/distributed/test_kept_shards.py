@@ -10,7 +10,7 @@ import shutil
 import pytest
 from kept_job import job, trained
 
-from trimtab.checkpoint.envelope import newest_good
+from trimtab.checkpoint.atomic_directory import newest_good
 
 STEPS = {"every_steps": 5}
 OTHERS = {"accepts": ["ranks", "plan"]}

@@ -15,8 +15,8 @@ RANK = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     import trimtab
-    from trimtab.decide.accounts import Account
-    from trimtab.decide.noise import NoiseAverage, from_partial_sums
+    from trimtab.decide.overhead_budget import Account
+    from trimtab.decide.gradient_noise_scale import NoiseAverage, from_partial_sums
     from trimtab.runtime import noise_monitor
 
     Account.is_due = lambda self, sparse=0: True
@@ -129,8 +129,8 @@ PADDED = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     import trimtab
-    from trimtab.decide.accounts import Account
-    from trimtab.runtime.window_watch import WindowWatch
+    from trimtab.decide.overhead_budget import Account
+    from trimtab.runtime.window_monitor import WindowWatch
 
     Account.is_due = lambda self, sparse=0: True
     said, noise_of = [], WindowWatch.noise_of

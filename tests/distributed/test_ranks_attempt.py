@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from trimtab.distributed.alone import ALONE
+from trimtab.distributed.coordinator import ALONE
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 RANK = """
@@ -21,13 +21,13 @@ RANK = """
     import torch.distributed as dist
     from tiny_task import task
     from trimtab.core.errors import RankError
-    from trimtab.distributed import process_group, trouble
-    from trimtab.experiments.racing import inspect_arm
-    from trimtab.experiments.together import together
+    from trimtab.distributed import process_group, error_propagation
+    from trimtab.experiments.paired_runs import inspect_arm
+    from trimtab.experiments.comparison_context import together
     from trimtab.recipes.replica import ReplicaLoop
 
     torch.set_num_threads(1)
-    trouble._ANSWER_S = 1.0
+    error_propagation._ANSWER_S = 1.0
     process_group.TIMEOUT_S = 8.0
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     its_count = inspect_arm.count_flops

@@ -11,11 +11,11 @@ RANK = """
     from pathlib import Path
     import torch
     import torch.distributed as dist
-    from trimtab.core.energy import Energy, Provenance, absent
-    from trimtab.distributed.energy import meter_of_rank
+    from trimtab.core.energy_reading import Energy, Provenance, absent
+    from trimtab.distributed.rank_energy import meter_of_rank
     from trimtab.distributed.process_group import total
-    from trimtab.measure.energy import WINDOW_S, EnergyClock
-    from trimtab.measure.meters import Metering
+    from trimtab.measure.energy_meter import WINDOW_S, EnergyClock
+    from trimtab.measure.meter_selection import Metering
 
     rank, folder = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from trimtab.experiments.racing.inspect_arm import measure_arm
-from trimtab.experiments.racing.race import Entry, race
-from trimtab.measure.memory import storage_bytes
+from trimtab.experiments.paired_runs.inspect_arm import measure_arm
+from trimtab.experiments.paired_runs.paired_run import Entry, race
+from trimtab.measure.peak_memory import storage_bytes
 from trimtab.recipes.reference import ReferenceLoop
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
@@ -34,14 +34,14 @@ RANK = """
     from smooth_task import ODD_ROWS, counting
     from tiny_task import task
     from trimtab.calibrate import trials
-    from trimtab.core.codec import to_json
+    from trimtab.core.serialization import to_json
     from trimtab.core.errors import TrimtabError, ValueGivenError
     from trimtab.core.plan import Plan
     from trimtab.distributed import process_group
-    from trimtab.experiments.racing import race as race_module
+    from trimtab.experiments.paired_runs import paired_run as race_module
     from trimtab.experiments.comparison.compare import Settings, compare
-    from trimtab.experiments.racing.race import Block, Entry, race
-    from trimtab.experiments.together import together
+    from trimtab.experiments.paired_runs.paired_run import Block, Entry, race
+    from trimtab.experiments.comparison_context import together
     from trimtab.recipes.replica import ReplicaLoop
 
     torch.set_num_threads(1)

@@ -15,8 +15,8 @@ COMMON = """
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
-    from trimtab.decide.accounts import Account
-    from trimtab.decide.noise import NoiseAverage
+    from trimtab.decide.overhead_budget import Account
+    from trimtab.decide.gradient_noise_scale import NoiseAverage
 
     Account.is_due = lambda self, sparse=0: True
     seen, add = [], NoiseAverage.add
@@ -139,7 +139,7 @@ PARTIAL = (
     SHARDED
     + """
     from torch.distributed.fsdp import MixedPrecisionPolicy
-    from trimtab.decide.noise import from_partial_sums
+    from trimtab.decide.gradient_noise_scale import from_partial_sums
     from trimtab.measure.sharded_norms import shows_reductions
     from trimtab.runtime import noise_monitor
 

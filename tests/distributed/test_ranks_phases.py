@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from trimtab.core.codec import read_json
-from trimtab.core.phases import Gain
-from trimtab.decide.attribution import bound_seconds
-from trimtab.experiments.phase_page import PhasePage
+from trimtab.core.serialization import read_json
+from trimtab.core.step_phases import Gain
+from trimtab.decide.phase_attribution import bound_seconds
+from trimtab.experiments.phase_result import PhasePage
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 RANK = """
@@ -21,7 +21,7 @@ RANK = """
     sys.path.insert(0, sys.argv[3])
     import torch
     import torch.distributed as dist
-    from trimtab.core.codec import to_json
+    from trimtab.core.serialization import to_json
     from trimtab.core.plan import Plan
     from trimtab.experiments.phases_command import Asked, phases_of
 

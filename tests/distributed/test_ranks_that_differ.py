@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from ranks import TESTS, run_command, run_program
 
-from trimtab.core.codec import to_json
 from trimtab.core.plan import Plan
+from trimtab.core.serialization import to_json
 
 PROGRAM = TESTS / "alike_rank.py"
 TINY_TASK = TESTS / "unit" / "experiments" / "tiny_task.py"

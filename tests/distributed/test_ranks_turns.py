@@ -13,7 +13,7 @@ RANK = """
     import torch
     import torch.distributed as dist
     from trimtab.distributed.process_group import limited_to
-    from trimtab.experiments.together import together
+    from trimtab.experiments.comparison_context import together
 
     rank, folder, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)

@@ -12,8 +12,8 @@ RANK = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-    from trimtab.core.recompute import Kept, Segment
-    from trimtab.decide.checkpoint_schedule import every_block, keep_all, sqrt_segments
+    from trimtab.core.recompute_schedule import Kept, Segment
+    from trimtab.decide.recompute_cost import every_block, keep_all, sqrt_segments
     from trimtab.runtime.activation_checkpoint import use_schedule
 
     rank, folder, how, name = int(sys.argv[1]), *sys.argv[2:5]

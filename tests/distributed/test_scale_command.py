@@ -10,10 +10,10 @@ import pytest
 from ranks import Ended, run_command, run_torchrun
 
 from trimtab import cli
-from trimtab.core.codec import to_json
 from trimtab.core.plan import Plan
-from trimtab.distributed.planning import Made
-from trimtab.experiments.scaling.bench import Bench
+from trimtab.core.serialization import to_json
+from trimtab.distributed.plan_on_ranks import Made
+from trimtab.experiments.scaling.scaling_bench import Bench
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 WHICH = ["--ranks=2", "--rounds=1"]
@@ -21,9 +21,9 @@ HOW = ["tiny:task", "--quick", "--scaling=weak,strong", "--adapt=batch", "--out=
 ARGUMENTS = [*HOW, *WHICH]
 # No speed is looked at here; as many windows as the slowest rank's seconds say are run by `test_scale_shards.py`.
 FEWEST_WINDOWS = """
-from trimtab.experiments.scaling import bench
+from trimtab.experiments.scaling import scaling_bench
 
-bench.Bench._windows_of = lambda self, loop: bench._MIN_WINDOWS
+scaling_bench.Bench._windows_of = lambda self, loop: scaling_bench._MIN_WINDOWS
 """
 
 

@@ -15,8 +15,8 @@ RANK = """
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from trimtab.decide.noise import from_partial_sums
-    from trimtab.decide.sharded_noise import JointMicroBatches
+    from trimtab.decide.gradient_noise_scale import from_partial_sums
+    from trimtab.decide.sharded_noise_scale import JointMicroBatches
     from trimtab.measure.sharded_norms import PartialNorms, ShardedNorms, is_sharded
 
     torch.set_num_threads(1)
@@ -106,7 +106,7 @@ UNREDUCED = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     import trimtab
-    from trimtab.decide.accounts import Account
+    from trimtab.decide.overhead_budget import Account
 
     Account.is_due = lambda self, sparse=0: True
     torch.set_num_threads(1)

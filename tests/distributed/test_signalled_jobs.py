@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from trimtab.checkpoint.envelope import committed
+from trimtab.checkpoint.atomic_directory import committed
 
 WINDOWS = 40
 LOOP = f"""

@@ -19,15 +19,15 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
 import trimtab
-from trimtab.calibrate.equivalence import check_splitting
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.gradient_equivalence import check_splitting
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.errors import BatchError, ModelError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.core.record import Header, RecordWriter, read_record
 from trimtab.losses import Summed
-from trimtab.measure.step_trace import trace_step
-from trimtab.runtime.batching import Batching
+from trimtab.measure.memory_trace import trace_step
+from trimtab.runtime.batch_splitting import Batching
 
 STEPS = 3
 

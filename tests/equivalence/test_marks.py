@@ -16,7 +16,7 @@ from training_cases import blocked_case, class_batches, class_case, dropout_mlp,
 
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Mark, Plan
-from trimtab.core.sharing import KEPT, STAGES
+from trimtab.core.sharding_settings import KEPT, STAGES
 from trimtab.measure import allocator
 
 ROWS = 4

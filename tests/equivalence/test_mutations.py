@@ -19,11 +19,12 @@ from training_cases import ROWS, class_batches, class_case, dropout_mlp, image_c
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.runtime import engine, gradients, layout, optimizers, passes, precision, window
+from trimtab.runtime import gradient_clipping, loader_iteration, memory_format, optimizers, precision, window
+from trimtab.runtime import run as run_module
 from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.batching import Batching
-from trimtab.runtime.consumed import Consumed
-from trimtab.runtime.order import LoopOrder
+from trimtab.runtime.batch_splitting import Batching
+from trimtab.runtime.call_order import LoopOrder
+from trimtab.runtime.training_progress import Consumed
 
 # The checks, as the suite makes them.
 
@@ -194,11 +195,11 @@ def correction_in_float32(patch):
 def clip_before_correction(patch):
     def finish(optimizer, factor, clip_norm, **options):
         norm = gradients_finish(optimizer, 1.0, clip_norm, **options)
-        gradients.multiply(optimizer, factor)
+        gradient_clipping.multiply(optimizer, factor)
         return norm
 
-    gradients_finish = gradients.finish
-    patch.setattr(gradients, "finish", finish)
+    gradients_finish = gradient_clipping.finish
+    patch.setattr(gradient_clipping, "finish", finish)
 
 
 def correction_twice(patch):
@@ -213,7 +214,7 @@ def leaking_rates(patch):
             group["lr"] = group["lr"] * factor
         yield
 
-    patch.setattr(engine, "scaled_rates", leak)
+    patch.setattr(run_module, "scaled_rates", leak)
 
 
 def progress_counted_before_the_window(patch):
@@ -241,7 +242,7 @@ def last_slice_dropped(patch):
 
     slices = Batching.slices
     patch.setattr(Batching, "slices", whole)
-    patch.setattr(passes, "Window", Shorter)
+    patch.setattr(loader_iteration, "Window", Shorter)
 
 
 def slices_in_reverse(patch):
@@ -258,7 +259,7 @@ def no_autocast(patch):
 
 
 def gradients_kept_as_a_window_opens(patch):
-    opened = engine.Run.open_window
+    opened = run_module.Run.open_window
 
     def keep(self, window):
         kept = [(parameter, parameter.grad) for parameter in self.model.parameters()]
@@ -266,7 +267,7 @@ def gradients_kept_as_a_window_opens(patch):
         for parameter, grad in kept:
             parameter.grad = grad
 
-    patch.setattr(engine.Run, "open_window", keep)
+    patch.setattr(run_module.Run, "open_window", keep)
 
 
 def window_not_voided(patch):
@@ -275,7 +276,7 @@ def window_not_voided(patch):
 
 
 def state_not_aligned(patch):
-    for module in (layout, optimizers):
+    for module in (memory_format, optimizers):
         patch.setattr(module, "align_state", lambda optimizer: None)
 
 

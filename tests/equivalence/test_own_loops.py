@@ -22,7 +22,7 @@ from trimtab.core.errors import LoopError, OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
 from trimtab.measure import machine
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.state_digest import fingerprint
 
 NUM_ROWS = 4 * ROWS + 5  # the last batch is short
 

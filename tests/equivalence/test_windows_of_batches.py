@@ -13,7 +13,7 @@ from training_cases import OPTIMIZERS, ROWS, mlp
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
-from trimtab.runtime import engine
+from trimtab.runtime import run as run_module
 
 NUM_BATCHES = 7  # of them three windows of two, and one of what is left
 
@@ -119,7 +119,7 @@ def test_the_rate_follows_the_batch_over_some_windows_and_falls_at_once(rule, po
     model, optimizer = Case(mlp, lambda p: torch.optim.SGD(p, lr=0.1), mean_loss, each).build()
     plan, seen = Plan.fixed(ROWS, 12, batch_rule=BatchRule("fixed", k=4, learning_rate=rule)), []
     optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
-    with engine.Run(model, optimizer, plan) as run:
+    with run_module.Run(model, optimizer, plan) as run:
         for window in run.windows(each):
             run.train_step(window, mean_loss)
             assert optimizer.param_groups[0]["lr"] == 0.1
@@ -133,7 +133,7 @@ def test_the_schedule_goes_by_tokens_where_they_are_given():
     plan, seen = Plan.fixed(ROWS, 6, schedule="warmup_cosine"), []
     optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
     total = 2 * NUM_BATCHES * 8  # 8 of 12 labels count
-    with engine.Run(model, optimizer, plan, total_tokens=total) as run:
+    with run_module.Run(model, optimizer, plan, total_tokens=total) as run:
         for window in run.windows(each):
             run.train_step(window, summed)
     progress = [8 * (i + 1) / total for i in range(NUM_BATCHES)]

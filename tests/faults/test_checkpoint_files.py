@@ -23,12 +23,22 @@ import torch
 from raising import raises
 from saving import KILLED, ended, forge, forked, gone_on_from, kill_while_saving, loaded, save
 
-from trimtab.checkpoint import checksums, envelope
-from trimtab.checkpoint.envelope import clean, committed, found, newest_good, put_aside, retain, seal, verify, write
-from trimtab.checkpoint.file_names import TENSORS, TREE
-from trimtab.checkpoint.lock import NAME as LOCK
-from trimtab.checkpoint.lock import locked
+from trimtab.checkpoint import atomic_directory, checksums
+from trimtab.checkpoint.atomic_directory import (
+    clean,
+    committed,
+    found,
+    newest_good,
+    put_aside,
+    retain,
+    seal,
+    verify,
+    write,
+)
 from trimtab.checkpoint.manifest import NAME, SCHEMA, Manifest
+from trimtab.checkpoint.run_lock import NAME as LOCK
+from trimtab.checkpoint.run_lock import locked
+from trimtab.checkpoint.state_file_names import TENSORS, TREE
 from trimtab.checkpoint.state_files import read_state
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
 
@@ -502,7 +512,7 @@ def test_a_call_that_fails_leaves_the_folder_with_the_last_one_or_the_new_one(pa
             assert len(said) > failures
             assert sorted(os.listdir(parent)) == before
         else:  # it was committed, be it that the disk may not know of it yet
-            assert not any(envelope.TEMPORARY in name for name in os.listdir(parent))
+            assert not any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
             shutil.rmtree(good.folder)
             (parent / "latest").write_text("step-2")
         if counted.calls < at:
@@ -535,7 +545,7 @@ def test_everything_is_on_disk_before_it_counts(tmp_path, monkeypatch):
         def call(*given):
             done = does(*given)
             path = Path(path_of(given[0]))
-            calls.append((name, "folder" if envelope.TEMPORARY in path.name else path.name))
+            calls.append((name, "folder" if atomic_directory.TEMPORARY in path.name else path.name))
             return done
 
         return call
@@ -561,9 +571,9 @@ def test_killed_at_any_call_of_a_save_or_a_deletion(parent):
         good = newest_good(parent)
         assert not good.refused
         assert loaded(good.folder) in (2, 3)
-        half += any(envelope.TEMPORARY in name for name in os.listdir(parent))
+        half += any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
         clean(parent)
-        assert not any(envelope.TEMPORARY in name for name in os.listdir(parent))
+        assert not any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
         if code == 0:
             break
         assert code == KILLED

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from ranks import started
 
-from trimtab.checkpoint.envelope import TEMPORARY
+from trimtab.checkpoint.atomic_directory import TEMPORARY
 
 PROGRAM = Path(__file__).parents[1] / "crashing.py"
 WINDOWS = {

@@ -14,23 +14,23 @@ import torch
 from raising import raises
 
 import trimtab
-from trimtab.checkpoint.file_names import TREE
-from trimtab.checkpoint.journal import Journal, _summed
-from trimtab.checkpoint.lock import Holder
+from trimtab.checkpoint.batch_size_log import Journal, _summed
 from trimtab.checkpoint.manifest import NAME, File, Manifest, _encoded, manifest_of
+from trimtab.checkpoint.run_lock import Holder
+from trimtab.checkpoint.state_file_names import TREE
 from trimtab.checkpoint.state_files import read_state, write_state
-from trimtab.core.codec import read_json, to_jsonable
 from trimtab.core.errors import FormatError, TrimtabError, UsageError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
+from trimtab.core.serialization import read_json, to_jsonable
 from trimtab.experiments.evaluation.files import read_runs
 from trimtab.experiments.evaluation.record_findings import of_record
 from trimtab.experiments.report import read_report
 from trimtab.experiments.report.run_page import run_page
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
-from trimtab.runtime.keeping import Decided
+from trimtab.runtime.checkpoint_hooks import Decided
 
 
 def in_folder(name, read):

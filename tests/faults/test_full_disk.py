@@ -13,8 +13,8 @@ from raising import raises
 from torch import nn
 
 import trimtab
-from trimtab.checkpoint.envelope import newest_good
-from trimtab.checkpoint.journal import NAME, Journal
+from trimtab.checkpoint.atomic_directory import newest_good
+from trimtab.checkpoint.batch_size_log import NAME, Journal
 from trimtab.core.errors import SaveError
 from trimtab.core.record import Header, read_record
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from ranks import Ended, run_command
 
-from trimtab.checkpoint.envelope import committed
-from trimtab.core.codec import to_json
+from trimtab.checkpoint.atomic_directory import committed
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
+from trimtab.core.serialization import to_json
 
 ROOT = Path(__file__).parents[2]
 NOW = 1772323200.0  # 2026-03-01T00:00Z
@@ -24,7 +24,7 @@ PROGRAM = """
     from types import SimpleNamespace
     from trimtab import cli
     from trimtab.experiments import train, train_command
-    from trimtab.experiments.waiting import Clock
+    from trimtab.experiments.sleep_until import Clock
     import tiny
 
     now, dies_at = [float(sys.argv[1])], float(sys.argv[2])

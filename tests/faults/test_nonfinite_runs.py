@@ -12,14 +12,14 @@ from raising import raises
 from torch import nn
 
 import trimtab
-from trimtab.checkpoint.envelope import committed, retain, write
+from trimtab.checkpoint.atomic_directory import committed, retain, write
 from trimtab.checkpoint.manifest import manifest_of
 from trimtab.core.errors import NonFiniteError
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
-from trimtab.measure.finite import first_nonfinite, nonfinite_parameter
-from trimtab.runtime import voids
-from trimtab.runtime.voids import Voids
+from trimtab.measure.finite_check import first_nonfinite, nonfinite_parameter
+from trimtab.runtime import nonfinite
+from trimtab.runtime.nonfinite import Voids
 
 ROWS, BAD, STEPS = 4, 3, 7
 PLAN = Plan.fixed(ROWS)
@@ -140,7 +140,7 @@ def on_device(name, value=1.0):
 
 
 def test_a_loss_on_a_device_is_read_one_step_later(monkeypatch):
-    monkeypatch.setattr(voids, "Late", Arriving)
+    monkeypatch.setattr(nonfinite, "Late", Arriving)
     READ.clear()
     watch = Voids("error")
     watch.applied(0, on_device("first"))
@@ -153,7 +153,7 @@ def test_a_loss_on_a_device_is_read_one_step_later(monkeypatch):
 
 
 def test_the_last_loss_on_a_device_is_read_at_the_close(monkeypatch):
-    monkeypatch.setattr(voids, "Late", Arriving)
+    monkeypatch.setattr(nonfinite, "Late", Arriving)
     watch = Voids("warn")
     watch.applied(0, on_device("first", math.inf))
     with pytest.warns(RuntimeWarning):

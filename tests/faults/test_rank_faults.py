@@ -17,13 +17,13 @@ RANK = """
     from torch import nn
     import trimtab
     from trimtab.core.errors import TrimtabError
-    from trimtab.decide.accounts import Account
-    from trimtab.distributed import trouble
+    from trimtab.decide.overhead_budget import Account
+    from trimtab.distributed import error_propagation
 
     torch.set_num_threads(1)
     rank, ranks, folder, fault, stage = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[6])
-    trouble._ANSWER_S = 1.0
+    error_propagation._ANSWER_S = 1.0
     limit_s = 3.0 if fault == "stop" else 60.0
     found = {"steps": 0, "micro": [], "rows": 0}
 

@@ -14,9 +14,9 @@ from saving import forked
 from torch import nn
 
 import trimtab
-from trimtab.checkpoint.lock import NAME, locked
+from trimtab.checkpoint.run_lock import NAME, locked
 from trimtab.core.errors import InUseError, RecordExistsError
-from trimtab.core.locks import require_unlocked
+from trimtab.core.file_locks import require_unlocked
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 
 OWN = Header("it", 0)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import trimtab
-from trimtab.checkpoint.envelope import committed
+from trimtab.checkpoint.atomic_directory import committed
 
 WINDOWS = 9
 

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.checkpoint.journal import Journal
+from trimtab.checkpoint.batch_size_log import Journal
 from trimtab.checkpoint.manifest import NAME, manifest_of
-from trimtab.core import files
+from trimtab.core import bounded_read
 from trimtab.core.carbon import of_csv
-from trimtab.core.codec import read_json
 from trimtab.core.errors import FormatError, TrimtabError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.record import Header, RecordWriter, read_header, read_record, require_own
+from trimtab.core.serialization import read_json
 from trimtab.experiments.evaluation.files import has_own_report, read_runs
 from trimtab.experiments.report import read_report
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
-from trimtab.integrations.intensity import CsvIntensity
+from trimtab.integrations.carbon_intensity import CsvIntensity
 from trimtab.tasks import load_task
 from trimtab.tasks.sources import sha256_file
 
@@ -117,7 +117,7 @@ def test_a_file_whose_size_is_not_known_is_read_up_to_the_limit(tmp_path):
     if not grows.is_file() or not grows.read_bytes():
         pytest.skip("needs Linux")
     with pytest.raises(FormatError) as raised:
-        files.read_bytes(grows, "it", limit=10)
+        bounded_read.read_bytes(grows, "it", limit=10)
     assert raised.value.code == "file.too_large"
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_opened(path, tmp_path):
 def test_text_that_is_none(tmp_path):
     (tmp_path / "it").write_bytes(b"\xff\xfe")
     with pytest.raises(FormatError) as raised:
-        files.read_text(tmp_path / "it", "it")
+        bounded_read.read_text(tmp_path / "it", "it")
     assert raised.value.code == "file.not_text"
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.codec import from_json, read_json, to_json, write_whole
 from trimtab.core.printable import encodable, printable, quoted, unquoted
 from trimtab.core.record import End, Event, Header, RecordWriter, StepRecord, read_record
+from trimtab.core.serialization import from_json, read_json, to_json, write_whole
 
 NAME = os.fsdecode(b"f\xff\xfe \xe9")  # no UTF-8
 ESCAPES = "a\x1b[31mred\x1b]0;title\x07 \x9b2J \u202eback\x00"

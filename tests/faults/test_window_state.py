@@ -258,14 +258,14 @@ def test_a_window_whose_start_cannot_be_restored_is_not_repeated():
 
 def test_watching_ends_after_the_first_windows(monkeypatch):
     held = []
-    from trimtab.runtime import window_start
+    from trimtab.runtime import window_snapshot
 
-    class Watched(window_start.LoopState):
+    class Watched(window_snapshot.LoopState):
         def __init__(self, *args, **how):
             held.append(run.applied_steps)
             super().__init__(*args, **how)
 
-    monkeypatch.setattr(window_start, "LoopState", Watched)
+    monkeypatch.setattr(window_snapshot, "LoopState", Watched)
     model, optimizer = build(Teacher)
     with trimtab.start(model, optimizer, Plan.fixed(ROWS), out_of_memory="split") as run:
         for each in run.windows(batches() * 2):

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from trimtab.core.energy import Provenance
-from trimtab.measure.energy import WINDOW_S, EnergyClock
-from trimtab.measure.meters import Found, find_meter, with_idle
+from trimtab.core.energy_reading import Provenance
+from trimtab.measure.energy_meter import WINDOW_S, EnergyClock
+from trimtab.measure.meter_selection import Found, find_meter, with_idle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,13 +13,13 @@ from sync import without_waiting
 from torch import nn
 
 import trimtab
-from trimtab.calibrate.graph_proof import replay_refusal
-from trimtab.calibrate.subject import Subject
-from trimtab.core.compiled import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
+from trimtab.calibrate.cuda_graph_proof import replay_refusal
+from trimtab.calibrate.training_loop import Subject
+from trimtab.core.compile_mode import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
-from trimtab.runtime.compiled import CompiledCall
+from trimtab.runtime.compiled_call import CompiledCall
 from trimtab.tasks import load_task
 
 pytestmark = [

@@ -16,7 +16,7 @@ from trimtab.calibrate import trials
 from trimtab.core.errors import TrimtabError
 from trimtab.core.plan import Plan
 from trimtab.measure import machine
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.state_digest import fingerprint
 
 ROWS = 6
 NAN, INF = math.nan, math.inf

@@ -12,11 +12,11 @@ from refusals import NO_COUNT, NO_POSITIVE, ROWS, Loop, mean_loss, new_loop, ref
 from torch import nn
 
 import trimtab
-from trimtab.core import codec
+from trimtab.core import serialization
 from trimtab.core.errors import BatchError, LossError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.plan import Plan
 
-TEXT = codec.to_json(Plan.fixed(8, 4))
+TEXT = serialization.to_json(Plan.fixed(8, 4))
 loop = pytest.fixture(new_loop)
 
 # plan() and profile(): everything they are given.

@@ -12,7 +12,7 @@ from raising import raises
 from refusals import INF, NAN, NO_COUNT, NO_POSITIVE
 
 import trimtab
-from trimtab.core import codec
+from trimtab.core import serialization
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 
@@ -91,7 +91,7 @@ def assert_names(error: TrimtabError, field: str) -> None:
 
 
 def assert_whole(plan: Plan) -> None:
-    assert codec.from_json(Plan, codec.to_json(plan)) == plan
+    assert serialization.from_json(Plan, serialization.to_json(plan)) == plan
 
 
 @given(st.sampled_from(sorted(Plan.marks())), anything)
@@ -105,7 +105,7 @@ def test_any_value_of_any_setting_makes_a_plan_or_a_typed_error(name, value):
 
 # Plans as JSON.
 
-TEXT = codec.to_json(Plan.fixed(8, 4, precision="bf16"))
+TEXT = serialization.to_json(Plan.fixed(8, 4, precision="bf16"))
 
 
 def damaged(**changes: Any) -> str:
@@ -139,11 +139,11 @@ JSON = {
 @pytest.mark.parametrize(("text", "field"), JSON.values(), ids=JSON)
 def test_a_damaged_plan_is_refused_by_the_path_of_the_damage(text, field):
     with pytest.raises((FormatError, ValueGivenError)) as caught:
-        codec.from_json(Plan, text)
+        serialization.from_json(Plan, text)
     assert caught.value.field == field
 
 
 @given(st.integers(0, len(TEXT) - 1), st.sampled_from(["", "0", '"', "}", "null", "NaN", "-"]))
 def test_any_damage_to_a_plan_is_seen_or_harmless(index, character):
-    made = outcome(lambda: codec.from_json(Plan, TEXT[:index] + character + TEXT[index + 1 :]))
+    made = outcome(lambda: serialization.from_json(Plan, TEXT[:index] + character + TEXT[index + 1 :]))
     assert_whole(made) if isinstance(made, Plan) else assert_names(made, made.field)

@@ -22,20 +22,20 @@ from saving import forge
 
 from trimtab import cli
 from trimtab.cli.options import adaptation
-from trimtab.core.codec import from_json, read_json, to_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import PROFILE_SCHEMA, Profile
-from trimtab.core.rank_trace import WAYS, RankTrace, Way
+from trimtab.core.rank_peak_memory import WAYS, RankTrace, Way
 from trimtab.core.record import read_record
+from trimtab.core.serialization import from_json, read_json, to_json
 from trimtab.decide.deepspeed_config import config_of
-from trimtab.distributed.stage_choice import traces_of_ranks
-from trimtab.experiments import gain, plan_ranks, progress_bar, rank_page
-from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.phase_page import PhasePage
-from trimtab.experiments.racing import race
-from trimtab.measure import machine, meters
-from trimtab.measure.energy import NoMeter
+from trimtab.distributed.zero_stage_inputs import traces_of_ranks
+from trimtab.experiments import gain_timing, plan_ranks, progress_bar, rank_plan_output
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.paired_runs import paired_run
+from trimtab.experiments.phase_result import PhasePage
+from trimtab.measure import machine, meter_selection
+from trimtab.measure.energy_meter import NoMeter
 from trimtab.tasks import load_task
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -81,9 +81,9 @@ def trimtab(monkeypatch, capsys, tmp_path, traced_once):
     monkeypatch.chdir(tmp_path)
     brief.shorten(monkeypatch.setattr)
     monkeypatch.setattr(plan_ranks, "traces_of_ranks", traced_once)
-    monkeypatch.setattr(race, "_BLOCK_S", 0.02)
-    monkeypatch.setattr(gain, "_LAP_S", 0.005)
-    monkeypatch.setattr(meters, "rapl", lambda root: NoMeter("none that tests read"))
+    monkeypatch.setattr(paired_run, "_BLOCK_S", 0.02)
+    monkeypatch.setattr(gain_timing, "_LAP_S", 0.005)
+    monkeypatch.setattr(meter_selection, "rapl", lambda root: NoMeter("none that tests read"))
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
@@ -339,8 +339,8 @@ def full(*args) -> None:
 
 @pytest.mark.usefixtures("profile_json")
 def test_what_was_found_is_shown_before_a_full_disk_says_no(trimtab, monkeypatch):
-    monkeypatch.setattr("trimtab.core.codec.write_result", full)
-    monkeypatch.setattr(rank_page, "write_result", full)
+    monkeypatch.setattr("trimtab.core.serialization.write_result", full)
+    monkeypatch.setattr(rank_plan_output, "write_result", full)
     ranks = ("tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink")
     cases = [
         (("profile", "tiny.py:task"), "trials:"),
@@ -540,7 +540,7 @@ def test_what_is_to_be_typed_next_names_a_file_in_any_folder(trimtab):
 
 def test_what_the_next_command_lacks_is_said_where_a_task_is_begun(trimtab, monkeypatch):
     assert "pip install" not in trimtab("init", "with_it.py").out
-    monkeypatch.setattr("trimtab.cli.init.find_spec", lambda name: None)
+    monkeypatch.setattr("trimtab.cli.init_command.find_spec", lambda name: None)
     assert "pip install 'trimtab[report]'" in trimtab("init", "without_it.py").out
 
 

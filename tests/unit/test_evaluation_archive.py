@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from trimtab.core.codec import to_json
 from trimtab.core.errors import FormatError
+from trimtab.core.serialization import to_json
 
 ROOT = Path(__file__).parents[2]
 NAME = "evaluation-here"

@@ -23,19 +23,19 @@ from raising import raises
 from torch.nn import functional as F
 
 from trimtab.api import start
-from trimtab.cli.entry import app
-from trimtab.core.codec import read_json, to_json
+from trimtab.cli.main import app
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Measured, Plan
-from trimtab.core.recompute import schedule_of
-from trimtab.decide.ablation import changes_of
-from trimtab.decide.ranks import replicated
+from trimtab.core.recompute_schedule import schedule_of
+from trimtab.core.serialization import read_json, to_json
+from trimtab.decide.ablation_design import changes_of
+from trimtab.decide.multi_rank_plan import replicated
 from trimtab.experiments.evaluation.findings import of_comparison
-from trimtab.experiments.planning import require_fits
-from trimtab.experiments.ranks import task_of_rank
+from trimtab.experiments.task_plans import require_fits
+from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.losses import Summed
 from trimtab.measure.blocks import find_blocks
-from trimtab.runtime.splitting import has_batch_statistics
+from trimtab.runtime.split_conditions import has_batch_statistics
 from trimtab.tasks import load_task
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import Bottleneck, ResNet
@@ -841,7 +841,7 @@ def measured(tmp_path):
 
     from benchmarks.paper.evaluation_archive import archive_of, folder_of, pack
     from benchmarks.paper.evaluation_slices import Ran
-    from trimtab.experiments.comparison.result import RatioRow
+    from trimtab.experiments.comparison.comparison_result import RatioRow
 
     folder = folder_of(tmp_path, "evaluation-here")
     ran = Ran("cifar-recipes-1", "compare", "abc", HERE, 1.0, "cifar-recipes/report.json")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trimtab import cli
-from trimtab.cli.leaving import leave
+from trimtab.cli.rank_exit import leave
 from trimtab.distributed import process_group
 
 

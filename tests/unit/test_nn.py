@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import trimtab
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.losses import Summed
-from trimtab.measure.memory import peak_growth
+from trimtab.measure.peak_memory import peak_growth
 from trimtab.nn import IGNORED, LossHead
 
 

@@ -175,7 +175,7 @@ def test_the_reference_is_current(page: str, made) -> None:
 def test_the_reference_has_every_public_name() -> None:
     named = {name for names in reference.GROUPS.values() for name in names}
     assert {f"trimtab.{name}" for name in trimtab.__all__} <= named
-    hosts = ("transformers", "lightning", "accelerate", "tracked_record", "trackers", "intensity", "carbon_services")
+    hosts = ("transformers", "lightning", "accelerate", "tracking", "trackers", "carbon_intensity", "carbon_services")
     for host in hosts:
         assert any(name.startswith(f"trimtab.integrations.{host}.") for name in named), host
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import trimtab
-from trimtab.decide.accounts import Account
-from trimtab.decide.accumulation import Noise, Times
-from trimtab.decide.window_times import WindowTimes
+from trimtab.decide.batch_size_policy import Noise, Times
+from trimtab.decide.overhead_budget import Account
+from trimtab.decide.step_time_model import WindowTimes
 from trimtab.tasks.datasets import Images
 from trimtab.tasks.task import DataSource
 

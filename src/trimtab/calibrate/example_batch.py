@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.core.errors import BatchError
-from trimtab.measure.held import version_of
-from trimtab.runtime.batches import copied, fresh, map_leaves, tensors_in
-from trimtab.runtime.samples import is_leaf, is_record, is_sequence
+from trimtab.measure.object_snapshots import version_of
+from trimtab.runtime.batch import copied, fresh, map_leaves, tensors_in
+from trimtab.runtime.sample_count import is_leaf, is_record, is_sequence
 
 LossFn = Callable[[nn.Module, Any], Any]
 

@@ -24,18 +24,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.calibrate.dropout_off import dropout_off
+from trimtab.calibrate.disable_dropout import dropout_off
 from trimtab.calibrate.example_batch import own_loss
-from trimtab.calibrate.failures import describe
-from trimtab.calibrate.other_batch import other_values
+from trimtab.calibrate.exception_text import describe
 from trimtab.calibrate.random_masks import drawing_modules
-from trimtab.calibrate.rounding import Difference, Norms, distances, finite_norms, last_bits_moved, norms, total, worst
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.rounding_tolerance import (
+    Difference,
+    Norms,
+    distances,
+    finite_norms,
+    last_bits_moved,
+    norms,
+    total,
+    worst,
+)
+from trimtab.calibrate.second_batch import other_values
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.choice import Check, Proof, Refuted
 from trimtab.core.profile import Candidate, Profile, ProvedCandidate
 from trimtab.decide.planner import chosen_candidate
-from trimtab.measure.held import host_copy
 from trimtab.measure.loop_state import LoopState
+from trimtab.measure.object_snapshots import host_copy
 from trimtab.runtime.accumulation import or_one
 from trimtab.runtime.out_of_memory import is_out_of_memory
 

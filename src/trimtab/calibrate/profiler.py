@@ -15,41 +15,41 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
-from trimtab.calibrate.drawing import Drawn, draw_some, waiting_s
+from trimtab.calibrate.block_profile import measure_recomputable
+from trimtab.calibrate.candidate_traces import trace_candidates, trace_for_others
 from trimtab.calibrate.example_batch import own_loss
-from trimtab.calibrate.facts import loop_facts, with_tested_step
-from trimtab.calibrate.notes import Interrupted, Notes, interrupting, planning_failed, report_not_restorable
-from trimtab.calibrate.one_at_a_time import one_at_a_time
-from trimtab.calibrate.own_step import checked
-from trimtab.calibrate.padding import padding_saves_s
+from trimtab.calibrate.loop_facts import loop_facts, with_tested_step
+from trimtab.calibrate.measurement_notes import Interrupted, Notes, interrupting, planning_failed, report_not_restorable
+from trimtab.calibrate.plain_step import checked
 from trimtab.calibrate.plan_proof import with_proof
-from trimtab.calibrate.power import Power
-from trimtab.calibrate.probe import Guard
-from trimtab.calibrate.recomputation import measure_recomputable
-from trimtab.calibrate.recompute_seconds import num_steps
+from trimtab.calibrate.planning_lock import one_at_a_time
+from trimtab.calibrate.recompute_timing import num_steps
+from trimtab.calibrate.sample_batches import Drawn, draw_some, waiting_s
+from trimtab.calibrate.smoke_test import Guard
 from trimtab.calibrate.step_counts import count_step
-from trimtab.calibrate.subject import Subject
-from trimtab.calibrate.tracing import trace_candidates, trace_for_others
+from trimtab.calibrate.target_device_blocks import trace_blocks_for_others
+from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.trial_power import Power
 from trimtab.calibrate.trials import run_stage
-from trimtab.core.energy import NO_METER
+from trimtab.calibrate.vocab_padding import padding_saves_s
+from trimtab.core.energy_reading import NO_METER
 from trimtab.core.errors import LoopError, ModelError, TrimtabError
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, TracedBlocks, is_final
 from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces
-from trimtab.decide.space import put_first
+from trimtab.decide.search_space import put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.loop_state import LoopState, unchanged_by
 from trimtab.measure.machine import device_spec, environment
-from trimtab.measure.memory import forget_peak, is_profiled
-from trimtab.measure.meters import Found, with_idle
+from trimtab.measure.meter_selection import Found, with_idle
+from trimtab.measure.peak_memory import forget_peak, is_profiled
 from trimtab.measure.timing import PhaseClock
 from trimtab.nn import LossHead
-from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
+from trimtab.runtime.memory_format import channels_last_hazard
 from trimtab.runtime.user_hooks import GradientHook
-from trimtab.runtime.window_start import bytes_to_begin_anew
+from trimtab.runtime.window_snapshot import bytes_to_begin_anew
 
 NUM_BLOCKS = 5
 _PHASE_STEPS, _PHASES_S = 3, 3.0

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from trimtab.calibrate.dropout_off import own_droppers
-from trimtab.measure.watching import Watching
+from trimtab.calibrate.disable_dropout import own_droppers
+from trimtab.measure.dispatch_mode import Watching
 
 _IGNORED = ("aten::_cudnn_init_dropout_state",)  # Drawn once per process, with a fixed size.
 _FAR = 3.0  # Standard deviations.

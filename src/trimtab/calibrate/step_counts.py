@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from trimtab.calibrate.notes import Notes, loss_failed
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.measurement_notes import Notes, loss_failed
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.errors import LossError, TrimtabError
-from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.flops import count_flops
+from trimtab.measure.softmax_detector import SoftmaxesSeen
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 _REFUSED = "an operator does not run under torch's FLOP counter, or has a shape that the counter does not know"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trimtab.calibrate.subject import Subject
-from trimtab.runtime.engine import Run
+from trimtab.calibrate.training_loop import Subject
+from trimtab.runtime.run import Run
 
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow, here from 65536 to 0.125.
 

@@ -23,30 +23,30 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from trimtab.calibrate.failures import describe
-from trimtab.calibrate.graph_proof import replay_refusal
-from trimtab.calibrate.notes import Notes
-from trimtab.calibrate.power import Power
-from trimtab.calibrate.probe import Door, Guard
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.cuda_graph_proof import replay_refusal
+from trimtab.calibrate.exception_text import describe
+from trimtab.calibrate.measurement_notes import Notes
+from trimtab.calibrate.smoke_test import Door, Guard
+from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.trial_power import Power
 from trimtab.calibrate.trial_steps import Unusable, heaviest_step, require_finite, step_until_applied
 from trimtab.calibrate.trial_steps import step as take_step
-from trimtab.core.compiled import is_recorded
+from trimtab.core.compile_mode import is_recorded
 from trimtab.core.profile import ALONE, SLICED, Candidate, Trial
 from trimtab.core.units import format_seconds
-from trimtab.decide.laps import still_open
-from trimtab.decide.readings import MIN_BLOCKS
+from trimtab.decide.interleaving import drawn_turns
 from trimtab.decide.search import BLOCK_S, Stage
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
-from trimtab.decide.turns import drawn_turns
+from trimtab.decide.successive_elimination import still_open
+from trimtab.decide.trial_statistics import MIN_BLOCKS
 from trimtab.measure.loop_state import LoopState
-from trimtab.measure.memory import peak_bytes, unused_bytes
 from trimtab.measure.page_faults import time_settled
+from trimtab.measure.peak_memory import peak_bytes, unused_bytes
 from trimtab.measure.timing import time_call
 from trimtab.runtime.cuda_graphs import steps_to_launch
-from trimtab.runtime.engine import Run
-from trimtab.runtime.modes import retained_memory
+from trimtab.runtime.global_flags import retained_memory
 from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.run import Run
 
 _MODES = ("modes", SLICED)
 _OTHER_KERNELS = (*_MODES, "head")  # Search phases whose candidates use kernels that have not run yet.

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimtab.core import checks
-from trimtab.core.codec import from_jsonable, to_jsonable
+from trimtab.core import validation
 from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
+from trimtab.core.serialization import from_jsonable, to_jsonable
 
 SCHEMA = 2
 NAME = "manifest.json"
@@ -63,7 +63,7 @@ class File:
     crc32: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        checks.not_negative(self, "bytes")
+        validation.not_negative(self, "bytes")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Manifest:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        checks.integer(f"about[{STEP!r}]", self.about.get(STEP), low=0)
+        validation.integer(f"about[{STEP!r}]", self.about.get(STEP), low=0)
         for name in self.files:
             if not is_plain(name) or name == NAME:
                 raise FormatError(NAME, got=f"the file {name!r}", expected="the name of a file in the folder")

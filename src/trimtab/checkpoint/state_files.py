@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint.file_names import TENSORS, TREE
 from trimtab.checkpoint.manifest import open_file
-from trimtab.checkpoint.read_once import Taken
+from trimtab.checkpoint.state_file_names import TENSORS, TREE
+from trimtab.checkpoint.state_json import pack, unpack
 from trimtab.checkpoint.tensor_files import read_tensors, write_tensors
-from trimtab.checkpoint.tensors import Packer, Unpacker
-from trimtab.checkpoint.tree import pack, unpack
+from trimtab.checkpoint.tensor_packing import Packer, Unpacker
+from trimtab.checkpoint.verified_read import Taken
 from trimtab.core.errors import FormatError
 
 

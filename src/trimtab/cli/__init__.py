@@ -30,6 +30,6 @@ except ImportError:
         raise AttributeError(name)
 
 else:
-    from trimtab.cli.entry import app, main
+    from trimtab.cli.main import app, main
 
 __all__ = ["app", "main"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.cli import main
-from trimtab.distributed.launched import Launched
+from trimtab.distributed.launched_rank import Launched
 
 launched = Launched()
 launched.follow()

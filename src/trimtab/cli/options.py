@@ -10,7 +10,7 @@ import typer
 from trimtab.core.errors import FormatError, ValueGivenError
 
 if TYPE_CHECKING:
-    from trimtab.checkpoint.settings import Checkpoints
+    from trimtab.checkpoint.config import Checkpoints
     from trimtab.core.carbon import Intensity
 
 TaskName = Annotated[str, typer.Argument(help="built-in task, my_module:task or path/to/file.py:task")]
@@ -81,7 +81,7 @@ def adaptation(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) 
     Raises:
         ValueGivenError: A name is unknown, or "none" is combined with other names.
     """
-    from trimtab.core.checks import one_of
+    from trimtab.core.validation import one_of
 
     names = [] if adapt is None else [one_of("--adapt", name, (*known, "none")) for name in adapt.split(",")]
     if "none" in names and set(names) != {"none"}:
@@ -108,7 +108,7 @@ def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
     """Return the current carbon intensity forecast from `--carbon`, or None without the option."""
     import time
 
-    from trimtab.integrations.intensity import named
+    from trimtab.integrations.carbon_intensity import named
 
     if carbon is None:
         if kind is not None:
@@ -132,8 +132,8 @@ def kept_in(
     Raises:
         ValueGivenError: A checkpoint option is used without a folder.
     """
-    from trimtab.checkpoint.settings import Checkpoints
-    from trimtab.experiments.claim import folder_of
+    from trimtab.checkpoint.config import Checkpoints
+    from trimtab.experiments.output_folder import folder_of
 
     if folder is None and resume is None:
         for option, value in (("--every", every), ("--accept", accept)):
@@ -179,7 +179,7 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
         FormatError: The record exists for another run, or cannot be written.
         InUseError: Another run writes the record or uses the checkpoint folder.
     """
-    from trimtab.core.locks import require_unlocked
+    from trimtab.core.file_locks import require_unlocked
     from trimtab.core.record import Header, require_own
 
     if record is not None:

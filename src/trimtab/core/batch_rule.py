@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 
 POLICIES = ("fixed", "goodput", "norm_test", "variance", "paper", "throughput_per_memory")
@@ -54,21 +54,21 @@ class BatchRule:
     trials: tuple[tuple[int, float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        checks.one_of("batch_rule.policy", self.policy, POLICIES)
-        checks.one_of("batch_rule.learning_rate", self.learning_rate, RATE_RULES)
-        checks.integer("batch_rule.k_max", self.k_max)
-        checks.integer("batch_rule.k", self.k, high=self.k_max)
-        checks.integer("batch_rule.min_windows", self.min_windows, low=2)
-        checks.number("batch_rule.theta", self.theta, low=0, open_low=True)
+        validation.one_of("batch_rule.policy", self.policy, POLICIES)
+        validation.one_of("batch_rule.learning_rate", self.learning_rate, RATE_RULES)
+        validation.integer("batch_rule.k_max", self.k_max)
+        validation.integer("batch_rule.k", self.k, high=self.k_max)
+        validation.integer("batch_rule.min_windows", self.min_windows, low=2)
+        validation.number("batch_rule.theta", self.theta, low=0, open_low=True)
         for k in self.allowed:
-            checks.integer("batch_rule.allowed", k, high=self.k_max)
+            validation.integer("batch_rule.allowed", k, high=self.k_max)
         if self.allowed and self.policy != "paper":
             raise ValueGivenError(
                 "batch_rule.allowed", got=f"{self.allowed} with {self.policy}", expected='policy "paper" with it'
             )
         self._check_trials()
         if self.sigma2_target is not None:
-            checks.number("batch_rule.sigma2_target", self.sigma2_target, low=0, open_low=True)
+            validation.number("batch_rule.sigma2_target", self.sigma2_target, low=0, open_low=True)
         elif self.policy in NEEDS_TARGET:
             raise ValueGivenError(
                 "batch_rule.sigma2_target",
@@ -96,9 +96,9 @@ class BatchRule:
 
     def _check_trials(self) -> None:
         for k, throughput, memory in self.trials:
-            checks.integer("batch_rule.trials", k, high=self.k_max)
-            checks.number("batch_rule.trials", throughput, low=0)
-            checks.number("batch_rule.trials", memory, low=0, open_low=True)
+            validation.integer("batch_rule.trials", k, high=self.k_max)
+            validation.number("batch_rule.trials", throughput, low=0)
+            validation.number("batch_rule.trials", memory, low=0, open_low=True)
         if bool(self.trials) != (self.policy == "throughput_per_memory"):
             raise ValueGivenError(
                 "batch_rule.trials",

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.core import checks
-from trimtab.core.energy import Energy, Provenance
+from trimtab.core import validation
+from trimtab.core.datetimes import format_moment, time_of
+from trimtab.core.energy_reading import Energy, Provenance
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.moments import format_moment, time_of
 
 KINDS = ("average", "marginal")
 JOULES_PER_KWH = 3.6e6
@@ -43,12 +43,12 @@ class Intensity:
     until_s: float = math.inf
 
     def __post_init__(self) -> None:
-        checks.one_of("carbon.kind", self.kind, KINDS)
+        validation.one_of("carbon.kind", self.kind, KINDS)
         times = [time_s for time_s, _ in self.steps]
         if not times or any(not a < b for a, b in zip(times, [*times[1:], self.until_s], strict=True)):
             raise ValueGivenError("carbon.steps", got=f"{len(times)} moments", expected="one or more, each later")
         for _, grams in self.steps:
-            checks.number("carbon.g_per_kwh", grams, low=0)
+            validation.number("carbon.g_per_kwh", grams, low=0)
 
     def mean(self, begin_s: float, end_s: float) -> float:
         """Return the mean intensity between two times, in grams per kWh.
@@ -71,7 +71,7 @@ class Intensity:
 
 def constant(g_per_kwh: float, kind: str) -> Intensity:
     """Return a constant intensity."""
-    return Intensity(kind, ((-math.inf, checks.number("carbon.g_per_kwh", g_per_kwh, low=0)),))
+    return Intensity(kind, ((-math.inf, validation.number("carbon.g_per_kwh", g_per_kwh, low=0)),))
 
 
 def of_csv(text: str, kind: str) -> Intensity:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, replace
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.units import parse_bytes
 
@@ -45,7 +45,7 @@ class Objective:
     energy: float = 0.0
 
     def __post_init__(self) -> None:
-        weights = {f.name: checks.number(f.name, getattr(self, f.name), low=0) for f in dataclasses.fields(self)}
+        weights = {f.name: validation.number(f.name, getattr(self, f.name), low=0) for f in dataclasses.fields(self)}
         largest = max(weights.values())
         if largest == 0:
             raise ValueGivenError("objective", got=f"weights {weights}", expected="at least one weight above zero")
@@ -116,7 +116,7 @@ class Budget:
             object.__setattr__(self, "memory", parse_bytes("memory", self.memory))
         for name in ("time", "energy"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, checks.number(name, getattr(self, name), low=0, open_low=True))
+                object.__setattr__(self, name, validation.number(name, getattr(self, name), low=0, open_low=True))
 
     def within(self, memory_bytes: int | None) -> Budget:
         """Return the budget with its memory limited to a device's."""
@@ -152,10 +152,10 @@ class Reference:
     accumulate: int = 1
 
     def __post_init__(self) -> None:
-        checks.one_of("reference.precision", self.precision, PRECISIONS)
+        validation.one_of("reference.precision", self.precision, PRECISIONS)
         if self.clip_norm is not None:
-            checks.number("reference.clip_norm", self.clip_norm, low=0, open_low=True)
-        checks.integer("reference.accumulate", self.accumulate)
+            validation.number("reference.clip_norm", self.clip_norm, low=0, open_low=True)
+        validation.integer("reference.accumulate", self.accumulate)
 
     def describe(self) -> str:
         """Return the description for reports."""

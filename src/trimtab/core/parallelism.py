@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.sharing import GATHER_DTYPES, REDUCE_DTYPES
+from trimtab.core.sharding_settings import GATHER_DTYPES, REDUCE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Parallelism:
     gather_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        checks.integer("parallelism.ranks", self.ranks)
-        checks.integer("parallelism.zero_stage", self.zero_stage, low=0, high=3)
-        checks.one_of("parallelism.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
-        checks.one_of("parallelism.gather_dtype", self.gather_dtype, GATHER_DTYPES)
+        validation.integer("parallelism.ranks", self.ranks)
+        validation.integer("parallelism.zero_stage", self.zero_stage, low=0, high=3)
+        validation.one_of("parallelism.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        validation.one_of("parallelism.gather_dtype", self.gather_dtype, GATHER_DTYPES)
         if self.gather_dtype != "fp32" and self.zero_stage < 2:
             given = f"{self.gather_dtype!r} at stage {self.zero_stage}, which gathers no parameters"
             raise ValueGivenError("parallelism.gather_dtype", got=given, expected="stage 2 or 3, or 'fp32'")
         if self.bucket_bytes is not None:
-            checks.integer("parallelism.bucket_bytes", self.bucket_bytes)
+            validation.integer("parallelism.bucket_bytes", self.bucket_bytes)
         for name in ("overlaps", "reduces_once"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueGivenError(f"parallelism.{name}", got=repr(value), expected="true or false")
@@ -79,12 +79,12 @@ class StepShape:
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s"):
-            checks.number(f"step.{name}", getattr(self, name), low=0, open_low=True)
-        checks.number("step.optimizer_s", self.optimizer_s, low=0)
+            validation.number(f"step.{name}", getattr(self, name), low=0, open_low=True)
+        validation.number("step.optimizer_s", self.optimizer_s, low=0)
         if self.num_tensors is not None:
-            checks.integer("step.num_tensors", self.num_tensors)
+            validation.integer("step.num_tensors", self.num_tensors)
         for each in self.block_bytes:
-            checks.integer("step.block_bytes", each, low=0)
+            validation.integer("step.block_bytes", each, low=0)
         if self.gathered_bytes is not None and len(self.gathered_bytes) != len(self.block_bytes):
             given = f"{len(self.gathered_bytes)} sizes of {len(self.block_bytes)} blocks"
             raise ValueGivenError("step.gathered_bytes", got=given, expected="one of each block")
@@ -94,7 +94,7 @@ class StepShape:
         if not self.block_bytes or len(self.block_shares) != len(self.block_bytes):
             given = f"{len(self.block_shares)} shares of {len(self.block_bytes)} blocks"
             raise ValueGivenError("step.block_shares", got=given, expected="one of each block, and a block at least")
-        shares = [checks.number("step.block_shares", share, low=0) for share in self.block_shares]
+        shares = [validation.number("step.block_shares", share, low=0) for share in self.block_shares]
         largest = max(shares)
         if largest == 0:
             raise ValueGivenError("step.block_shares", got="zeros", expected="a block at least that takes time")

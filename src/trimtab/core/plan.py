@@ -11,18 +11,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import Check, Choice, FrontPoint, Mark, Measured, Proof, Rejected, Scalar
-from trimtab.core.compiled import check_compiled
-from trimtab.core.energy import NO_METER, MeterFacts
+from trimtab.core.compile_mode import check_compiled
+from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.notes import Note
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
-from trimtab.core.rank_stage import RankStage
-from trimtab.core.recompute import check_recompute
-from trimtab.core.sharing import KEPT, check_sharing
+from trimtab.core.plan_note import Note
+from trimtab.core.recompute_schedule import check_recompute
+from trimtab.core.sharding_settings import KEPT, check_sharing
 from trimtab.core.units import format_bytes, format_seconds
+from trimtab.core.zero_stage_cost import RankStage
 
 __all__ = ["Check", "Choice", "FrontPoint", "Mark", "Measured", "Plan", "Proof", "Rejected", "Scalar"]
 
@@ -70,7 +70,7 @@ class Plan:
         fused_optimizer: True for the fused implementation of the optimizer.
         loss_chunk: tokens whose logits a `trimtab.nn.LossHead` holds at once; None leaves the head unchanged.
         recompute: activation checkpointing of the model's blocks: "every_block", or a schedule in the notation of
-            `trimtab.core.recompute`; None adds none to the loop's own.
+            `trimtab.core.recompute_schedule`; None adds none to the loop's own.
         compiled: True for `torch.compile` of the model's forward, on its first call; "cuda_graphs" to capture forward
             and backward once and replay them; "compiled_cuda_graphs" for both.
         zero_stage: sharding of an unwrapped model: 0 replicates it (DDP), 1 shards the optimizer state, 2 gradients
@@ -166,23 +166,23 @@ class Plan:
     def __post_init__(self) -> None:
         if self.schema != PLAN_SCHEMA:
             raise FormatError("plan.schema", got=repr(self.schema), expected=str(PLAN_SCHEMA))
-        checks.integer("plan.batch_rows", self.batch_rows)
-        checks.integer("plan.micro_batch", self.micro_batch.value, high=self.batch_rows)
-        checks.one_of("plan.precision", self.precision.value, PRECISIONS)
-        checks.one_of("plan.memory_layout", self.memory_layout.value, MEMORY_LAYOUTS)
-        checks.one_of("plan.allocator", self.allocator.value, ALLOCATORS)
-        checks.one_of("plan.optimizer", self.optimizer.value, OPTIMIZERS)
-        checks.one_of("plan.schedule", self.schedule.value, SCHEDULES)
+        validation.integer("plan.batch_rows", self.batch_rows)
+        validation.integer("plan.micro_batch", self.micro_batch.value, high=self.batch_rows)
+        validation.one_of("plan.precision", self.precision.value, PRECISIONS)
+        validation.one_of("plan.memory_layout", self.memory_layout.value, MEMORY_LAYOUTS)
+        validation.one_of("plan.allocator", self.allocator.value, ALLOCATORS)
+        validation.one_of("plan.optimizer", self.optimizer.value, OPTIMIZERS)
+        validation.one_of("plan.schedule", self.schedule.value, SCHEDULES)
         if self.dropout.value is not None:
-            checks.number("plan.dropout", self.dropout.value, low=0, high=1)
+            validation.number("plan.dropout", self.dropout.value, low=0, high=1)
         if self.weight_decay.value is not None:
-            checks.number("plan.weight_decay", self.weight_decay.value, low=0)
+            validation.number("plan.weight_decay", self.weight_decay.value, low=0)
         self._check_warmup()
-        checks.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
+        validation.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
         if self.clip_norm.value is not None:
-            checks.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
+            validation.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
         if self.loss_chunk.value is not None:
-            checks.integer("plan.loss_chunk", self.loss_chunk.value)
+            validation.integer("plan.loss_chunk", self.loss_chunk.value)
         check_recompute(self.recompute.value, len(self.recompute_blocks))
         sharing = {name: getattr(self, name).value for name in KEPT}
         check_sharing(self.num_ranks, self.zero_stage.value, sharing)
@@ -205,7 +205,7 @@ class Plan:
         rises = self.warmup_fraction.value
         if rises is None:
             return
-        checks.number("plan.warmup_fraction", rises, low=0, high=0.9)
+        validation.number("plan.warmup_fraction", rises, low=0, high=0.9)
         if self.schedule.value == "user":
             given, expected = f"{rises} with the user's own schedule", "a schedule of the plan's, or None"
             raise ValueGivenError("plan.warmup_fraction", got=given, expected=expected)
@@ -233,7 +233,7 @@ class Plan:
         marks.pop("batch_policy")  # The policy is set through `batch_rule`.
         if unknown := sorted(values.keys() - marks.keys()):
             raise FormatError(f"plan.{unknown[0]}", got="an unknown field", expected="one of " + ", ".join(marks))
-        rows = checks.integer("plan.batch_rows", batch_rows)
+        rows = validation.integer("plan.batch_rows", batch_rows)
         kept = {f.name: f.default.value for f in fields(cls) if isinstance(f.default, Choice)}
         choices = {
             name: Choice(value, "set by hand", marks[name], changed=value != kept[name])

@@ -7,18 +7,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from trimtab.core import checks
-from trimtab.core.chain import ChainModel
+from trimtab.core import validation
+from trimtab.core.block_costs import ChainModel
 from trimtab.core.choice import Proof, Refuted
-from trimtab.core.compiled import Compiled, in_words
-from trimtab.core.energy import NO_METER, MeterFacts
+from trimtab.core.compile_mode import Compiled, in_words
+from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.notes import Note
+from trimtab.core.memory_model import PeakModel
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
-from trimtab.core.peak_model import PeakModel
+from trimtab.core.operator_costs import Operation, StepWork
 from trimtab.core.plan import Check, Scalar
-from trimtab.core.work import Operation, StepWork
+from trimtab.core.plan_note import Note
 
 PROFILE_SCHEMA = 10
 # Search phase that times the optimizer step alone.
@@ -98,7 +98,7 @@ class Trial:
     watts: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        checks.not_negative(self, "peak_bytes", "unused_bytes")
+        validation.not_negative(self, "peak_bytes", "unused_bytes")
 
     @property
     def is_whole(self) -> bool:

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from trimtab.core.appended import Appended, not_written, sync
-from trimtab.core.codec import to_jsonable
+from trimtab.core.append_only_file import Appended, not_written, sync
+from trimtab.core.bounded_read import LINE_BYTES, RECORD_BYTES, open_regular, too_large, unreadable
 from trimtab.core.errors import FormatError, RecordExistsError
-from trimtab.core.files import LINE_BYTES, RECORD_BYTES, open_regular, too_large, unreadable
 from trimtab.core.record_lines import (
     BRIEF,
     RECORD_SCHEMA,
@@ -31,6 +30,7 @@ from trimtab.core.record_lines import (
     encoded,
     parsed,
 )
+from trimtab.core.serialization import to_jsonable
 
 __all__ = [
     "BRIEF",

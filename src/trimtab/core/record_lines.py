@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.core import checks
-from trimtab.core.codec import from_jsonable, parse, to_jsonable
+from trimtab.core import validation
 from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.serialization import from_jsonable, parse, to_jsonable
 
 RECORD_SCHEMA = 2
 _MOST = 2**62  # Limit of a count.
@@ -48,7 +48,7 @@ class StepRecord:
     noise_scale: float | None = None
 
     def __post_init__(self) -> None:
-        checks.not_negative(self, "index", "rows", "terms", "wall_s", "num_micro_batches")
+        validation.not_negative(self, "index", "rows", "terms", "wall_s", "num_micro_batches")
         if max(self.index, self.rows or 0, self.num_micro_batches) > _MOST:
             given = f"index, rows and k of {self.index}, {self.rows} and {self.num_micro_batches}"
             raise ValueGivenError("StepRecord", got=given, expected="at most 2**62", code="number.range")
@@ -63,7 +63,7 @@ class Evaluation:
     metrics: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        checks.not_negative(self, "rows", "train_s")
+        validation.not_negative(self, "rows", "train_s")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Event:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.not_negative(self, "step")
+        validation.not_negative(self, "step")
 
 
 @dataclass(frozen=True)

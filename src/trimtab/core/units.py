@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from trimtab.core.checks import number
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.validation import number
 
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

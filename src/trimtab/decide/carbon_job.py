@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trimtab.core.carbon import JOULES_PER_KWH, Intensity
-from trimtab.core.checks import number
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.validation import number
 
 
 class Stretch(NamedTuple):

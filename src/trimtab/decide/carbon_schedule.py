@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.carbon import Intensity
-from trimtab.core.checks import number
-from trimtab.core.moments import format_moment
+from trimtab.core.datetimes import format_moment
 from trimtab.core.units import format_grams, format_seconds
-from trimtab.decide.carbon_doubt import Downside, downsides
-from trimtab.decide.carbon_hours import Hours, hours_of, microseconds
+from trimtab.core.validation import number
 from trimtab.decide.carbon_job import Stretch, TrainingJob, draws, grams_of
-from trimtab.decide.carbon_pausing import TIE, best_stretches
+from trimtab.decide.carbon_pause_schedule import TIE, best_stretches
+from trimtab.decide.carbon_sensitivity import Downside, downsides
+from trimtab.decide.carbon_time_axis import Hours, hours_of, microseconds
 
 # Least relative saving that justifies waiting: forecasts have larger errors.
 LEAST_SAVING = 0.01

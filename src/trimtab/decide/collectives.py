@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.link import Link
+from trimtab.core.interconnect import Link
 
 # Fraction of a published bandwidth that a ring reaches. NCCL assumes 20 of an NVLink's 25 GB/s on an A100, 20.6 of 25
 # on an H100 and 40.1 of 50 on a B200 (2.30, src/graph/topo.h); for networks the value is an assumption.
@@ -90,7 +90,7 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
         ValueGivenError: a single rank; fewer than three sizes, or a largest size below twice the smallest; times that
             do not grow with size.
     """
-    checks.integer("link.ranks", ranks, low=2)
+    validation.integer("link.ranks", ranks, low=2)
     _check(points)
     base_s, byte_s = _line(points)
     if byte_s <= 0:
@@ -103,9 +103,9 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
 
 
 def _check(points: Sequence[tuple[float, float]]) -> None:
-    sizes = {checks.number("link.points.bytes", size, low=1) for size, _ in points}
+    sizes = {validation.number("link.points.bytes", size, low=1) for size, _ in points}
     for _, seconds in points:
-        checks.number("link.points.seconds", seconds, low=1e-9)
+        validation.number("link.points.seconds", seconds, low=1e-9)
     if len(sizes) < MIN_SIZES or max(sizes) < 2 * min(sizes):
         expected = f"{MIN_SIZES} sizes at least, the largest twice the smallest or more"
         raise ValueGivenError("link.points", got=f"sizes {sorted(sizes)}", expected=expected)

@@ -20,11 +20,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trimtab.core.compiled import is_by_compiler, is_recorded
+from trimtab.core.compile_mode import is_by_compiler, is_recorded
 from trimtab.core.profile import SLICED, Candidate, Profile, Traced, Trial
-from trimtab.decide import recomputing
-from trimtab.decide.readings import ratio_by_longest
+from trimtab.decide import recompute_candidates
 from trimtab.decide.roofline import step_seconds
+from trimtab.decide.trial_statistics import ratio_by_longest
 
 # A traced peak is raised by this fraction, or by the worst excess of a trial over its trace, before limits apply.
 MARGIN = 0.02
@@ -160,7 +160,7 @@ class CostModel:
 
     def _chained_bytes(self, candidate: Candidate) -> int | None:
         """Return the peak of a step with recomputation; the optimizer step needs as much memory as without."""
-        bare = recomputing.peak_bytes(self._profile, candidate)
+        bare = recompute_candidates.peak_bytes(self._profile, candidate)
         traced = self._trace_of(replace(candidate, recompute=None))
         if bare is None or traced is None or traced.step is None:
             return bare
@@ -203,7 +203,7 @@ class CostModel:
         return sum(self._saved.get((name, getattr(candidate, name)), 0.0) for name in names)
 
     def _recomputing(self, candidate: Candidate) -> float | None:
-        found, longer = self._profile.recomputable_of(candidate), recomputing.longer(self._profile, candidate)
+        found, longer = self._profile.recomputable_of(candidate), recompute_candidates.longer(self._profile, candidate)
         plain = self._relative(replace(candidate, recompute=None))
         measured = None if found is None else self._relative(found.candidate)
         return None if plain is None or measured is None or longer is None else plain + longer * measured
@@ -344,7 +344,10 @@ class CostModel:
     def _by_roofline(self, candidate: Candidate) -> float | None:
         """Return the roofline seconds of a step, for a device without trials."""
         if candidate.recompute is not None:
-            found, longer = self._profile.recomputable_of(candidate), recomputing.longer(self._profile, candidate)
+            found, longer = (
+                self._profile.recomputable_of(candidate),
+                recompute_candidates.longer(self._profile, candidate),
+            )
             plain = self._by_roofline(replace(candidate, recompute=None))
             return None if found is None or plain is None or longer is None else plain + longer * found.step_s
         traced = self._trace_of(candidate)

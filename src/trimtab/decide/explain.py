@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.core import compiled
+from trimtab.core import compile_mode
 from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.core.plan import Rejected, Scalar
 from trimtab.core.profile import ALONE, SLICED, Candidate, Profile, Trial, is_final
 from trimtab.decide import search
-from trimtab.decide.compiling import stage_of, unpaid
+from trimtab.decide.compile_policy import stage_of, unpaid
 from trimtab.decide.cost_model import Predicted
-from trimtab.decide.finals import Outcome
-from trimtab.decide.readings import control_interval, figures, resolves, saved, speed_ratio, unfit
-from trimtab.decide.recomputing import in_words
-from trimtab.decide.space import WORTH_FUSING, Point, fusing_share
+from trimtab.decide.recompute_candidates import in_words
+from trimtab.decide.search_space import WORTH_FUSING, Point, fusing_share
+from trimtab.decide.selection import Outcome
 from trimtab.decide.statistics import Interval, is_gain, resolution
+from trimtab.decide.trial_statistics import control_interval, figures, resolves, saved, speed_ratio, unfit
 
 _APART = "the optimizer's step alone"
 _BY_PARTS = "put first by what the trials of its parts predict"
@@ -138,7 +138,7 @@ class Told:
             looked = "measured" if self.profile.trials else "traced"
             return f"its blocks were not {looked}, as {why}" if asks else "less memory is not asked for"
         if self.winner.compiled:
-            return f"not tried in a model {compiled.in_words(self.winner.compiled)}"
+            return f"not tried in a model {compile_mode.in_words(self.winner.compiled)}"
         again = [p for p in self.found if p.candidate.recompute is not None and p.refusal is None]
         return found.refusal or (
             "none of it fits" if not again else "nothing that recomputes is predicted to be better"
@@ -179,7 +179,7 @@ class Told:
 
     def _kept(self, name: str) -> str:
         others = list(self._others(name))
-        is_compiled = any(compiled.is_by_compiler(each.candidate.compiled) for each in others)
+        is_compiled = any(compile_mode.is_by_compiler(each.candidate.compiled) for each in others)
         if not others or (name == "compiled" and not is_compiled):
             return self._untried(name)
         if all(trial.stage == ALONE for trial in others):
@@ -323,5 +323,5 @@ def _value(candidate: Candidate, name: str) -> str:
     if name == "loss_chunk":
         return "the head as the loop has it" if value is None else f"chunks of {value}"
     if name == "compiled":
-        return f"the model {compiled.in_words(candidate.compiled) or 'as it is'}"
+        return f"the model {compile_mode.in_words(candidate.compiled) or 'as it is'}"
     return f"micro-batch {value}" if name == "micro_batch" else f"{value}"

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, ValueGivenError
-from trimtab.core.notes import Note
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Profile, is_final
 from trimtab.core.units import format_bytes, format_joules, format_seconds
-from trimtab.decide import explain, finals, space
-from trimtab.decide.advice import advice_of
+from trimtab.decide import explain, search_space, selection
 from trimtab.decide.cost_model import CostModel
-from trimtab.decide.readings import speed_ratio
-from trimtab.decide.space import Point
+from trimtab.decide.recommendations import advice_of
+from trimtab.decide.search_space import Point
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.decide.trial_statistics import speed_ratio
 
 _MARKS = Plan.marks()
 _RISES = 1.02  # relative to the loop's own peak; repeated counts of a peak agree to about 1 %
@@ -27,7 +27,7 @@ class _Decision:
     """Chosen candidate and the result of the deciding final; None if no final decided."""
 
     winner: Candidate
-    outcome: finals.Outcome | None
+    outcome: selection.Outcome | None
 
 
 def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
@@ -43,7 +43,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
     """
     _refuse_unknown(profile, objective)
     limits = profile.limits(budget)
-    return _plan(profile, space.points(profile, limits), objective, limits)
+    return _plan(profile, search_space.points(profile, limits), objective, limits)
 
 
 def chosen_candidate(profile: Profile, objective: Objective, budget: Budget) -> Candidate | None:
@@ -51,7 +51,7 @@ def chosen_candidate(profile: Profile, objective: Objective, budget: Budget) -> 
     try:
         _refuse_unknown(profile, objective)
         limits = profile.limits(budget)
-        return _decide(profile, space.points(profile, limits), objective, limits).winner
+        return _decide(profile, search_space.points(profile, limits), objective, limits).winner
     except (InfeasibleError, ValueGivenError):
         return None
 
@@ -80,7 +80,7 @@ def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple
     """
     _refuse_unknown(profile, objective)
     budget = profile.limits(budget)
-    found = space.points(profile, budget)
+    found = search_space.points(profile, budget)
     sizes = sorted({point.candidate.micro_batch for point in found if point.refusal is None}, reverse=True)
     if not sizes:
         raise _infeasible(profile, found, budget)
@@ -131,8 +131,8 @@ def _plan(
         predicted=_predicted(profile, winner),
         measured=_measured(profile, winner),
         verified=_verified(decision.outcome),
-        stands_between=None if weighs else space.stands_between(found, winner, reference),
-        front=tuple(_front_point(point) for point in space.front(found, with_energy=counts)),
+        stands_between=None if weighs else search_space.stands_between(found, winner, reference),
+        front=tuple(_front_point(point) for point in search_space.front(found, with_energy=counts)),
         meter=profile.meter,
         planning_s=profile.profiling_s,
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
@@ -185,11 +185,15 @@ def _decide(
     if not fitting or (rounds and was_asked):
         raise _infeasible(profile, found, budget)
     unit = next((p for p in found if p.candidate == profile.reference_candidate), fitting[0])
-    scores = {point.candidate: space.score(point, objective, unit) for point in fitting}
-    simplest = space.simplest(fitting, scores, profile.reference_candidate)
+    scores = {point.candidate: search_space.score(point, objective, unit) for point in fitting}
+    simplest = search_space.simplest(fitting, scores, profile.reference_candidate)
     stays = unit.candidate == profile.reference_candidate and unit in fitting
-    best = unit.candidate if stays and not space.is_worth_a_change(simplest, unit, objective) else simplest.candidate
-    if winner in scores and scores[winner] <= scores[best] / space.WORTH_A_RUN:
+    best = (
+        unit.candidate
+        if stays and not search_space.is_worth_a_change(simplest, unit, objective)
+        else simplest.candidate
+    )
+    if winner in scores and scores[winner] <= scores[best] / search_space.WORTH_A_RUN:
         return _Decision(winner, outcome)
     return _Decision(best, None)
 
@@ -211,7 +215,7 @@ def _untold(profile: Profile, rounds: Sequence[str], objective: Objective) -> se
 
 
 def _still_wins(
-    profile: Profile, rounds: Sequence[str], outcome: finals.Outcome, objective: Objective, budget: Budget
+    profile: Profile, rounds: Sequence[str], outcome: selection.Outcome, objective: Objective, budget: Budget
 ) -> bool:
     """Return True if the limits are tighter than the profile's own, and the final's winner is the same under both.
 
@@ -225,21 +229,21 @@ def _still_wins(
 
 def _outcome(
     profile: Profile, rounds: Sequence[str], objective: Objective, budget: Budget
-) -> tuple[finals.Outcome | None, set[Candidate]]:
+) -> tuple[selection.Outcome | None, set[Candidate]]:
     """Return the result of the first final with a fitting candidate, and the candidates of that final.
 
     A later final ran only because no candidate of the earlier finals fitted, which may differ under new limits. If no
     final decides, returns None and the candidates of all finals.
     """
-    for name in finals.standing(profile):
-        outcome = finals.decide(profile, name, objective, budget)
+    for name in selection.standing(profile):
+        outcome = selection.decide(profile, name, objective, budget)
         if outcome is not None:
             return outcome, {trial.candidate for trial in profile.stage(name)}
     return None, {trial.candidate for name in rounds for trial in profile.stage(name)}
 
 
 def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> InfeasibleError:
-    near, rounds = space.nearest(found, budget), profile.finals
+    near, rounds = search_space.nearest(found, budget), profile.finals
     if near is None and budget.energy is not None and any(trial.block_s for trial in profile.trials):
         why = profile.meter.reason if profile.meter.is_absent else "its meter was lost in every trial"
         given = f"a limit of {format_joules(budget.energy)} per step, and no joules: {why}"
@@ -271,7 +275,7 @@ def _blocks_of(profile: Profile, candidate: Candidate) -> tuple[str, ...]:
     return () if found is None else found.blocks
 
 
-def _verified(outcome: finals.Outcome | None) -> tuple[float, float] | None:
+def _verified(outcome: selection.Outcome | None) -> tuple[float, float] | None:
     speed = None if outcome is None else outcome.speed
     return None if speed is None else (speed.low, speed.high)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trimtab.core.checks import number
+from trimtab.core.validation import number
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 
 CYCLE_MONTHS = 5.0  # as in the paper

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trimtab.core.compiled import is_recorded
+from trimtab.core.compile_mode import is_recorded
 from trimtab.core.profile import Candidate, Profile, Recomputable, Traced, Trial
-from trimtab.core.rank_trace import RankTrace
+from trimtab.core.rank_peak_memory import RankTrace
 
 _BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
 

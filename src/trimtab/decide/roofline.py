@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.phases import Roof
-from trimtab.core.work import Line, Operation, Seen, StepWork
+from trimtab.core.operator_costs import Line, Operation, Seen, StepWork
+from trimtab.core.step_phases import Roof
 
 # Fractions of the peaks that large operators reach, and least seconds per operator.
 COMPUTE, BANDWIDTH = 0.7, 0.8

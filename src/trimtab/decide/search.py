@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
 from trimtab.core.profile import ALONE, FINAL, SLICED, Candidate, Profile, is_final
-from trimtab.decide import compiling
+from trimtab.decide import compile_policy
 from trimtab.decide.cost_model import BUT_MODE, CostModel
-from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
-from trimtab.decide.sizes import halvings, head_tokens
-from trimtab.decide.space import WORTH_A_RUN, lightest, points, put_first
+from trimtab.decide.micro_batch_sizes import halvings, head_tokens
+from trimtab.decide.search_space import WORTH_A_RUN, lightest, points, put_first
+from trimtab.decide.trial_statistics import WORTH_SAVING, over_budget, unfit
 
 # Page faults with a smaller promised saving are ignored.
 WORTH_RETAINING = 0.02
@@ -99,7 +99,7 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
             candidates = _CANDIDATES[name](profile, budget)
             if len(candidates) > 1 or (name == "modes" and candidates):
                 accepts = name == ALONE  # a whole step in a final would not show its gain
-                is_brief = name in ("modes", SLICED) and compiling.takes_many_times_its_products(profile)
+                is_brief = name in ("modes", SLICED) and compile_policy.takes_many_times_its_products(profile)
                 fits = (budget.memory_bytes or _MOST_BYTES) if name == "sizes" and objective.memory == 0 else None
                 return Stage(name, candidates, accepts, accepts, is_brief=is_brief, fits_bytes=fits)
     return _next_final(profile, objective, budget)
@@ -135,7 +135,7 @@ def allowed_s(run_s: float) -> float:
     Args:
         run_s: seconds of the whole run.
     """
-    return max(min(MEASURING_S, MOST_OF_A_RUN * run_s), compiling.MEASURING * run_s)
+    return max(min(MEASURING_S, MOST_OF_A_RUN * run_s), compile_policy.MEASURING * run_s)
 
 
 def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
@@ -282,7 +282,7 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     On a launch-bound step, the mode to capture takes the place of the fastest. Chunks may allow the whole batch under a
     limit that otherwise requires small micro-batches. Sizes beyond the device's memory are not run.
     """
-    first, memory = compiling.to_record(profile, _fastest(profile)), profile.device.memory_bytes
+    first, memory = compile_policy.to_record(profile, _fastest(profile)), profile.device.memory_bytes
     model, larger = CostModel(profile), (replace(first, micro_batch=rows) for rows in halvings(profile))
     for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
         if chunks := chunk_candidates(profile, candidate):
@@ -356,16 +356,16 @@ def _fastest(profile: Profile) -> Candidate:
 
 
 def _recorded(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    return compiling.graph_candidates(profile, _fastest(profile))
+    return compile_policy.graph_candidates(profile, _fastest(profile))
 
 
 def _compiled(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    return compiling.compile_candidates(profile, _fastest(profile))
+    return compile_policy.compile_candidates(profile, _fastest(profile))
 
 
 def compiling_refusal(profile: Profile) -> str | None:
     """Return the reason not to try compilation, or None."""
-    return compiling.compiling_refusal(profile, _fastest(profile))
+    return compile_policy.compiling_refusal(profile, _fastest(profile))
 
 
 def precision_refusal(device: DeviceSpec, precision: str) -> str | None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.core import checks
+from trimtab.core import validation
 
 MIN_PAIRS_FOR_VERDICT = 5
 
@@ -22,7 +22,7 @@ class Interval:
     n: int
 
     def __post_init__(self) -> None:
-        checks.not_negative(self, "n")
+        validation.not_negative(self, "n")
 
     @property
     def half_width(self) -> float:

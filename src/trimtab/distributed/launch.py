@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import RankError
-from trimtab.distributed.launched import ENDED, LAUNCHER, REPORTS, reports_in
+from trimtab.distributed.launched_rank import ENDED, LAUNCHER, REPORTS, reports_in
 
 # Command of a rank. Without `-P`, `-m` would first import from the current folder any file with the name of a package;
 # a user's task is found there by its own name.

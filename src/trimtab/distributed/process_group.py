@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import RankError, ValueGivenError
 from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words, say
-from trimtab.distributed.launched import ENDED, SILENT
+from trimtab.distributed.launched_rank import ENDED, SILENT
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -81,7 +81,7 @@ def joined(timeout_s: float | None = None) -> Iterator[Place]:
         timeout_s: seconds after which an awaited rank counts as dead; default: 60, or the value of the enclosing block.
     """
     found = place()
-    limit_s = time_limit_s() if timeout_s is None else checks.number("timeout_s", timeout_s, low=0, open_low=True)
+    limit_s = time_limit_s() if timeout_s is None else validation.number("timeout_s", timeout_s, low=0, open_low=True)
     if found.num_ranks == 1 or dist.is_initialized():
         with limited_to(limit_s):
             yield found

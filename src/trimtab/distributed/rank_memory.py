@@ -13,16 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
-from trimtab.calibrate.tracing import Batches, Sizes, applied, at_two_sizes, has_two_sizes
+from trimtab.calibrate.candidate_traces import Batches, Sizes, applied, at_two_sizes, has_two_sizes
+from trimtab.core.memory_model import PeakModel
 from trimtab.core.parallelism import Parallelism
-from trimtab.core.peak_model import PeakModel
 from trimtab.core.profile import Candidate
-from trimtab.core.rank_trace import WAYS, RankTrace, Way
+from trimtab.core.rank_peak_memory import WAYS, RankTrace, Way
 from trimtab.decide.rank_profile import steps_shards_fused
-from trimtab.distributed.absent_ranks import absent_ranks, mesh_of_all
-from trimtab.distributed.repoint import names_of
-from trimtab.measure.rank_trace import trace_replica, trace_shard
-from trimtab.measure.traced_step import Autocast, LossFn, cannot_trace
+from trimtab.distributed.fake_process_group import absent_ranks, mesh_of_all
+from trimtab.distributed.rebind_optimizer import names_of
+from trimtab.measure.rank_memory_trace import trace_replica, trace_shard
+from trimtab.measure.storage_lifetimes import Autocast, LossFn, cannot_trace
 from trimtab.runtime.precision import autocast as autocast_of
 
 # Kinds of micro-batches with different memory: first, middle, last.
@@ -52,7 +52,7 @@ def trace_rank(
         how: parallelism.
         num_micro_batches: micro-batches per step; more than three need no more memory than three.
         autocast: autocast context of the forward.
-        counts_scratch: as in `trimtab.measure.step_trace.trace_step`.
+        counts_scratch: as in `trimtab.measure.memory_trace.trace_step`.
 
     Raises:
         ModelError: the step cannot be traced.
@@ -89,7 +89,7 @@ def trace_ways(
         candidate: settings.
         ranks: world size.
         ways: ways to shard the model.
-        counts_scratch: as in `trimtab.measure.step_trace.trace_step`.
+        counts_scratch: as in `trimtab.measure.memory_trace.trace_step`.
 
     Raises:
         ModelError: the step cannot be traced.
@@ -165,7 +165,7 @@ class _Shard:
     """Rank with a shard of every parameter, by FSDP2."""
 
     def __init__(self, how: Parallelism, mesh: DeviceMesh) -> None:
-        from trimtab.distributed.fully_sharded import Shards
+        from trimtab.distributed.fsdp2 import Shards
 
         dtypes = {"reduce_dtype": how.reduce_dtype, "gather_dtype": how.gather_dtype}
         self._shards = Shards(how.zero_stage, mesh, reduces_once=how.reduces_once, **dtypes)

@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trimtab.core.energy import MeterFacts, PowerLimit
+from trimtab.core.energy_reading import MeterFacts, PowerLimit
 from trimtab.core.errors import DataMissingError
 from trimtab.core.units import format_bytes, format_count
 from trimtab.decide.search import precision_refusal
 from trimtab.measure.machine import device_spec, environment
-from trimtab.measure.meters import find_meter, with_idle
+from trimtab.measure.meter_selection import find_meter, with_idle
 from trimtab.tasks.datasets import CIFAR10, GPT2_BPE, WIKITEXT2
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.sources import DataSet, at_hand

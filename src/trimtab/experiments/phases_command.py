@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-from trimtab.core.codec import read_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
-from trimtab.decide.ranks import replicated
-from trimtab.distributed.alone import Together
+from trimtab.core.serialization import read_json
+from trimtab.decide.multi_rank_plan import replicated
+from trimtab.distributed.coordinator import Together
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
-from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.gain import measure_gain
-from trimtab.experiments.phase_page import PhasePage, merged
-from trimtab.experiments.planning import given_plan, make_plans
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.comparison_context import together
+from trimtab.experiments.gain_timing import measure_gain
+from trimtab.experiments.phase_result import PhasePage, merged
 from trimtab.experiments.progress_bar import ProgressBar
-from trimtab.experiments.ranks import job_plans, ranks_of_job, refuse_on_ranks, require_same_task, task_of_rank
-from trimtab.experiments.together import together
+from trimtab.experiments.task_plans import given_plan, make_plans
+from trimtab.experiments.task_ranks import job_plans, ranks_of_job, refuse_on_ranks, require_same_task, task_of_rank
 from trimtab.tasks import load_task
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData

@@ -9,18 +9,18 @@ from dataclasses import replace
 
 import torch
 
-from trimtab.calibrate.step_shape import step_shape
+from trimtab.calibrate.communication_profile import step_shape
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.link import Calibration, ring_link
+from trimtab.core.interconnect import Calibration, ring_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
-from trimtab.decide.stages import Stages, choose_stage, ways_of
-from trimtab.distributed.stage_choice import traces_of_ranks, with_traces
-from trimtab.experiments.planning import loop_of, profile_here, profile_there
-from trimtab.experiments.ranks import task_of_rank
-from trimtab.experiments.stage_figures import stage_figures
-from trimtab.measure.as_cuda import AsCuda
+from trimtab.decide.zero_stage import Stages, choose_stage, ways_of
+from trimtab.distributed.zero_stage_inputs import traces_of_ranks, with_traces
+from trimtab.experiments.task_plans import loop_of, profile_here, profile_there
+from trimtab.experiments.task_ranks import task_of_rank
+from trimtab.experiments.zero_stage_values import stage_figures
+from trimtab.measure.fake_cuda import AsCuda
 from trimtab.measure.machine import device_name
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task

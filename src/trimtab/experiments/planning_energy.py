@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import torch
 
-from trimtab.core.energy import Energy
-from trimtab.measure.energy import EnergyClock, GivenWatts
-from trimtab.measure.meter_readers import readers_of
-from trimtab.measure.meters import Metering, find_meter
+from trimtab.core.energy_reading import Energy
+from trimtab.measure.energy_meter import EnergyClock, GivenWatts
+from trimtab.measure.meter_selection import Metering, find_meter
+from trimtab.measure.shared_meter import readers_of
 
 T = TypeVar("T")
 

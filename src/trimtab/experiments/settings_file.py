@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trimtab.core.codec import parse
+from trimtab.core.bounded_read import SMALL_JSON_BYTES, read_text
 from trimtab.core.errors import FormatError
-from trimtab.core.files import SMALL_JSON_BYTES, read_text
+from trimtab.core.serialization import parse
 
 NAME = "settings.json"
 

@@ -12,25 +12,25 @@ from typing import Any
 import torch
 
 from trimtab.api import Metering, start
-from trimtab.checkpoint.settings import Checkpoints
+from trimtab.checkpoint.config import Checkpoints
 from trimtab.core.carbon import Intensity
-from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.core.record import Header
-from trimtab.distributed.energy import meter_of_rank
+from trimtab.core.serialization import to_jsonable
 from trimtab.distributed.process_group import place, total
-from trimtab.experiments.counted_terms import CountedTerms
-from trimtab.experiments.kept_batches import KeptBatches
-from trimtab.experiments.ranks import require_same_task
-from trimtab.experiments.train_figures import Part, figures_of, told_carbon
+from trimtab.distributed.rank_energy import meter_of_rank
+from trimtab.experiments.loss_term_counter import CountedTerms
+from trimtab.experiments.resumable_batches import KeptBatches
+from trimtab.experiments.task_ranks import require_same_task
 from trimtab.experiments.train_record import record_of
-from trimtab.measure.energy import EnergyClock
-from trimtab.measure.finite import nonfinite_parameter
+from trimtab.experiments.train_summary import Part, figures_of, told_carbon
+from trimtab.measure.energy_meter import EnergyClock
+from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
-from trimtab.runtime.engine import Run
+from trimtab.runtime.run import Run
 from trimtab.tasks.placement import device_here, placed
 from trimtab.tasks.task import Task
 

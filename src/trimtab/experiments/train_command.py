@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.settings import Checkpoints
-from trimtab.core.codec import read_json
+from trimtab.checkpoint.config import Checkpoints
+from trimtab.core.datetimes import format_moment
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.moments import format_moment
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
-from trimtab.decide.carbon_work import Work, power_of, step_seconds
-from trimtab.decide.ranks import replicated
+from trimtab.core.serialization import read_json
+from trimtab.decide.carbon_remaining_work import Work, power_of, step_seconds
+from trimtab.decide.multi_rank_plan import replicated
 from trimtab.distributed.process_group import place
+from trimtab.experiments.carbon_aware_training import Wish, decided, train_when_clean
 from trimtab.experiments.progress_bar import ProgressBar
-from trimtab.experiments.ranks import plan_on_ranks
+from trimtab.experiments.sleep_until import Clock
+from trimtab.experiments.task_ranks import plan_on_ranks
 from trimtab.experiments.train import Note, Training, train_part, train_whole
-from trimtab.experiments.train_figures import Part, figures_of
-from trimtab.experiments.waiting import Clock
-from trimtab.experiments.when_clean import Wish, decided, train_when_clean
+from trimtab.experiments.train_summary import Part, figures_of
 from trimtab.tasks.task import Task
 
 

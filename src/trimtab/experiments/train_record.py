@@ -8,8 +8,8 @@ from pathlib import Path
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.record import Header, RecordWriter
 from trimtab.distributed.process_group import place
-from trimtab.integrations.tracked_record import TrackedRecord
 from trimtab.integrations.trackers import tracker_named
+from trimtab.integrations.tracking import TrackedRecord
 
 
 def require_trackers(tracks: Sequence[str], record: Path | None) -> None:

@@ -17,8 +17,8 @@ from torch import nn
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.hosted import STAGES, require_shared, started
-from trimtab.runtime.engine import Run
+from trimtab.integrations.trainer_rules import STAGES, require_shared, started
+from trimtab.runtime.run import Run
 
 
 def plan(

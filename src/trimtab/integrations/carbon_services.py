@@ -26,10 +26,10 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from trimtab.core.carbon import Intensity
+from trimtab.core.datetimes import time_of
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.moments import time_of
-from trimtab.integrations.intensity import IntensitySource, known_around, named
-from trimtab.integrations.web import TIMEOUT_S, json_of, missing
+from trimtab.integrations.carbon_intensity import IntensitySource, known_around, named
+from trimtab.integrations.http_json import TIMEOUT_S, json_of, missing
 
 G_PER_KWH_OF_LB_PER_MWH = 453.59237 / 1000  # A pound is 453.59237 g by definition.
 MOST_G = 1e6  # Upper bound for plausible values; the worst fuels emit a few thousand g/kWh.

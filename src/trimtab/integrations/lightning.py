@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.hosted import (
+from trimtab.integrations.ignored_labels import counts_nothing
+from trimtab.integrations.join_batches import WindowBatches
+from trimtab.integrations.trainer_rules import (
     accumulating,
     checked_plan,
     refuse_both,
@@ -31,11 +33,9 @@ from trimtab.integrations.hosted import (
     require_shared,
     started,
 )
-from trimtab.integrations.labels import counts_nothing
-from trimtab.integrations.window_batches import WindowBatches
 from trimtab.integrations.zero_loss import zero_loss
 from trimtab.losses import Summed
-from trimtab.runtime.engine import Run
+from trimtab.runtime.run import Run
 
 _HOST = "the Trainer"
 _DEVICES = {"CUDAAccelerator": "cuda:0", "MPSAccelerator": "mps:0"}

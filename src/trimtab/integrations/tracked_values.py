@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from trimtab.core.codec import to_jsonable
 from trimtab.core.record import Evaluation, Event, Header, Line, StepRecord
+from trimtab.core.serialization import to_jsonable
 
 # Metrics of a step, by their names in the record.
 STEP_FIGURES = (

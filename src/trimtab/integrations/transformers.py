@@ -22,15 +22,7 @@ from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.integrations.accelerate import refuse_compiling, refuse_sharded
-from trimtab.integrations.hosted import (
-    accumulating,
-    checked_plan,
-    refuse_both,
-    refuse_running,
-    require_shared,
-    started,
-)
-from trimtab.integrations.labels import (
+from trimtab.integrations.ignored_labels import (
     IGNORED,
     WindowLabels,
     counts_nothing,
@@ -39,9 +31,17 @@ from trimtab.integrations.labels import (
     labels_of,
     smooths_by_itself,
 )
-from trimtab.integrations.window_batches import WindowBatches
+from trimtab.integrations.join_batches import WindowBatches
+from trimtab.integrations.trainer_rules import (
+    accumulating,
+    checked_plan,
+    refuse_both,
+    refuse_running,
+    require_shared,
+    started,
+)
 from trimtab.losses import Summed
-from trimtab.runtime.engine import Run
+from trimtab.runtime.run import Run
 
 # Fields of TrainingArguments that a plan decides or a run replaces, with hints.
 _PRECISION = "Leave it out: the precision is the plan's. To fix it, plan=Plan.fixed(rows, precision=...)."

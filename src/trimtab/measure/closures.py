@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from trimtab.measure.held import is_container
+from trimtab.measure.object_snapshots import is_container
 
 T = TypeVar("T")
 _DEPTH = 4  # a loss, a function called by it, that method's owner, an attribute of the owner

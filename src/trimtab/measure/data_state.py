@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from trimtab.measure.held import HeldContainer, HeldTensor, is_container
-from trimtab.measure.loader_state import borrowed, has_lasting_workers, is_stateful
+from trimtab.measure.dataloader_state import borrowed, has_lasting_workers, is_stateful
+from trimtab.measure.object_snapshots import HeldContainer, HeldTensor, is_container
 
 # Limits: objects in total, items of a container, distance from the root.
 _MOST_OBJECTS, _MOST_ITEMS, _DEPTH = 20_000, 1_000, 12

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import (
 )
 
 from trimtab.measure import chunked_loss
-from trimtab.measure.watching import eagerly
+from trimtab.measure.dispatch_mode import eagerly
 
 
 def count_flops(function: Callable[[], object]) -> float | None:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trimtab.measure.spent import Spent
+from trimtab.measure.overhead_timer import Spent
 
 # Maximum bytes of gradients whose accumulation or release is delayed.
 CHUNK_BYTES = 32 * 2**20

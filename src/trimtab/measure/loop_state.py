@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.measure.generators import NUMPYS, PYTHONS, HeldGenerator, is_generator, same_state
-from trimtab.measure.held import (
+from trimtab.measure.iterators import HeldIterator, has_position, inside
+from trimtab.measure.object_paths import ChangeKind, Place, Reached
+from trimtab.measure.object_snapshots import (
     MISSING,
     HeldArray,
     HeldBinding,
@@ -30,12 +32,10 @@ from trimtab.measure.held import (
     reachable,
     tensors_of,
 )
-from trimtab.measure.iterators import HeldIterator, has_position, inside
-from trimtab.measure.memory import most_bytes
-from trimtab.measure.places import ChangeKind, Place, Reached
+from trimtab.measure.peak_memory import most_bytes
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.raw_memory import HeldMemory, is_raw_memory
-from trimtab.measure.reach import Walk
+from trimtab.measure.reachable_objects import Walk
 
 __all__ = ["Change", "ChangeKind", "LoopState", "unchanged_by"]
 

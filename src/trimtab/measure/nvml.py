@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trimtab.core.energy import PowerLimit, Provenance
-from trimtab.measure.energy import MeterLost, NoMeter
+from trimtab.core.energy_reading import PowerLimit, Provenance
+from trimtab.measure.energy_meter import MeterLost, NoMeter
 
 # For a GPU without an energy counter, power is sampled and interpolated linearly, over at most this many seconds.
 SAMPLED_S = 2.0

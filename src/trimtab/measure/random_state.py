@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.core.errors import FormatError
-from trimtab.core.state_parts import Load, require_keys
+from trimtab.core.stateful import Load, require_keys
 
 _NAMES = ("cpu", "cuda", "python", "numpy")
 _WORDS = 624  # state size of a Mersenne Twister, used by Python and NumPy

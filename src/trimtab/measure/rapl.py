@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.core.energy import PowerLimit, Provenance
-from trimtab.measure.energy import MeterLost, NoMeter
+from trimtab.core.energy_reading import PowerLimit, Provenance
+from trimtab.measure.energy_meter import MeterLost, NoMeter
 
 ROOT = Path("/sys/class/powercap")
 # Upper bound for a package's power. It gives the minimum time to a wrap-around, and detects a counter that was reset.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.measure.gradient_norms import squared_norm
-from trimtab.measure.spent import Spent
+from trimtab.measure.overhead_timer import Spent
 
 _HOOK = "set_all_reduce_hook"
 

@@ -10,10 +10,10 @@ import importlib
 import math
 from typing import Any
 
-from trimtab.core import checks
-from trimtab.core.energy import Provenance
+from trimtab.core import validation
+from trimtab.core.energy_reading import Provenance
 from trimtab.core.errors import ValueGivenError
-from trimtab.measure.energy import MeterLost
+from trimtab.measure.energy_meter import MeterLost
 
 # Disjoint parts of an Apple chip; the CPU total includes cores and clusters.
 _APPLE = ("cpu_total_mj", "dram_mj", "gpu_mj", "gpu_sram_mj", "ane_mj")
@@ -35,7 +35,7 @@ class ZeusGpu:
     uncounted: tuple[str, ...] = ("the processor, and other GPUs: it reads one",)
 
     def __init__(self, index: int = 0, *, library: Any = None) -> None:
-        self._index = checks.integer("index", index, low=0)
+        self._index = validation.integer("index", index, low=0)
         self.sources: tuple[str, ...] = (f"zeus gpu {index}",)
         self._device = _opened(self, "get_gpus", library)
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.distributed.data_parallel import BUFFERS
+from trimtab.distributed.ddp import BUFFERS
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks.task import Task
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.schedule import warmup_cosine, warmup_linear
+from trimtab.core.lr_factors import warmup_cosine, warmup_linear
 from trimtab.losses import mean_of
 from trimtab.recipes.loop import autocast, hold_tf32, move
 from trimtab.tasks.task import LossFn, StrongRecipe, Task

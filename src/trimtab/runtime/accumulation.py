@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import LossError
-from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.core.stateful import Load, Part, require_keys
 from trimtab.losses import Count, checked_count
 
 
@@ -77,7 +77,9 @@ class WindowWeights(Part):
         names = ("terms_per_row", "first")
         require_keys("state.weights", state, names)
         kept, first = (
-            None if state[name] is None else checks.number(f"state.weights.{name}", state[name], low=0, open_low=True)
+            None
+            if state[name] is None
+            else validation.number(f"state.weights.{name}", state[name], low=0, open_low=True)
             for name in names
         )
 

@@ -18,11 +18,11 @@ from torch import nn
 
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.core.recompute import Kept, Part, Schedule, Segment, schedule_of
+from trimtab.core.recompute_schedule import Kept, Part, Schedule, Segment, schedule_of
+from trimtab.measure.block_graph import Arguments, same_arguments
 from trimtab.measure.blocks import find_blocks
-from trimtab.measure.linked_blocks import Arguments, same_arguments
 from trimtab.runtime.forward_state import Forwards
-from trimtab.runtime.recomputed import keeps_activations, recomputed
+from trimtab.runtime.recomputed_function import keeps_activations, recomputed
 
 _PART = "_trimtab_part"
 # Attribute names under which DistributedDataParallel and torch.compile hold the wrapped model.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.plan import Plan
-from trimtab.runtime import gradients
-from trimtab.runtime.exchange import Alone, Exchange
+from trimtab.runtime import gradient_clipping
 from trimtab.runtime.gradient_sync import GradientSync
+from trimtab.runtime.metadata_exchange import Alone, Exchange
 from trimtab.runtime.precision import MixedPrecision
 from trimtab.runtime.used_parameters import ShardedUse
 
@@ -96,7 +96,7 @@ class Torch:
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply the window's gradient by a factor."""
-        gradients.multiply(self.optimizer, factor)
+        gradient_clipping.multiply(self.optimizer, factor)
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
         """Multiply the window's gradient by `factor`, then clip.
@@ -104,7 +104,7 @@ class Torch:
         Returns:
             Gradient norm before clipping; None if unneeded.
         """
-        return gradients.finish(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
+        return gradient_clipping.finish(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
 
     def step(self, precision: MixedPrecision) -> bool:
         """Step the optimizer; return True if it stepped."""

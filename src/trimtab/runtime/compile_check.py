@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from trimtab.decide.statistics import Interval, ratio_interval
-from trimtab.measure.memory import most_bytes
-from trimtab.measure.spent import stamp
-from trimtab.measure.window_clock import seconds_between, wait_for
-from trimtab.runtime.compiled import CompiledCall
+from trimtab.measure.overhead_timer import stamp
+from trimtab.measure.peak_memory import most_bytes
+from trimtab.measure.step_timer import seconds_between, wait_for
+from trimtab.runtime.compiled_call import CompiledCall
 
 # Warm-up windows, in which kernels are compiled and selected, then pairs of a compiled and an uncompiled window. The
 # first pair is discarded.

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten
 
-from trimtab.core.compiled import Compiled, is_recorded
-from trimtab.runtime.cuda_recording import Recording, Token, Unrecordable
-from trimtab.runtime.module_state import ModuleState
+from trimtab.core.compile_mode import Compiled, is_recorded
+from trimtab.runtime.captured_module_state import ModuleState
+from trimtab.runtime.cuda_graph_capture import Recording, Token, Unrecordable
 
 LAUNCHES_FROM = 3  # Number of the first call of a kind that is replayed.
 MOST_KINDS = 3  # Each kind holds memory. Micro-batches usually have one or two sizes.

@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
-from trimtab.core.state_parts import Load, Part, require_keys
-from trimtab.measure.loader_state import borrowed, generators_of, has_lasting_workers, is_stateful
+from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.measure.dataloader_state import borrowed, generators_of, has_lasting_workers, is_stateful
 from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
-from trimtab.runtime.batches import holds_nan, iterate
-from trimtab.runtime.joining import NoRows
+from trimtab.runtime.batch import holds_nan, iterate
+from trimtab.runtime.uneven_inputs import NoRows
 
 _RANDOM = ("random", "generators")
 
@@ -229,12 +229,12 @@ class DataPosition(Part):
             state = dict(state) | {"epoch": state.get("epoch")}  # Older checkpoints have no epoch.
         require_keys(where, state, ("passes", "drawn", "is_drawn", "length", "begun", "here", "loader", "epoch"))
         if state["epoch"] is not None:
-            checks.integer(f"{where}.epoch", state["epoch"], low=0)
-        passes, drawn = (checks.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
+            validation.integer(f"{where}.epoch", state["epoch"], low=0)
+        passes, drawn = (validation.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
         if not isinstance(state["length"], Mapping):
             raise FormatError(f"{where}.length", got=repr(state["length"]), expected="numbers by their names")
         for name, number in state["length"].items():
-            checks.integer(f"{where}.length.{name}", number, low=0)
+            validation.integer(f"{where}.length.{name}", number, low=0)
         for name in ("begun", "here"):
             if name == "here" or state[name] is not None:
                 require_keys(f"{where}.{name}", state[name], _RANDOM)

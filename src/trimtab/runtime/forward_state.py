@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError
 from trimtab.measure.generators import GLOBAL_GENERATORS, HeldGenerator, is_generator
-from trimtab.measure.held import HeldArray, HeldBinding, HeldContainer, HeldTensor, is_container
 from trimtab.measure.loop_state import Change, LoopState
+from trimtab.measure.object_snapshots import HeldArray, HeldBinding, HeldContainer, HeldTensor, is_container
 from trimtab.measure.raw_memory import HeldMemory, is_raw_memory
 
 _NO_MODEL = nn.Module()  # LoopState needs a model; the blocks are its other modules.

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.core.errors import ModelError, OptimizerError, RankError
 from trimtab.core.plan import Plan
-from trimtab.runtime.exchange import Exchange, Figures, Gathered
+from trimtab.runtime.metadata_exchange import Exchange, Figures, Gathered
 from trimtab.runtime.optimizers import drop_gradients
 
 UNREDUCED = "ranks.gradient_unreduced"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import FormatError, ModelError, OptimizerError
-from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.core.stateful import Load, Part, require_keys
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
-from trimtab.runtime.step_check import muon_difference
+from trimtab.runtime.optimizer_self_test import muon_difference
 
 MOMENTUM = "momentum_buffer"  # Torch's key for the momentum.
 _SCALE = "match_rms_adamw"

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.decide import sharded_noise
-from trimtab.decide.noise import WindowNoise, window_noise
+from trimtab.decide import sharded_noise_scale
+from trimtab.decide.gradient_noise_scale import WindowNoise, window_noise
 from trimtab.losses import Count
+from trimtab.measure.async_scalar import Late
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
-from trimtab.measure.late import Late
+from trimtab.measure.overhead_timer import Spent
 from trimtab.measure.sharded_norms import (
     PartialNorms,
     ShardedNorms,
@@ -30,7 +31,6 @@ from trimtab.measure.sharded_norms import (
     local,
     shows_reductions,
 )
-from trimtab.measure.spent import Spent
 
 _NUM_SUMS = 6  # Number of sums per window and rank.
 
@@ -168,13 +168,13 @@ class NoiseMonitor:
 
     def num_figures(self, num_micro_batches: int) -> int:
         """Return the number of values per rank for a window, equal on all ranks."""
-        return sharded_noise.num_figures(num_micro_batches) if self.is_sharded else _NUM_SUMS
+        return sharded_noise_scale.num_figures(num_micro_batches) if self.is_sharded else _NUM_SUMS
 
     def noise_of(self, ranks: Sequence[Sequence[float]]) -> WindowNoise | None:
         """Return the noise estimate of a window from the values of all ranks; None if they do not suffice."""
         if not self.is_sharded:
             return NoiseSums.of_ranks(ranks).noise()
-        found = sharded_noise.JointMicroBatches.of_ranks(ranks)
+        found = sharded_noise_scale.JointMicroBatches.of_ranks(ranks)
         return found.noise_of_sums() if isinstance(self._norms, PartialNorms) else found.noise()
 
     def _each(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
-from trimtab.measure.reach import modules_of
+from trimtab.measure.reachable_objects import modules_of
 from trimtab.runtime.closure_check import closure_failure
-from trimtab.runtime.layout import align_state
-from trimtab.runtime.step_check import fused_difference
+from trimtab.runtime.memory_format import align_state
+from trimtab.runtime.optimizer_self_test import fused_difference
 
 # Exact classes, since a subclass may override the step that is switched.
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

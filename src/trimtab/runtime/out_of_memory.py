@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import MemoryLimitError
-from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.core.stateful import Load, Part, require_keys
 
 # Messages of allocators and libraries, compared in lower case.
 _SAYINGS = (
@@ -121,9 +121,9 @@ class MicroBatchLimit(Part):
             ValueGivenError: a value is invalid.
         """
         require_keys("state.memory", state, ("rows", "wait", "good", "grew"))
-        rows = None if state["rows"] is None else checks.integer("state.memory.rows", state["rows"])
-        wait = checks.integer("state.memory.wait", state["wait"])
-        good, grew = checks.integer("state.memory.good", state["good"], low=0), state["grew"] is True
+        rows = None if state["rows"] is None else validation.integer("state.memory.rows", state["rows"])
+        wait = validation.integer("state.memory.wait", state["wait"])
+        good, grew = validation.integer("state.memory.good", state["good"], low=0), state["grew"] is True
 
         def load() -> None:
             self.rows, self._wait, self._good, self._grew = rows, wait, good, grew

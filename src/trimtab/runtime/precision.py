@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Choice, Mark, Plan
-from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.core.stateful import Load, Part, require_keys
 from trimtab.measure.process_state import hold_tf32
-from trimtab.runtime.modes import SharedMode
+from trimtab.runtime.global_flags import SharedMode
 
 WIDER = ("bf16", "fp32")  # Precisions with a wider range than fp16.
 _AS_IT_IS = contextlib.nullcontext()
@@ -172,7 +172,7 @@ def _checked_scaler(state: Any, expected: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in state.items():
         high = torch.iinfo(torch.int32).max if name == "_growth_tracker" else torch.finfo(torch.float32).max
         # Bounds of torch's own representation after a step.
-        checks.number(f"state.precision.scaler.{name}", value, low=0, high=high)
+        validation.number(f"state.precision.scaler.{name}", value, low=0, high=high)
     return dict(state)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from trimtab.core.plan import Plan
 from trimtab.losses import Count
 from trimtab.runtime.accumulation import WindowWeights, or_one, power_of_two
-from trimtab.runtime.peers import Peers
+from trimtab.runtime.rank_sync import Peers
 
 
 class RankWeights(WindowWeights):

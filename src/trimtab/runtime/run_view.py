@@ -6,16 +6,16 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from trimtab.core.stop import StopReason
-from trimtab.decide.accumulation import Noise
+from trimtab.core.stopping_rule import StopReason
+from trimtab.decide.batch_size_policy import Noise
 from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.batch_control import BatchControl
-from trimtab.runtime.consumed import Consumed
-from trimtab.runtime.fixed_batch import FixedBatch
-from trimtab.runtime.order import LoopOrder
+from trimtab.runtime.batch_size_controller import BatchControl
+from trimtab.runtime.call_order import LoopOrder
+from trimtab.runtime.early_stopping import StopTest
+from trimtab.runtime.fixed_batch_size import FixedBatch
+from trimtab.runtime.oom_retry import Recovery
 from trimtab.runtime.precision import MixedPrecision
-from trimtab.runtime.recovery import Recovery
-from trimtab.runtime.stopping import StopTest
+from trimtab.runtime.training_progress import Consumed
 
 
 class RunView:

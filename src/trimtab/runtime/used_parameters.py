@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import RankError
 from trimtab.measure.sharded_norms import is_sharded_itself
-from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.gradient_sync import UNREDUCED, listed, packed, unpacked
+from trimtab.runtime.metadata_exchange import Exchange
 
 # In the first windows, ranks also compare before each collective, so that different layers raise instead of hanging.
 _CHECKED_WINDOWS = 3

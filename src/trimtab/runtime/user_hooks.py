@@ -18,11 +18,11 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from trimtab.core.compiled import is_recorded
+from trimtab.core.compile_mode import is_recorded
 from trimtab.core.errors import ModelError, OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.measure.closures import reached
-from trimtab.runtime.voids import BEFORE_THE_STEP
+from trimtab.runtime.nonfinite import BEFORE_THE_STEP
 
 _WRAPPERS = "trimtab", "deepspeed"  # Packages whose hooks are part of running a model.
 # Modules of torch whose hooks run a model. A hook from elsewhere in torch was registered by the user.

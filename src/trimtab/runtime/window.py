@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.core.errors import LoopError, LossError
-from trimtab.runtime.batches import Contents, contents_of, fresh, holds_nan, to_device, versions_of
-from trimtab.runtime.batching import BY_CONTAINERS, Batching
-from trimtab.runtime.inner_lists import InnerLists
+from trimtab.runtime.batch import Contents, contents_of, fresh, holds_nan, to_device, versions_of
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.nested_lists import InnerLists
 
 
 class Loop(Protocol):

@@ -17,8 +17,8 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from trimtab.core.bounded_read import DATA_BYTES, read_bytes
 from trimtab.core.errors import FormatError
-from trimtab.core.files import DATA_BYTES, read_bytes
 from trimtab.tasks.sources import DataSet, Found, PublicFile, find
 from trimtab.tasks.task import DataSource
 

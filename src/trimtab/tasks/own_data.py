@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.tasks.task import DataSource, TaskData
 
@@ -36,7 +36,7 @@ def of_datasets(train: Dataset[Any], held_out: Dataset[Any], *, name: str, judge
         ValueGivenError: A dataset has no length, no items, no access by index, items without tensors, or random items.
     """
     columns = {field: _columns(field, data) for field, data in (("train", train), ("held_out", held_out))}
-    rows = checks.integer("judged_rows", judged_rows)
+    rows = validation.integer("judged_rows", judged_rows)
     judged = [column.split(rows) for column in columns["held_out"]]
     digest = hashlib.sha256()
     for column in (*columns["train"], *columns["held_out"]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 from trimtab.losses import Summed
@@ -55,7 +55,7 @@ class Metric:
     def __post_init__(self) -> None:
         if not self.unit:
             object.__setattr__(self, "unit", "share" if self.higher_is_better else "relative")
-        checks.one_of("metric.unit", self.unit, METRIC_UNITS)
+        validation.one_of("metric.unit", self.unit, METRIC_UNITS)
 
     def figure(self, value: object) -> float:
         """Convert a result of `evaluate` (a number or a tensor of a single element) to a float.
@@ -63,7 +63,7 @@ class Metric:
         Raises:
             ValueGivenError: `value` is not a number.
         """
-        return checks.figure(f"metric {self.name}", value)
+        return validation.figure(f"metric {self.name}", value)
 
     def check(self, found: object) -> float:
         """Convert a result of `evaluate` to a float and validate it for the unit.
@@ -122,7 +122,7 @@ class TaskData:
             batch_rows: Samples per batch.
             begin: Index of the first batch to yield. Earlier batches are skipped without being built.
         """
-        checks.integer("batch_rows", batch_rows, high=self.num_rows)
+        validation.integer("batch_rows", batch_rows, high=self.num_rows)
         first_epoch, first = divmod(begin, self.num_rows // batch_rows)
         generator = torch.Generator().manual_seed(seed)
         for epoch in itertools.count():
@@ -166,7 +166,7 @@ class StrongRecipe:
     rates: str = ""
 
     def __post_init__(self) -> None:
-        checks.one_of("recipe.decay", self.decay, DECAYS)
+        validation.one_of("recipe.decay", self.decay, DECAYS)
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,10 @@ class Task:
 
     def __post_init__(self) -> None:
         for name in ("batch_rows", "budget_rows", "eval_every_rows", "terms_per_row"):
-            checks.integer(f"task.{name}", getattr(self, name))
+            validation.integer(f"task.{name}", getattr(self, name))
         for name in ("adapted_rows", "planned_rows"):
             if getattr(self, name) is not None:
-                checks.integer(f"task.{name}", getattr(self, name))
+                validation.integer(f"task.{name}", getattr(self, name))
         for name in ("make_model", "make_optimizer", "loss_fn", "load_data"):
             if not callable(getattr(self, name)):
                 raise ValueGivenError(f"task.{name}", got=repr(getattr(self, name)), expected="a function")
@@ -255,17 +255,17 @@ class Task:
         """
         load_data = self.load_data
         if judged_batches is not None:
-            few = checks.integer("judged", judged_batches)
+            few = validation.integer("judged", judged_batches)
 
             def load_data() -> TaskData:
                 data = self.load_data()
                 return replace(data, held_out=data.held_out[:few])
 
-        rows = self.batch_rows if batch_rows is None else checks.integer("rows", batch_rows)
+        rows = self.batch_rows if batch_rows is None else validation.integer("rows", batch_rows)
         return replace(self, batch_rows=rows, load_data=load_data)
 
     def _check_targets(self) -> None:
-        targets = tuple(checks.number("task.targets", target) for target in self.targets)
+        targets = tuple(validation.number("task.targets", target) for target in self.targets)
         if list(targets) != sorted(set(targets), reverse=not self.metric.higher_is_better):
             order = "rising" if self.metric.higher_is_better else "falling"
             raise ValueGivenError("task.targets", got=f"{targets}", expected=f"{order} values, the easiest first")

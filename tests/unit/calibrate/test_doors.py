@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import trimtab
-from trimtab.calibrate.own_forward import require_own_forward
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.forward_check import require_own_forward
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.errors import LoopError, LossError, ModelError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.distributed import backends
-from trimtab.measure.snapshot import fingerprint
+from trimtab.distributed import backend_selection
+from trimtab.measure.state_digest import fingerprint
 
 BATCH = (torch.randn(4, 3),)
 
@@ -188,7 +188,7 @@ def test_a_rate_of_zero_is_no_rate_to_rise_from():
 def one_of_several(monkeypatch):
     """A process that has others beside it, as far as can be seen."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(backends, "has_peers", lambda: True)
+    monkeypatch.setattr(backend_selection, "has_peers", lambda: True)
     yield
     dist.destroy_process_group()
 

@@ -13,17 +13,17 @@ from torch import nn
 
 import trimtab
 from trimtab import Metering
-from trimtab.calibrate import power, trials
-from trimtab.calibrate.power import Power
-from trimtab.calibrate.subject import Subject
-from trimtab.core.energy import Provenance
+from trimtab.calibrate import trial_power, trials
+from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.trial_power import Power
+from trimtab.core.energy_reading import Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import ALONE, Candidate
 from trimtab.decide.planner import choose
 from trimtab.decide.search import Stage
-from trimtab.measure import energy, machine, meters
-from trimtab.measure.energy import MeterLost
+from trimtab.measure import energy_meter, machine, meter_selection
+from trimtab.measure.energy_meter import MeterLost
 
 ROWS = 8
 NOTHING = "there is no .*powercap"
@@ -35,7 +35,7 @@ class Steady:
     provenance, sources, period_s = Provenance.MEASURED, ("a steady one",), math.inf
 
     def __init__(self, watts: float = 40.0) -> None:
-        self.watts, self.clock, self.lost = watts, energy.time.perf_counter, False
+        self.watts, self.clock, self.lost = watts, energy_meter.time.perf_counter, False
 
     def joules(self) -> float:
         if self.lost:
@@ -48,9 +48,9 @@ def short(monkeypatch):
     """Windows of ten milliseconds, as the meter here is exact."""
     monkeypatch.setattr(trials, "BLOCK_S", 1e-6)
     monkeypatch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 1e6, "fp16": 1e6})
-    for module in (power, meters):
+    for module in (trial_power, meter_selection):
         monkeypatch.setattr(module, "WINDOW_S", 0.01)
-        monkeypatch.setattr(module, "EnergyClock", functools.partial(energy.EnergyClock, window_s=0.01))
+        monkeypatch.setattr(module, "EnergyClock", functools.partial(energy_meter.EnergyClock, window_s=0.01))
 
 
 def loop():
@@ -122,14 +122,14 @@ def test_where_energy_does_not_count_no_second_is_waited_for():
 @pytest.fixture
 def in_windows(monkeypatch):
     """Return what sets what happens before each step that is metered: called with the run's settings."""
-    steps = power._step
+    steps = trial_power._step
 
     def does(what) -> None:
         def step(run, subject) -> None:
             what(run.plan.fused_optimizer.value)
             steps(run, subject)
 
-        monkeypatch.setattr(power, "_step", step)
+        monkeypatch.setattr(trial_power, "_step", step)
 
     return does
 
@@ -161,7 +161,7 @@ def test_a_meter_that_is_lost_leaves_that_arm_without_joules_and_no_error(in_win
 
 
 def test_watts_that_were_given_take_no_window_and_are_said_to_be_estimates(monkeypatch):
-    monkeypatch.setattr(power, "EnergyClock", None)
+    monkeypatch.setattr(trial_power, "EnergyClock", None)
     found = profiled(Metering(watts=90), objective=Objective(energy=1))
     assert {watts for trial in found.trials for watts in trial.watts} == {90.0}
     assert (found.meter.provenance, found.meter.idle_w) == (Provenance.ESTIMATED, None)

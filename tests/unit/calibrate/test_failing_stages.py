@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import trimtab
-from trimtab.calibrate import own_step, probe, profiler, recomputation, step_counts, tracing, trials
-from trimtab.core.codec import from_json, to_json
+from trimtab.calibrate import block_profile, candidate_traces, plain_step, profiler, smoke_test, step_counts, trials
 from trimtab.core.errors import LossError, ModelError, TrimtabError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
+from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.planner import choose
-from trimtab.measure.attention import SoftmaxesSeen
+from trimtab.measure.softmax_detector import SoftmaxesSeen
 
 ROWS = 16
 
@@ -66,7 +66,7 @@ def codes(found):
 LIMITED = {"budget": trimtab.Budget(memory="1GiB")}
 # Of each stage: what is made to raise, the code of its note, and what of the profile is left at its default.
 STAGES = {
-    "proof": (own_step, "check_splitting", "splitting.not_checked", {}, lambda p: not p.check.splittable),
+    "proof": (plain_step, "check_splitting", "splitting.not_checked", {}, lambda p: not p.check.splittable),
     "flops": (step_counts, "count_flops", "flops.not_counted", {}, lambda p: p.loop.flops_per_step is None),
     "attention": (SoftmaxesSeen, "__torch_dispatch__", "attention.not_watched", {}, lambda p: p.loop.logits is None),
     "head": (profiler, "watched", "loss_head.not_watched", {}, lambda p: p.loop.head_tokens is None),
@@ -75,7 +75,7 @@ STAGES = {
     "padding": (profiler, "padding_saves_s", "padding.not_timed", {}, lambda p: p.loop.padding_saves_s is None),
     "repeats": (profiler, "bytes_to_begin_anew", "memory.not_counted", {}, lambda p: p.trials),
     "peaks": (trials, "peak_bytes", "memory.not_counted", {}, lambda p: p.trials[0].peak_bytes is None),
-    "traces": (tracing, "_trace", "peaks.not_traced", LIMITED, lambda p: p.traces == ()),
+    "traces": (candidate_traces, "_trace", "peaks.not_traced", LIMITED, lambda p: p.traces == ()),
     "other traces": (
         *(profiler, "trace_for_others", "traces.not_made", {"traces": True}),
         lambda p: p.elsewhere_traces == (),
@@ -101,12 +101,12 @@ def test_a_stage_that_fails_is_left_out_and_noted(monkeypatch, stage):
     assert all(note.text in str(plan) for note in plan.notes)
 
 
-@pytest.mark.parametrize(("where", "name"), [(recomputation, "_traced"), (probe, "end_of")])
+@pytest.mark.parametrize(("where", "name"), [(block_profile, "_traced"), (smoke_test, "end_of")])
 def test_a_setting_whose_stage_fails_is_not_tried(monkeypatch, where, name):
     monkeypatch.setattr(where, name, fail)
     found = profiled(traces=True)
     assert any(trial.block_s for trial in found.trials)
-    assert all(each.refusal for each in found.recomputables) or where is not recomputation
+    assert all(each.refusal for each in found.recomputables) or where is not block_profile
 
 
 def test_without_a_failure_nothing_is_noted():

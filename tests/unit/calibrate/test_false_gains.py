@@ -12,8 +12,8 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, LoopFacts, Profile
-from trimtab.decide.finals import decide
 from trimtab.decide.search import Stage
+from trimtab.decide.selection import decide
 
 CPU = DeviceSpec("a processor", "cpu", None, {}, None, "made up", 4)
 FACTS = LoopFacts(10, 10, 40, "SGD", 64, 64, "rows", None, True, True, False, "contiguous")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.measure.memory import peak_bytes
+from trimtab.measure.peak_memory import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("brief_trials")
 ROWS = 1024

@@ -10,7 +10,7 @@ import torch
 
 import trimtab
 import trimtab.nn
-from trimtab.calibrate.child import can_fork
+from trimtab.calibrate.forked_call import can_fork
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 

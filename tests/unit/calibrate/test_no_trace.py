@@ -17,7 +17,7 @@ from trimtab.calibrate import trials
 from trimtab.core.errors import InfeasibleError
 from trimtab.measure import machine
 from trimtab.measure.loop_state import LoopState
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.state_digest import fingerprint
 
 ROWS = 6
 

@@ -17,14 +17,14 @@ import trimtab
 from trimtab import Summed
 from trimtab.calibrate import plan_proof
 from trimtab.calibrate.plan_proof import SETTINGS, prove, refuted_settings
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.profile import Candidate
 from trimtab.measure.loop_state import LoopState
-from trimtab.measure.memory import peak_growth
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.peak_memory import peak_growth
+from trimtab.measure.state_digest import fingerprint
 from trimtab.nn import LossHead
-from trimtab.runtime import accumulation, engine, optimizers
+from trimtab.runtime import accumulation, optimizers, run
 
 ROWS, WORDS = 8, 29
 
@@ -245,7 +245,7 @@ FAULTS = (wrong_weight, other_random_numbers, untrained_parameter, one_layer_onl
 @pytest.fixture
 def planted(monkeypatch):
     """Plant a fault in the application of a setting: it is there while a run's plan has the setting."""
-    applied = engine.apply_plan
+    applied = run.apply_plan
 
     def plant(setting, fault):
         def broken(model, called, optimizer, plan, *args, **options):
@@ -256,7 +256,7 @@ def planted(monkeypatch):
                 undo.callback(remove)
             return undo
 
-        monkeypatch.setattr(engine, "apply_plan", broken)
+        monkeypatch.setattr(run, "apply_plan", broken)
 
     return plant
 
@@ -288,8 +288,8 @@ def test_the_setting_is_found_by_leaving_settings_out(planted, setting):
 
 def test_two_faults_are_found_together(planted, monkeypatch):
     planted("recompute", untrained_parameter)
-    first = engine.apply_plan
-    planted_also = engine.apply_plan
+    first = run.apply_plan
+    planted_also = run.apply_plan
 
     def both(model, called, optimizer, plan, *args, **options):
         undo = first(model, called, optimizer, plan, *args, **options)
@@ -297,7 +297,7 @@ def test_two_faults_are_found_together(planted, monkeypatch):
             undo.callback(one_layer_only(model, optimizer))
         return undo
 
-    monkeypatch.setattr(engine, "apply_plan", both)
+    monkeypatch.setattr(run, "apply_plan", both)
     assert planted_also is not both
     assert set(refuted_settings(text(), EVERYTHING, REFERENCE)) == {"recompute", "fused_optimizer"}
 
@@ -373,11 +373,11 @@ def test_sums_divided_by_the_first_count_are_caught(monkeypatch):
 
 
 def test_recomputation_with_other_masks_is_caught(monkeypatch):
-    from trimtab.runtime import recomputed
+    from trimtab.runtime import recomputed_function
 
-    checkpoint = recomputed.checkpoint
+    checkpoint = recomputed_function.checkpoint
     monkeypatch.setattr(
-        recomputed,
+        recomputed_function,
         "checkpoint",
         lambda *args, **options: checkpoint(*args, **(options | {"preserve_rng_state": False})),
     )
@@ -402,7 +402,7 @@ def test_a_fused_step_that_leaves_a_parameter_out_is_caught(monkeypatch):
 def test_a_precision_that_changes_what_one_layer_computes_is_caught(monkeypatch):
     """The plan's forward runs under an autocast that is switched off for the plain loop."""
     subject = text()
-    autocast = engine.MixedPrecision.autocast
+    autocast = run.MixedPrecision.autocast
     block = subject.model.blocks[1]
     forward, is_planned = block.forward, []
 
@@ -414,12 +414,12 @@ def test_a_precision_that_changes_what_one_layer_computes_is_caught(monkeypatch)
         is_planned.clear()
 
     monkeypatch.setattr(block, "forward", lambda x: forward(x) * (0.8 if is_planned else 1.0))
-    monkeypatch.setattr(engine.MixedPrecision, "autocast", noted)
+    monkeypatch.setattr(run.MixedPrecision, "autocast", noted)
     assert not prove(subject, candidate_of("precision"), REFERENCE).holds
 
 
 def test_gradients_left_scaled_are_caught(monkeypatch):
-    monkeypatch.setattr(engine.MixedPrecision, "scaled", lambda self, loss: loss * 2)
+    monkeypatch.setattr(run.MixedPrecision, "scaled", lambda self, loss: loss * 2)
     assert not prove(text(), candidate_of("precision"), REFERENCE).holds
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import trimtab
 from trimtab.calibrate import profiler, trials
-from trimtab.calibrate.drawing import waiting_s
-from trimtab.calibrate.notes import Notes
+from trimtab.calibrate.measurement_notes import Notes
+from trimtab.calibrate.sample_batches import waiting_s
 from trimtab.calibrate.step_counts import count_step
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.decide import search

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.calibrate.equivalence import check_splitting
+from trimtab.calibrate.gradient_equivalence import check_splitting
 from trimtab.calibrate.plan_proof import prove
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.profile import Candidate
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.state_digest import fingerprint
 
 ROWS, WIDTH = 16, 8
 

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 import trimtab
-from trimtab.calibrate.equivalence import TOLERANCE, check_splitting
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.gradient_equivalence import TOLERANCE, check_splitting
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.errors import LossError
 from trimtab.losses import Summed
 from trimtab.measure.loop_state import LoopState
-from trimtab.measure.memory import peak_growth
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.peak_memory import peak_growth
+from trimtab.measure.state_digest import fingerprint
 
 ROWS = 16
 

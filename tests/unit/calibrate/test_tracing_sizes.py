@@ -7,10 +7,10 @@ import torch
 from raising import raises
 from torch import nn
 
-from trimtab.calibrate.tracing import at_two_sizes
+from trimtab.calibrate.candidate_traces import at_two_sizes
 from trimtab.core.errors import ModelError
-from trimtab.measure import scratch
-from trimtab.measure.step_trace import trace_peaks
+from trimtab.measure import operator_workspace
+from trimtab.measure.memory_trace import trace_peaks
 
 ROWS = 32
 
@@ -21,7 +21,7 @@ def test_sizes_are_halved_until_each_operator_can_be_run():
     def trace(sizes, batches):
         seen.append((sizes, tuple(len(each) for each in batches)))
         if sizes[1] > 8:
-            raise scratch.TooLarge("model", got="much", expected="less")
+            raise operator_workspace.TooLarge("model", got="much", expected="less")
         return "told"
 
     assert at_two_sizes(torch.zeros(ROWS, 1), trace) == "told"
@@ -30,7 +30,7 @@ def test_sizes_are_halved_until_each_operator_can_be_run():
 
 def test_what_is_too_large_at_every_size_is_said():
     def trace(sizes, batches):
-        raise scratch.TooLarge("model", got="much", expected="less")
+        raise operator_workspace.TooLarge("model", got="much", expected="less")
 
     with raises(ModelError, code="model.unsupported", field="model"):
         at_two_sizes(torch.zeros(ROWS, 1), trace)
@@ -49,7 +49,7 @@ def test_a_peak_told_from_fewer_rows_is_that_of_all(monkeypatch):
         return trace_peaks(model, optimizer, lambda m, b: m(b).float().square().mean(), batches, sizes, **how)
 
     (all_rows,) = at_two_sizes(batch, trace)
-    monkeypatch.setattr(scratch, "MOST_BYTES", 2**18)
+    monkeypatch.setattr(operator_workspace, "MOST_BYTES", 2**18)
     (fewer,) = at_two_sizes(batch, trace)
     assert tried[1:] == [(16, 32), (8, 16)]
     off = 0.06 if torch.cpu._is_amx_tile_supported() else 0.02  # AMX's kernels take other scratch for other rows
@@ -66,24 +66,24 @@ def test_nothing_is_run_that_is_too_large(monkeypatch):
         return torch.mm(*given)
 
     operator.overloadpacket = torch.ops.aten.mm
-    like = scratch._Like((64, 64), (64, 1), torch.bfloat16)
+    like = operator_workspace._Like((64, 64), (64, 1), torch.bfloat16)
     _, structure = torch.utils._pytree.tree_flatten(((0, 0), {}))
-    call = scratch.Call(operator, (like, like), structure)
-    monkeypatch.setattr(scratch, "MOST_BYTES", 3 * 2 * 64 * 64 - 1)
-    with raises(scratch.TooLarge, code="model.unsupported", field="model"):
-        scratch.measured([call])
+    call = operator_workspace.Call(operator, (like, like), structure)
+    monkeypatch.setattr(operator_workspace, "MOST_BYTES", 3 * 2 * 64 * 64 - 1)
+    with raises(operator_workspace.TooLarge, code="model.unsupported", field="model"):
+        operator_workspace.measured([call])
     assert ran == []
-    monkeypatch.setattr(scratch, "MOST_BYTES", 3 * 2 * 64 * 64)
-    assert call in scratch.measured([call])
+    monkeypatch.setattr(operator_workspace, "MOST_BYTES", 3 * 2 * 64 * 64)
+    assert call in operator_workspace.measured([call])
     assert len(ran) > 0
 
 
 def test_products_of_batches_in_half_precision_reorder_what_lies_otherwise():
     single = torch.randn(32, 8, 16).transpose(0, 1), torch.randn(32, 8, 16).permute(1, 2, 0)
     half = tuple(each.bfloat16() for each in single)
-    assert scratch.call_of(torch.ops.aten.bmm.default, single, {}) is None
-    call = scratch.call_of(torch.ops.aten.bmm.default, half, {})
-    taken = scratch.measured([call])[call]
+    assert operator_workspace.call_of(torch.ops.aten.bmm.default, single, {}) is None
+    call = operator_workspace.call_of(torch.ops.aten.bmm.default, half, {})
+    taken = operator_workspace.measured([call])[call]
     assert taken.result_bytes == (2 * 8 * 32 * 32,)
     if "avx512" in torch.backends.cpu.get_cpu_capability().lower():
         assert taken.scratch_bytes > 0

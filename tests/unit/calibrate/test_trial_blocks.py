@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from trimtab.calibrate import trials
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.profile import Candidate, Trial
-from trimtab.decide.readings import MIN_BLOCKS, speed_ratio
 from trimtab.decide.search import Stage
+from trimtab.decide.trial_statistics import MIN_BLOCKS, speed_ratio
 from trimtab.measure import allocator
 
 WHOLE = Candidate("fp32", "keep", False, 8)

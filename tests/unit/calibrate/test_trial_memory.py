@@ -8,11 +8,11 @@ from torch import nn
 
 import trimtab
 from trimtab.calibrate import trials
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.profile import Candidate
 from trimtab.decide.search import Stage
-from trimtab.measure.memory import peak_bytes
-from trimtab.runtime.window_start import bytes_to_begin_anew
+from trimtab.measure.peak_memory import peak_bytes
+from trimtab.runtime.window_snapshot import bytes_to_begin_anew
 
 pytestmark = pytest.mark.usefixtures("brief_trials")
 FLOAT = 4  # bytes

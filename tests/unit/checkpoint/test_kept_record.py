@@ -10,9 +10,9 @@ from raising import raises
 from torch import nn
 
 import trimtab
-from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, ModelError, SaveError
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
+from trimtab.core.serialization import to_jsonable
 
 BATCHES = list(torch.arange(48.0).reshape(12, 4).split(4))
 PLAN = trimtab.Plan.fixed(4)
@@ -155,7 +155,7 @@ def test_a_record_that_cannot_be_set_aside_stays(tmp_path, monkeypatch, call):
         raise OSError(28, "No space left on device")
 
     with RecordWriter(path, OWN, continues=True) as writer:
-        monkeypatch.setattr(f"trimtab.core.appended.os.{call}", full)
+        monkeypatch.setattr(f"trimtab.core.append_only_file.os.{call}", full)
         with pytest.raises(SaveError):
             writer.end()
         monkeypatch.undo()

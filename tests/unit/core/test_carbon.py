@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.carbon import Carbon, Intensity, added, carbon_of, constant, of_csv
-from trimtab.core.energy import Energy, Provenance, absent
+from trimtab.core.energy_reading import Energy, Provenance, absent
 from trimtab.core.errors import FormatError, ValueGivenError
 
 KWH = 3.6e6

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from trimtab.core.chain import Chain, ChainModel, DearPart, Stage
-from trimtab.core.codec import from_json, from_jsonable, read_json, to_json, to_jsonable, write_result
-from trimtab.core.energy import MeterFacts, PowerLimit, Provenance
+from trimtab.core.block_costs import Chain, ChainModel, DearPart, Stage
+from trimtab.core.energy_reading import MeterFacts, PowerLimit, Provenance
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
+from trimtab.core.memory_model import PeakModel
 from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
-from trimtab.core.peak_model import PeakModel
+from trimtab.core.operator_costs import Operation
 from trimtab.core.plan import (
     ALLOCATORS,
     MEMORY_LAYOUTS,
@@ -39,9 +39,9 @@ from trimtab.core.plan import (
     Rejected,
 )
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, TracedBlocks, Trial
-from trimtab.core.rank_stage import RankStage
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
-from trimtab.core.work import Operation
+from trimtab.core.serialization import from_json, from_jsonable, read_json, to_json, to_jsonable, write_result
+from trimtab.core.zero_stage_cost import RankStage
 
 text = st.text(max_size=12)
 counts = st.integers(0, 2**62)
@@ -438,7 +438,7 @@ def test_a_file_in_whose_place_no_other_can_be_put_is_written_as_it_is(tmp_path,
     def refused(path, data, **how):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("trimtab.core.codec.write_over", refused)
+    monkeypatch.setattr("trimtab.core.serialization.write_over", refused)
     (tmp_path / "plan.json").write_text("first")
     write_result(tmp_path / "plan.json", "second")
     assert (tmp_path / "plan.json").read_text() == "second"
@@ -466,7 +466,7 @@ def test_a_result_is_written_whole_behind_its_link_or_to_what_is_no_file(tmp_pat
 def test_a_result_that_goes_where_output_goes_comes_after_it(tmp_path):
     """/dev/stdout is a file behind `>> log`, and what it held is not the command's."""
     code = (
-        "from pathlib import Path; from trimtab.core.codec import write_result; print('page', flush=True); "
+        "from pathlib import Path; from trimtab.core.serialization import write_result; print('page', flush=True); "
         "write_result(Path('log'), 'plan\\n'); print('end')"
     )
     (tmp_path / "log").write_text("old\n")

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raising import raises
 
-from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import FormatError, UsageError, ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
+from trimtab.core.serialization import from_json, to_json
 
 VALUES = {
     "precision": "bf16",

@@ -7,21 +7,21 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from trimtab.core.chain import Chain, ChainModel, DearPart, Stage
-from trimtab.core.compiled import is_by_compiler
+from trimtab.core.block_costs import Chain, ChainModel, DearPart, Stage
+from trimtab.core.compile_mode import is_by_compiler
 from trimtab.core.hardware import DeviceSpec
+from trimtab.core.memory_model import PeakModel
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check, Plan
 from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, Recomputable, Traced, Trial
-from trimtab.core.recompute import Kept, Schedule, schedule_of
-from trimtab.decide.checkpoint_schedule import predict
-from trimtab.decide.laps import has_lost
-from trimtab.decide.optimal_schedule import by_shares
+from trimtab.core.recompute_schedule import Kept, Schedule, schedule_of
 from trimtab.decide.planner import choose
-from trimtab.decide.readings import MIN_BLOCKS
+from trimtab.decide.recompute_cost import predict
+from trimtab.decide.recompute_solver import by_shares
 from trimtab.decide.search import Stage as Trials
 from trimtab.decide.search import next_recomputables, next_stage, next_traces
+from trimtab.decide.successive_elimination import has_lost
+from trimtab.decide.trial_statistics import MIN_BLOCKS
 
 MIB = 2**20
 SPLITTABLE = Check(True, "an unequal split changes the gradient by 1e-07, relative (limit 0.0001)", 1e-7)

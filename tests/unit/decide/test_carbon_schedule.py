@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from trimtab.core.carbon import Intensity, constant, of_csv
 from trimtab.core.errors import ValueGivenError
-from trimtab.decide.carbon_doubt import downsides
-from trimtab.decide.carbon_hours import MOST_MOMENTS, moments_to_pause
 from trimtab.decide.carbon_job import PauseCost, Stretch, TrainingJob, draws, grams_of
 from trimtab.decide.carbon_schedule import when_to_train
+from trimtab.decide.carbon_sensitivity import downsides
+from trimtab.decide.carbon_time_axis import MOST_MOMENTS, moments_to_pause
 
 HOUR, DAY = 3600.0, 86400.0
 NOW = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC).timestamp()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.link import LINKS, Link
+from trimtab.core.interconnect import LINKS, Link
 from trimtab.decide.collectives import REACHED, all_gather_s, all_reduce_s, broadcast_s, fit, reduce_scatter_s
 
 COLLECTIVES = (all_reduce_s, reduce_scatter_s, all_gather_s, broadcast_s)

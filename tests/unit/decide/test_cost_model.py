@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_machine import HEAD, MIB, Machine, measured
 
+from trimtab.core.memory_model import PeakModel
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.peak_model import PeakModel
 from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.cost_model import CONVOLUTIONS, MARGIN, CostModel
-from trimtab.decide.space import points
+from trimtab.decide.search_space import points
 
 REFERENCE = Candidate("fp32", "keep", False, 64)
 MEMORY = Objective(time=1, memory=1)

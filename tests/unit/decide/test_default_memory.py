@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from simulated_machine import MIB, Machine, measured
 
-from trimtab.core.codec import from_json, to_json
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
 from trimtab.core.profile import OWN_PEAK, Profile
+from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.planner import choose
-from trimtab.decide.readings import CLEARLY_MORE
+from trimtab.decide.trial_statistics import CLEARLY_MORE
 
 ACCUMULATES = Reference(accumulate=4)
 REFUSED = Check(False, "a layer computes over the batch")

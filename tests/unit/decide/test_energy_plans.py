@@ -10,16 +10,16 @@ import pytest
 from raising import raises
 from simulated_machine import MIB, Machine, candidate_of, measured, planned
 
-from trimtab.core.energy import MeterFacts, PowerLimit, Provenance
+from trimtab.core.energy_reading import MeterFacts, PowerLimit, Provenance
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Trial
-from trimtab.decide import space
+from trimtab.decide import search_space
 from trimtab.decide.cost_model import CostModel
-from trimtab.decide.finals import decide
 from trimtab.decide.planner import choose
-from trimtab.decide.readings import control_interval, score_ratio
+from trimtab.decide.selection import decide
 from trimtab.decide.statistics import ratio_interval
+from trimtab.decide.trial_statistics import control_interval, score_ratio
 
 LIMIT = PowerLimit("gpu 0", 700.0, 200.0, 700.0)
 METER = MeterFacts(Provenance.MEASURED, ("nvml gpu 0",), 60.0, limits=(LIMIT,))
@@ -103,7 +103,7 @@ def test_a_limit_on_joules_is_kept():
 def test_a_limit_on_joules_is_met_by_nobody_whose_joules_are_not_known():
     with pytest.raises(InfeasibleError):
         planned(Machine(), budget=Budget(energy=1e6), can_retain=False)
-    found = space.points(measured(Machine(), can_retain=False), Budget(energy=1e6))
+    found = search_space.points(measured(Machine(), can_retain=False), Budget(energy=1e6))
     assert {point.refusal for point in found} == {"its energy is not known"}
 
 
@@ -242,8 +242,8 @@ def test_the_control_of_a_final_holds_the_noise_of_watts_too():
 
 def test_the_front_has_who_takes_least_energy_where_that_counts():
     profile = measured(machine(), objective=BY_BOTH, can_retain=False)
-    found = space.points(profile, Budget())
-    flat, whole = space.front(found), space.front(found, with_energy=True)
+    found = search_space.points(profile, Budget())
+    flat, whole = search_space.front(found), search_space.front(found, with_energy=True)
     assert set(flat) <= set(whole)
     assert min(found, key=lambda p: p.cost.energy_j) in whole
     for point in whole:
@@ -256,12 +256,12 @@ def test_the_front_has_who_takes_least_energy_where_that_counts():
 
 
 def test_what_is_not_known_is_on_no_front_that_it_counts_for():
-    found = space.points(measured(machine(), objective=BY_BOTH, can_retain=False), Budget())
+    found = search_space.points(measured(machine(), objective=BY_BOTH, can_retain=False), Budget())
     known = [point for point in found if point.refusal is None][:3]
     cost = replace(known[0].cost, energy_j=None, peak_bytes=1, step_s=1e-9)  # unbeaten, were it known
     unknown = replace(known[0], cost=cost)
-    assert space.front([*known, unknown], with_energy=True) == space.front(known, with_energy=True)
-    assert space.front([*known, unknown]) == (unknown,)
+    assert search_space.front([*known, unknown], with_energy=True) == search_space.front(known, with_energy=True)
+    assert search_space.front([*known, unknown]) == (unknown,)
 
 
 def test_where_energy_is_weighed_a_faster_setting_that_lost_says_at_which_energy():

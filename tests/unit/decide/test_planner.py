@@ -9,15 +9,15 @@ import pytest
 from raising import raises
 from simulated_machine import CPU, HEAD, MIB, Machine, candidate_of, measured, planned, values
 
-from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check, Mark
 from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.learning_rate import RateChoice
 from trimtab.decide.planner import choose
-from trimtab.decide.tier_f import adapt_learning_rate
+from trimtab.decide.tuned_plan import adapt_learning_rate
 
 REFUSED = Check(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
 FAST = {"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}

@@ -9,14 +9,14 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from simulated_machine import GPU, MIB, SPLITTABLE, Machine, candidate_of, measured, values
 
-from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.plan import Check, Plan
 from trimtab.core.profile import Candidate, Profile
+from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.planner import choose
-from trimtab.decide.readings import FREE_SPEED
-from trimtab.decide.space import WORTH_A_RUN, points
+from trimtab.decide.search_space import WORTH_A_RUN, points
+from trimtab.decide.trial_statistics import FREE_SPEED
 
 REFUSED = Check(False, "a module computes over the batch")
 SETTINGS = ("fp32", "tf32", "bf16", "fp16", "channels_last", "retain")

@@ -9,16 +9,16 @@ from raising import raises
 from simulated_machine import CPU, MIB, Machine, measured
 
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.link import Calibration, Link
+from trimtab.core.interconnect import Calibration, Link
+from trimtab.core.memory_model import PeakModel
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
-from trimtab.core.peak_model import PeakModel
-from trimtab.core.rank_trace import WAYS, RankTrace
-from trimtab.decide import stages
+from trimtab.core.rank_peak_memory import WAYS, RankTrace
+from trimtab.decide import zero_stage
 from trimtab.decide.deepspeed_config import config_of
 from trimtab.decide.planner import choose_each
 from trimtab.decide.rank_profile import at_stage
-from trimtab.decide.stages import StageCost, choose_stage, held_with, stages_text
+from trimtab.decide.zero_stage import StageCost, choose_stage, held_with, stages_text
 
 RANKS = 4
 # Ranks of a processor are held against limits with what gloo may hold on top; of an accelerator nothing is.
@@ -309,7 +309,7 @@ def test_seconds_by_a_data_sheet_are_held_against_a_limit_with_their_margin(monk
     def told(*given):
         return tuple(replace(plan, seconds_margin=0.33) for plan in choose_each(*given))
 
-    monkeypatch.setattr(stages, "choose_each", told)
+    monkeypatch.setattr(zero_stage, "choose_each", told)
     with raises(InfeasibleError, code="plan.infeasible", field="budget"):
         choose(profile_of(time=1.1))
     plan, _ = choose(profile_of(time=1.4))

@@ -11,7 +11,7 @@ from raising import raises
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
-from trimtab.core.work import Operation, StepWork, operations
+from trimtab.core.operator_costs import Operation, StepWork, operations
 from trimtab.decide.roofline import BANDWIDTH, COMPUTE, STARTING_S, step_seconds
 
 DEVICE = DeviceSpec("made up", "cuda", 10**9, {"fp32": 1e12, "tf32": 4e12, "bf16": 8e12}, 1e11, "made up")

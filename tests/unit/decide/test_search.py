@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from simulated_machine import CPU, GPU, HEAD, MIB, SPLITTABLE, Machine, measured
 
-from trimtab.core.codec import from_json, to_json
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, Profile
+from trimtab.core.serialization import from_json, to_json
 from trimtab.decide import search
 from trimtab.decide.planner import choose
 from trimtab.decide.search import (

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.link import Calibration, Link
+from trimtab.core.interconnect import Calibration, Link
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
-from trimtab.decide.ranks import WORTH, replicated, sending, ways_to_send
+from trimtab.decide.multi_rank_plan import WORTH, replicated, sending, ways_to_send
 
 SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from simulated_machine import Machine, measured
-from test_compiling import GPU
+from test_compile_policy import GPU
 
-from trimtab.core.compiled import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler, is_recorded
+from trimtab.core.compile_mode import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler, is_recorded
+from trimtab.core.memory_model import PeakModel
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate, Profile, Traced
-from trimtab.decide.compiling import is_promising, to_compile
+from trimtab.decide.compile_policy import is_promising, to_compile
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.planner import choose
 

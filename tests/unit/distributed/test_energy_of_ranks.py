@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from trimtab.core.energy import Energy, MeterFacts, Provenance, absent
-from trimtab.distributed import energy
-from trimtab.distributed.energy import RankMeter, Seat, meter_of_rank, reads_of
+from trimtab.core.energy_reading import Energy, MeterFacts, Provenance, absent
+from trimtab.distributed import rank_energy
 from trimtab.distributed.process_group import Place
-from trimtab.measure.energy import GivenWatts, NoMeter
-from trimtab.measure.meters import Found, Metering, Reads
+from trimtab.distributed.rank_energy import RankMeter, Seat, meter_of_rank, reads_of
+from trimtab.measure.energy_meter import GivenWatts, NoMeter
+from trimtab.measure.meter_selection import Found, Metering, Reads
 
 OWN = Energy(2.0, 30.0, Provenance.MEASURED, ("rapl package-0",))
 MEASURED = MeterFacts(Provenance.MEASURED, ("rapl package-0",), 10.0)
@@ -82,12 +82,12 @@ def test_each_meter_is_read_by_one_rank(seats, found):
 def told(monkeypatch, seats: list[Seat], metering: Metering, found=None) -> list[RankMeter]:
     """Return what each rank of several counts, as if each of them had asked."""
     if found is not None:
-        monkeypatch.setattr(energy, "find_meter", lambda device, metering, reads: found(reads))
+        monkeypatch.setattr(rank_energy, "find_meter", lambda device, metering, reads: found(reads))
 
     def one(rank: int, facts: list) -> RankMeter:
         answers = iter((seats, facts))
-        monkeypatch.setattr(energy, "_of_ranks", lambda own: (said.append(own), next(answers))[1])
-        monkeypatch.setattr(energy.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(rank_energy, "_of_ranks", lambda own: (said.append(own), next(answers))[1])
+        monkeypatch.setattr(rank_energy.dist, "get_rank", lambda: rank)
         return meter_of_rank(torch.device("cpu"), metering)
 
     said: list = []
@@ -139,15 +139,15 @@ def test_one_process_reads_what_there_is(tmp_path):
 
 
 def test_a_gpu_without_a_name_is_still_one(monkeypatch):
-    monkeypatch.setattr(energy, "uuid_of", lambda index: "")
+    monkeypatch.setattr(rank_energy, "uuid_of", lambda index: "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert energy._name(torch.device("cuda", 1)) == "1 of 2,3"
-    assert energy._name(torch.device("cpu")) == ""
+    assert rank_energy._name(torch.device("cuda", 1)) == "1 of 2,3"
+    assert rank_energy._name(torch.device("cpu")) == ""
 
 
 def test_a_launched_rank_sits_where_it_was_put(monkeypatch):
     seats = []
-    monkeypatch.setattr(energy, "place", lambda: Place(3, 4, 1))
-    monkeypatch.setattr(energy, "_of_ranks", lambda own: seats.append(own) or [own])
+    monkeypatch.setattr(rank_energy, "place", lambda: Place(3, 4, 1))
+    monkeypatch.setattr(rank_energy, "_of_ranks", lambda own: seats.append(own) or [own])
     meter_of_rank(torch.device("cpu"), Metering(watts=5))
     assert (seats[0].local_rank, seats[0].device) == (1, "")

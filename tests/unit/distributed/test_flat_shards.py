@@ -9,7 +9,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.distributed import backends
+from trimtab.distributed import backend_selection
 
 
 class FullyShardedDataParallel(nn.Linear):
@@ -24,7 +24,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.fixture
 def on_ranks(monkeypatch):
     """A process that has others beside it, as far as can be seen."""
-    monkeypatch.setattr(backends, "has_peers", lambda: True)
+    monkeypatch.setattr(backend_selection, "has_peers", lambda: True)
 
 
 @pytest.mark.parametrize("how", [{}, {"num_ranks": 2, "zero_stage": 0}])
@@ -35,7 +35,7 @@ def test_it_is_not_started_on_ranks(on_ranks, how):
 
 def test_nor_is_it_planned_there(on_ranks):
     with raises(ValueGivenError, code="value.invalid", field="model"):
-        backends.require_plannable(parts()[0])
+        backend_selection.require_plannable(parts()[0])
 
 
 def test_in_one_process_it_holds_all_of_a_gradient():

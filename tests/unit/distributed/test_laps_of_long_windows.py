@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from trimtab.core.plan import Plan
-from trimtab.distributed import rehearsal
+from trimtab.distributed import dry_run
 
 
 class Runs:
@@ -38,9 +38,9 @@ def plan(**how) -> Plan:
 @pytest.mark.parametrize("reopens", [False, True])
 def test_pairs_are_never_fewer_than_a_verdict_takes(monkeypatch, arms, seconds, laps, reopens):
     clock = [0.0]
-    monkeypatch.setattr(rehearsal.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(rehearsal.time, "perf_counter", lambda: clock[0])
-    found = rehearsal.Rehearsal(lambda: None)
+    monkeypatch.setattr(dry_run.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dry_run.time, "perf_counter", lambda: clock[0])
+    found = dry_run.Rehearsal(lambda: None)
     monkeypatch.setattr(found, "_running", lambda plan: contextlib.nullcontext(Runs(clock, seconds)))
     plans = {"plan": plan(reduce_dtype="bf16")} | dict.fromkeys(arms[1:], plan())
     block_s = found._laps({name: plans[name] for name in arms}, reopens=reopens)

@@ -15,11 +15,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api
 
-from trimtab.core.codec import to_json
 from trimtab.core.errors import RankError
 from trimtab.core.plan import Plan
+from trimtab.core.serialization import to_json
 from trimtab.distributed.launch import launch
-from trimtab.distributed.launched import LAUNCHER, REPORTS, Launched
+from trimtab.distributed.launched_rank import LAUNCHER, REPORTS, Launched
 
 ROOT = Path(__file__).parents[3]
 TINY_TASK = ROOT / "tests" / "unit" / "experiments" / "tiny_task.py"

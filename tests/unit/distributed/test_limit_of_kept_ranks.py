@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.checkpoint.ranks import KeptRanks
+from trimtab.checkpoint.rank_checkpoints import KeptRanks
 from trimtab.distributed.process_group import TIMEOUT_S, limited_to, time_limit_s
-from trimtab.integrations import hosted
+from trimtab.integrations import trainer_rules
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def limits(monkeypatch):
     def words_at_work(make, topic):
         return [from_first(make, topic)]
 
-    monkeypatch.setattr("trimtab.checkpoint.ranks.from_first", from_first)
-    monkeypatch.setattr("trimtab.checkpoint.ranks.words_at_work", words_at_work)
+    monkeypatch.setattr("trimtab.checkpoint.rank_checkpoints.from_first", from_first)
+    monkeypatch.setattr("trimtab.checkpoint.rank_checkpoints.words_at_work", words_at_work)
     return found
 
 
@@ -34,9 +34,9 @@ def asked_of_all(ranks: KeptRanks) -> list[object]:
 
 
 def test_a_hosts_checkpoints_wait_as_long_as_its_runs_do(limits, monkeypatch):
-    monkeypatch.setattr(hosted, "start", lambda *_: KeptRanks(SimpleNamespace(num_ranks=1)))
-    assert asked_of_all(hosted.started(None, None, None)) == ["there", ["word"], 1]
-    assert limits == [hosted.LIMIT_S] * 3
+    monkeypatch.setattr(trainer_rules, "start", lambda *_: KeptRanks(SimpleNamespace(num_ranks=1)))
+    assert asked_of_all(trainer_rules.started(None, None, None)) == ["there", ["word"], 1]
+    assert limits == [trainer_rules.LIMIT_S] * 3
     assert time_limit_s() == TIMEOUT_S
 
 

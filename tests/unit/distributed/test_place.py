@@ -11,9 +11,9 @@ from raising import raises
 
 from trimtab.core.errors import UsageError, ValueGivenError
 from trimtab.distributed import process_group
-from trimtab.distributed.exchange import RankExchange
+from trimtab.distributed.error_propagation import Trouble
+from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import Place, joined, place
-from trimtab.distributed.trouble import Trouble
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "decide"))
 from simulated_machine import MIB
 from test_rank_stages import ACCELERATOR, RANKS, calibration, profile_of, shape, traces_of
 
+from trimtab.core.dry_run_result import Ran
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
-from trimtab.core.rehearsal import Ran
-from trimtab.decide.rehearsing import MOST_REHEARSALS, by_default, way_of
-from trimtab.distributed import planning
-from trimtab.distributed.stage_choice import Share
+from trimtab.decide.dry_run_selection import MOST_REHEARSALS, by_default, way_of
+from trimtab.distributed import plan_on_ranks
+from trimtab.distributed.zero_stage_inputs import Share
 
 
 class Planted:
@@ -42,14 +42,14 @@ class Planted:
 @pytest.fixture
 def planned(monkeypatch):
     """Return a job's plan under a limit in MiB, over a link."""
-    monkeypatch.setattr(planning.dist, "get_world_size", lambda: RANKS)
-    monkeypatch.setattr(planning, "from_first", lambda make: make())
+    monkeypatch.setattr(plan_on_ranks.dist, "get_world_size", lambda: RANKS)
+    monkeypatch.setattr(plan_on_ranks, "from_first", lambda make: make())
 
     def plan(rehearsal: Planted, memory: int, *link: float) -> Plan:
-        monkeypatch.setattr(planning, "calibrate", lambda device: calibration(*link))
+        monkeypatch.setattr(plan_on_ranks, "calibrate", lambda device: calibration(*link))
         profile = profile_of(memory=memory, device=ACCELERATOR)
         share = Share(profile, traces_of(profile), shape)
-        return planning.plan_together(lambda: share, None, lambda: rehearsal)
+        return plan_on_ranks.plan_together(lambda: share, None, lambda: rehearsal)
 
     return plan
 

@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 import trimtab
-from trimtab.calibrate.step_shape import step_shape
+from trimtab.calibrate.communication_profile import step_shape
 from trimtab.core.errors import InfeasibleError, UsageError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.decide.planner import choose
-from trimtab.distributed import backends, planning, stage_choice
+from trimtab.distributed import backend_selection, plan_on_ranks, zero_stage_inputs
 from trimtab.losses import Summed
 
 
@@ -26,12 +26,12 @@ def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
     def fails(device):
         raise ValueGivenError("link.points", got="noise", expected="a line")
 
-    monkeypatch.setattr(planning.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(planning, "from_first", lambda make: make())
-    monkeypatch.setattr(planning, "calibrate", fails)
+    monkeypatch.setattr(plan_on_ranks.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(plan_on_ranks, "from_first", lambda make: make())
+    monkeypatch.setattr(plan_on_ranks, "calibrate", fails)
     shape = StepShape(0.1, 0.2, 0.01, (4,), (1.0,))
-    made = planning.Made(trimtab.Plan.fixed(8), shape)
-    plan = planning.plan_together(lambda: made, torch.device("cpu"))
+    made = plan_on_ranks.Made(trimtab.Plan.fixed(8), shape)
+    plan = plan_on_ranks.plan_together(lambda: made, torch.device("cpu"))
     assert (plan.reduce_dtype.value, plan.bucket_bytes.value) == ("fp32", None)
     assert "could not be timed" in plan.reduce_dtype.reason
 
@@ -54,14 +54,18 @@ def profile():
 @pytest.fixture
 def of_two(monkeypatch):
     """Have a job of two ranks, as the first of them sees it."""
-    monkeypatch.setattr(stage_choice.dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(planning, "from_first", lambda make: make())
+    monkeypatch.setattr(zero_stage_inputs.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(plan_on_ranks, "from_first", lambda make: make())
 
 
 def chosen(profile, loop, **how) -> Plan:
-    share = stage_choice.share_of(profile, loop, silent, **how)
-    made = planning.Made(stage_choice.of_replicas(profile, share), None, share) if isinstance(share, str) else share
-    return planning.plan_together(lambda: made, torch.device("cpu"))
+    share = zero_stage_inputs.share_of(profile, loop, silent, **how)
+    made = (
+        plan_on_ranks.Made(zero_stage_inputs.of_replicas(profile, share), None, share)
+        if isinstance(share, str)
+        else share
+    )
+    return plan_on_ranks.plan_together(lambda: made, torch.device("cpu"))
 
 
 def refuses(*args, **kwargs):
@@ -69,7 +73,7 @@ def refuses(*args, **kwargs):
 
 
 def test_ample_memory_is_not_asked_about(profile, of_two, monkeypatch):
-    monkeypatch.setattr(stage_choice, "trace_here", refuses)
+    monkeypatch.setattr(zero_stage_inputs, "trace_here", refuses)
     plan = chosen(replace(profile, budget=Budget()), loop_of())
     assert (plan.zero_stage.value, plan.num_ranks) == (0, 2)
     assert plan.zero_stage.reason.endswith("what a loop on ranks does")
@@ -77,18 +81,18 @@ def test_ample_memory_is_not_asked_about(profile, of_two, monkeypatch):
 
 def test_memory_that_is_weighed_is(profile, of_two):
     weighed = replace(profile, budget=Budget(), objective=Objective(1.0, 1.0))
-    assert isinstance(stage_choice.share_of(weighed, loop_of(), silent), stage_choice.Share)
+    assert isinstance(zero_stage_inputs.share_of(weighed, loop_of(), silent), zero_stage_inputs.Share)
 
 
 def test_seconds_that_are_limited_are_those_of_a_window_with_what_is_sent(profile, of_two):
     limited = replace(profile, budget=Budget(time=1e3))
-    assert isinstance(stage_choice.share_of(limited, loop_of(), silent), stage_choice.Share)
+    assert isinstance(zero_stage_inputs.share_of(limited, loop_of(), silent), zero_stage_inputs.Share)
 
 
 def test_joules_that_are_limited_are_held_against_one_process(profile, of_two, monkeypatch):
-    monkeypatch.setattr(stage_choice, "trace_here", refuses)
+    monkeypatch.setattr(zero_stage_inputs, "trace_here", refuses)
     limited = replace(profile, budget=Budget(2**30, energy=50.0))
-    assert stage_choice.share_of(limited, loop_of(), silent) == stage_choice.NO_JOULES
+    assert zero_stage_inputs.share_of(limited, loop_of(), silent) == zero_stage_inputs.NO_JOULES
 
 
 def test_parameters_that_are_not_trained_are_gathered_and_not_reduced(profile):
@@ -100,7 +104,7 @@ def test_parameters_that_are_not_trained_are_gathered_and_not_reduced(profile):
 
 
 def test_a_plan_that_adapts_is_for_replicas(profile, of_two, monkeypatch):
-    monkeypatch.setattr(stage_choice, "trace_here", refuses)
+    monkeypatch.setattr(zero_stage_inputs, "trace_here", refuses)
     plan = chosen(profile, loop_of(), adapts=True)
     assert plan.zero_stage.value == 0
     assert plan.zero_stage.reason.endswith("; a plan that adapts, or measures noise, is made for replicas")
@@ -133,7 +137,7 @@ def test_a_link_that_cannot_be_timed_is_for_replicas(profile, of_two, monkeypatc
     def fails(device):
         raise ValueGivenError("link.points", got="noise", expected="a line")
 
-    monkeypatch.setattr(planning, "calibrate", fails)
+    monkeypatch.setattr(plan_on_ranks, "calibrate", fails)
     plan = chosen(profile, loop_of())
     assert plan.zero_stage.value == 0
     assert "; the link could not be timed (link.points: got noise" in plan.zero_stage.reason
@@ -142,9 +146,9 @@ def test_a_link_that_cannot_be_timed_is_for_replicas(profile, of_two, monkeypatc
 
 def test_replicas_that_do_not_fit_say_why_there_is_no_other_stage(profile):
     with raises(InfeasibleError, code="plan.infeasible", field="budget"):
-        stage_choice.of_replicas(replace(profile, budget=Budget(100)), "adapts")
+        zero_stage_inputs.of_replicas(replace(profile, budget=Budget(100)), "adapts")
     with pytest.raises(InfeasibleError) as refused:
-        stage_choice.of_replicas(replace(profile, budget=Budget(100)), "")
+        zero_stage_inputs.of_replicas(replace(profile, budget=Budget(100)), "")
     assert "whole model" not in str(refused.value)
 
 
@@ -158,8 +162,8 @@ def test_a_stage_in_one_process_is_no_stage():
 
 
 def test_deepspeed_leaves_no_choice_of_what_a_step_that_is_no_number_does(monkeypatch):
-    monkeypatch.setattr(backends, "has_peers", lambda: True)
-    monkeypatch.setattr(backends.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(backend_selection, "has_peers", lambda: True)
+    monkeypatch.setattr(backend_selection.dist, "get_world_size", lambda: 2)
     plan = trimtab.Plan.fixed(8, zero_stage=1, engine="deepspeed", num_ranks=2)
     with raises(UsageError, code="value.invalid", field="nonfinite"):
-        backends.backend_of(nn.Linear(4, 1), plan, {"nonfinite": "skip"})
+        backend_selection.backend_of(nn.Linear(4, 1), plan, {"nonfinite": "skip"})

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.core.errors import DependencyError
-from trimtab.distributed import fully_sharded
-from trimtab.distributed.fully_sharded import Shards, send_in_bf16
+from trimtab.distributed import fsdp2
+from trimtab.distributed.fsdp2 import Shards, send_in_bf16
 
 MICRO = 9
 SMALL = 2.0**-9  # what bf16 drops beside 1
@@ -63,6 +63,6 @@ def test_a_torch_that_takes_no_way_to_send_of_ours_is_refused(mesh, monkeypatch)
     class Without(nn.Module):
         pass
 
-    monkeypatch.setattr(fully_sharded, "FSDPModule", Without)
+    monkeypatch.setattr(fsdp2, "FSDPModule", Without)
     with raises(DependencyError, code="dependency.missing", field="torch"):
         send_in_bf16(Without())

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 import tiny_task
 import torch
 
-from trimtab.checkpoint.settings import Checkpoints
+from trimtab.checkpoint.config import Checkpoints
 from trimtab.core.carbon import Intensity
 from trimtab.core.plan import Plan
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
+from trimtab.experiments.carbon_aware_training import Wish
+from trimtab.experiments.sleep_until import Clock
 from trimtab.experiments.train import Training
 from trimtab.experiments.train_command import CleanHours
-from trimtab.experiments.waiting import Clock
-from trimtab.experiments.when_clean import Wish
-from trimtab.integrations.intensity import IntensitySource
+from trimtab.integrations.carbon_intensity import IntensitySource
 
 HOUR = 3600.0
 NOW = 1772323200.0  # 2026-03-01T00:00Z

@@ -6,15 +6,23 @@ import math
 from dataclasses import replace
 
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.phases import ArmPhases, Gain, Lap, Roof
 from trimtab.core.plan import Plan
 from trimtab.core.record import Evaluation, Header, RunRecord, StepRecord
+from trimtab.core.step_phases import ArmPhases, Gain, Lap, Roof
 from trimtab.decide.statistics import ratio_interval
-from trimtab.experiments.ablation.result import Ablation, Change, Effect
-from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
-from trimtab.experiments.comparison.stats import as_ratio
-from trimtab.experiments.scaling import result as scaling
-from trimtab.experiments.scaling.result import Job, Scaling, Timed, TimedArm
+from trimtab.experiments.ablation.ablation_result import Ablation, Change, Effect
+from trimtab.experiments.comparison.comparison_result import (
+    Arm,
+    ArmCurve,
+    Comparison,
+    Ratio,
+    RatioRow,
+    TargetRow,
+    Verdict,
+)
+from trimtab.experiments.comparison.comparison_statistics import as_ratio
+from trimtab.experiments.scaling import scaling_result as scaling
+from trimtab.experiments.scaling.scaling_result import Job, Scaling, Timed, TimedArm
 
 CPU = {"cpu": "Some CPU", "cpu_cores": "2", "os": "Linux", "torch": "2.13", "threads": "2", "sources": "abc"}
 GPU = CPU | {"gpu": "NVIDIA H200"}

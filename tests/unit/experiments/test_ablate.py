@@ -17,16 +17,24 @@ from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
-from trimtab.decide.ablation import PLAN, REFERENCE, UNCHANGED, Design
+from trimtab.decide.ablation_design import PLAN, REFERENCE, UNCHANGED, Design
 from trimtab.experiments.ablation import ablate as ablate_module
 from trimtab.experiments.ablation.ablate import AblateSettings, ablate
-from trimtab.experiments.ablation.result import ALONE, INTERACTION, MEMORY, QUALITY, THROUGHPUT, WITHIN, Ablation
-from trimtab.experiments.ablation.rows import ablation_object
-from trimtab.experiments.planning import Plans
-from trimtab.experiments.racing import folder as race_folder
-from trimtab.experiments.racing import lengths
-from trimtab.experiments.racing import race as race_module
+from trimtab.experiments.ablation.ablation_result import (
+    ALONE,
+    INTERACTION,
+    MEMORY,
+    QUALITY,
+    THROUGHPUT,
+    WITHIN,
+    Ablation,
+)
+from trimtab.experiments.ablation.ablation_rows import ablation_object
+from trimtab.experiments.paired_runs import paired_run as race_module
+from trimtab.experiments.paired_runs import results_folder as race_folder
+from trimtab.experiments.paired_runs import run_length
 from trimtab.experiments.report import read_report, terminal_report, write_report
+from trimtab.experiments.task_plans import Plans
 
 TWO = Plan.fixed(BATCH_ROWS, micro_batch=8, fused_optimizer=True)
 SEEDS = AblateSettings(num_seeds=2)
@@ -154,8 +162,8 @@ def test_a_folder_holds_one_ablation(folder, settings, options):
 
 
 def test_quality_may_be_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(lengths, "_FEW_STEPS", 6)
-    monkeypatch.setattr(lengths, "_FEW_S", 0.0)
+    monkeypatch.setattr(run_length, "_FEW_STEPS", 6)
+    monkeypatch.setattr(run_length, "_FEW_S", 0.0)
     found = run(
         tmp_path / "out", AblateSettings(num_seeds=1, whole_seeds=0), plan=Plan.fixed(BATCH_ROWS, micro_batch=8)
     )
@@ -305,8 +313,8 @@ def test_the_report_is_written_and_read_back(finished, tmp_path):
 
 
 def test_of_three_changes_each_two_are_told_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(lengths, "_FEW_STEPS", 2)
-    monkeypatch.setattr(lengths, "_FEW_S", 0.0)
+    monkeypatch.setattr(run_length, "_FEW_STEPS", 2)
+    monkeypatch.setattr(run_length, "_FEW_S", 0.0)
     plan = Plan.fixed(BATCH_ROWS, micro_batch=8, fused_optimizer=True, clip_norm=1.0)
     found = run(tmp_path / "out", AblateSettings(num_seeds=1, whole_seeds=0), plan=plan)
     assert {(e.change, e.other) for e in found.effects if e.other} == {

@@ -13,10 +13,10 @@ from race_records import climbing, record, timed
 
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, RunRecord
-from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
-from trimtab.experiments.ablation.effects import Evidence, products
-from trimtab.experiments.ablation.headline import NOTHING, headline
-from trimtab.experiments.ablation.result import (
+from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
+from trimtab.experiments.ablation.ablation_effects import Evidence, products
+from trimtab.experiments.ablation.ablation_headline import NOTHING, headline
+from trimtab.experiments.ablation.ablation_result import (
     ALONE,
     INTERACTION,
     MEMORY,
@@ -27,7 +27,7 @@ from trimtab.experiments.ablation.result import (
     Change,
     Effect,
 )
-from trimtab.experiments.ablation.times import times
+from trimtab.experiments.ablation.ablation_target_times import times
 from trimtab.experiments.comparison.ratio_rows import quality_row
 
 NAMES = ("micro_batch", "precision", "recompute")

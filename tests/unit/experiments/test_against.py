@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
-from trimtab.experiments.comparison.command import Asked
+from trimtab.experiments.comparison.arm_selection import Lineup
 from trimtab.experiments.comparison.compare import Settings, compare
-from trimtab.experiments.comparison.lineup import Lineup
-from trimtab.experiments.fingerprint import code_of
-from trimtab.experiments.planning import Plans, example_batch
-from trimtab.experiments.racing.inspect_arm import measure_arm
-from trimtab.experiments.racing.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS
+from trimtab.experiments.comparison.compare_command import Asked
+from trimtab.experiments.paired_runs.inspect_arm import measure_arm
+from trimtab.experiments.paired_runs.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS
+from trimtab.experiments.task_hash import code_of
+from trimtab.experiments.task_plans import Plans, example_batch
 from trimtab.measure.process_state import ProcessState
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks import load_task

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from trimtab.core.plan import Plan
-from trimtab.distributed.dealing import shard
-from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.distributed.sharded_loader import shard
+from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.train import Training, train_whole
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import DataSource, Metric, Task, TaskData

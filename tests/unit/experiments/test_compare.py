@@ -19,31 +19,31 @@ from tiny_task import task as tiny
 import trimtab
 from trimtab.calibrate import trials
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.codec import read_json, to_json, to_jsonable
 from trimtab.core.errors import FormatError, InfeasibleError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.phases import Gain
 from trimtab.core.plan import Measured, Plan
 from trimtab.core.record import read_record
-from trimtab.experiments import claim as claim_module
-from trimtab.experiments import gain as gain_module
-from trimtab.experiments import planning as planning_module
+from trimtab.core.serialization import read_json, to_json, to_jsonable
+from trimtab.core.step_phases import Gain
+from trimtab.experiments import gain_timing as gain_module
+from trimtab.experiments import output_folder as claim_module
+from trimtab.experiments import task_plans as planning_module
+from trimtab.experiments.comparison import arm_selection
 from trimtab.experiments.comparison import compare as compare_module
-from trimtab.experiments.comparison import lineup
-from trimtab.experiments.comparison.arm_facts import ArmFacts
+from trimtab.experiments.comparison.arm_metrics import ArmFacts
+from trimtab.experiments.comparison.arm_selection import Lineup
 from trimtab.experiments.comparison.compare import Settings, compare
-from trimtab.experiments.comparison.lineup import Lineup
-from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.comparison.rows import benchmark_object
-from trimtab.experiments.fingerprint import build_of, code_of
-from trimtab.experiments.planning import PLANNING_SEED, Plans, make_plans
-from trimtab.experiments.racing import folder as race_folder
-from trimtab.experiments.racing import inspect_arm
-from trimtab.experiments.racing import lengths as lengths_module
-from trimtab.experiments.racing import race as race_module
-from trimtab.experiments.racing.inspect_arm import measure_arm
-from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.comparison.comparison_rows import benchmark_object
+from trimtab.experiments.paired_runs import inspect_arm
+from trimtab.experiments.paired_runs import paired_run as race_module
+from trimtab.experiments.paired_runs import results_folder as race_folder
+from trimtab.experiments.paired_runs import run_length as lengths_module
+from trimtab.experiments.paired_runs.inspect_arm import measure_arm
+from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.report import terminal_report, write_report
+from trimtab.experiments.task_hash import build_of, code_of
+from trimtab.experiments.task_plans import PLANNING_SEED, Plans, make_plans
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import TaskData, load_task
 from trimtab.tasks.models.gpt import GPTShape
@@ -198,7 +198,7 @@ def _raise(*arguments, **options):
 @pytest.mark.parametrize("where", ["build", "step"])
 def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypatch, where):
     broken = SimpleNamespace(step=_raise, close=lambda: None, model=None)
-    monkeypatch.setattr(lineup, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
+    monkeypatch.setattr(arm_selection, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
     if where == "step":  # the memory pass succeeds, the race does not
         monkeypatch.setattr(race_folder, "measure_arm", lambda *_, **__: ArmFacts(100))
     found = run(tmp_path / "out")
@@ -213,7 +213,7 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
 
 
 def test_a_reference_that_fails_ends_the_comparison(tmp_path, monkeypatch):
-    monkeypatch.setattr(lineup, "ReferenceLoop", _raise)
+    monkeypatch.setattr(arm_selection, "ReferenceLoop", _raise)
     with raises(LoopError, code="loop.out_of_order", field="reference loop") as caught:
         run(tmp_path / "out")
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -680,7 +680,7 @@ def test_a_freed_batch_is_raced_in_windows_of_several(tmp_path, monkeypatch):
         return BatchRule("fixed", k=3 * plan.num_micro_batches, k_max=3 * plan.num_micro_batches)
 
     monkeypatch.setattr(planning_module, "default_rule", by_three)  # goodput follows measured times
-    monkeypatch.setattr(lineup, "PlanLoop", Watched)
+    monkeypatch.setattr(arm_selection, "PlanLoop", Watched)
     found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=("batch",)))
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
     assert found.arm("plan_F").label == "trimtab, batch adapted"

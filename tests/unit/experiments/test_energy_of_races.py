@@ -12,13 +12,14 @@ import torch
 from race_records import record
 from tiny_task import BATCH_ROWS, load_data, task
 
-from trimtab.core.codec import to_jsonable
-from trimtab.core.energy import Energy, MeterFacts, PowerLimit, Provenance, absent
+from trimtab.core.energy_reading import Energy, MeterFacts, PowerLimit, Provenance, absent
 from trimtab.core.record import End, Evaluation, Event, RunRecord, read_record, write_record
+from trimtab.core.serialization import to_jsonable
 from trimtab.decide.statistics import Interval, ratio_interval
-from trimtab.distributed.alone import ALONE
-from trimtab.distributed.energy import RankMeter
-from trimtab.experiments.comparison import stats
+from trimtab.distributed.coordinator import ALONE
+from trimtab.distributed.rank_energy import RankMeter
+from trimtab.experiments.comparison import comparison_statistics
+from trimtab.experiments.comparison.comparison_result import Arm
 from trimtab.experiments.comparison.energy_rows import (
     METER,
     energy_control,
@@ -31,16 +32,15 @@ from trimtab.experiments.comparison.energy_rows import (
     watts,
 )
 from trimtab.experiments.comparison.ratio_rows import throughput_row
-from trimtab.experiments.comparison.result import Arm
-from trimtab.experiments.comparison.target_rows import Charge, target_row
+from trimtab.experiments.comparison.time_to_target import Charge, target_row
 from trimtab.experiments.comparison.verdicts import speed_verdict
 from trimtab.experiments.doctor import energy_finding
-from trimtab.experiments.racing import race as race_module
-from trimtab.experiments.racing.meter import RaceMeter
-from trimtab.experiments.racing.race import Entry, Racer, race
+from trimtab.experiments.paired_runs import paired_run as race_module
+from trimtab.experiments.paired_runs.paired_run import Entry, Racer, race
+from trimtab.experiments.paired_runs.paired_run_meter import RaceMeter
 from trimtab.experiments.report.energy_tables import arm_energy_table, planning_sentence
-from trimtab.experiments.report.wording import measure
-from trimtab.measure.energy import GivenWatts
+from trimtab.experiments.report.formatting import measure
+from trimtab.measure.energy_meter import GivenWatts
 from trimtab.recipes.reference import ReferenceLoop
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_too_few_pairs_and_estimates_allow_no_verdict():
     estimated = MeterFacts(Provenance.ESTIMATED, ("100 W, as given",))
     row = joules_row(races(50.0, meter=estimated))
     assert (row.verdict.kind, "estimated" in row.verdict.sentence) == ("no verdict", True)
-    ratio = stats.as_ratio(ratio_interval([0.5] * 5), [0.5] * 5)
+    ratio = comparison_statistics.as_ratio(ratio_interval([0.5] * 5), [0.5] * 5)
     assert energy_verdict(ratio, None, "a", "b").kind == "no verdict"
 
 
@@ -114,7 +114,9 @@ def test_too_few_pairs_and_estimates_allow_no_verdict():
 def test_joules_are_judged_by_the_rule_of_seconds(saved, control, kinds):
     """Between 2 and 8% of them saved or lost, where the reference against itself is within 3.2%, or off by 5.5%."""
     pairs = [math.exp(-saved * share) for share in (0.02, 0.08, 0.05, 0.06, 0.04)]
-    found, speeds = (stats.as_ratio(ratio_interval(each), each) for each in (pairs, [1 / pair for pair in pairs]))
+    found, speeds = (
+        comparison_statistics.as_ratio(ratio_interval(each), each) for each in (pairs, [1 / pair for pair in pairs])
+    )
     turned = Interval(1 / control.mean, 1 / control.high, 1 / control.low, control.n)
     kind = energy_verdict(found, control, "a", "b").kind
     assert kind == speed_verdict(speeds, turned, "a", "b").kind == kinds[saved < 0]
@@ -123,9 +125,9 @@ def test_joules_are_judged_by_the_rule_of_seconds(saved, control, kinds):
 def test_joules_are_paired_by_lap():
     uneven = record(blocks=[(10, 1.0), (10, 1.0), (10, 3.0), (10, 1.0)])  # one lap takes three times the others' joules
     ours, theirs = metered(uneven, 50.0, unknown=(2,)), metered(uneven, 100.0, unknown=(3,))
-    assert stats.energy_ratios({0: {"a": ours, "b": theirs}}, "a", "b") == pytest.approx([0.5])
+    assert comparison_statistics.energy_ratios({0: {"a": ours, "b": theirs}}, "a", "b") == pytest.approx([0.5])
     none = metered(uneven, 100.0, unknown=(1, 3))
-    assert stats.energy_ratios({0: {"a": ours, "b": none}}, "a", "b") == []
+    assert comparison_statistics.energy_ratios({0: {"a": ours, "b": none}}, "a", "b") == []
 
 
 def test_the_verdict_of_speed_is_that_of_seconds():
@@ -172,7 +174,7 @@ def test_without_joules_there_is_no_row_and_no_number():
     assert meter_of(found).is_absent
     assert watts(record()) is None
     assert joules_to(record(), 2.0) is None
-    assert math.isnan(stats.step_joules(record(), 10))
+    assert math.isnan(comparison_statistics.step_joules(record(), 10))
 
 
 def test_joules_to_a_moment_are_those_of_the_blocks_before_it():
@@ -286,7 +288,7 @@ def test_a_meter_that_fails_is_no_arms_error_and_a_step_that_does_is_no_meters(m
         own, rival = race(entries, task, load_data(), 0, CPU, meter=meter)
         assert own.end.reason == "budget"
         assert {event.detail["energy_j"] is not None for event in own.events} == {counts}
-        assert "ZeroDivisionError" in stats.failed(rival)
+        assert "ZeroDivisionError" in comparison_statistics.failed(rival)
         assert len(rival.events) == 1
 
 

@@ -14,17 +14,25 @@ import race_records
 from measured_runs import CPU, GAIN, GPU, NOISE, ablation, around, comparison, counted, gain, on, recorded, scaled
 from raising import raises
 
-from trimtab.core.codec import to_json, to_jsonable
-from trimtab.core.energy import OTHER_RANKS, MeterFacts, Provenance
+from trimtab.core.energy_reading import OTHER_RANKS, MeterFacts, Provenance
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.phases import ArmPhases, Gain, Lap
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Header, RunRecord, StepRecord, write_record
+from trimtab.core.serialization import to_json, to_jsonable
+from trimtab.core.step_phases import ArmPhases, Gain, Lap
 from trimtab.decide.statistics import Interval
-from trimtab.experiments.ablation.result import AblatedArm, ChangeTime, Effect
-from trimtab.experiments.comparison.result import Ratio, RatioRow, TargetRow, ThirdRow, Verdict, failure_of, limits_of
-from trimtab.experiments.comparison.target_rows import target_row
+from trimtab.experiments.ablation.ablation_result import AblatedArm, ChangeTime, Effect
+from trimtab.experiments.comparison.comparison_result import (
+    Ratio,
+    RatioRow,
+    TargetRow,
+    ThirdRow,
+    Verdict,
+    failure_of,
+    limits_of,
+)
+from trimtab.experiments.comparison.time_to_target import target_row
 from trimtab.experiments.comparison.verdicts import non_inferiority
 from trimtab.experiments.evaluation import paper_arithmetic, paper_claims
 from trimtab.experiments.evaluation.files import KINDS, read_runs
@@ -54,7 +62,7 @@ from trimtab.experiments.evaluation.paper_figures import (
 from trimtab.experiments.evaluation.record_findings import of_record
 from trimtab.experiments.evaluation.result import Finding
 from trimtab.experiments.evaluation.rows import evaluation_object
-from trimtab.experiments.phase_page import PhasePage
+from trimtab.experiments.phase_result import PhasePage
 from trimtab.experiments.report import write_evaluation
 from trimtab.experiments.report.evaluation_tables import claim_table, gain_table
 

@@ -15,15 +15,15 @@ from torch import nn
 from trimtab.core.errors import NonFiniteError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
-from trimtab.experiments.ablation.headline import headline as ablation_headline
-from trimtab.experiments.ablation.result import Change
-from trimtab.experiments.comparison import stats
-from trimtab.experiments.comparison.headline import headline
+from trimtab.experiments.ablation.ablation_headline import headline as ablation_headline
+from trimtab.experiments.ablation.ablation_result import Change
+from trimtab.experiments.comparison import comparison_statistics
+from trimtab.experiments.comparison.comparison_headline import headline
 from trimtab.experiments.comparison.ratio_rows import throughput_row
-from trimtab.experiments.gain import measure_gain
-from trimtab.experiments.racing.loops import PlanLoop
-from trimtab.experiments.racing.race import Entry, race
-from trimtab.experiments.scaling.bench import Bench, JobSettings
+from trimtab.experiments.gain_timing import measure_gain
+from trimtab.experiments.paired_runs.paired_run import Entry, race
+from trimtab.experiments.paired_runs.plan_loops import PlanLoop
+from trimtab.experiments.scaling.scaling_bench import Bench, JobSettings
 from trimtab.experiments.train import Training, train_whole
 from trimtab.recipes.reference import ReferenceLoop
 
@@ -81,7 +81,7 @@ def test_train_checks_parameters_that_no_loss_has_told_of():
         train_whole(Training(replace(tiny, make_model=Root), PLAN, 1), silent)
 
 
-def races(task, arms) -> stats.Races:
+def races(task, arms) -> comparison_statistics.Races:
     entries = [Entry(name, make, BUDGET_ROWS) for name, make in arms.items()]
     found = {seed: race(entries, task, task.load_data(), seed, CPU) for seed in range(2)}
     return {seed: {each.header.name: each for each in records} for seed, records in found.items()}
@@ -92,12 +92,14 @@ def test_a_race_of_non_finite_arms_has_no_verdict_and_says_why(cause):
     found = races(TASKS[cause], {"reference": ReferenceLoop, "plan_S": partial(PlanLoop, plan=PLAN)})
     assert {record.end.reason for race in found.values() for record in race.values()} == {"diverged"}
     assert throughput_row(found, "plan_S", "reference", "S", None) is None
-    verdict = headline([], [], PLAN, {name: stats.failed_with(found, name) for name in ("reference", "plan_S")})
+    verdict = headline(
+        [], [], PLAN, {name: comparison_statistics.failed_with(found, name) for name in ("reference", "plan_S")}
+    )
     assert verdict.kind == "no verdict"
-    assert stats.failed(found[0]["plan_S"])[:40] in verdict.sentence
-    alone = headline([], [], PLAN, {"reference": stats.failed_with(found, "reference")})
+    assert comparison_statistics.failed(found[0]["plan_S"])[:40] in verdict.sentence
+    alone = headline([], [], PLAN, {"reference": comparison_statistics.failed_with(found, "reference")})
     assert alone.kind == "no verdict"
-    assert stats.failed(found[0]["reference"])[:40] in alone.sentence
+    assert comparison_statistics.failed(found[0]["reference"])[:40] in alone.sentence
 
 
 def test_arms_that_are_only_timed_are_checked_too():

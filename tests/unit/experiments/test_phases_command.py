@@ -8,10 +8,10 @@ import pytest
 from measured_runs import gain
 from raising import raises
 
-from trimtab.core.codec import to_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.experiments.phase_page import PhasePage
+from trimtab.core.serialization import to_json
+from trimtab.experiments.phase_result import PhasePage
 from trimtab.experiments.phases_command import Asked, phases_of
 
 PAGE = PhasePage((gain(),), ((),))

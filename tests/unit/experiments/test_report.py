@@ -18,16 +18,15 @@ from pathlib import Path
 import pytest
 from measured_runs import gain
 
-from trimtab.core.codec import read_json
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
-from trimtab.core.phases import Gain, Lap
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import Candidate, Trial
+from trimtab.core.serialization import read_json
 from trimtab.core.step_memory import PARTS, Moment, StepMemory
+from trimtab.core.step_phases import Gain, Lap
 from trimtab.experiments.comparison.arms import PLAN_ARMS
-from trimtab.experiments.comparison.gain_rows import phase_object
-from trimtab.experiments.comparison.result import (
+from trimtab.experiments.comparison.comparison_result import (
     Arm,
     ArmCurve,
     Comparison,
@@ -37,23 +36,24 @@ from trimtab.experiments.comparison.result import (
     ThirdRow,
     Verdict,
 )
-from trimtab.experiments.comparison.rows import benchmark_object
-from trimtab.experiments.racing import inspect_arm
+from trimtab.experiments.comparison.comparison_rows import benchmark_object
+from trimtab.experiments.comparison.gain_rows import phase_object
+from trimtab.experiments.paired_runs import inspect_arm
 from trimtab.experiments.report import (
+    formatting,
     gain_tables,
     gains_report,
     plan_tables,
     tables,
     terminal_report,
-    wording,
     write_report,
 )
+from trimtab.experiments.report.comparison_report import document, sections
 from trimtab.experiments.report.document import Bullets, Picture, Section
 from trimtab.experiments.report.figures import curve_band, curves, draw, forest
 from trimtab.experiments.report.html import html_page
 from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.markdown import markdown_page
-from trimtab.experiments.report.outline import document, sections
 from trimtab.experiments.report.planning_figures import memory_time
 
 HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
@@ -475,9 +475,9 @@ def test_every_arm_is_shown_with_its_figures() -> None:
     for row in case.arms:
         assert row.label in text
         assert row.source in text
-        assert wording.size(row.peak_bytes) in text
+        assert formatting.size(row.peak_bytes) in text
         assert f"{100 * (row.mfu or 0):.1f}% / {100 * (row.hfu or 0):.1f}%" in text
-        shown = wording.spread(row.step_s, wording.seconds)
+        shown = formatting.spread(row.step_s, formatting.seconds)
         assert shown in text
         assert float(shown.split()[0]) == pytest.approx(1e3 * statistics.median(row.step_s), abs=0.51)
 
@@ -535,8 +535,8 @@ def test_censored_and_missing_figures_are_words(pages: dict[str, str]) -> None:
 
 def test_a_ratio_without_an_interval_has_none() -> None:
     alone = Ratio(1.2, None, None, 6, (1.2,) * 6)
-    assert wording.estimate(alone, wording.ratio) == ("1.200x", "not measured")
-    assert wording.estimate(replace(alone, low=-math.inf, high=math.inf), wording.ratio)[1] == "not measured"
+    assert formatting.estimate(alone, formatting.ratio) == ("1.200x", "not measured")
+    assert formatting.estimate(replace(alone, low=-math.inf, high=math.inf), formatting.ratio)[1] == "not measured"
 
 
 @pytest.mark.parametrize(
@@ -567,15 +567,15 @@ def test_each_plan_is_shown_with_the_arm_that_ran_it(pages: dict[str, str]) -> N
     for index, (key, name) in enumerate(PLAN_ARMS.items()):
         assert plan_tables.arm_of(case, key) == case.arm(name)
         shown = row_of(plan_tables.prediction_table(case), index)
-        assert shown["measured"] == wording.seconds(statistics.median(case.arm(name).step_s))
-        assert shown["measured "] == wording.size(case.arm(name).peak_bytes)
+        assert shown["measured"] == formatting.seconds(statistics.median(case.arm(name).step_s))
+        assert shown["measured "] == formatting.size(case.arm(name).peak_bytes)
 
 
 def test_the_plan_for_the_strong_recipe_is_paid_back_against_that() -> None:
     case = CASES["gpt"]
     saved = statistics.median(case.arm("strong").step_s) - statistics.median(case.arm("strong_plan").step_s)
     shown = row_of(plan_tables.cost_table(case), 2)
-    assert shown["Saved per step"] == wording.seconds(saved)
+    assert shown["Saved per step"] == formatting.seconds(saved)
     assert shown["Break-even"] == f"{math.ceil(12.0 / saved):,} steps"
     # This report was written when the verdict was still called "no gain".
     assert (shown["Charged"], shown["Throughput"]) == ("12 s", "no harm")
@@ -609,15 +609,17 @@ def test_the_reference_in_the_figure_of_trials_is_the_users_loop() -> None:
 
 def test_a_large_metric_is_written_out():
     values = (0.85, 45.0, 9890.4, 9999.6, 20000.0, 123456.7, 3e9, math.nan)
-    told = [wording.metric(value) for value in values]
+    told = [formatting.metric(value) for value in values]
     assert told == ["0.85", "45", "9890", "10,000", "20,000", "123,457", "3e+09", "not finite"]
 
 
 def test_infinite_and_unknown_values_are_words() -> None:
-    assert wording.seconds(math.inf) == wording.ratio(math.inf) == "never"
-    unknown = [wording.seconds(None), wording.seconds(math.nan), wording.size(None), wording.share(None)]
-    assert {*unknown, wording.rate(None, "x"), wording.percent(math.nan), wording.metric(None)} == {"not measured"}
-    assert wording.metric(math.nan) == wording.metric(math.inf) == "not finite"
+    assert formatting.seconds(math.inf) == formatting.ratio(math.inf) == "never"
+    unknown = [formatting.seconds(None), formatting.seconds(math.nan), formatting.size(None), formatting.share(None)]
+    assert {*unknown, formatting.rate(None, "x"), formatting.percent(math.nan), formatting.metric(None)} == {
+        "not measured"
+    }
+    assert formatting.metric(math.nan) == formatting.metric(math.inf) == "not finite"
 
 
 def test_curve_ends_where_the_first_seed_ended() -> None:
@@ -648,14 +650,16 @@ def test_the_headline_is_one_sentence_and_the_others_follow() -> None:
 def test_each_tier_has_its_own_figure_of_curves() -> None:
     case = CASES["gpt"]
     by_tier = {tier: {key.text for key in curves(case, tier).legend} for tier in ("S", "F")}
-    plans = {tier: {wording.arm_name(a, 80) for a in case.arms if a.tier == tier and a.curves} for tier in ("S", "F")}
+    plans = {
+        tier: {formatting.arm_name(a, 80) for a in case.arms if a.tier == tier and a.curves} for tier in ("S", "F")
+    }
     others = {tier: [a for a in case.arms if not a.tier and a.curves] for tier in ("S", "F")}
     others["S"] = [a for a in others["S"] if a.name in ("reference", "self")]
     assert len(others["S"]) < len(others["F"])
     assert plans["S"]
     assert plans["F"]
     for tier, drawn in by_tier.items():
-        assert drawn == {wording.arm_name(a, 80) for a in others[tier]} | plans[tier] | {"target"}
+        assert drawn == {formatting.arm_name(a, 80) for a in others[tier]} | plans[tier] | {"target"}
     pictures = [block for part in sections(case) for block in part.blocks if block == Picture("curves", "S")]
     assert len(pictures) == 1
 

@@ -10,7 +10,7 @@ import race_records
 
 from trimtab.core.record import End, Event, Header, RunRecord, StepRecord
 from trimtab.core.record_summary import summary_of
-from trimtab.core.stop import StopReason
+from trimtab.core.stopping_rule import StopReason
 from trimtab.experiments.report.run_page import run_page, tracks
 
 

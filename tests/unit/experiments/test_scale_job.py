@@ -11,17 +11,17 @@ import pytest
 from raising import raises
 from tiny_task import task
 
-from trimtab.core.codec import read_json, to_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Measured, Plan
 from trimtab.core.progress import silent
-from trimtab.distributed.planning import Made
-from trimtab.experiments.scaling import bench as scale_bench
-from trimtab.experiments.scaling.bench import JobSettings
-from trimtab.experiments.scaling.job import run_job
-from trimtab.experiments.scaling.plans import Planned, fitted, refuse_other_maths, told_bytes
+from trimtab.core.serialization import read_json, to_json
+from trimtab.distributed.plan_on_ranks import Made
+from trimtab.experiments.scaling import scaling_bench as scale_bench
 from trimtab.experiments.scaling.scale import ScaleSettings, scale
+from trimtab.experiments.scaling.scaling_bench import JobSettings
+from trimtab.experiments.scaling.scaling_job import run_job
+from trimtab.experiments.scaling.scaling_plans import Planned, fitted, refuse_other_maths, told_bytes
 from trimtab.measure import allocator
 
 SHORT = JobSettings(blocks=2, block_s=0.01)

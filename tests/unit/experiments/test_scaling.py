@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.link import Link
+from trimtab.core.interconnect import Link
 from trimtab.core.progress import silent
+from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.report.scaling_page import scaling_page
-from trimtab.experiments.scaling import command
-from trimtab.experiments.scaling import result as scaling
-from trimtab.experiments.scaling import table as scaling_table
-from trimtab.experiments.scaling.bench import JobSettings
-from trimtab.experiments.scaling.result import Job, Refused, Sharing, Timed, TimedArm, summarise
+from trimtab.experiments.scaling import scale_command
+from trimtab.experiments.scaling import scaling_result as scaling
+from trimtab.experiments.scaling import scaling_table as scaling_table
 from trimtab.experiments.scaling.scale import ScaleSettings, next_round, numbers, path_of
+from trimtab.experiments.scaling.scaling_bench import JobSettings
+from trimtab.experiments.scaling.scaling_result import Job, Refused, Sharing, Timed, TimedArm, summarise
 
 LINK = Link("gloo of 2 ranks", 1e-4, 1e9, "timed", calibrated=True)
 SLOW = replace(LINK, name="gloo of 4 ranks")
@@ -214,9 +214,9 @@ def test_under_a_launcher_rows_of_other_jobs_keep_their_own_link(tmp_path, monke
         path_of(tmp_path, 0, each.ranks).write_text(to_json(each))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(command, "one_job", lambda *given: None)
+    monkeypatch.setattr(scale_command, "one_job", lambda *given: None)
     task = f"{Path(__file__).with_name('tiny_task.py')}:task"
-    found = command.run_scale(task, tmp_path, ScaleSettings(), None, silent)
+    found = scale_command.run_scale(task, tmp_path, ScaleSettings(), None, silent)
     links = {each["ranks"]: each["link"] for each in found.as_benchmark()["rows"]}
     assert links == {1: "", 2: LINK.name, 4: SLOW.name}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from tiny_task import task
 
-from trimtab.checkpoint.lock import NAME, locked
+from trimtab.checkpoint.run_lock import NAME, locked
 from trimtab.core.errors import InUseError
 from trimtab.core.progress import silent
 from trimtab.experiments.ablation.ablate import AblateSettings, ablate
 from trimtab.experiments.comparison.compare import compare
-from trimtab.experiments.comparison.settings import Settings
+from trimtab.experiments.comparison.compare_options import Settings
 from trimtab.experiments.scaling.scale import ScaleSettings, scale
 
 COMMANDS = {

@@ -13,18 +13,18 @@ from tiny_task import BATCH_ROWS, load_data
 from tiny_task import task as tiny
 from torch.nn import functional as F
 
-from trimtab.core.energy import Provenance
+from trimtab.core.energy_reading import Provenance
 from trimtab.core.errors import LossError, ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.record import read_record
-from trimtab.distributed import energy
+from trimtab.distributed import rank_energy
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
 from trimtab.experiments.train import Training, train_whole
 from trimtab.losses import Summed
-from trimtab.measure.meters import Metering
+from trimtab.measure.meter_selection import Metering
 
 STEPS = 6
 
@@ -96,7 +96,7 @@ def test_no_second_is_idle_where_no_record_begins(tmp_path, monkeypatch):
     def waits(_):
         raise AssertionError("a second in which nothing is done")
 
-    monkeypatch.setattr(energy, "with_idle", waits)
+    monkeypatch.setattr(rank_energy, "with_idle", waits)
     path = tmp_path / "run.jsonl"
     path.touch()
     asked = Training(tiny, Plan.fixed(BATCH_ROWS, 8), STEPS, metering=Metering(meter=Steady()))

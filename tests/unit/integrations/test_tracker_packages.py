@@ -12,13 +12,13 @@ import tracker_packages
 from raising import raises
 from tracker_packages import Calls
 
-from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import DependencyError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Event, Header, StepRecord
-from trimtab.integrations.tracked_record import TrackedRecord
+from trimtab.core.serialization import to_jsonable
 from trimtab.integrations.tracked_values import ENVIRONMENT, parameters, row
 from trimtab.integrations.trackers import MLflow, TensorBoard, Trackio, WandB, tracker_named
+from trimtab.integrations.tracking import TrackedRecord
 from trimtab.measure.machine import environment
 
 HEADER = Header("digits", 3, to_jsonable(Plan.fixed(8)), {"torch": "2.13", "WANDB_API_KEY": "secret"}, {"data": "here"})

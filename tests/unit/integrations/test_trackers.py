@@ -19,8 +19,8 @@ import trimtab
 from trimtab.core.errors import SaveError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Event, Header, RecordWriter, StepRecord, read_record
-from trimtab.integrations.tracked_record import Feed, TrackedRecord
 from trimtab.integrations.trackers import Tracker
+from trimtab.integrations.tracking import Feed, TrackedRecord
 
 SOURCE = Path(__file__).parents[3] / "src"
 HEADER = Header("a run", 1, {"precision": {"value": "bf16"}}, {"torch": "2.13"})
@@ -427,7 +427,7 @@ def test_a_tracker_has_three_methods():
 
 HANGING = """
 import sys, threading
-from trimtab.integrations import tracked_record, trackers
+from trimtab.integrations import trackers, tracking
 print(threading.active_count(), sorted({{'mlflow', 'tensorboard', 'trackio', 'wandb'}} & sys.modules.keys()))
 from trimtab.core.record import Header, StepRecord
 
@@ -436,8 +436,8 @@ class Hanging:
     def log(self, rows): threading.Event().wait()
     def end(self, reason): pass
 
-closed = tracked_record.TrackedRecord({closed!r}, Header('closed'), [Hanging()], wait_s=0.1)
-never = tracked_record.TrackedRecord({never!r}, Header('never closed'), [Hanging()])
+closed = tracking.TrackedRecord({closed!r}, Header('closed'), [Hanging()], wait_s=0.1)
+never = tracking.TrackedRecord({never!r}, Header('never closed'), [Hanging()])
 for record in (closed, never):
     record.write(StepRecord(0, 8, 8.0, 2.0, 0.1, 0.5))
 closed.close()

@@ -8,7 +8,7 @@ from raising import raises
 from torch import nn
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.integrations.labels import counts_nothing
+from trimtab.integrations.ignored_labels import counts_nothing
 from trimtab.integrations.zero_loss import zero_loss
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from trimtab.losses import Summed, mean_of
 from trimtab.measure import chunked_loss
 from trimtab.measure.flops import count_flops
-from trimtab.measure.memory import peak_growth, storage_bytes
-from trimtab.measure.step_trace import trace_peaks, trace_step
+from trimtab.measure.memory_trace import trace_peaks, trace_step
+from trimtab.measure.peak_memory import peak_growth, storage_bytes
 from trimtab.nn import LossHead
 
 WORDS, WIDTH, TOKENS = 4096, 64, 512

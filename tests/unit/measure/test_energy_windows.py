@@ -11,12 +11,12 @@ import torch
 from meter_machine import Clock, Gpu, Library, Tree
 from raising import raises
 
-from trimtab.core.energy import Energy, Provenance, absent, summed
+from trimtab.core.energy_reading import Energy, Provenance, absent, summed
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.measure import meters
-from trimtab.measure.energy import EnergyClock, GivenWatts, MeterLost, NoMeter, SeveralMeters
-from trimtab.measure.meters import Metering, Reads, find_meter, measurable, with_idle
+from trimtab.measure import meter_selection
+from trimtab.measure.energy_meter import EnergyClock, GivenWatts, MeterLost, NoMeter, SeveralMeters
+from trimtab.measure.meter_selection import Metering, Reads, find_meter, measurable, with_idle
 
 CPU = torch.device("cpu")
 
@@ -261,7 +261,7 @@ def test_on_a_machine_without_a_meter_it_is_absent_and_says_why(tmp_path):
 
 def test_idle_watts_are_those_of_a_second(tmp_path, clock, monkeypatch):
     found = find_meter(CPU, Metering(meter=(counter := Counter())))
-    monkeypatch.setattr(meters, "EnergyClock", lambda meter: EnergyClock(meter, clock=clock))
+    monkeypatch.setattr(meter_selection, "EnergyClock", lambda meter: EnergyClock(meter, clock=clock))
 
     def sleep(seconds: float) -> None:
         clock.now, counter.shows = clock.now + seconds, counter.shows + 40 * seconds
@@ -280,7 +280,7 @@ def on_gpu(tmp_path, monkeypatch):
     """Return what is found for a rank on a GPU of a machine with one package and two GPUs."""
     tree, library = Tree(tmp_path), Library([Gpu("GPU-a"), Gpu("GPU-b")])
     tree.add("intel-rapl:0", "package-0")
-    monkeypatch.setattr(meters, "uuid_of", lambda index: "")
+    monkeypatch.setattr(meter_selection, "uuid_of", lambda index: "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def found(index=0, reads=None, root=tree.root, library=library):

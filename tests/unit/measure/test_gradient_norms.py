@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.measure import gradient_norms
+from trimtab.measure.async_scalar import Late
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
-from trimtab.measure.late import Late
-from trimtab.measure.window_clock import WindowClock
+from trimtab.measure.step_timer import WindowClock
 
 
 class Tied(nn.Module):
@@ -146,7 +146,7 @@ def test_what_was_seen_can_be_forgotten():
 
 def test_a_windows_clock_tells_its_batches_and_their_drawing_apart(monkeypatch):
     ticks = iter([9.0, 9.25, 9.5, 10.0, 11.0, 13.0, 15.0, 18.0, 20.0, 21.0, 22.0, 23.0])
-    monkeypatch.setattr("trimtab.measure.window_clock.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("trimtab.measure.step_timer.time.perf_counter", lambda: next(ticks))
     clock = WindowClock(torch.device("cpu"))
     with clock.drawing():
         pass

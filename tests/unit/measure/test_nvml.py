@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 from meter_machine import Clock, Gpu, Library, NVMLError
 
-from trimtab.core.energy import PowerLimit, Provenance
+from trimtab.core.energy_reading import PowerLimit, Provenance
 from trimtab.measure import nvml as module
-from trimtab.measure.energy import MeterLost, NoMeter
+from trimtab.measure.energy_meter import MeterLost, NoMeter
 from trimtab.measure.nvml import SAMPLED_S, Nvml, nvml
 
 NONE = {}

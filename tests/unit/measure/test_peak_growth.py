@@ -8,8 +8,8 @@ import gc
 import pytest
 import torch
 
-from trimtab.measure import memory
-from trimtab.measure.memory import peak_growth
+from trimtab.measure import peak_memory
+from trimtab.measure.peak_memory import peak_growth
 
 MIB = 2**20
 
@@ -59,7 +59,7 @@ def test_older_garbage_is_not_collected_amid_a_count(frozen):
 
 
 def test_which_would_be_counted_wrong(frozen, monkeypatch):
-    monkeypatch.setattr(memory, "_older_garbage_kept", contextlib.nullcontext)
+    monkeypatch.setattr(peak_memory, "_older_garbage_kept", contextlib.nullcontext)
     assert counted_beside_garbage() < 5 * MIB
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.measure import memory
-from trimtab.measure.memory import is_profiled, peak_growth
+from trimtab.measure import peak_memory
+from trimtab.measure.peak_memory import is_profiled, peak_growth
 
 OLDER = 1_100  # the allocator warns of every thousandth block that is older than the count
 
@@ -53,8 +53,8 @@ def lambda_model(module, forward):
 def test_every_allocation_is_counted_that_the_newer_profiler_counts(make):
     torch.manual_seed(0)
     step, again = make(), make()
-    quiet = [size for _, size in sorted(memory._allocations(step), key=lambda event: event[0])]
-    loud = [size for _, size in sorted(memory._allocations_by_kineto(again), key=lambda event: event[0])]
+    quiet = [size for _, size in sorted(peak_memory._allocations(step), key=lambda event: event[0])]
+    loud = [size for _, size in sorted(peak_memory._allocations_by_kineto(again), key=lambda event: event[0])]
     assert len(quiet) > 20
     assert quiet == loud
 
@@ -67,20 +67,20 @@ def test_nothing_is_written_though_many_older_blocks_are_freed(capfd):
 
 def test_which_the_allocator_would_warn_of(capfd):
     older = [torch.ones(10) for _ in range(OLDER)]
-    memory._allocations_by_kineto(older.clear)
+    peak_memory._allocations_by_kineto(older.clear)
     assert "Memory block" in capfd.readouterr().err
 
 
 def test_the_level_of_logs_is_as_it_was_after_an_error():
-    before = memory._log_level().value
+    before = peak_memory._log_level().value
 
     def step():
-        assert memory._log_level().value >= 2
+        assert peak_memory._log_level().value >= 2
         raise ValueError("of the step")
 
     with pytest.raises(ValueError, match="of the step"):
         peak_growth(step)
-    assert memory._log_level().value == before
+    assert peak_memory._log_level().value == before
     assert not is_profiled()
 
 

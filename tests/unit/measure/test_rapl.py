@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meter_machine import Clock, Tree
 
-from trimtab.core.energy import PowerLimit, Provenance
-from trimtab.measure.energy import EnergyClock, MeterLost, NoMeter
+from trimtab.core.energy_reading import PowerLimit, Provenance
+from trimtab.measure.energy_meter import EnergyClock, MeterLost, NoMeter
 from trimtab.measure.rapl import MOST_W, Rapl, rapl
 
 

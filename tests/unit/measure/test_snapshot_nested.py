@@ -12,9 +12,9 @@ from torch import nn
 import trimtab
 from trimtab.calibrate import trials
 from trimtab.measure import machine
-from trimtab.measure.held import reachable
 from trimtab.measure.loop_state import LoopState
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.object_snapshots import reachable
+from trimtab.measure.state_digest import fingerprint
 
 ROWS = 6
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from trimtab.measure import loop_state as module
 from trimtab.measure.loop_state import LoopState
-from trimtab.measure.memory import forget_peak
+from trimtab.measure.peak_memory import forget_peak
 from trimtab.measure.process_state import ProcessState
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.state_digest import fingerprint
 
 GIB = 2**30
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from raising import raises
 
-from trimtab.core.energy import Provenance
+from trimtab.core.energy_reading import Provenance
 from trimtab.core.errors import ValueGivenError
-from trimtab.measure.energy import EnergyClock, Meter, MeterLost
-from trimtab.measure.meters import Metering, find_meter
+from trimtab.measure.energy_meter import EnergyClock, Meter, MeterLost
+from trimtab.measure.meter_selection import Metering, find_meter
 from trimtab.measure.zeus import ZeusApple, ZeusGpu
 
 TOTAL = "get_total_energy_consumption"

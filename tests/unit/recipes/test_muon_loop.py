@@ -11,9 +11,9 @@ from recipe_tasks import CPU, ROWS, batches, gpt, make_task, mlp, sgd, token_los
 from torch.nn import functional as F
 
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.lr_factors import warmup_cosine, warmup_linear
 from trimtab.core.plan import Plan
-from trimtab.core.schedule import warmup_cosine, warmup_linear
-from trimtab.experiments.racing.loops import StrongPlanLoop
+from trimtab.experiments.paired_runs.plan_loops import StrongPlanLoop
 from trimtab.recipes.muon import MuonLoop
 from trimtab.recipes.strong import StrongLoop, factor_at
 from trimtab.tasks import StrongRecipe

@@ -13,7 +13,7 @@ import torch
 from recipe_tasks import CPU, ROWS, batches, gpt, gradient, make_task, mlp, resnet, sgd, weights
 from torch import Tensor, nn
 
-from trimtab.core.schedule import warmup_cosine
+from trimtab.core.lr_factors import warmup_cosine
 from trimtab.recipes import paper
 from trimtab.recipes.paper import ALLOWED_K, PaperLoop, Segment, checkpoint_every_sqrt, half_precision
 from trimtab.tasks import load_task

@@ -8,9 +8,9 @@ from raising import raises
 from recipe_tasks import CPU, ROWS, batches, make_task, modes_of_a_loop, sgd, weights
 
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.lr_factors import warmup_linear
 from trimtab.core.plan import Plan
-from trimtab.core.schedule import warmup_linear
-from trimtab.experiments.racing.loops import StrongPlanLoop
+from trimtab.experiments.paired_runs.plan_loops import StrongPlanLoop
 from trimtab.losses import mean_of
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks import BUILT_IN, StrongRecipe, load_task

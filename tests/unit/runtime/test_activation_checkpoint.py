@@ -14,11 +14,11 @@ from torch import nn
 
 import trimtab
 import trimtab.core.plan
-from trimtab.core.chain import DearPart, Stage
+from trimtab.core.block_costs import DearPart, Stage
 from trimtab.core.errors import UsageError
-from trimtab.core.recompute import Kept, Segment, schedule_of
-from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
-from trimtab.runtime import recomputed
+from trimtab.core.recompute_schedule import Kept, Segment, schedule_of
+from trimtab.decide.recompute_cost import every_block, keep_all, predict, sqrt_segments
+from trimtab.runtime import recomputed_function
 from trimtab.runtime.activation_checkpoint import use_plan, use_schedule
 
 L = 6
@@ -598,8 +598,8 @@ def test_statistics_that_were_frozen_and_are_not_any_more_move_once_a_step():
 def test_buffers_are_noted_by_the_mode_in_which_a_forward_began():
     norm, rows = nn.BatchNorm1d(4), torch.randn(8, 4)
     for freezes in (False, True):
-        with recomputed._Buffers([norm]).noting():
+        with recomputed_function._Buffers([norm]).noting():
             norm(rows)
             norm.train(not freezes)
-    assert recomputed._moved_by(norm, True) == {"running_mean", "running_var", "num_batches_tracked"}
-    assert recomputed._moved_by(norm, False) is None
+    assert recomputed_function._moved_by(norm, True) == {"running_mean", "running_var", "num_batches_tracked"}
+    assert recomputed_function._moved_by(norm, False) is None

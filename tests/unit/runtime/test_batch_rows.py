@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 import trimtab
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Plan
-from trimtab.runtime.batches import samples_at, to_device
-from trimtab.runtime.batching import BY_CONTAINERS
+from trimtab.runtime.batch import samples_at, to_device
+from trimtab.runtime.batch_splitting import BY_CONTAINERS
 
 Point = namedtuple("Point", ["x", "y"])
 slices = BY_CONTAINERS.slices

@@ -14,11 +14,11 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.measure.watching import Watching
-from trimtab.runtime import cuda_recording
-from trimtab.runtime.compiled import is_compiled
+from trimtab.measure.dispatch_mode import Watching
+from trimtab.runtime import cuda_graph_capture
+from trimtab.runtime.compiled_call import is_compiled
+from trimtab.runtime.cuda_graph_capture import Unrecordable, copy_in_place, written
 from trimtab.runtime.cuda_graphs import LAUNCHES_FROM, MOST_KINDS, Recorder
-from trimtab.runtime.cuda_recording import Unrecordable, copy_in_place, written
 
 
 class Arrives(torch.autograd.Function):
@@ -410,7 +410,7 @@ def test_graphs_need_a_gpu():
 
 
 def reached(outputs, model, parameters=()):
-    return cuda_recording._reached(outputs, tuple(model.parameters()), parameters)
+    return cuda_graph_capture._reached(outputs, tuple(model.parameters()), parameters)
 
 
 def test_what_an_output_reaches_is_told_by_parameter():
@@ -430,7 +430,7 @@ def test_parameters_that_are_held_elsewhere_too_are_told():
     model = Model()
     elsewhere = tuple(model.parameters())
     with pytest.raises(Unrecordable, match="in another place"):
-        cuda_recording._reached((model(ROWS),), [nn.Parameter(p.detach()) for p in elsewhere], elsewhere)
+        cuda_graph_capture._reached((model(ROWS),), [nn.Parameter(p.detach()) for p in elsewhere], elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -450,9 +450,9 @@ def test_outputs_that_a_launch_could_not_give_are_refused(make, said):
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1), lambda: __import__("numpy").random.rand()])
 def test_random_numbers_of_the_host_are_refused(draw):
-    with cuda_recording._same_random_numbers():
+    with cuda_graph_capture._same_random_numbers():
         pass
-    with pytest.raises(Unrecordable, match="random numbers on the host"), cuda_recording._same_random_numbers():
+    with pytest.raises(Unrecordable, match="random numbers on the host"), cuda_graph_capture._same_random_numbers():
         draw()
 
 
@@ -465,7 +465,7 @@ def test_others_stand_for_parameters_and_give_their_place_back():
     model.body[0].weight.register_hook(seen.append)
 
     def look() -> tuple[torch.Tensor, ...]:
-        with cuda_recording._stood_for(model, tuple(model.parameters())) as others:
+        with cuda_graph_capture._stood_for(model, tuple(model.parameters())) as others:
             assert model.tied.weight is model.body[0].weight is others[0]
             assert others[0].data_ptr() == before["body.0.weight"].data_ptr()
             assert others[0].note == "mine"

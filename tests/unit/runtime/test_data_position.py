@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.distributed.dealing import shard
+from trimtab.distributed.sharded_loader import shard
 from trimtab.runtime.data_position import DataPosition, innermost, require_state_kept
-from trimtab.runtime.joining import NoRows
+from trimtab.runtime.uneven_inputs import NoRows
 
 
 class Noisy(Dataset):

@@ -8,8 +8,8 @@ from torch import nn
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.core.recompute import schedule_of
-from trimtab.runtime import activation_checkpoint, layout, optimizers
+from trimtab.core.recompute_schedule import schedule_of
+from trimtab.runtime import activation_checkpoint, memory_format, optimizers
 from trimtab.runtime.activation_checkpoint import use_schedule
 
 ROWS = 4
@@ -53,11 +53,11 @@ def look(model, optimizer):
 
 
 PLACES = {
-    "a tensor laid out": (layout, "_align_grad", {"memory_layout": "channels_last"}),
-    "a state tensor": (layout, "_with_strides", {"memory_layout": "channels_last"}),
+    "a tensor laid out": (memory_format, "_align_grad", {"memory_layout": "channels_last"}),
+    "a state tensor": (memory_format, "_with_strides", {"memory_layout": "channels_last"}),
     "a step counter moved": (optimizers, "_move_steps", {"fused_optimizer": True}),
     "state aligned for the fused step": (optimizers, "align_state", {"fused_optimizer": True}),
-    "the last alignment": (layout, "align_state", {"memory_layout": "channels_last", "fused_optimizer": True}),
+    "the last alignment": (memory_format, "align_state", {"memory_layout": "channels_last", "fused_optimizer": True}),
 }
 
 

@@ -13,7 +13,7 @@ import trimtab
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
-from trimtab.runtime.engine import Run
+from trimtab.runtime.run import Run
 
 ROWS = 6
 PLANS = {

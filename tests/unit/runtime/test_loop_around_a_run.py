@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tqdm import tqdm
 
 import trimtab
-from trimtab.checkpoint.settings import Checkpoints
+from trimtab.checkpoint.config import Checkpoints
 from trimtab.core.plan import Check, Plan
 from trimtab.losses import Summed
 

@@ -16,8 +16,8 @@ import trimtab
 from trimtab.core.errors import LoopError, LossError
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
-from trimtab.measure.snapshot import fingerprint
-from trimtab.runtime.order import ForwardSeen
+from trimtab.measure.state_digest import fingerprint
+from trimtab.runtime.call_order import ForwardSeen
 
 ROWS, MICRO = 5, 2  # three micro-batches
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import trimtab
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.state_digest import fingerprint
 from trimtab.runtime.muon import MOMENTUM, hidden_matrices, use_muon
 
 ROWS = 4

@@ -13,7 +13,7 @@ import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
-from trimtab.measure.late import Late
+from trimtab.measure.async_scalar import Late
 from trimtab.runtime.noise_monitor import NoiseMonitor
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.decide.noise import window_noise
+from trimtab.decide.gradient_noise_scale import window_noise
 from trimtab.runtime.noise_monitor import NoiseSums
 
 # rows of each micro-batch, of each rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.runtime.peers import Agreed
+from trimtab.runtime.rank_sync import Agreed
 from trimtab.runtime.rank_weights import RankWeights
 
 

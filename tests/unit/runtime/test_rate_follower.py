@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.runtime.schedule import RateFollower, normalises
+from trimtab.runtime.lr_schedule import RateFollower, normalises
 
 
 def level_after(follower, ratio, windows, decided=None):

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 import trimtab
 from trimtab.core.errors import ModelError
-from trimtab.core.recompute import schedule_of
+from trimtab.core.recompute_schedule import schedule_of
 from trimtab.runtime.activation_checkpoint import use_schedule
 
 L = 3

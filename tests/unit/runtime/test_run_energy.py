@@ -11,11 +11,11 @@ from raising import raises
 from torch import nn
 
 import trimtab
-from trimtab.core.energy import Provenance
+from trimtab.core.energy_reading import Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import Header, RecordWriter, read_record
-from trimtab.measure.energy import EnergyClock, GivenWatts, MeterLost, NoMeter
-from trimtab.runtime.recorder import Recorder, Step
+from trimtab.measure.energy_meter import EnergyClock, GivenWatts, MeterLost, NoMeter
+from trimtab.runtime.step_recorder import Recorder, Step
 
 
 @pytest.fixture

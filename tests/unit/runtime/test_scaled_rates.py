@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.runtime.schedule import scaled_rates
+from trimtab.runtime.lr_schedule import scaled_rates
 
 
 def groups():

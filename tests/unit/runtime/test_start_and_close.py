@@ -17,7 +17,7 @@ from trimtab.core.errors import LoopError, OptimizerError, UsageError, ValueGive
 from trimtab.core.plan import Plan
 from trimtab.measure import allocator
 from trimtab.measure.process_state import ProcessState
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.state_digest import fingerprint
 from trimtab.runtime import optimizers
 
 ROWS = 4

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import trimtab
-from trimtab.calibrate.equivalence import check_splitting
-from trimtab.calibrate.rate_range import range_test
-from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.gradient_equivalence import check_splitting
+from trimtab.calibrate.lr_range_test import range_test
+from trimtab.calibrate.training_loop import Subject
 from trimtab.core.errors import ModelError, OptimizerError, UsageError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.planner import choose
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.state_digest import fingerprint
 from trimtab.runtime.optimizers import whole
 
 ROWS = 8

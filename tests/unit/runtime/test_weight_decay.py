@@ -10,10 +10,10 @@ from raising import raises
 from torch import Tensor, nn
 
 import trimtab
-from trimtab.checkpoint.world import world_of
+from trimtab.checkpoint.compatibility import world_of
 from trimtab.core.errors import OptimizerError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.hosted import checked_plan
+from trimtab.integrations.trainer_rules import checked_plan
 from trimtab.runtime.weight_decay import use_weight_decay
 from trimtab.tasks.models.gpt import GPT, GPTShape
 

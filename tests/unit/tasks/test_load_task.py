@@ -42,7 +42,7 @@ def user_folder(tmp_path, monkeypatch):
     (folder / "broken.py").write_text("1 / 0")
     (folder / "syntax.py").write_text("def")
     (folder / "json.py").write_text(USER_TASK)
-    (folder / "refused.py").write_text("from trimtab.core.checks import integer\ninteger('rows', 0)")
+    (folder / "refused.py").write_text("from trimtab.core.validation import integer\ninteger('rows', 0)")
     monkeypatch.chdir(folder)
     yield folder
     for name in set(sys.modules) - before:

@@ -14,23 +14,23 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from trimtab.checkpoint.lock import opened
-from trimtab.core import checks
+from trimtab.checkpoint.run_lock import opened
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import BRIEF, RunRecord
-from trimtab.decide.ablation import REFERENCE, Design, changes_of, plans_of
-from trimtab.experiments.ablation.result import Ablation
-from trimtab.experiments.ablation.summary import Raced, nothing_to_ablate, summarise
-from trimtab.experiments.claim import claim
-from trimtab.experiments.planning import Plans, make_plans, require_fits
-from trimtab.experiments.racing.folder import RaceFolder, read_back, reference_s
-from trimtab.experiments.racing.lengths import lengths, seeds_in_time
-from trimtab.experiments.racing.loops import PlanLoop
-from trimtab.experiments.racing.own_step import check_step
-from trimtab.experiments.racing.race import Entry
+from trimtab.decide.ablation_design import REFERENCE, Design, changes_of, plans_of
+from trimtab.experiments.ablation.ablation_result import Ablation
+from trimtab.experiments.ablation.ablation_summary import Raced, nothing_to_ablate, summarise
+from trimtab.experiments.output_folder import claim
+from trimtab.experiments.paired_runs.custom_step_check import check_step
+from trimtab.experiments.paired_runs.paired_run import Entry
+from trimtab.experiments.paired_runs.plan_loops import PlanLoop
+from trimtab.experiments.paired_runs.results_folder import RaceFolder, read_back, reference_s
+from trimtab.experiments.paired_runs.run_length import lengths, seeds_in_time
+from trimtab.experiments.task_plans import Plans, make_plans, require_fits
 from trimtab.recipes.loop import MakeLoop
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks.placement import device_here, placement_of
@@ -60,9 +60,9 @@ class AblateSettings:
     cap_s: float = math.inf
 
     def __post_init__(self) -> None:
-        checks.integer("seeds", self.num_seeds, high=1000)
+        validation.integer("seeds", self.num_seeds, high=1000)
         if self.whole_seeds is not None:
-            checks.integer("whole", self.whole_seeds, low=0, high=self.num_seeds)
+            validation.integer("whole", self.whole_seeds, low=0, high=self.num_seeds)
         if self.quick and self.whole_seeds != 0:
             hint = "Leave out --quick, or --whole."
             raise ValueGivenError("quick", got="whole races", expected="time and memory alone", hint=hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_PLANS = "experiments/racing/loops.py"
+_PLANS = "experiments/paired_runs/plan_loops.py"
 
 
 @dataclass(frozen=True)

@@ -19,33 +19,33 @@ from pathlib import Path
 import torch
 
 from trimtab.api import Metering
-from trimtab.checkpoint.lock import opened
-from trimtab.core.codec import read_json, to_json, to_jsonable, write_whole
-from trimtab.core.energy import NO_METER, MeterFacts
+from trimtab.checkpoint.run_lock import opened
+from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import RunRecord
+from trimtab.core.serialization import read_json, to_json, to_jsonable, write_whole
 from trimtab.core.step_memory import StepMemory
-from trimtab.decide.ranks import replicated
-from trimtab.distributed.alone import ALONE, Together
-from trimtab.experiments.claim import claim
+from trimtab.decide.multi_rank_plan import replicated
+from trimtab.distributed.coordinator import ALONE, Together
+from trimtab.experiments.comparison.arm_selection import Lineup
+from trimtab.experiments.comparison.compare_options import Settings
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.comparison.comparison_summary import summarise
 from trimtab.experiments.comparison.energy_rows import METER
-from trimtab.experiments.comparison.lineup import Lineup
-from trimtab.experiments.comparison.rank_notes import Ranks
-from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.comparison.settings import Settings
-from trimtab.experiments.comparison.summary import summarise
-from trimtab.experiments.gain import gain_in
-from trimtab.experiments.planning import Plans, given_plan, make_plans
-from trimtab.experiments.racing.folder import RaceFolder, environment_of, read_back, reference_s
-from trimtab.experiments.racing.lengths import seeds_in_time
-from trimtab.experiments.racing.meter import race_meter
-from trimtab.experiments.racing.own_step import check_step
-from trimtab.experiments.racing.peer_arms import require_peers
-from trimtab.experiments.racing.race import Entry
-from trimtab.experiments.ranks import job_plans, refuse_on_ranks, require_same_task, task_of_rank
-from trimtab.experiments.timeline import step_memory
+from trimtab.experiments.comparison.rank_caveats import Ranks
+from trimtab.experiments.gain_timing import gain_in
+from trimtab.experiments.memory_timeline import step_memory
+from trimtab.experiments.output_folder import claim
+from trimtab.experiments.paired_runs.custom_step_check import check_step
+from trimtab.experiments.paired_runs.paired_run import Entry
+from trimtab.experiments.paired_runs.paired_run_meter import race_meter
+from trimtab.experiments.paired_runs.peer_arms import require_peers
+from trimtab.experiments.paired_runs.results_folder import RaceFolder, environment_of, read_back, reference_s
+from trimtab.experiments.paired_runs.run_length import seeds_in_time
+from trimtab.experiments.task_plans import Plans, given_plan, make_plans
+from trimtab.experiments.task_ranks import job_plans, refuse_on_ranks, require_same_task, task_of_rank
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.core.codec import from_jsonable
-from trimtab.core.energy import NO_METER, WINDOW_S, Energy, MeterFacts, Provenance
+from trimtab.core.energy_reading import NO_METER, WINDOW_S, Energy, MeterFacts, Provenance
 from trimtab.core.record import RunRecord
+from trimtab.core.serialization import from_jsonable
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
-from trimtab.experiments.comparison import stats
+from trimtab.experiments.comparison import comparison_statistics
+from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.ratio_rows import row_unless_failed
-from trimtab.experiments.comparison.result import NO_VERDICT, Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.verdicts import clear_side, figures, too_few
 
 # Key in a header's detail: the description of the energy meter.
@@ -22,7 +22,7 @@ METER = "meter"
 _KNOWN = 0.5
 
 
-def meter_of(races: stats.Races) -> MeterFacts:
+def meter_of(races: comparison_statistics.Races) -> MeterFacts:
     """Return the energy meter shared by all runs, or an absent meter if runs used different meters."""
     headers = (record.header for race in races.values() for record in race.values())
     found = [from_jsonable(MeterFacts, header.detail[METER]) for header in headers if header.detail.get(METER)]
@@ -54,7 +54,7 @@ def of_planning(spent: Mapping[str, Energy], meter: MeterFacts) -> dict[str, Ene
 
 def watts(record: RunRecord) -> float | None:
     """Return an arm's mean power over blocks with known energy, or None if these cover less than half of the time."""
-    blocks = stats.blocks(record)
+    blocks = comparison_statistics.blocks(record)
     known = [block for block in blocks if math.isfinite(block.energy_j)]
     seconds, all_s = (math.fsum(block.seconds for block in each) for each in (known, blocks))
     return math.fsum(block.energy_j for block in known) / seconds if seconds > _KNOWN * all_s else None
@@ -62,7 +62,7 @@ def watts(record: RunRecord) -> float | None:
 
 def short_blocks(record: RunRecord) -> tuple[int, int]:
     """Return (blocks too short for the energy meter, all blocks) of an arm, without the first block."""
-    found = stats.blocks(record)
+    found = comparison_statistics.blocks(record)
     found = found[1:] or found
     short = [block for block in found if math.isnan(block.energy_j) and block.seconds < WINDOW_S]
     return len(short), len(found)
@@ -74,7 +74,7 @@ def joules_to(record: RunRecord, seconds: float) -> float | None:
     if power_w is None or not math.isfinite(seconds):
         return None
     joules, left_s = [], seconds
-    for block in stats.blocks(record):
+    for block in comparison_statistics.blocks(record):
         share = min(1.0, left_s / block.seconds) if block.seconds > 0 else 0.0
         whole = block.energy_j if math.isfinite(block.energy_j) else power_w * block.seconds
         joules.append(share * whole)
@@ -84,14 +84,14 @@ def joules_to(record: RunRecord, seconds: float) -> float | None:
     return math.fsum(joules)
 
 
-def energy_control(races: stats.Races) -> Interval | None:
+def energy_control(races: comparison_statistics.Races) -> Interval | None:
     """Return the A/A interval of the reference's energy, or None without a control or after a failure."""
-    ratios = stats.energy_ratios(races, "self", "reference")
-    return ratio_interval(ratios) if len(ratios) > 1 and not stats.failed_in(races, "self") else None
+    ratios = comparison_statistics.energy_ratios(races, "self", "reference")
+    return ratio_interval(ratios) if len(ratios) > 1 and not comparison_statistics.failed_in(races, "self") else None
 
 
 def energy_row(
-    races: stats.Races, arm: str, against: str, tier: str, meter: MeterFacts, control: Interval | None
+    races: comparison_statistics.Races, arm: str, against: str, tier: str, meter: MeterFacts, control: Interval | None
 ) -> RatioRow | None:
     """Return the ratio of joules per sample (below 1 is better), or None without energy figures.
 
@@ -102,10 +102,10 @@ def energy_row(
         meter: the meter of the runs, from `meter_of`.
         control: the A/A interval, from `energy_control`.
     """
-    ratios = [] if meter.is_absent else stats.energy_ratios(races, arm, against)
+    ratios = [] if meter.is_absent else comparison_statistics.energy_ratios(races, arm, against)
     if not ratios:
         return None
-    ratio = stats.as_ratio(ratio_interval(ratios), ratios)
+    ratio = comparison_statistics.as_ratio(ratio_interval(ratios), ratios)
     if meter.provenance is Provenance.MEASURED:
         verdict = energy_verdict(ratio, control, arm, against)
     else:
@@ -116,7 +116,7 @@ def energy_row(
 def energy_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
     """Return gain, harm or no gain; no verdict below five pairs of the ratio or of the A/A control."""
     found = f"{arm} takes {figures(ratio)} the energy of {against}"
-    if stats.bounds(ratio) is None:
+    if comparison_statistics.bounds(ratio) is None:
         return too_few(ratio)
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
         return Verdict(NO_VERDICT, f"no A/A control of {MIN_PAIRS_FOR_VERDICT} pairs, so it may be noise: {found}")

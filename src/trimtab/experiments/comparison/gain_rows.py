@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trimtab.core.phases import Gain
 from trimtab.core.record import read_together
-from trimtab.decide.attribution import Saved, attribute, bound_seconds, speedup
+from trimtab.core.step_phases import Gain
+from trimtab.decide.phase_attribution import Saved, attribute, bound_seconds, speedup
 from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, unprojected
 from trimtab.decide.statistics import Interval
-from trimtab.experiments.comparison.result import ThirdRow
+from trimtab.experiments.comparison.comparison_result import ThirdRow
 
 ROWS_SCHEMA = 1
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
-from trimtab.experiments.comparison.result import NO_VERDICT, Ratio, RatioRow, Verdict
-from trimtab.experiments.comparison.stats import (
+from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, RatioRow, Verdict
+from trimtab.experiments.comparison.comparison_statistics import (
     ALIKE,
     Races,
     as_ratio,

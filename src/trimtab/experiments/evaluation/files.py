@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.codec import from_jsonable, parse
+from trimtab.core.bounded_read import read_text
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.files import read_text
 from trimtab.core.record_summary import read_summary
-from trimtab.experiments.ablation.result import Ablation
-from trimtab.experiments.comparison.result import Comparison
+from trimtab.core.serialization import from_jsonable, parse
+from trimtab.experiments.ablation.ablation_result import Ablation
+from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_scaling
 from trimtab.experiments.evaluation.gain_findings import of_phases
 from trimtab.experiments.evaluation.record_findings import of_record
 from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.evaluation.run_folder import environment_beside, planned_beside
-from trimtab.experiments.phase_page import FILE, PhasePage
-from trimtab.experiments.scaling.result import Scaling
+from trimtab.experiments.phase_result import FILE, PhasePage
+from trimtab.experiments.scaling.scaling_result import Scaling
 from trimtab.experiments.settings_file import NAME
 
 RECORD = ".jsonl"

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval
-from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
-from trimtab.experiments.comparison.ratio_rows import difference
-from trimtab.experiments.comparison.result import (
+from trimtab.experiments.ablation.ablation_result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
+from trimtab.experiments.comparison.comparison_result import (
     NO_VERDICT,
     Arm,
     Comparison,
@@ -21,10 +20,11 @@ from trimtab.experiments.comparison.result import (
     failure_of,
     limits_of,
 )
-from trimtab.experiments.comparison.stats import ALIKE, as_ratio, crossing
+from trimtab.experiments.comparison.comparison_statistics import ALIKE, as_ratio, crossing
+from trimtab.experiments.comparison.ratio_rows import difference
 from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_findings
 from trimtab.experiments.evaluation.result import Finding, Run
-from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
+from trimtab.experiments.scaling.scaling_result import RECIPES, TIERS, Scaling
 
 _Point = tuple[int, float, float]  # A point of a curve: samples, seconds, metric.
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from trimtab.core.errors import FormatError
-from trimtab.core.phases import Gain
-from trimtab.decide.attribution import MEMORY as MEMORY_BOUND
-from trimtab.decide.attribution import shares
-from trimtab.experiments.comparison.result import NO_VERDICT, ThirdRow, Verdict
-from trimtab.experiments.comparison.stats import as_ratio
+from trimtab.core.step_phases import Gain
+from trimtab.decide.phase_attribution import MEMORY as MEMORY_BOUND
+from trimtab.decide.phase_attribution import shares
+from trimtab.experiments.comparison.comparison_result import NO_VERDICT, ThirdRow, Verdict
+from trimtab.experiments.comparison.comparison_statistics import as_ratio
 from trimtab.experiments.evaluation.result import Finding, Run
-from trimtab.experiments.phase_page import PhasePage
+from trimtab.experiments.phase_result import PhasePage
 
 REFERENCE = "reference"
 _UNPROVED = "laps of one process: no races show that the plan gains"

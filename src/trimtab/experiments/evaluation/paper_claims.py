@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
-from trimtab.experiments.comparison.result import NO_VERDICT, Ratio, Verdict
-from trimtab.experiments.comparison.stats import bounds
+from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, Verdict
+from trimtab.experiments.comparison.comparison_statistics import bounds
 from trimtab.experiments.evaluation.paper_figures import (
     ABOUT,
     CLAIMS,

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trimtab.core.codec import from_jsonable
-from trimtab.core.energy import OTHER_RANKS, MeterFacts
+from trimtab.core.energy_reading import OTHER_RANKS, MeterFacts
 from trimtab.core.record import RunRecord
 from trimtab.core.record_summary import RunSummary, summary_of
-from trimtab.experiments.comparison.result import NO_VERDICT, Verdict
-from trimtab.experiments.comparison.stats import trained
+from trimtab.core.serialization import from_jsonable
+from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Verdict
+from trimtab.experiments.comparison.comparison_statistics import trained
 from trimtab.experiments.evaluation.result import Finding, Run
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trimtab.core.phases import Gain
-from trimtab.experiments.comparison.result import Ratio, Verdict, limit_in_words
+from trimtab.core.step_phases import Gain
+from trimtab.experiments.comparison.comparison_result import Ratio, Verdict, limit_in_words
 
 # Keys of an environment: those that identify a machine, and further keys that affect figures.
 MACHINE = ("cpu", "cpu_cores", "gpu", "os")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab.core.codec import to_jsonable
-from trimtab.experiments.comparison.result import Ratio
-from trimtab.experiments.comparison.rows import ROWS_SCHEMA, interval_of
+from trimtab.core.serialization import to_jsonable
+from trimtab.experiments.comparison.comparison_result import Ratio
+from trimtab.experiments.comparison.comparison_rows import ROWS_SCHEMA, interval_of
 from trimtab.experiments.evaluation.machines import letters
 from trimtab.experiments.evaluation.paper_arithmetic import checks
 from trimtab.experiments.evaluation.paper_claims import NOT_MEASURED, Judged, headline, judge

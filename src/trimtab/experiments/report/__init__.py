@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.core.codec import from_json, parse, to_json, write_whole
-from trimtab.core.files import read_text
-from trimtab.core.phases import Gain
-from trimtab.experiments.ablation.result import Ablation
-from trimtab.experiments.comparison.result import Comparison, ThirdRow
+from trimtab.core.bounded_read import read_text
+from trimtab.core.serialization import from_json, parse, to_json, write_whole
+from trimtab.core.step_phases import Gain
+from trimtab.experiments.ablation.ablation_result import Ablation
+from trimtab.experiments.comparison.comparison_result import Comparison, ThirdRow
 from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.evaluation.rows import evaluation_object
-from trimtab.experiments.report import ablation_outline, evaluation_outline, outline
+from trimtab.experiments.report import ablation_report, comparison_report, evaluation_outline
 from trimtab.experiments.report.document import Document
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def gains_report(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) ->
     Raises:
         DependencyError: rich is not installed.
     """
-    from trimtab.experiments.report.outline import gain_sections
+    from trimtab.experiments.report.comparison_report import gain_sections
     from trimtab.experiments.report.terminal import sections_view
 
     return sections_view(gain_sections(gains, thirds))
@@ -141,4 +141,4 @@ def terminal_evaluation(runs: Sequence[Run], command: str) -> RenderableType:
 
 
 def _document(found: Comparison | Ablation) -> Document:
-    return ablation_outline.document(found) if isinstance(found, Ablation) else outline.document(found)
+    return ablation_report.document(found) if isinstance(found, Ablation) else comparison_report.document(found)

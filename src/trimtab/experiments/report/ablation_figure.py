@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.experiments.ablation.result import ALONE, WITHIN, Ablation
-from trimtab.experiments.comparison.result import Ratio
+from trimtab.experiments.ablation.ablation_result import ALONE, WITHIN, Ablation
+from trimtab.experiments.comparison.comparison_result import Ratio
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import svg
-from trimtab.experiments.report import wording as say
-from trimtab.experiments.report.drawing import LABEL, Drawing, Key
+from trimtab.experiments.report.figure_spec import LABEL, Drawing, Key
 from trimtab.experiments.report.figures import paint_ratio
 from trimtab.experiments.report.svg import COLOUR
 from trimtab.experiments.report.tables import tier_title

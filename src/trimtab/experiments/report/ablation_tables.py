@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trimtab.core.units import format_seconds
-from trimtab.experiments.ablation.result import (
+from trimtab.experiments.ablation.ablation_result import (
     ALONE,
     INTERACTION,
     QUALITY,
@@ -17,8 +17,8 @@ from trimtab.experiments.ablation.result import (
     ChangeTime,
     Effect,
 )
-from trimtab.experiments.comparison.result import RatioRow, Verdict
-from trimtab.experiments.report import wording as say
+from trimtab.experiments.comparison.comparison_result import RatioRow, Verdict
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Cell, Table, planning_counted, target_cells
 
 _SETTINGS = {ALONE: "alone", WITHIN: "in the plan", INTERACTION: "in the plan, over alone"}

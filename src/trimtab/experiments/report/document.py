@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trimtab.experiments.comparison.result import Verdict
+from trimtab.experiments.comparison.comparison_result import Verdict
 from trimtab.experiments.report.tables import Table
 
 if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
-    from trimtab.experiments.report.drawing import Drawing
+    from trimtab.experiments.report.figure_spec import Drawing
 
 
 @dataclass(frozen=True)

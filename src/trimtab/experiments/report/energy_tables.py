@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trimtab.core.units import format_joules
-from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import tables
-from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Table, versus
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.core.units import format_count, format_joules
-from trimtab.experiments.comparison.result import Ratio, Verdict
+from trimtab.experiments.comparison.comparison_result import Ratio, Verdict
 from trimtab.experiments.evaluation.machines import letters
 from trimtab.experiments.evaluation.paper_arithmetic import checks
 from trimtab.experiments.evaluation.paper_claims import (
@@ -21,7 +21,7 @@ from trimtab.experiments.evaluation.paper_claims import (
 )
 from trimtab.experiments.evaluation.paper_figures import CLAIMS, COMPONENTS, RANKS, Claim, Line, MainTable
 from trimtab.experiments.evaluation.result import Finding, Run
-from trimtab.experiments.report import wording as say
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Cell, Table
 
 _DIFFERENCES = ("final_metric", "component_quality")

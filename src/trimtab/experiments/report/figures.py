@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow
+from trimtab.experiments.comparison.comparison_result import Arm, ArmCurve, Comparison, Ratio, RatioRow
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import memory_figures, planning_figures, svg, tables
-from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Picture
-from trimtab.experiments.report.drawing import LABEL, Drawing, Key, border, dash, series, time_unit
+from trimtab.experiments.report.figure_spec import LABEL, Drawing, Key, border, dash, series, time_unit
 from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
 
 _MAX_POINTS = 150  # Per curve: more points are not visible and enlarge the page.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from trimtab.core.phases import MEANINGS, Gain
-from trimtab.decide.attribution import (
+from trimtab.core.step_phases import MEANINGS, Gain
+from trimtab.decide.phase_attribution import (
     BOUNDS,
     COMPUTE,
     MEMORY,
@@ -20,11 +20,11 @@ from trimtab.decide.attribution import (
     is_distorted,
     of_the_roof,
 )
-from trimtab.decide.attribution import speedup as speedup_of
+from trimtab.decide.phase_attribution import speedup as speedup_of
 from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, efficiency_after, net_of, unprojected
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
-from trimtab.experiments.comparison.result import Ratio, ThirdRow
-from trimtab.experiments.report import wording as say
+from trimtab.experiments.comparison.comparison_result import Ratio, ThirdRow
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Table, tier_title
 
 _NAMES = {WHOLE: "whole step, without the clock", UNATTRIBUTED: "the clock itself (not attributed)"}

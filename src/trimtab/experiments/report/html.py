@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import re
 
-from trimtab.experiments.comparison.result import Verdict
-from trimtab.experiments.report import wording as say
+from trimtab.experiments.comparison.comparison_result import Verdict
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.document import (
     Block,
     Bullets,
@@ -18,8 +18,8 @@ from trimtab.experiments.report.document import (
     Section,
     Tile,
 )
-from trimtab.experiments.report.drawing import Drawing, Key
-from trimtab.experiments.report.style import style_sheet
+from trimtab.experiments.report.figure_spec import Drawing, Key
+from trimtab.experiments.report.stylesheet import style_sheet
 from trimtab.experiments.report.svg import variable
 from trimtab.experiments.report.tables import Cell, Table
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trimtab.experiments.comparison.arms import PLAN_ARMS
-from trimtab.experiments.comparison.result import Arm, Comparison, Ratio
+from trimtab.experiments.comparison.comparison_result import Arm, Comparison, Ratio
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import tables
-from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Tile
 
 _LABEL = 48  # Longest name in characters.

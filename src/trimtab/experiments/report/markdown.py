@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 import re
 
-from trimtab.experiments.comparison.result import Verdict
+from trimtab.experiments.comparison.comparison_result import Verdict
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import tables
-from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Block, Bullets, Code, Document, Heading, Paragraph, Picture, Section
 from trimtab.experiments.report.tables import Cell, Table
 

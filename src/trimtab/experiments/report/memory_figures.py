@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from trimtab.core.step_memory import PARTS, StepMemory
-from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import svg
-from trimtab.experiments.report import wording as say
-from trimtab.experiments.report.drawing import Drawing, Key, byte_unit
+from trimtab.experiments.report.figure_spec import Drawing, Key, byte_unit
 from trimtab.experiments.report.svg import COLOUR
 
 

@@ -8,8 +8,8 @@ from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.step_memory import PARTS
 from trimtab.experiments.comparison.arms import PLAN_ARMS, PLAN_LOOPS
-from trimtab.experiments.comparison.result import Arm, Comparison
-from trimtab.experiments.report import wording as say
+from trimtab.experiments.comparison.comparison_result import Arm, Comparison
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Cell, Table, plan_name, tiers
 
 MARKS = {Mark.EXACT: "exact", Mark.ROUNDING: "same maths, other rounding", Mark.DYNAMICS: "other dynamics"}

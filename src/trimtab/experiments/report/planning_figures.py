@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.profile import Trial
-from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import plan_tables, svg, tables
-from trimtab.experiments.report import wording as say
-from trimtab.experiments.report.drawing import Drawing, Key, byte_unit, time_unit
+from trimtab.experiments.report.figure_spec import Drawing, Key, byte_unit, time_unit
 from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from trimtab.core.record import Event, RunRecord
 from trimtab.core.record_summary import RunSummary, StepColumns, summary_of
-from trimtab.experiments.comparison.stats import blocks, trained
-from trimtab.experiments.report import wording as say
+from trimtab.experiments.comparison.comparison_statistics import blocks, trained
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.html import escape, labelled, page
 from trimtab.experiments.report.svg import COLOUR, few_ticks, plain_log, render
 

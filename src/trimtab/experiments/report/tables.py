@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from trimtab.experiments.comparison.arms import PLAN_LOOPS
-from trimtab.experiments.comparison.result import Arm, Comparison, RatioRow, TargetRow, Verdict
-from trimtab.experiments.report import wording as say
+from trimtab.experiments.comparison.comparison_result import Arm, Comparison, RatioRow, TargetRow, Verdict
+from trimtab.experiments.report import formatting as say
 
 Cell = str | Verdict
-_PHASE_STEPS = 4  # Timed steps per arm, as in `racing.inspect_arm`, which imports torch.
+_PHASE_STEPS = 4  # Timed steps per arm, as in `paired_runs.inspect_arm`, which imports torch.
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trimtab.core.errors import DependencyError
-from trimtab.experiments.comparison.result import Verdict
-from trimtab.experiments.report import wording as say
+from trimtab.experiments.comparison.comparison_result import Verdict
+from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.document import Block, Bullets, Code, Document, Heading, Paragraph, Section, Tile
 from trimtab.experiments.report.tables import Cell, Table
 

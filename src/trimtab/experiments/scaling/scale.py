@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trimtab.checkpoint.lock import opened
-from trimtab.core import checks
-from trimtab.core.codec import read_json, to_json, write_whole
+from trimtab.checkpoint.run_lock import opened
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Objective
 from trimtab.core.progress import Progress
-from trimtab.experiments.claim import claim
-from trimtab.experiments.ranks import refuse_on_ranks
-from trimtab.experiments.scaling.bench import JobSettings
-from trimtab.experiments.scaling.job import run_job
-from trimtab.experiments.scaling.plans import refuse_other_maths
-from trimtab.experiments.scaling.result import MODES, Job, Scaling, summarise
+from trimtab.core.serialization import read_json, to_json, write_whole
+from trimtab.experiments.output_folder import claim
+from trimtab.experiments.scaling.scaling_bench import JobSettings
+from trimtab.experiments.scaling.scaling_job import run_job
+from trimtab.experiments.scaling.scaling_plans import refuse_other_maths
+from trimtab.experiments.scaling.scaling_result import MODES, Job, Scaling, summarise
+from trimtab.experiments.task_ranks import refuse_on_ranks
 from trimtab.measure.machine import environment
 from trimtab.tasks.task import Task
 
@@ -46,12 +46,12 @@ class ScaleSettings:
     job: JobSettings = field(default_factory=JobSettings)
 
     def __post_init__(self) -> None:
-        checks.integer("rounds", self.rounds, high=1000)
+        validation.integer("rounds", self.rounds, high=1000)
         for each in self.ranks:
-            checks.integer("ranks", each)
+            validation.integer("ranks", each)
         object.__setattr__(self, "ranks", tuple(sorted({1, *self.ranks})))
         for mode in self.job.modes:
-            checks.one_of("scaling", mode, MODES)
+            validation.one_of("scaling", mode, MODES)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.nn import LossHead
 
@@ -45,8 +45,8 @@ class GPTShape:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "num_layers", "num_heads", "width"):
-            checks.integer(name, getattr(self, name))
-        checks.number("dropout", self.dropout, low=0, high=1)
+            validation.integer(name, getattr(self, name))
+        validation.number("dropout", self.dropout, low=0, high=1)
         if self.width % self.num_heads:
             raise ValueGivenError("width", got=f"{self.width}", expected=f"a multiple of {self.num_heads} heads")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trimtab.core import checks
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 
 STEMS = ("3x3", "7x7")
@@ -95,8 +95,8 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("width", width), ("in_channels", in_channels), ("num_classes", num_classes)):
-            checks.integer(name, value)
-        checks.one_of("stem", stem, STEMS)
+            validation.integer(name, value)
+        validation.one_of("stem", stem, STEMS)
         if not depths:
             raise ValueGivenError("depths", got="no stages", expected="blocks of each stage, as (2, 2, 2, 2)")
         self.stem = _stem(in_channels, width, stem)
@@ -107,7 +107,7 @@ class ResNet(nn.Module):
         ]  # input channels of every stage, then output channels of the last
         self.stages = nn.Sequential(
             *(
-                _stage(block, channels[stage], widths[stage], checks.integer("depths", depth), min(stage, 1) + 1)
+                _stage(block, channels[stage], widths[stage], validation.integer("depths", depth), min(stage, 1) + 1)
                 for stage, depth in enumerate(depths)
             )
         )

@@ -1,0 +1,534 @@
+"""The splitting check: do micro-batches compute the gradient of the whole batch? (math: section 2)
+
+The check runs in fp32 and training mode on the user's model and batch. The gradient of the whole batch is compared,
+parameter by parameter, with the gradient of an unequal split, weighted as in a run. Only dropout is disabled, because
+a split draws different masks from the same distribution; if the gradient is still random, the check fails as
+unproved. Before the comparison, `LoopState` finds all state that a forward and a loss change. State that a second
+forward changes again (batch statistics, queues, momentum teachers, counters, generators of Python and NumPy) would
+change once per micro-batch, so such a batch is not split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.calibrate.disable_dropout import dropout_off
+from trimtab.calibrate.example_batch import own_loss
+from trimtab.calibrate.exception_text import describe
+from trimtab.calibrate.forward_check import require_own_forward
+from trimtab.calibrate.random_masks import (
+    VARIANTS,
+    Draw,
+    OwnMasks,
+    UnmatchedMasks,
+    counted_draws,
+    other_draws,
+    shared_draws,
+)
+from trimtab.calibrate.rounding_tolerance import (
+    Difference,
+    Norms,
+    distances,
+    last_bits_moved,
+    move_last_bits,
+    norms,
+    total,
+    worst,
+)
+from trimtab.calibrate.second_batch import other_values
+from trimtab.calibrate.training_loop import Subject
+from trimtab.core.errors import BatchError
+from trimtab.core.plan import Check
+from trimtab.measure.loop_state import TORCH_GENERATORS, Change, ChangeKind, LoopState
+from trimtab.runtime.accumulation import WindowWeights
+from trimtab.runtime.batch import samples_at
+from trimtab.runtime.batch_splitting import UNKNOWN
+from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.sample_count import read
+from trimtab.runtime.split_conditions import normalises_by_batch
+
+TOLERANCE = 1e-4
+# Multiple of the change caused by perturbing the weights in their last bit that counts as rounding; and the largest
+# fraction of the whole gradient that rounding may explain for a parameter whose own gradient is near zero.
+_TIMES_ROUNDING, _MOST_ROUNDING = 30.0, 1e-5
+_SMALLEST = 1e-9  # Fraction of the whole gradient; smaller differences are ignored.
+_FP32_BYTES = 4
+_STATISTIC = re.compile(r"\.(running_mean|running_var|num_batches_tracked)\b")
+# Codes of checks that compared gradients.
+_DIFFERS = ("split.gradient_differs", "split.token_mean", "split.loss_is_sum")
+_HALF_ROUNDING = 0.02  # Largest relative rounding error of a half-precision gradient.
+_MOVED = 0.01  # Relative perturbation of the weights for detecting changes of state.
+_OTHER_WEIGHT = 1e-3  # Relative deviation of a piece's weight from its fraction of the samples.
+_REPEATED = 2e-6  # Relative difference of a repeated gradient; atomic additions on a GPU cause no more.
+_COUNTED = 4  # Largest number of samples for counting random draws.
+_OTHER_ROWS = 4  # A second batch has at most this many samples, or a quarter of the batch.
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Result of comparing gradients; `code` is empty if they agree."""
+
+    code: str = ""
+    reason: str = ""
+    difference: float | None = None
+
+
+def check_splitting(subject: Subject, precision: str = "fp32", start: LoopState | None = None) -> Check:
+    """Return the verdict on splitting the batch into micro-batches; state is restored.
+
+    The longest batch and an example batch are both checked, because a mean over tokens splits exactly if no sample is
+    padded. If the whole batch does not fit in memory, the check uses the largest number of leading samples that fits.
+
+    Args:
+        subject: the user's loop.
+        precision: precision of the loop. The loop runs once in this precision; the comparison is in fp32.
+        start: snapshot of the loop's state, if available; restored on exit.
+
+    Returns:
+        The verdict, with a code, a reason and the largest relative difference of a parameter's gradient.
+
+    Raises:
+        LossError: the loss function raised, or the result is not a loss.
+    """
+    state = start or _held(subject)
+    with contextlib.ExitStack() as stack:
+        stack.callback(state.restore)
+        return _checked(subject, precision, state)
+
+
+def _checked(subject: Subject, precision: str, start: LoopState) -> Check:
+    check = _check_of_batch(subject, precision, start)
+    if subject.example is None or not check.splittable:
+        return check
+    other = _check_of_batch(replace(subject, batch=subject.example, example=None), precision, start)
+    return check if other.splittable else replace(other, reason=f"{other.reason} (found on the example batch)")
+
+
+def _check_of_batch(subject: Subject, precision: str, start: LoopState) -> Check:
+    rows = subject.rows
+    while True:
+        part = subject.first(rows)
+        try:
+            refusal = _state_refusal(part, precision, start)
+            check = _unknown_samples(part) or refusal or _check(part, start)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            fewer = f"; checked on the first {rows} of {subject.rows} samples, because more do not fit in memory"
+            return check if part is subject else replace(check, reason=check.reason + fewer)
+        rows //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
+        if rows < 2 or not _can_split(subject):
+            return _refused("split.out_of_memory", "the batch does not fit in memory in fp32, so nothing can be proved")
+
+
+def _can_split(subject: Subject) -> bool:
+    try:
+        subject.first(1)
+    except BatchError:
+        return False
+    return True
+
+
+def _refused(code: str, reason: str, difference: float | None = None) -> Check:
+    return Check(False, reason, difference, code=code)
+
+
+def _unknown_samples(subject: Subject) -> Check | None:
+    """Return a failed check if the number of samples is unknown, before any other reason."""
+    if unknown := subject.unknown:
+        return _refused(UNKNOWN, f"the number of samples of the batch is unknown: {unknown}")
+    return None
+
+
+def _check(subject: Subject, start: LoopState) -> Check:
+    if subject.rows < 2:
+        return _refused("split.one_sample", "the batch has one sample")
+    try:
+        pieces = list(_unequal_split(subject))
+    except BatchError as error:
+        return _refused("split.not_sliceable", error.reason)
+    with _restoring(start):
+        shared = _shared_masks(subject)
+    if shared:
+        return _refused("split.random", f"unproved: samples share random numbers of {shared}")
+    with _restoring(start):
+        verdict = _proof(subject, pieces)
+        if verdict.code:
+            return _refused(verdict.code, verdict.reason, verdict.difference)
+        if shared is None:
+            return _refused("split.random", "unproved: the random numbers of a forward could not be counted")
+        if (other := _second_batch(subject)) is not None:
+            second = _proof(other, list(_unequal_split(other)))
+            if second.code in _DIFFERS:
+                reason = f"{second.reason} (found on a second batch of other values)"
+                return _refused(second.code, reason, second.difference)
+    difference = verdict.difference or 0.0
+    reason = f"an unequal split changes no parameter's gradient by more than {difference:.1e} (limit {TOLERANCE:g})"
+    return Check(True, reason, difference, code="split.proved")
+
+
+def _second_batch(subject: Subject) -> Subject | None:
+    """Return the loop with a smaller batch of other values, or None if none can be made."""
+    samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
+    if subject.second is not None:
+        return replace(subject, batch=subject.second, example=None).first(samples)
+    other = other_values(subject.batch, subject.rows, samples, subject.batching)
+    return None if other is None else replace(subject, batch=other, example=None)
+
+
+# State --------------------------------------------------------------------------------------------------------------
+
+
+def _held(subject: Subject) -> LoopState:
+    return LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
+
+
+def _watched(subject: Subject) -> LoopState:
+    """Return a snapshot of the current state for finding changes, with checksums of tensors that `_held` copies."""
+    state = subject.optimizer.state.values()
+    held = {id(tensor) for each in state for tensor in each.values() if isinstance(tensor, Tensor)}
+    return LoopState(
+        subject.trained,
+        subject.optimizer,
+        loss_fn=own_loss(subject.loss_fn),
+        of_forwards=True,
+        held_elsewhere=held,
+    )
+
+
+@contextlib.contextmanager
+def _restoring(start: LoopState) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        start.restore()
+
+
+def _state_refusal(subject: Subject, precision: str, start: LoopState) -> Check | None:
+    """Return a failed check if a second forward would change state again, or would change the result of the first.
+
+    Weights are perturbed slightly, so that a teacher equal to its student is seen to follow it. A value that every
+    forward overwrites with the same content (such as the last attention map, kept for inspection) is accepted.
+
+    Raises:
+        LossError: as of `require_own_forward`.
+    """
+    model = subject.trained
+    with _restoring(start):
+        move_last_bits(model, seed=0, epsilon=_MOVED)
+        state = _watched(subject)
+        require_own_forward(subject, precision)
+        changed = _counted(state.changes())
+    if not model.training:  # The model was passed in evaluation mode; find the changes of training mode.
+        with _restoring(start), _as_it_trains(model):
+            move_last_bits(model, seed=0, epsilon=_MOVED)
+            state = _watched(subject)
+            # A failure in training mode is reported by the comparison of gradients.
+            with contextlib.suppress(Exception):
+                subject.loss()
+            changed += _counted(state.changes())
+    if not changed:
+        return None
+    if refusal := _batch_statistics(model, changed):
+        return refusal
+    repeats = _changes_again(subject, start)
+    return None if repeats == [] else _changes_refusal(repeats or changed)
+
+
+def _changes_again(subject: Subject, start: LoopState) -> list[Change] | None:
+    """Return the state that a second forward changes again; None if the forward fails or gives another gradient."""
+    whole = [(subject.batch, subject.rows)]
+    masks = OwnMasks(subject.trained, subject.rows)
+    with _restoring(start), _as_it_trains(subject.trained), dropout_off(subject.trained):
+        move_last_bits(subject.trained, seed=0, epsilon=_MOVED)
+        try:
+            before, between = _gradient(subject, whole, masks), _watched(subject)
+            after = _gradient(subject, whole, masks)
+        except Exception as error:
+            _pass_on_memory(error)
+            return None
+        again = _counted(between.changes())
+        is_same = _difference(before, after).relative <= _REPEATED
+        return again if again or is_same else None
+
+
+def _counted(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes that prevent a split.
+
+    Gradients are the result. torch's generators draw dropout masks sample by sample from the same distribution; the
+    comparison of gradients decides if a draw couples samples.
+    """
+    ignored = (ChangeKind.GRADIENT, ChangeKind.BATCH)
+    return [c for c in changes if c.kind not in ignored and c.path not in TORCH_GENERATORS]
+
+
+def _batch_statistics(model: nn.Module, changed: Sequence[Change]) -> Check | None:
+    owners = {name: module for name, module in model.named_modules() if normalises_by_batch(module)}
+    moved = {c.path.rpartition(".")[0].removeprefix("model.").removeprefix("model") for c in changed}
+    kinds = sorted({type(module).__name__ for name, module in owners.items() if name in moved})
+    if kinds:
+        reason = f"{', '.join(kinds)} normalises over the batch: micro-batches would have other statistics"
+        return _refused("split.batch_statistics", reason)
+    others = [change.path for change in changed if _STATISTIC.search(change.path)]
+    if len(others) < len(changed):
+        return None
+    return _refused(
+        "split.batch_statistics",
+        f"the loss runs a network that normalises over the batch and moves {others[0]}: micro-batches would have other "
+        "statistics. Run that network outside of the loss and pass its output in the batch",
+    )
+
+
+def _changes_refusal(changed: Sequence[Change]) -> Check:
+    paths = [change.path for change in changed]
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return _refused(
+        "split.state_changes",
+        f"each forward changes {named}, which micro-batches would change several times per step; what only records "
+        "the training can be returned instead, as (loss, {name: value}), and recorded outside of the loss",
+    )
+
+
+# Random masks -------------------------------------------------------------------------------------------------------
+
+
+def _shared_masks(subject: Subject) -> str | None:
+    """Return the places of random numbers that several samples share and the gradient depends on, or "".
+
+    None if the forward fails. The elements drawn for some samples, and for the same samples twice, are counted: a
+    mask of a weight has the same number in both cases.
+    """
+    for few, many, times in _samples_and_more(subject):
+        try:
+            with _as_it_trains(subject.trained):
+                counts = Counter[Draw](), Counter[Draw]()
+                for batch, count in zip((few, many), counts, strict=True):
+                    with counted_draws(count):
+                        subject.loss(batch)
+                shared = shared_draws(*counts, times)
+                if not shared or not _matter(subject, many, shared):
+                    return ""
+                return ", ".join(dict.fromkeys(draw.text(subject.trained) for draw in shared[:3]))
+        # A made-up batch or a part may fail; the comparison of gradients reports the latter.
+        except Exception as error:
+            _pass_on_memory(error)
+    return None
+
+
+def _samples_and_more(subject: Subject) -> Iterator[tuple[Any, Any, float | None]]:
+    """Yield pairs of batches and the ratio of their sample counts, or None if samples have different sizes."""
+    samples = max(1, min(_COUNTED, subject.rows // 2))
+    if read(subject.batch).samples == subject.rows:
+        with contextlib.suppress(BatchError, RuntimeError, TypeError, IndexError):
+            first = list(range(samples))
+            yield samples_at(subject.batch, first), samples_at(subject.batch, first * 2), 2.0
+    part, _ = next(_unequal_split(subject))
+    yield part, subject.batch, None
+
+
+def _matter(subject: Subject, batch: Any, draws: Sequence[Draw]) -> bool:
+    """Return True if the gradient depends on some draws; a drawn number may be unused."""
+    before: Gradients | None = None
+    for variant in range(VARIANTS):
+        with other_draws(draws, variant):
+            found = _gradient(subject, [(batch, 1)], OwnMasks(nn.Module(), 1))
+        if before is not None and not _difference(before, found).relative <= _REPEATED:
+            return True
+        before = found
+    return False
+
+
+# Gradients ----------------------------------------------------------------------------------------------------------
+
+Gradients = dict[str, Tensor]
+
+
+def _unequal_split(subject: Subject) -> Iterator[tuple[Any, int]]:
+    """Yield pieces of about 5/8, 2/8 and 1/8 of the samples."""
+    rows = subject.rows
+    ends = sorted({max(1, round(rows * 0.625)), max(1, round(rows * 0.875)), rows})
+    for start, stop in itertools.pairwise((0, *ends)):
+        yield subject.batching.part(subject.batch, start, stop, rows), stop - start
+
+
+def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
+    model, whole_batch = subject.trained, [(subject.batch, subject.rows)]
+    masks = OwnMasks(model, subject.rows)
+    with _as_it_trains(model), dropout_off(model):
+        try:
+            whole = _gradient(subject, whole_batch, masks)
+        except Exception as error:
+            _pass_on_memory(error)
+            reason = f"nothing can be proved: in training mode without dropout the loss fails ({describe(error)})"
+            return _Verdict("split.whole_fails", reason)
+        sizes = norms(whole)
+        if not 0 < total(sizes) < float("inf"):
+            reason = "the gradient of the whole batch is zero or not finite, so nothing can be proved"
+            return _Verdict("split.no_gradient", reason)
+        try:
+            split = _gradient(subject, pieces, masks)
+        except UnmatchedMasks as error:
+            return _Verdict("split.random", f"unproved: {error}")
+        except Exception as error:  # The user's model may reject a part of its batch with any exception.
+            _pass_on_memory(error)
+            return _Verdict("split.part_fails", f"a part of the batch does not run alone: {describe(error)}")
+        found = _within(subject, whole, sizes, split, masks)
+        if found.is_rounding:
+            return _Verdict(difference=found.relative if found.ratio > 0 else 0.0)
+        repeat = _within(subject, whole, sizes, _gradient(subject, whole_batch, masks), masks)
+        if not repeat.is_rounding:
+            why = "is still random from one forward to the next with dropout held off"
+            return _Verdict("split.random", f"unproved: the gradient of {repeat.name} {why}")
+        return _cause(subject, whole, sizes, pieces, found, masks)
+
+
+def _within(subject: Subject, whole: Gradients, sizes: Norms, other: Gradients, masks: OwnMasks) -> Difference:
+    """Return the parameter whose gradient differs most, relative to its tolerance.
+
+    The tolerance is a constant fraction of each gradient, plus a multiple of its rounding error if rounding could
+    explain the difference.
+    """
+    apart, everything = distances(whole, other), total(sizes)
+    allowed = {name: TOLERANCE * size + _SMALLEST * everything for name, size in sizes.items()}
+    found = worst(apart, allowed, sizes)
+    if found.is_rounding or not _near_zero(apart, allowed, everything):
+        return found
+    with last_bits_moved(subject.trained, seed=0):
+        moved = distances(whole, _gradient(subject, [(subject.batch, subject.rows)], masks))
+    explained = {name: min(_TIMES_ROUNDING * moved[name], _MOST_ROUNDING * everything) for name in allowed}
+    return worst(apart, {name: allowed[name] + explained[name] for name in allowed}, sizes)
+
+
+def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
+    """Return True if rounding could explain every difference that exceeds its tolerance.
+
+    The tolerance is relative to a parameter's own gradient. A gradient near zero has a tolerance near zero, which
+    rounding alone can exceed; such a difference is still tiny relative to the gradient of all parameters.
+
+    Args:
+        apart: norm of the difference, by parameter.
+        allowed: tolerance, by parameter.
+        everything: norm of the gradient of all parameters.
+    """
+    return all(error <= 2 * _MOST_ROUNDING * everything for name, error in apart.items() if error > allowed[name])
+
+
+def _cause(
+    subject: Subject,
+    whole: Gradients,
+    sizes: Norms,
+    pieces: Sequence[tuple[Any, int]],
+    found: Difference,
+    masks: OwnMasks,
+) -> _Verdict:
+    """Return the reason for a different gradient, with a remedy if there is one.
+
+    If the whole gradient is a weighted sum of the pieces' gradients, only the weights were wrong: weights of 1
+    indicate a sum over samples, other weights a mean over unequal numbers of terms.
+    """
+    text = f"the gradient of {found.name} differs by {found.relative:.2g} (relative) when the batch is split unequally"
+    starts = itertools.accumulate((rows for _, rows in pieces), initial=0)
+    parts = [_gradient(subject, [piece], masks, first) for piece, first in zip(pieces, starts, strict=False)]
+    weights = _weights_that_fit(whole, parts)
+    nominal = [rows / subject.rows for _, rows in pieces]
+    if weights is not None and any(abs(w - n) > _OTHER_WEIGHT * n for w, n in zip(weights, nominal, strict=True)):
+        remedy = "return trimtab.Summed(loss_sum, count), and it can be split"
+        if all(abs(weight - 1) < _HALF_ROUNDING for weight in weights):
+            return _Verdict("split.loss_is_sum", f"{text}; the loss is a sum over samples: {remedy}", found.relative)
+        why = "the loss is a mean over terms (such as tokens) that samples have different numbers of"
+        return _Verdict("split.token_mean", f"{text}; {why}: {remedy}", found.relative)
+    halves = {p.dtype for p in subject.trained.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
+    if halves and found.relative < _HALF_ROUNDING:
+        name = str(halves.pop()).removeprefix("torch.")
+        why = f"its weights are {name}, and so are the sums of its gradients; weights in fp32 can be split"
+        return _Verdict("split.half_weights", f"{text}; {why}", found.relative)
+    return _Verdict("split.gradient_differs", f"{text}; the loss or the model couples samples", found.relative)
+
+
+def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[float] | None:
+    """Return positive weights with which the pieces' gradients sum to the whole gradient, or None."""
+
+    def products(left: Gradients, right: Gradients) -> float:
+        pairs = ((left[name].double().flatten(), right[name].double().flatten()) for name in whole)
+        return float(sum(torch.dot(a, b) for a, b in pairs))
+
+    gram = torch.tensor([[products(a, b) for b in parts] for a in parts], dtype=torch.float64)
+    target = torch.tensor([products(a, whole) for a in parts], dtype=torch.float64)
+    weights = [float(weight) for weight in torch.linalg.lstsq(gram, target.unsqueeze(1)).solution.flatten()]
+    if not all(0 < weight < float("inf") for weight in weights):
+        return None
+    fitted = {
+        name: torch.as_tensor(sum(w * part[name] for w, part in zip(weights, parts, strict=True))) for name in whole
+    }
+    apart, sizes = distances(whole, fitted), norms(whole)
+    return weights if all(apart[n] <= TOLERANCE * (sizes[n] + 0.01 * total(sizes)) for n in apart) else None
+
+
+def _difference(left: Gradients, right: Gradients) -> Difference:
+    sizes = norms(left)
+    return worst(distances(left, right), {n: size + _SMALLEST * total(sizes) for n, size in sizes.items()}, sizes)
+
+
+def relative(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
+    """Return |whole - other| / |whole| over all tensors; None if it is not finite."""
+    left, right = ({str(i): each for i, each in enumerate(tensors)} for tensors in (whole, other))
+    error, norm = total(distances(left, right)), total(norms(left))
+    return error / norm if norm > 0 and error / norm < float("inf") else None
+
+
+def _pass_on_memory(error: Exception) -> None:
+    if is_out_of_memory(error):
+        raise error
+
+
+def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]], masks: OwnMasks, first: int = 0) -> Gradients:
+    """Return the accumulated gradient of pieces of the batch.
+
+    Args:
+        subject: the user's loop.
+        pieces: batches with their numbers of samples.
+        masks: recorded masks of modules that draw their own.
+        first: index in the batch of the first piece's first sample.
+    """
+    parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
+    for parameter in parameters.values():
+        parameter.grad = None
+    weights = WindowWeights()
+    weights.open(sum(rows for _, rows in pieces), len(pieces))
+    for piece, rows in pieces:
+        with masks.of(first, rows):
+            loss, count = subject.loss(piece)
+            weights.weigh(loss, count, rows).backward()
+        first += rows
+    factor, found = weights.correction, Gradients()
+    for name, parameter in parameters.items():
+        gradient, parameter.grad = parameter.grad, None  # Moved, not copied: only a single set of gradients is held.
+        if gradient is None:
+            found[name] = torch.zeros_like(parameter)
+        else:
+            found[name] = gradient if isinstance(factor, float) and factor == 1 else gradient * factor
+    return found
+
+
+@contextlib.contextmanager
+def _as_it_trains(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode into training mode inside the context."""
+    modes: list[tuple[nn.Module, bool]] = []
+    if not model.training:
+        modes = [(module, module.training) for module in model.modules()]
+        model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

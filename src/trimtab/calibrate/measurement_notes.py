@@ -1,0 +1,104 @@
+"""Fault tolerance of measurements: a failed one is left out, and a note records the reason.
+
+Model, loss and data are the user's, and torch's instruments (dispatch modes, fake tensors, hooks) do not support
+every program. Only the plain training step decides if a loop works: if the step fails, planning raises.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from trimtab.calibrate.exception_text import describe
+from trimtab.core.errors import LossError, ModelError, TrimtabError
+from trimtab.core.plan_note import Note
+from trimtab.runtime.loop_warnings import graph_used
+
+T = TypeVar("T")
+
+
+class Notes:
+    """Notes of a planning session, without duplicates."""
+
+    def __init__(self) -> None:
+        self._found: dict[Note, None] = {}
+
+    @property
+    def found(self) -> tuple[Note, ...]:
+        """Notes so far."""
+        return tuple(self._found)
+
+    def add(self, code: str, what: str, why: BaseException | str) -> None:
+        """Record a missing measurement.
+
+        Args:
+            code: stable identifier.
+            what: clause that names the missing figure, such as "FLOP were not counted".
+            why: the exception or a reason.
+        """
+        reason = why.reason if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
+        self._found[Note(code, f"{what}: {reason}")] = None
+
+    def attempt(self, code: str, what: str, function: Callable[[], T], default: T) -> T:
+        """Return the function's result, or the default and a note if it raises."""
+        try:
+            return function()
+        except Exception as error:  # Any exception of the user's code or of torch; its reason is recorded.
+            self.add(code, what, error)
+            return default
+
+
+def report_not_restorable(changes: Sequence[object], notes: Notes) -> None:
+    """Warn once, with a note in the plan, of iterators and queues that planning consumed and cannot restore."""
+    if not changes:
+        return
+    names = ", ".join(map(str, changes))
+    what = f"planning took items of {names}, which cannot be copied and so cannot be put back"
+    remedy = "pass the values in the batch, or make the iterator again after planning"
+    notes.add("state.not_restored", what, remedy)
+    warnings.warn(f"{what}: {remedy}.", RuntimeWarning, stacklevel=2)
+
+
+def loss_failed(error: Exception) -> LossError:
+    """Return the error of a loop whose plain forward or backward raises."""
+    if (found := graph_used(error)) is not None:
+        return found
+    return LossError(
+        "loss_fn",
+        got=f"{describe(error)} in a plain forward and backward of the example batch",
+        expected="a loss that trains in the loop without trimtab",
+        hint="Run loss_fn(model, batch).backward() by itself, and correct the model, the loss or the batch.",
+        code="loss.failed",
+    )
+
+
+def planning_failed(error: Exception) -> ModelError:
+    """Return the error for a loop that planning fails on for an unknown cause."""
+    return ModelError(
+        "plan",
+        got=f"a loop that planning fails on ({describe(error)}); the original error is chained",
+        expected="a loop that can be measured",
+        hint="Train with settings of your own: trimtab.Plan.fixed(batch_rows).",
+        code="planning.failed",
+    )
+
+
+class Interrupted(BaseException):
+    """Carries an exception of the user's progress callback past the handlers of measuring stages."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def interrupting(progress: Callable[[str], None]) -> Callable[[str], None]:
+    """Return the progress callback with exceptions converted to `Interrupted`, which ends planning."""
+
+    def report(text: str) -> None:
+        try:
+            progress(text)
+        except Exception as error:
+            raise Interrupted(error) from error
+
+    return report

@@ -1,0 +1,93 @@
+"""One plain optimizer step before the measurements: finds hooks of the forward and side effects of the backward."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from trimtab.calibrate.exception_text import describe
+from trimtab.calibrate.gradient_equivalence import check_splitting
+from trimtab.calibrate.measurement_notes import Notes
+from trimtab.calibrate.step_counts import is_of_loss, require_plain_step
+from trimtab.calibrate.training_loop import Subject
+from trimtab.core.errors import OptimizerError, TrimtabError
+from trimtab.core.plan import Check
+from trimtab.measure.loop_state import LoopState
+from trimtab.runtime.compiled_call import is_compiled
+from trimtab.runtime.hook_checks import HooksOfForward
+from trimtab.runtime.optimizers import drop_gradients
+from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.user_hooks import GradientHook, gradient_hooks, in_words, require_plannable
+
+
+def checked(subject: Subject, precision: str, notes: Notes, start: LoopState) -> tuple[Check, tuple[GradientHook, ...]]:
+    """Return the verdict on splitting the batch, and the gradient hooks of the model and its forward.
+
+    Splitting is refused for a model with hooks, and, with a note, if the check itself fails.
+
+    Args:
+        start: snapshot of the loop's state, restored after the step.
+
+    Raises:
+        LossError: the loop's plain forward or backward fails, or its result is not a loss.
+        OptimizerError: the optimizer step fails, or the backward takes steps.
+    """
+    require_plannable(hooks := gradient_hooks(subject.trained))
+    hooks += _hooks_of_own_step(subject, precision)
+    start.restore()
+    try:
+        check = check_splitting(subject, precision, start)
+        if hooks:
+            check = replace(check, splittable=False, reason=f"the model has {in_words(hooks)}", code="split.hooks")
+        return check, hooks
+    except Exception as error:
+        if isinstance(error, TrimtabError) and not is_of_loss(error):
+            raise
+        require_plain_step(subject, precision)
+        notes.add("splitting.not_checked", "whether the batch can be split was not checked", error)
+        return Check(False, f"splitting was not checked: {describe(error)}", code="split.not_checked"), hooks
+
+
+def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, ...]:
+    """Run a plain step on the example batch and return the gradient hooks that the forward registered.
+
+    The caller restores the state. The splitting check reports a failing forward or backward.
+
+    Raises:
+        OptimizerError: parameters change in the backward, the step fails, or `zero_grad` keeps gradients.
+    """
+    watch = HooksOfForward()
+    try:
+        with contextlib.nullcontext() if is_compiled(subject.model) else watch:
+            loss, *_ = subject.loss(precision=precision)
+        versions = [(name, p, p._version) for name, p in subject.trained.named_parameters()]
+        loss.backward()
+    except Exception:  # An error of the user's forward, which the splitting check will raise again and report.
+        return ()
+    if changed := [name for name, p, version in versions if p._version != version]:
+        raise OptimizerError(
+            "optimizer",
+            got=f"parameters that change in the backward: {changed[0]} and {len(changed) - 1} more",
+            expected="parameters that stay until optimizer.step(): trials repeat backwards",
+            hint="Start a plan that changes nothing, trimtab.Plan.fixed(batch_size).",
+            code="optimizer.steps_in_backward",
+        )
+    try:
+        subject.optimizer.step()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise _failed(subject, error) from error
+    else:
+        drop_gradients(subject.optimizer, between_steps=True)
+    return tuple(watch.found)
+
+
+def _failed(subject: Subject, error: Exception) -> OptimizerError:
+    return OptimizerError(
+        "optimizer",
+        got=f"a step of {type(subject.optimizer).__name__} that fails after the backward: {describe(error)}",
+        expected="an optimizer whose step() needs no argument and uses param.grad",
+        hint="Call loss_fn(model, batch).backward() and optimizer.step() by themselves, and correct what fails. An "
+        "optimizer that needs a closure trains in your own loop (docs/own_loop.md).",
+        code="optimizer.step_failed",
+    )

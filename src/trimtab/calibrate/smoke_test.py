@@ -1,0 +1,122 @@
+"""Smoke test of candidates on a few samples, before a step on the whole batch.
+
+A dtype or memory format without an optimized kernel can take a hundred times as long (fp16 convolutions on a CPU: 52
+s per step instead of 0.4 s), and a running step cannot be stopped. A faulty kernel ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from trimtab.calibrate.forked_call import DONE, LATE, RAISED, can_fork, end_of
+from trimtab.calibrate.training_loop import Subject
+from trimtab.core.profile import Candidate
+from trimtab.core.units import format_seconds
+from trimtab.measure.timing import time_call
+
+_WORTH_S = 0.1  # Seconds per step; a hundred times less can be tolerated.
+_SHARE, _FEWEST = 32, 2  # A fraction of 1/32 of the samples, and at least 2 for batch statistics.
+_HOPELESS = 10.0  # Above 1, because fixed costs (mainly casts of weights) dominate with few samples.
+
+
+class Guard:
+    """Crash test: runs forward and backward of a few samples in a forked child.
+
+    Finds kernels that end the process, by a segmentation fault for example.
+
+    Results are cached by kernels. After a timeout, no further candidates are tested.
+
+    Args:
+        incumbent: best candidate so far; if its own test does not succeed, no candidate is tested.
+    """
+
+    def __init__(self, subject: Subject, incumbent: Candidate) -> None:
+        rows, few = subject.rows, subject
+        self._is_on, self._has_begun = subject.device.type == "cpu" and can_fork(), False
+        with contextlib.suppress(Exception):  # A batch that cannot be split is used whole.
+            few = few.first(min(rows, max(_FEWEST, rows // _SHARE)))
+        self._few, self._rows, self._incumbent = few, rows, incumbent
+        self._ends: dict[Candidate, str] = {}
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Return a sentence with the signal that ended a candidate's test process; None if none did."""
+        if self._is_on and not self._has_begun:
+            self._has_begun, self._is_on = True, self._end_of(self._incumbent) == DONE
+        kernels = replace(candidate, micro_batch=1, allocator="keep", fused_optimizer=False, recompute=None)
+        if self._is_on and kernels not in self._ends:
+            self._ends[kernels] = self._end_of(candidate)
+            self._is_on = self._ends[kernels] != LATE
+        end = self._ends.get(kernels, DONE)
+        if end in (DONE, RAISED, LATE):
+            return None
+        return f"{end} ended a process that stepped through {self._few.rows} of {self._rows} rows"
+
+    def _end_of(self, candidate: Candidate) -> str:
+        few, chunk = self._few, candidate.loss_chunk
+        fewer = chunk and max(1, chunk * few.rows // self._rows)  # The same number of chunks as for the whole batch.
+
+        def backward() -> None:  # No optimizer step, which would write to copy-on-write memory of all parameters.
+            with few.start(replace(candidate, micro_batch=few.rows, loss_chunk=fewer)) as run:
+                for micro in run.window(few.batch):
+                    with run.autocast():
+                        result = few.loss_fn(run.model, micro)
+                    run.backward(result)
+                run.discard()
+
+        try:
+            return end_of(backward)
+        except Exception:  # Without a child process, nothing can be concluded.
+            return LATE
+
+
+class Probe:
+    """Speed test: finds hopelessly slow candidates by a step of a few samples. Changes the state like any step."""
+
+    def __init__(self, subject: Subject, incumbent: Candidate, step_s: float) -> None:
+        self._rows = subject.rows
+        few = max(_FEWEST, self._rows // _SHARE)
+        self._few: Subject | None = None
+        if subject.device.type == "cpu" and step_s >= _WORTH_S and few < self._rows:
+            with contextlib.suppress(Exception):  # If the batch cannot be split, the whole step decides.
+                self._few = subject.first(few)
+                self._base_s = self._seconds(self._few, incumbent)
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Return the reason for not trying a candidate's whole step; None if fast enough or not tested."""
+        if self._few is None or self._base_s is None:
+            return None
+        for _ in range(2):  # The first step may include one-time costs.
+            seconds = self._seconds(self._few, candidate)
+            if seconds is None or seconds <= _HOPELESS * self._base_s:
+                return None
+        share = f"{self._few.rows} of {self._rows} rows"
+        return f"stopped after {share}: {format_seconds(seconds)} per step against {format_seconds(self._base_s)}"
+
+    @staticmethod
+    def _seconds(few: Subject, candidate: Candidate) -> float | None:
+        try:
+            with few.start(replace(candidate, micro_batch=few.rows)) as run:
+                return time_call(lambda: run.train_step(run.window(few.batch), few.loss_fn), few.device)
+        except Exception:  # The model may require a fixed batch size; the whole step decides.
+            return None
+
+
+class Door:
+    """Smoke test of a candidate: a crash test in a child process, then a speed test in this process.
+
+    Args:
+        incumbent: candidate to compare with.
+        step_s: seconds of the incumbent's whole step; None to skip the speed test.
+        guard: crash test shared by the whole search; None for a new one.
+    """
+
+    def __init__(
+        self, subject: Subject, incumbent: Candidate, step_s: float | None, guard: Guard | None = None
+    ) -> None:
+        self._guard = guard or Guard(subject, incumbent)
+        self._probe = None if step_s is None else Probe(subject, incumbent, step_s)
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Return the reason for not trying a candidate, or None."""
+        return self._guard.refusal(candidate) or (None if self._probe is None else self._probe.refusal(candidate))

@@ -1,0 +1,125 @@
+"""Profile of a loop for a target device: traced, nothing is run, all figures are predictions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.calibrate.candidate_traces import MIN_ROWS, trace_elsewhere
+from trimtab.calibrate.loop_facts import loop_facts
+from trimtab.calibrate.planning_lock import one_at_a_time
+from trimtab.calibrate.target_device_blocks import trace_blocks
+from trimtab.core.errors import ModelError, ValueGivenError
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan import Check
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced, TracedBlocks
+from trimtab.core.progress import silent
+from trimtab.decide.target_device_candidates import traced_for, with_blocks
+from trimtab.measure.block_graph import blocks_of
+from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.machine import environment
+from trimtab.measure.storage_lifetimes import cannot_trace
+from trimtab.runtime.batch_splitting import BY_CONTAINERS
+from trimtab.runtime.loss_head import watched
+from trimtab.runtime.optimizers import check_ownership
+from trimtab.runtime.run import LossFn
+from trimtab.runtime.split_conditions import has_batch_statistics
+
+_SPLITS = "no module computes over the batch; proved where it will run"
+
+
+@one_at_a_time
+def profile_elsewhere(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    batch: Any,
+    device: DeviceSpec,
+    *,
+    reference: Reference,
+    objective: Objective,
+    budget: Budget,
+    named_blocks: tuple[str, ...] = (),
+    rows: int | None = None,
+    progress: Callable[[str], None] = silent,
+) -> Profile:
+    """Trace the loop in each precision of the device; if memory counts, also its loss head in chunks and its blocks.
+
+    Args:
+        model: the model, on the CPU or the meta device.
+        optimizer: its optimizer.
+        batch: a batch, on the CPU or the meta device.
+        device: device with known peaks and bandwidth.
+        rows: samples per step, if not those of the batch.
+
+    Raises:
+        ModelError: a step cannot be traced, or the model is not on the CPU.
+        ValueGivenError: fewer than 3 samples, too few for traces at two sizes; or a device of unknown bandwidth or
+            peaks.
+    """
+    start = time.perf_counter()
+    check_ownership(model, optimizer)
+    _check_traceable(model, batch, device)
+    if named_blocks:
+        blocks_of(model, loss_fn, batch, named_blocks)
+    facts = _of_rows(_facts(model, optimizer, loss_fn, batch), rows)
+    check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
+    profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
+
+    def trace(candidates: Sequence[Candidate]) -> Sequence[Traced]:
+        progress(f"tracing: {', '.join(each.describe() for each in candidates)}")
+        return trace_elsewhere(model, optimizer, loss_fn, batch, candidates)
+
+    profile = traced_for(profile, trace)
+
+    def blocks(candidate: Candidate) -> TracedBlocks | str:
+        progress(f"tracing blocks: {candidate.describe()}")
+        return trace_blocks(model, optimizer, loss_fn, batch, candidate, named_blocks, splits=check.splittable)
+
+    profile = with_blocks(profile, blocks)
+    return replace(profile, profiling_s=time.perf_counter() - start)
+
+
+def _check_traceable(model: nn.Module, batch: Any, device: DeviceSpec) -> None:
+    place, rows = next(model.parameters()).device.type, BY_CONTAINERS.require(batch, "example_batch")
+    if place != "cpu":
+        raise ModelError(
+            "model", got=f"parameters on {place}", expected="parameters on the CPU, or without memory there"
+        )
+    if rows < MIN_ROWS:
+        raise ValueGivenError("example_batch", got=f"{rows} rows", expected=f"{MIN_ROWS} rows or more")
+    if not device.bandwidth_bytes_s or not device.peak_flops:
+        raise ValueGivenError("device", got=f"{device.name} of unknown peaks", expected="peaks and bandwidth")
+
+
+def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any) -> LoopFacts:
+    fakes = Fakes()
+    model_there, batch_there = fakes.copy((model, batch))
+    try:
+        with fakes, torch.no_grad(), watched(model_there) as heads:
+            loss_fn(model_there, batch_there)
+    except Exception as error:
+        raise cannot_trace(error) from error
+    return loop_facts(model, optimizer, BY_CONTAINERS.require(batch), heads)
+
+
+def _of_rows(facts: LoopFacts, rows: int | None) -> LoopFacts:
+    """Return the facts scaled to a step of `rows` samples."""
+    if rows is None or rows == facts.batch_rows:
+        return facts
+    share = rows / facts.batch_rows
+    return replace(
+        facts,
+        batch_rows=rows,
+        terms_per_step=share * facts.terms_per_step,
+        flops_per_step=None if facts.flops_per_step is None else share * facts.flops_per_step,
+        scores_bytes=round(share * facts.scores_bytes),
+        head_tokens=None if facts.head_tokens is None else round(share * facts.head_tokens),
+        logits=None if facts.logits is None else (max(1, round(share * facts.logits[0])), facts.logits[1]),
+    )

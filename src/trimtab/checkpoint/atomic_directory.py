@@ -1,0 +1,428 @@
+"""Atomic, checksummed directories: written under a temporary name, synced, then renamed.
+
+    NAME.tmp-*/  ->  files, each synced  ->  manifest, synced  ->  rename to NAME  ->  parent synced  ->  hint `latest`
+
+A folder is valid if the manifest's checksums match all files. The file `latest` is a hint for people; the code never
+reads it. A committed folder is never modified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, Room, crc32_of_chunks
+from trimtab.checkpoint.manifest import (
+    NAME,
+    File,
+    Manifest,
+    OutOfReach,
+    Unread,
+    damaged,
+    is_plain,
+    manifest_of,
+    open_file,
+    unread,
+)
+from trimtab.checkpoint.state_file_names import TENSORS, TREE, prefix_of
+from trimtab.core import validation
+from trimtab.core.append_only_file import TEMPORARY, not_written, set_apart, sync, write_over
+from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
+from trimtab.core.file_locks import try_lock
+
+LATEST = "latest"
+DAMAGED = ".damaged-"
+# Returns the memory for a file's bytes, or None to checksum without storing. Arguments: file name, descriptor, size.
+Rooms = Callable[[str, int, int], Room | None]
+NAMED = re.compile(r"step-(\d{1,12})")  # the name of a checkpoint, from which the step is known if the manifest is lost
+
+
+def name_of(step: int) -> str:
+    """Return the folder name of the checkpoint taken after `step` windows."""
+    return f"step-{step}"
+
+
+def write(
+    parent: Path,
+    name: str,
+    fill: Callable[[Path], None],
+    about: Mapping[str, Any],
+    last: Callable[[Callable[[], None]], object] = lambda commits: commits(),
+) -> Path:
+    """Write a folder atomically and return its path. Call `settle` afterwards to sync the name.
+
+    After any error, including an error from `fill`, existing files are unchanged.
+
+    Args:
+        parent: Existing directory for the new folder.
+        name: Name of the new folder.
+        fill: Writes the files into the temporary folder, whose path is the argument.
+        about: JSON-serializable metadata for the manifest; must contain `step`.
+        last: Called with the commit function, which syncs all files and renames the folder. The commit can take long,
+            so several ranks use `last` to wait for the commit together.
+
+    Raises:
+        FormatError: `parent / name` exists, or `fill` created something other than regular files.
+        ValueGivenError: `name` is invalid, or `about` has no step or is not JSON-serializable.
+        SaveError: The folder could not be written.
+    """
+    Manifest({}, about).encoded()  # invalid metadata is refused before hours of writing
+    if not is_plain(name) or TEMPORARY in name or DAMAGED in name:
+        raise ValueGivenError("name", got=repr(name), expected="a name that a committed folder can have")
+    final = parent / name
+    _require_absent(final)
+    try:
+        with _temporary(final) as beside:
+            fill(beside)
+
+            def commit() -> None:
+                seal(beside, about)
+                _require_absent(final)
+                os.rename(beside, final)
+
+            last(commit)
+    except SaveError:
+        raise
+    except OSError as error:
+        raise not_written(final, error) from error
+    return final
+
+
+def settle(folder: Path) -> None:
+    """Sync the parent directory, so that the new folder's name survives a power failure, and update `latest`.
+
+    Raises:
+        SaveError: The sync failed. The folder exists and is complete.
+    """
+    try:
+        sync(folder.parent)
+    except OSError as error:
+        expected, hint = "its name on disk", "It is there and whole; a power cut may yet take it."
+        raise not_written(folder, error, expected, hint) from error
+    with contextlib.suppress(OSError):  # nothing depends on this hint
+        write_over(folder.parent / LATEST, f"{folder.name}\n".encode(), is_synced=False)
+
+
+@contextlib.contextmanager
+def _temporary(final: Path) -> Iterator[Path]:
+    """Create a locked temporary directory next to `final`; it is deleted if the block raises.
+
+    The lock shows other processes (see `clean`) a live writer.
+    """
+    beside, descriptor = set_apart(final), None
+    beside.mkdir()
+    try:
+        descriptor = os.open(beside, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # on a file system without locks, `clean` never deletes the folder
+            try_lock(descriptor)
+        yield beside
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def seal(folder: Path, about: Mapping[str, Any]) -> Manifest:
+    """Sync all files of a folder, then write and sync the manifest.
+
+    Raises:
+        FormatError: The folder contains a subfolder, a link or a manifest.
+        OSError: Writing failed.
+    """
+    files = {}
+    with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as disk:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if not entry.is_file(follow_symlinks=False) or entry.name == NAME:
+                raise FormatError(entry.path, got="a folder, a link or a manifest", expected="files alone")
+            files[entry.name] = _synced(Path(entry.path), pool, disk)
+    manifest = Manifest(files, about)
+    (folder / NAME).write_bytes(manifest.encoded())
+    sync(folder / NAME)
+    sync(folder)
+    return manifest
+
+
+def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> File:
+    """Sync a file and return its size and checksums.
+
+    The checksums are computed while fsync waits for the disk in another thread.
+    """
+    descriptor, size = open_file(path)
+    try:
+        under_way = disk.submit(os.fsync, descriptor)
+        found = File(size, crc32_of_chunks(descriptor, size, pool))
+        under_way.result()
+        return found
+    finally:
+        os.close(descriptor)
+
+
+def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> Manifest:
+    """Read all bytes of a folder, compare the checksums and return the manifest.
+
+    Args:
+        folder: Committed folder.
+        rooms: Returns the memory in which a file's bytes are stored during the check, or None. The contents are valid
+            only after this function has returned.
+
+    Raises:
+        DamagedError: The manifest is damaged, or a file is missing, unexpected, unreadable, or has a different size or
+            checksum.
+        FormatError: The manifest has a different schema version.
+        OutOfReach: A file is temporarily unreadable.
+    """
+    manifest = manifest_of(folder)
+    try:
+        there = {entry.name for entry in os.scandir(folder)} - {NAME}
+    except OSError as error:
+        raise unread(folder, "", Unread.of(error), "a folder") from None
+    for name in _of_ranks(manifest):
+        if name not in manifest.files:
+            raise damaged(folder, name, "nothing", "a file of each rank")
+    if extra := sorted(there - manifest.files.keys()):
+        raise damaged(folder, extra[0], "a file that the manifest does not know")
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for name, said in manifest.files.items():
+            if name not in there:
+                raise damaged(folder, name, "nothing", "a file")
+            _compare(folder, name, said, _found_of(folder / name, said.bytes, pool, rooms))
+    return manifest
+
+
+def _of_ranks(manifest: Manifest) -> Iterator[str]:
+    """Yield the names of the state files required from ranks 1 and above."""
+    for rank in range(1, manifest.num_ranks):
+        yield from (f"{prefix_of(rank)}{name}" for name in (TENSORS, TREE))
+
+
+def _compare(folder: Path, name: str, said: File, found: File | Unread) -> None:
+    if isinstance(found, Unread):
+        raise unread(folder, name, found, "a file")
+    if found.bytes != said.bytes:
+        raise damaged(folder, name, f"{found.bytes} bytes", f"{said.bytes}")
+    if found.crc32 != said.crc32:
+        raise damaged(folder, name, "other bytes than were written")
+
+
+def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> File | Unread:
+    """Return a file's size and checksums, or the reason for a failed read. A file of another size is not read.
+
+    Errors are returned as values: an exception's traceback would keep the memory in `rooms` alive.
+    """
+    try:
+        descriptor, found = open_file(path)
+        try:
+            if found != size:
+                return File(found, ())
+            return File(size, crc32_of_chunks(descriptor, size, pool, rooms(path.name, descriptor, size)))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return Unread.of(error)
+
+
+class Refused(NamedTuple):
+    """A damaged folder and the error found by verification."""
+
+    folder: Path
+    error: DamagedError
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+
+class Found(NamedTuple):
+    """The newest undamaged folder, or None.
+
+    `refused` lists damaged folders sorted before it: newer ones, and folders of unknown step.
+    """
+
+    folder: Path | None
+    manifest: Manifest | None
+    refused: list[Refused]
+
+
+def found(parent: Path) -> list[Path]:
+    """Return committed folders with a readable manifest, newest step first. Other files are not read."""
+    return [folder for folder in committed(parent) if _step(folder) is not None]
+
+
+def newest_good(
+    parent: Path,
+    reads: Callable[[Path, Manifest], object] = lambda folder, manifest: None,
+    verifies: Callable[[Path], Manifest] = verify,
+) -> Found:
+    """Return the newest folder that passes verification.
+
+    Args:
+        parent: Directory of the checkpoints.
+        reads: Further check of a verified folder; a folder for which it raises `DamagedError` is refused.
+        verifies: Replacement for `verify`. The returned folder is always the last one verified.
+
+    Raises:
+        FormatError: A possibly newer folder has a different schema version, readable by another trimtab version.
+        OutOfReach: A possibly newer folder is temporarily unreadable.
+    """
+    refused: list[Refused] = []
+    for folder in committed(parent):
+        try:
+            manifest = verifies(folder)
+            reads(folder, manifest)
+            return Found(folder, manifest, refused)
+        except DamagedError as error:
+            # A kept traceback would keep the callers' local variables alive.
+            error.__traceback__ = error.__context__ = None
+            refused.append(Refused(folder, error))
+    return Found(None, None, refused)
+
+
+def committed(parent: Path) -> list[Path]:
+    """Return the checkpoint folders, newest first, without verifying the contents.
+
+    A folder counts as a checkpoint if the name is `step-N`, if the manifest is valid, or if a damaged manifest lies
+    next to a state file. Other programs also write files named `manifest.json`, so the file name alone is not enough.
+    """
+    try:
+        names = os.listdir(parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    paths = [parent / name for name in names if TEMPORARY not in name and DAMAGED not in name]
+    return sorted(filter(_counts, paths), key=_place, reverse=True)
+
+
+def _counts(path: Path) -> bool:
+    if NAMED.fullmatch(path.name):
+        return True
+    try:
+        manifest_of(path)
+    except (DamagedError, OutOfReach):
+        return (path / NAME).is_file() and (path / TREE).is_file()
+    except FormatError:  # readable by another trimtab version
+        return True
+    return True
+
+
+def _step(folder: Path) -> int | None:
+    """Return the step from a folder's manifest, or None if the manifest is unreadable."""
+    try:
+        return manifest_of(folder).step
+    except FormatError:
+        return None
+
+
+def _is_finite(folder: Path) -> bool:
+    """Return True if the manifest is readable and marks all parameters as finite."""
+    try:
+        return manifest_of(folder).is_finite
+    except FormatError:
+        return False
+
+
+def _place(folder: Path) -> tuple[float, bool, str]:
+    """Return the sort key of a folder: step, then `step-N` names before copies, then name.
+
+    The step comes from the manifest, else from the name; a folder with neither sorts as the newest.
+    """
+    step, named = _step(folder), NAMED.fullmatch(folder.name)
+    at = step if step is not None else int(named[1]) if named else math.inf
+    return at, named is not None, folder.name
+
+
+def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
+    """Delete old `step-N` folders and return the deleted paths.
+
+    The newest `keep_last` folders stay. If none of them has finite parameters, the newest older folder with finite
+    parameters stays too. Nothing is deleted unless the newest folder passes verification.
+
+    Args:
+        parent: Directory of the checkpoints.
+        keep_last: Number of folders to keep, at least 1.
+        written: Name of a folder committed just now, which needs no verification.
+
+    Raises:
+        FormatError: The newest folder is damaged; nothing was deleted.
+        SaveError: An old folder could not be deleted.
+    """
+    validation.integer("keep_last", keep_last)
+    own = [*filter(_is_own, found(parent))]
+    old = own[keep_last:]
+    if not old:
+        return []
+    newest = own[0]
+    if newest.name != written:
+        verify(newest)
+    if not any(map(_is_finite, own[:keep_last])):
+        last_finite = next(filter(_is_finite, old), None)
+        old = [folder for folder in old if folder != last_finite]
+    for folder in old:
+        try:
+            remove(folder)
+        except OSError as error:
+            expected, hint = "leave to delete it, as there are newer ones", "It stays, and all that is newer."
+            raise not_written(folder, error, expected, hint) from error
+    return old
+
+
+def _is_own(folder: Path) -> bool:
+    """Return True for a `step-N` folder, which may be renamed or deleted. Links and other names belong to the user."""
+    return NAMED.fullmatch(folder.name) is not None and not folder.is_symlink()
+
+
+def remove(folder: Path) -> None:
+    """Delete a committed folder atomically: it is renamed first, so that no partial checkpoint is ever visible."""
+    aside = set_apart(folder)
+    os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def put_aside(folder: Path) -> bool:
+    """Rename a damaged `step-N` folder so that it no longer counts as a checkpoint.
+
+    Returns:
+        False if the folder belongs to the user and was left unchanged.
+    """
+    if not _is_own(folder):
+        return False
+    os.rename(folder, folder.with_name(f"{folder.name}{DAMAGED}{uuid.uuid4().hex[:8]}"))
+    return True
+
+
+def clean(parent: Path) -> list[Path]:
+    """Delete temporary files of killed writers and return the paths. Files of live writers are locked and stay."""
+    left = [Path(entry.path) for entry in os.scandir(parent) if _is_left(entry)]
+    for path in left:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return left
+
+
+def _is_left(entry: os.DirEntry[str]) -> bool:
+    if TEMPORARY not in entry.name or entry.is_symlink():
+        return False
+    try:
+        descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return try_lock(descriptor)
+    except OSError:  # without locks, a live writer cannot be ruled out
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _require_absent(final: Path) -> None:
+    if os.path.lexists(final):
+        raise FormatError(str(final), got="something of that name", expected="a new folder")

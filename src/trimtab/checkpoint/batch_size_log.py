@@ -1,0 +1,220 @@
+"""Log of the batch-size decisions of an adaptive run, written before each window.
+
+The decisions depend on measured times. A resumed or repeated run reads them from the log to form the same batches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trimtab.checkpoint.manifest import open_file
+from trimtab.core import validation
+from trimtab.core.append_only_file import Appended, not_written, written_beside
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.serialization import from_jsonable, to_jsonable
+from trimtab.runtime.checkpoint_hooks import Decided
+
+NAME = "decisions.jsonl"
+_LONGEST = 2**20  # maximum bytes of a line; the first line contains a plan
+
+
+class _Fault(NamedTuple):
+    """A damaged line. As lines are ordered, the damage concerns a window before `before`.
+
+    For a damaged first line, the header with the plan, `before` is 0.
+    """
+
+    error: FormatError
+    before: float
+
+
+class _Read(NamedTuple):
+    """Content of a log file: plan, decisions and damaged lines. `by` is None if the header is damaged."""
+
+    by: str | None
+    decided: dict[int, Decided]
+    faults: list[_Fault]
+
+
+class Journal:
+    """Log of batch-size decisions: a header line with the plan, then a line per window.
+
+    An incomplete last line is ignored. A resumed run needs only the lines of windows after its checkpoint: a damaged
+    line raises an error if it may be one of these, and is ignored otherwise.
+
+    Args:
+        path: Log file.
+        plan: Text form of the plan. Decisions made under another plan are not reused.
+        writes: True if this process writes the log. Only rank 0 does, because all ranks make the same decisions.
+
+    Raises:
+        FormatError: `path` is not a regular file or is unreadable.
+    """
+
+    def __init__(self, path: Path, plan: str, *, writes: bool) -> None:
+        self._path, self._plan, self._writes = path, plan, writes
+        self._read = _read(path)
+        self._decided = self._read.decided  # only future windows stay in memory, as a run may have millions
+        self._file: Appended | None = None
+        self._newest = -1
+
+    def follow(self, other: Path) -> None:
+        """Use the decisions of a different run.
+
+        Raises:
+            ValueGivenError: The run has no decisions, or used another plan.
+            FormatError: The run's log is damaged.
+        """
+        self._read = _read(other)
+        self._decided = self._read.decided
+        self._require_whole(0)
+        if self._read.by != self._plan:
+            given = f"{'decisions of another plan' if self._read.by else 'no decisions'} in {other.parent}"
+            raise ValueGivenError("checkpoints.follows", got=given, expected="the folder of a run of this plan")
+
+    def prepare(self, windows: int) -> None:
+        """Write a temporary copy of the log for a run that resumes after `windows` windows.
+
+        If the log was written under another plan, its decisions for the windows after that are dropped. `begin`
+        replaces the log with the copy.
+
+        Raises:
+            FormatError: The decision of a window after the resume is damaged.
+            SaveError: The copy could not be written.
+        """
+        self._require_whole(windows)
+        if self._read.by != self._plan:
+            self._decided = {index: each for index, each in self._decided.items() if index < windows}
+        if self._writes:
+            lines = [_header(self._plan), *(_line(index, each) for index, each in self._decided.items())]
+            try:
+                self._file = written_beside(self._path, b"".join(lines))
+            except OSError as error:
+                raise not_written(self._path, error) from error
+        self._newest = max(self._decided, default=-1)
+        self._decided = {index: each for index, each in self._decided.items() if index >= windows}
+
+    def _require_whole(self, windows: int) -> None:
+        """Raise the error of a damaged line that may concern a window after the resume, if the plan matches."""
+        by, decided, faults = self._read
+        if by not in (None, self._plan):
+            return
+        for error, before in faults:
+            if before > windows or (by is None and any(index >= windows for index in decided)):
+                raise error
+
+    def begin(self) -> None:
+        """Replace the log with the prepared copy."""
+        if self._file is not None:
+            self._file.rename(self._path)
+
+    def before(self, index: int) -> Decided | None:
+        """Return the saved decision of a window, or None. Windows must be queried in order."""
+        self._decided.pop(index - 1, None)
+        return self._decided.get(index)
+
+    def add(self, index: int, window: Decided) -> None:
+        """Append the decision of a window unless it is in the log. The line is flushed to the operating system.
+
+        Raises:
+            SaveError: The disk is full. The line is written again together with the next one.
+        """
+        if index <= self._newest:
+            return
+        self._newest = index
+        if self._file is not None:
+            self._file.write(_line(index, window))
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Sync the log to disk; raises `SaveError` on failure."""
+        if self._file is not None:
+            self._file.sync()
+
+    def close(self) -> None:
+        """Close the log, and delete a prepared copy that `begin` has not installed."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.abandon() if file.path != self._path else file.close()
+
+
+def _line(index: int, window: Decided) -> bytes:
+    return _summed({"window": index} | to_jsonable(window))
+
+
+def _header(plan: str) -> bytes:
+    return _summed({"plan": plan})
+
+
+def _summed(data: Mapping[str, Any]) -> bytes:
+    """Return a line with its CRC-32. Reading compares bytes, so any changed bit is detected."""
+    found = zlib.crc32(json.dumps(data).encode())
+    return json.dumps({**data, "crc32": f"{found:08x}"}).encode() + b"\n"
+
+
+def _read(path: Path) -> _Read:
+    """Return the content of a log file; empty, with the plan "", for a missing file."""
+    read, waiting, last = _Read("", {}, []), list[FormatError](), -1
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            if number == 1:
+                read = _Read(str(_data(line)["plan"]), {}, [])
+                continue
+            index, decided = _window(_data(line), last)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            damaged = _damaged(path, number, error)
+            if number == 1:
+                read = _Read(None, {}, [_Fault(damaged, 0)])
+            else:
+                waiting.append(damaged)
+            continue
+        read.decided[index] = decided
+        read.faults.extend(_Fault(each, index) for each in waiting)
+        waiting, last = [], index
+    read.faults.extend(_Fault(each, math.inf) for each in waiting)
+    return read
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield complete lines, and the pieces of lines longer than `_LONGEST`."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with open(open_file(path)[0], "rb") as file:
+            while line := file.readline(_LONGEST):
+                if line.endswith(b"\n") or len(line) == _LONGEST:
+                    yield line
+    except OSError as error:
+        given, expected = f"nothing that can be read ({error.strerror or error})", "a file of decisions"
+        raise FormatError(str(path), got=given, expected=expected) from None
+
+
+def _data(line: bytes) -> dict[str, Any]:
+    data = json.loads(line)
+    del data["crc32"]
+    if _summed(data) != line:
+        raise ValueError("other bytes than were written")
+    return dict(data)
+
+
+def _window(data: dict[str, Any], last: int) -> tuple[int, Decided]:
+    """Return the index and decision of a line; the index must be above `last`."""
+    index, decided = validation.integer("window", data.pop("window"), low=last + 1), from_jsonable(Decided, data)
+    for name in ("num_batches", "k"):
+        validation.integer(name, getattr(decided, name))
+    return index, decided
+
+
+def _damaged(path: Path, number: int, error: Exception) -> FormatError:
+    return FormatError(
+        f"{path}:{number}",
+        got=f"a damaged line ({error})",
+        expected="what a window was made by",
+        hint="Without this file the run goes on, and what windows are made by is decided anew, by times.",
+    )

@@ -1,0 +1,149 @@
+"""Compatibility of a checkpoint: environment facts that affect results, and their changes since the save."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from trimtab.core import validation
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.measure.machine import device_name, environment
+from trimtab.measure.process_state import fp32_places
+
+# Changes that prevent resuming unless accepted by name, and the hint of the error.
+WAYS_OUT = {
+    "torch": "Install the torch that it was saved with",
+    "threads": "torch.set_num_threads as it was",
+    "device": "Train where it was trained",
+    "fp32": "Leave torch's fp32 precision as it was",
+    "ranks": "Start as many ranks",
+    "plan": "Start it with the plan that is in its checkpoint",
+    "optimizer": "Give the optimizer that it was saved with",
+}
+ACCEPTED = (*WAYS_OUT, "data")  # "data" is checked when the loader is known (`runtime.data_position`)
+_SAID_ALONE = (
+    "cpu",
+    "gpu",
+    "cuda",
+    "numpy",
+    "python",
+    "os",
+    "trimtab",
+    "sources",
+)  # changes that are recorded and never prevent resuming
+
+
+def device_of(model: nn.Module) -> str:
+    """Return the device type of a model, with the GPU's name: another GPU model rounds differently."""
+    device = next(model.parameters()).device
+    return f"cuda ({device_name(device)})" if device.type == "cuda" else device.type
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class name of an optimizer, including the inner class of a trainer's wrapper (attribute `optimizer`).
+
+    Another class could load groups and state of the same form and silently train differently. The module name is left
+    out: for a class defined in a script it depends on the project's location.
+    """
+    name = type(optimizer).__qualname__
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+        return f"{name} of {class_of(inner)}"
+    return name
+
+
+# Plan fields added after the first checkpoints. At the default (None) they are left out, so old checkpoints still
+# match.
+_LATER = ("weight_decay",)
+_THREADS, _BETWEEN = "threads", ", "
+
+
+def world_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    devices: Sequence[str],
+    threads: Sequence[str] = (),
+) -> dict[str, str]:
+    """Return the facts that affect a run's results: versions, threads, devices, dtypes, ranks, optimizer class, plan.
+
+    Args:
+        model: Model of the run.
+        optimizer: Optimizer of the run.
+        plan: Plan of the run.
+        devices: Result of `device_of` on each rank.
+        threads: Number of threads on each rank, as text; empty for the current process only.
+    """
+    here = environment()
+    if threads:
+        here |= {_THREADS: _BETWEEN.join(threads if len(set(threads)) > 1 else threads[:1])}
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    told = (name for name in Plan.marks() if name not in _LATER or getattr(plan, name).value is not None)
+    values = (f"{name}={getattr(plan, name).value}" for name in told)
+    facts = {name: here[name] for name in ("torch", _THREADS, *_SAID_ALONE) if name in here}
+    return facts | {
+        "device": " and ".join(sorted(set(devices))),
+        "dtype": ", ".join(kinds),
+        "fp32": ", ".join(place.fp32_precision for place in fp32_places()),
+        "ranks": str(len(devices)),
+        "optimizer": class_of(optimizer),
+        "plan": f"batch_rows={plan.batch_rows}, batch_rule={plan.batch_rule}, " + ", ".join(values),
+    }
+
+
+def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the differing facts as name -> (saved, current). Facts missing on either side are ignored."""
+    found = {name: (saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]}
+    if _THREADS in found and _has_each_its_threads(*found[_THREADS], int(now["ranks"])):
+        del found[_THREADS]
+    return found
+
+
+def _has_each_its_threads(then: str, now: str, ranks: int) -> bool:
+    """Return True if every rank keeps the thread count of its saved rank. A single count applies to all ranks."""
+    had, has = then.split(_BETWEEN), now.split(_BETWEEN)
+    return all(has[rank % len(has)] == had[rank % len(had)] for rank in range(ranks))
+
+
+def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[str]) -> None:
+    """Raise `ValueGivenError` for a change that is not accepted by name.
+
+    For a plan, the message shows only the fields that differ.
+    """
+    for name, hint in WAYS_OUT.items():
+        if name in found and name not in accepts:
+            then, now = _differing(*found[name]) if name == "plan" else found[name]
+            raise ValueGivenError(
+                f"resume: {name}",
+                got=now,
+                expected=f"{then}, as the run was saved with",
+                hint=f'{hint}, or accept the change: Checkpoints(..., accepts=("{name}",)).',
+            )
+
+
+def accepted(names: object) -> tuple[str, ...]:
+    """Return the names of accepted changes; raises `ValueGivenError` for an unknown name."""
+    given = (names,) if isinstance(names, str) else tuple(names)  # type: ignore[arg-type]
+    return tuple(validation.one_of("checkpoints.accepts", name, ACCEPTED) for name in given)
+
+
+def in_words(found: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """Return the changes as text, for a record."""
+    shown = {name: _differing(*both) if name == "plan" else both for name, both in found.items()}
+    return {name: f"{then} -> {now}" for name, (then, now) in shown.items()}
+
+
+def parted(found: Mapping[str, tuple[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return two dictionaries of changes as text: changes that need acceptance, and changes that are only recorded."""
+    words = in_words(found)
+    asked = {name: change for name, change in words.items() if name in WAYS_OUT}
+    return asked, {name: change for name, change in words.items() if name not in WAYS_OUT}
+
+
+def _differing(then: str, now: str) -> tuple[str, str]:
+    pairs = list(zip(then.split(", "), now.split(", "), strict=False))
+    apart = [pair for pair in pairs if pair[0] != pair[1]] or pairs
+    return ", ".join(pair[0] for pair in apart), ", ".join(pair[1] for pair in apart)

@@ -1,0 +1,434 @@
+"""Checkpoint manager: saves a run at intervals, resumes after an interruption, and stops on a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.checkpoint import atomic_directory, batch_size_log, shard_files
+from trimtab.checkpoint.async_save import Background
+from trimtab.checkpoint.atomic_directory import Found, Refused, name_of, newest_good, put_aside, retain, settle
+from trimtab.checkpoint.batch_size_log import Journal
+from trimtab.checkpoint.compatibility import changes, device_of, in_words, parted, require_accepted, world_of
+from trimtab.checkpoint.config import Checkpoints
+from trimtab.checkpoint.rank_checkpoints import KeptRanks, found_of, is_in_shards, require_kept
+from trimtab.checkpoint.run_lock import Lock, opened
+from trimtab.checkpoint.run_metadata import Said, Saved, said_of
+from trimtab.checkpoint.save_interval import Pace
+from trimtab.checkpoint.sharded_checkpoint import Shards, WithoutParameters
+from trimtab.checkpoint.signals import Signals
+from trimtab.checkpoint.tensor_files import require_library
+from trimtab.checkpoint.tensor_packing import require_packable, snapshot
+from trimtab.checkpoint.train_state import Given, ModelState, OptimizerState
+from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.core.printable import unquoted
+from trimtab.core.serialization import from_jsonable, to_jsonable
+from trimtab.core.stateful import Load, loading_parts
+from trimtab.core.stopping_rule import StopReason
+from trimtab.measure.finite_check import nonfinite_parameter
+from trimtab.runtime.checkpoint_hooks import Decided
+from trimtab.runtime.run import Run
+from trimtab.runtime.user_hooks import require_saved
+
+
+class KeptRun:
+    """Checkpoint manager of one run; implements `runtime.keeping.Keeper`.
+
+    Every rank creates the manager and calls all methods in the same order.
+
+    Args:
+        settings: Folder, intervals and error handling.
+        model: Model to save.
+        optimizer: Optimizer to save.
+        plan: Plan of the run.
+        ranks: Communication between the ranks.
+        in_shards: True if no rank holds the complete state (ZeRO, FSDP).
+        modules: Modules trained in addition to `model`.
+
+    Raises:
+        FormatError: The folder cannot be used, or another run holds its lock.
+        DependencyError: safetensors is not installed.
+    """
+
+    keeps = True
+
+    def __init__(
+        self,
+        settings: Checkpoints,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        ranks: KeptRanks,
+        *,
+        in_shards: bool,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        require_library()
+        self._settings, self._plan, self._ranks = settings, plan, ranks
+        self._shards = Shards(model, optimizer)
+        self._in_shards, self._whole = in_shards, ModelState(model)
+        self._parts: dict[str, Any] = {"model": self._whole, "optimizer": OptimizerState(optimizer)}
+        if modules:
+            self._parts["modules"] = ModelState(nn.ModuleList(modules), "modules")
+        self._cut: dict[str, Any] = {"model": WithoutParameters(model), "shards": self._shards}
+        self._also = Given(settings.also)
+        self._last_begun = 0
+        # Step of the last committed checkpoint, valid even if a later stage of the save failed.
+        self._committed: int | None = None
+        self._accepted: dict[str, str] = {}  # accepted environment changes since the run began
+        self._noted: Mapping[str, str] = {}  # environment changes that need no acceptance
+        self._anew: list[str] = []  # non-persistent buffers whose saved shape differs from the model's
+        self._run: Run | None = None
+        self._signals, self._background = Signals(), Background()
+        self._pace = Pace(settings, ranks)
+        self._lock: Lock | None = None
+        self._refused: Sequence[Refused] = ()
+        try:
+            said = json.loads(ranks.first(lambda: found_of(self._looked_for()), "found"))
+            self._found = None if said is None else from_jsonable(Saved, said)
+            devices = ranks.each(device_of(model), "devices")
+            threads = ranks.each(str(torch.get_num_threads()), "threads")
+            self._world = world_of(model, optimizer, plan, devices, threads)
+            ranks.together(self._require_world, "world")  # precedes sharding, which cannot be undone
+            self._journal = Journal(settings.path / batch_size_log.NAME, self._world["plan"], writes=ranks.is_first)
+            if settings.follows is not None:
+                self._journal.follow(Path(settings.follows) / batch_size_log.NAME)
+        except BaseException:
+            self._release()
+            raise
+
+    def _looked_for(self) -> Found | None:
+        settings = self._settings
+        self._lock = opened(settings.path)
+        atomic_directory.clean(settings.path)
+        settings.require_as_asked()
+        if settings.resume == "never":
+            (settings.path / batch_size_log.NAME).unlink(missing_ok=True)
+            return None
+        found = newest_good(settings.path, said_of, self._ranks.verified.verify)
+        if found.folder is None and found.refused:
+            damaged = "; ".join(str(error) for error in found.refused)
+            raise FormatError(str(settings.path), got=damaged, expected="a checkpoint that is whole")
+        self._refused = found.refused
+        return found
+
+    def _require_world(self) -> None:
+        """Raise `ValueGivenError` if the checkpoint cannot be resumed in this environment."""
+        if self._found is None:
+            return
+        said = self._found.said
+        require_accepted(changes(said.world, self._world), self._settings.accepts)
+        if self._in_shards and not said.in_shards:
+            given, expected = "a run in shards", "a model that is whole, as it was saved"
+            raise ValueGivenError("resume: shards", got=given, expected=expected, hint="zero_stage=0, or one process")
+
+    def _release(self) -> None:
+        self._ranks.verified.forget()
+        if self._lock is not None:
+            self._lock.release()
+
+    def attach(self, run: Run) -> None:
+        """Start managing a run, and restore the newest undamaged checkpoint if one exists.
+
+        Damaged newer checkpoints are renamed, with a warning.
+
+        Raises:
+            UsageError: The checkpoint does not fit the run. Run and model are unchanged.
+        """
+        self._run = run
+        run.position.accepted = self._accept_data if "data" in self._settings.accepts else None
+        if run.recorder is not None:
+            run.recorder.on_failure = partial(self._require_room, "The record")
+        windows = 0 if self._found is None else self._found.said.step
+        # Run the steps that can fail before any change.
+        self._ranks.together(partial(self._prepare, windows), "prepared")
+        if self._found is not None:
+            self._go_on(run, unquoted(self._found.folder), self._found.said)
+        else:
+            self._ranks.together(self._journal.begin, "begun")
+        self._pace.begun(run.num_windows, is_saved=self._found is not None)
+        self._signals.install()
+
+    def _prepare(self, windows: int) -> None:
+        assert self._run is not None
+        parts = self._cut if self._in_shards else self._parts
+        state = {name: part.state_dict() for name, part in parts.items()}
+        # Find unsupported types now, not at the first save.
+        require_packable(state | {"also": self._also.early_state()})
+        if self._found is None and self._run.recorder is not None:
+            self._run.recorder.require_own()
+        self._journal.prepare(windows)
+
+    def _go_on(self, run: Run, folder: Path, said: Said) -> None:
+        apart = changes(said.world, self._world)
+        for name, load in self._ranks.together(lambda: self._read(folder, said), "read").items():
+            self._ranks.together(load, name)
+        accepted, noted = parted(apart)
+        self._accepted, self._noted = {**said.accepted, **accepted}, {**said.noted, **noted}
+        detail: dict[str, Any] = {
+            "from": folder.name,
+            "changed": in_words(apart),
+            "damaged": [*map(str, self._refused)],
+        }
+        detail["buffers"] = self._anew
+        detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
+        run.note("resumed", detail)
+
+    def _accept_data(self, change: str) -> None:
+        """Record that the run resumes with changed data."""
+        assert self._run is not None
+        self._accepted = self._accepted | {"data": change}
+        self._run.note("resumed_data", {"changed": {"data": change}})
+
+    def _put_aside(self, folder: Path) -> None:
+        for refused in self._refused:
+            became = "was put aside" if put_aside(refused.folder) else "stays, as a folder or link of yours"
+            warnings.warn(f"{refused} It {became}, and {folder.name} is gone on from.", stacklevel=6)
+
+    def _read(self, folder: Path, said: Said) -> Mapping[str, Load]:
+        """Read the state of this rank and return the loading steps in order.
+
+        Each step runs on all ranks before the next one starts. Steps that can fail on a single rank come first.
+        """
+        state = self._ranks.read(folder, int(said.world["ranks"]))
+        load_record, load_parts = self._loading(state, folder)
+        self._anew = self._whole.made_anew(state["model"])
+        also, aside = self._also.loading(state["also"]), partial(self._put_aside, folder)
+        return {"also": also, "aside": aside, "record": load_record, "begun": self._journal.begin, "loaded": load_parts}
+
+    def _loading(self, state: Mapping[str, Any], folder: Path) -> tuple[Load, Load]:
+        """Return a function that restores the recorder, and one that restores the rest of the run."""
+        run = self._run
+        assert run is not None
+        cut = self._cut | {"shards": self._shards.at(folder, run.stepped_by)}
+        of = cut if "shards" in state else self._parts
+        parts = of | {"run": run, "data": run.position}
+        load_record: Load = _nothing
+        if run.recorder is not None and state.get("record") is not None:
+            load_record = run.recorder.loading(state["record"])
+        elif run.recorder is not None:  # the saved run had no record, so a new record begins here
+            run.recorder.require_own()
+        load_parts = loading_parts(
+            parts, {name: each for name, each in state.items() if name not in ("also", "record")}
+        )
+        return load_record, load_parts
+
+    # Methods called by the run.
+
+    def between(self) -> None:
+        """Save if a save is due, and leave if a signal arrived. Called between windows.
+
+        Raises:
+            OSError, TrimtabError: A save failed and `on_failure` is "stop".
+            KeyboardInterrupt, SystemExit: A signal arrived; the run has been saved.
+        """
+        assert self._run is not None
+        if self._signals.came is not None:
+            self._run.ask_to_end()
+        leaves = self._run.stop_reason is StopReason.INTERRUPTED
+        if leaves or self._pace.is_due(self._run.num_windows):
+            self.save()
+        if leaves:
+            with self._told(self._last_begun):
+                self._background.wait()
+            self._signals.leave()
+
+    def is_leaving(self) -> bool:
+        """Return True after a signal."""
+        return self._signals.came is not None
+
+    def save(self) -> None:
+        """Save the current state, unless a checkpoint of this step exists.
+
+        Raises:
+            OSError, TrimtabError: The save failed and `on_failure` is "stop".
+        """
+        assert self._run is not None
+        windows = self._run.num_windows
+        if self._pace.is_saved(windows) or self._committed == windows:
+            return
+        with self._told(self._last_begun):
+            self._background.wait()
+        self._pace.begun(windows, is_saved=False)
+        finite = self._is_finite(windows)
+        with self._told(windows):
+            taken = self._ranks.together(self._taken, f"taken/{windows}")
+            passes = f"pass {taken[0]['data']['passes']}"
+            expected = "one pass: all leave it, and hold no run.windows(); or call run.interrupt()"
+            self._ranks.require_alike(passes, "checkpoint", expected)
+            write = self._writing(*taken, windows, finite=finite)
+            self._last_begun = windows
+            self._background.begin(write) if self._settings.background else write()
+            self._pace.begun(windows, is_saved=True)
+
+    def _is_finite(self, windows: int) -> bool:
+        """Return True if all parameters are finite on every rank.
+
+        A non-finite parameter is reported to the run, which warns or raises by its policy.
+        """
+        assert self._run is not None
+        found = self._ranks.each(nonfinite_parameter(self._run.model) or "", f"finite/{windows}")
+        if name := next(filter(None, found), ""):
+            self._run.report_nonfinite(f"NaN or infinity in parameter {name} after {windows} steps")
+        return not name
+
+    @contextlib.contextmanager
+    def _told(self, windows: int) -> Iterator[None]:
+        """Context manager around a save: raise its error if `on_failure="stop"`, otherwise record the error and warn.
+
+        Args:
+            windows: number of completed windows at the save.
+        """
+        try:
+            yield
+        except RankError:  # a lost rank is no failed save
+            raise
+        except (OSError, TrimtabError) as error:
+            if self._settings.on_failure == "stop":
+                raise
+            is_there = self._committed == windows
+            if self._run is not None:
+                self._run.note("checkpoint", {"windows": windows, "failed": str(error), "is_saved": is_there})
+            what = f"Saved after {windows} windows, and then" if is_there else f"No checkpoint after {windows} windows"
+            warnings.warn(f"{what}: {error}", RuntimeWarning, stacklevel=5)
+
+    def _require_room(self, what: str, error: SaveError) -> None:
+        """Raise or warn about lines that could not be written; they stay in memory for the next attempt."""
+        if self._settings.on_failure == "stop":
+            raise error
+        warnings.warn(f"{what} waits for room on disk: {error}", RuntimeWarning, stacklevel=7)
+
+    def _taken(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+        """Return this rank's state, and the tensors of its shards (None for an unsharded run)."""
+        return self._state(), self._shards.tensors() if self._in_shards else None
+
+    def _state(self) -> dict[str, Any]:
+        run = self._run
+        assert run is not None
+        parts = self._cut if self._in_shards else self._parts
+        state = {name: part.state_dict() for name, part in parts.items()}
+        state |= {"run": run.state_dict(), "data": run.position.state_dict(), "also": self._also.state_dict()}
+        state |= {"record": None if run.recorder is None else run.recorder.state_dict()}
+        self._journal.sync()
+        return self._ranks.own(state, self._whole.buffers)
+
+    def _writing(
+        self, state: Mapping[str, Any], tensors: dict[str, Tensor] | None, windows: int, *, finite: bool
+    ) -> Callable[[], None]:
+        """Return a function that writes the checkpoint.
+
+        With `background=True` the function writes a copy of the state, so training can continue meanwhile.
+
+        Args:
+            state: State of this rank.
+            tensors: Sharded tensors; None if all tensors are in `state`.
+            windows: Number of completed windows.
+            finite: False if a parameter is non-finite.
+        """
+        settings, run = self._settings, self._run
+        assert run is not None
+        plan = to_jsonable(self._plan)
+        now = (windows, run.consumed_rows, self._world, plan, self._in_shards, self._accepted, self._noted)
+        about = to_jsonable(Said(*now, finite=finite))
+        taken = snapshot(state) if settings.background else state
+        shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
+
+        def retained() -> None:
+            if self._ranks.is_first:
+                settle(settings.path / name_of(windows))
+                retain(settings.path, settings.keep_last, name_of(windows))
+
+        def write() -> None:
+            self._ranks.write(settings.path, name_of(windows), taken, about, shards)
+            self._committed = windows
+            self._ranks.together(retained, f"{name_of(windows)}/retained")
+
+        return write
+
+    def decided(self, index: int, window: Decided) -> None:
+        """Append the batch-size decision of a window to the journal.
+
+        Raises:
+            SaveError: The line could not be written and `on_failure` is "stop".
+        """
+        self._written(lambda: self._journal.add(index, window))
+
+    def _written(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except SaveError as error:
+            self._require_room("What windows are made by", error)
+
+    def decided_before(self, index: int) -> Decided | None:
+        """Return the saved batch-size decision of a window, or None."""
+        return self._journal.before(index)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait for a save in progress, then release the lock and restore the signal handlers. Saves nothing new.
+
+        Raises:
+            OSError, TrimtabError: The save in progress failed and `on_failure` is "stop".
+            KeyboardInterrupt, SystemExit: A signal arrived after the last window.
+        """
+        with contextlib.ExitStack() as last:
+            if error is None:
+                last.callback(self._signals.leave_late)
+            last.callback(self._release)
+            last.callback(self._signals.restore)
+            last.callback(self._written, self._journal.close)
+            last.callback(self._background.end)
+            with self._told(self._last_begun):
+                self._background.wait()
+
+
+def kept(
+    settings: Checkpoints,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    options: Mapping[str, Any],
+) -> Run:
+    """Return a run with checkpoints, resumed from the newest checkpoint if `settings` allows.
+
+    Args:
+        settings: Folder, intervals and error handling.
+        model: Model to train.
+        optimizer: Optimizer of the model.
+        plan: Plan to apply.
+        options: Keyword arguments of `Run`.
+
+    Raises:
+        UsageError: The arguments or the checkpoint do not fit. Nothing was changed.
+    """
+    exchange = options["backend"].exchange
+    require_kept(model, optimizer, plan, exchange, background=settings.background)
+    require_saved(model, optimizer, settings.also.values())
+    in_shards = is_in_shards(model, plan, exchange)
+    modules = options.get("modules", ())
+    keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange), in_shards=in_shards, modules=modules)
+    try:
+        run = Run(model, optimizer, plan, keeper=keeper, **options)
+    except BaseException as error:
+        keeper.close(error)
+        raise
+    try:
+        keeper.attach(run)
+    except BaseException as error:
+        if run.recorder is not None:
+            run.recorder.refuse()
+        run.close(error)
+        raise
+    return run
+
+
+def _nothing() -> None:
+    """Load nothing: this rank has no recorder state to restore."""

@@ -1,0 +1,309 @@
+"""Checkpoints of several ranks: rank 0 searches and commits, and each rank reads and writes its own files.
+
+The folder must be on a file system shared by all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from trimtab.checkpoint import atomic_directory
+from trimtab.checkpoint.run_metadata import Saved, said_of
+from trimtab.checkpoint.sharded_checkpoint import merged
+from trimtab.checkpoint.state_file_names import prefix_of
+from trimtab.checkpoint.state_files import digest_of, read_state, write_state
+from trimtab.checkpoint.verified_read import ReadOnce
+from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, TrimtabError, ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.core.printable import quoted, unquoted
+from trimtab.core.serialization import to_jsonable
+from trimtab.distributed.gather_with_heartbeat import words_at_work
+from trimtab.distributed.process_group import from_first, limited_to, time_limit_s
+from trimtab.measure.random_state import derived_random_state
+from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
+from trimtab.runtime.metadata_exchange import Exchange
+
+T = TypeVar("T")
+
+_WRITES, _FAILED = "at ", "no "
+_OF_EACH = ("data", "record", "also", "shards")  # parts of a run's state written by every rank, in addition to buffers
+
+
+class KeptRanks:
+    """Communication between the ranks of a run; a single process is the case of one rank.
+
+    Attributes:
+        rank: Rank of this process.
+        num: Number of ranks.
+        verified: Cache of the state files read during verification on this rank.
+    """
+
+    _asked = itertools.count()  # number of exchanges so far; equal on every rank
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.num = exchange.num_ranks
+        self.rank = torch.distributed.get_rank() if self.num > 1 else 0
+        self.verified = ReadOnce()
+        # Read now: the time limit applies only while the run starts, and a trainer may have set a longer one.
+        self._limit_s = time_limit_s()
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0, which searches for checkpoints and commits them."""
+        return self.rank == 0
+
+    def first(self, make: Callable[[], str], about: str) -> str:
+        """Return the result of `make` on rank 0; an error on rank 0 is raised on all ranks.
+
+        Args:
+            make: Called on rank 0.
+            about: Topic of the exchange, used as a key: ranks that are out of step wait instead of mixing up results.
+        """
+        if self.num == 1:
+            return make()
+        with limited_to(self._limit_s):
+            return from_first(make, self._topic(about))
+
+    def together(self, make: Callable[[], T], about: str) -> T:
+        """Call `make` on every rank, wait for all ranks, and return the local result.
+
+        There is no time limit for a rank that is alive. An error of the local `make` is raised unchanged.
+
+        Raises:
+            RankError: A rank shows no sign of life.
+            FormatError: `make` failed on another rank.
+        """
+        if self.num == 1:
+            return make()
+        made, failure = list[T](), list[Exception]()
+
+        def tried() -> str:
+            try:
+                made.append(make())
+            except Exception as error:
+                failure.append(error)
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        said = self._words(tried, about)
+        if failure:
+            raise failure[0]
+        for rank, word in enumerate(said):
+            if word:
+                raise FormatError(f"rank {rank}", got=word, expected="every rank to go on with the run")
+        return made[0]
+
+    def each(self, word: str, about: str) -> list[str]:
+        """Return the string of every rank, ordered by rank."""
+        return [word] if self.num == 1 else self._words(lambda: word, about)
+
+    def require_alike(self, word: str, about: str, expected: str) -> None:
+        """Raise `LoopError` on all ranks if their strings differ."""
+        said = self.each(word, about)
+        if len(set(said)) > 1:
+            raise LoopError(about, got=f"of the ranks, in turn, {', '.join(said)}", expected=expected)
+
+    def _words(self, make: Callable[[], str], about: str) -> list[str]:
+        with limited_to(self._limit_s):
+            return words_at_work(make, self._topic(about))
+
+    def _topic(self, about: str) -> str:
+        return f"kept/{next(KeptRanks._asked)}/{about}"
+
+    def write(
+        self,
+        parent: Path,
+        name: str,
+        state: Mapping[str, Any],
+        about: Mapping[str, Any],
+        shards: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Commit a checkpoint with the state of every rank.
+
+        Args:
+            parent: Directory of the checkpoints.
+            name: Name of the new folder.
+            state: State of this rank.
+            about: Manifest metadata.
+            shards: Writes the sharded tensors into the folder; called on all ranks at the same time.
+
+        Raises:
+            SaveError, FormatError: A rank could not write. Raised on all ranks.
+            RankError: A rank was lost.
+        """
+
+        def fill(folder: Path) -> None:
+            """Write this rank's files together with the other ranks; a failure is raised on all ranks."""
+            own = self._without_what_is_alike(state, name)
+            self.together(lambda: _saved(lambda: write_state(folder, own, prefix_of(self.rank))), f"{name}/state")
+            if shards is not None:
+                self.together(lambda: _saved(lambda: shards(folder)), f"{name}/shards")
+
+        if self.num == 1:
+            atomic_directory.write(parent, name, fill, about)
+            return
+        failure: Exception | None = None
+        try:
+            self._commit(parent, name, fill, about) if self.is_first else self._add(name, fill)
+        except RankError:  # a lost rank cannot take part in the agreement below
+            raise
+        except Exception as error:
+            failure = error
+        self.together(lambda: _raise(failure), f"{name}/over")
+
+    def _without_what_is_alike(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """Drop the user's additional state from this rank's files if rank 0 writes an identical copy.
+
+        An average of the weights is as large as the model and usually identical on every rank.
+        """
+        if self.num == 1:
+            return state
+
+        def mark() -> str:
+            try:
+                return digest_of(state.get("also"))
+            except Exception:  # raised again, and shared with the other ranks, when the state is written
+                return f"of rank {self.rank} alone"
+
+        said = self._words(mark, f"{name}/also")
+        is_alike = not self.is_first and said[self.rank] == said[0]
+        return {part: each for part, each in state.items() if part != "also"} if is_alike else state
+
+    def _commit(self, parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[str, Any]) -> None:
+        said: list[str] = []
+
+        def told(folder: Path) -> None:
+            said.append(self.first(lambda: _WRITES + quoted(folder), f"{name}/where"))
+            fill(folder)
+
+        def last(commits: Callable[[], None]) -> None:
+            self.together(commits, f"{name}/commit")
+
+        try:
+            _saved(lambda: atomic_directory.write(parent, name, told, about, last))
+        finally:
+            if not said:  # the other ranks still wait for the folder's path
+                self.first(lambda: _FAILED, f"{name}/where")
+
+    def _add(self, name: str, fill: Callable[[Path], None]) -> None:
+        where = self.first(str, f"{name}/where")
+        if where == _FAILED:
+            return  # rank 0 raises the reason
+        if not where.startswith(_WRITES):
+            raise RankError("rank 0", got=repr(where), expected="the folder that all write into")
+        fill(unquoted(where.removeprefix(_WRITES)))
+        self.together(lambda: None, f"{name}/commit")
+
+    def read(self, folder: Path, saved: int) -> dict[str, Any]:
+        """Return this rank's state from a checkpoint.
+
+        A rank beyond the saved ranks uses the files of rank `self.rank % saved`, with newly derived global random
+        states. The random states from the start of the epoch are kept, because they determine the sample order. Such a
+        rank starts a new record and uses rank 0's copy of the user's additional state.
+
+        Args:
+            folder: Verified checkpoint.
+            saved: Number of ranks that wrote the checkpoint.
+        """
+        state: dict[str, Any] = read_state(folder, taken=self.verified.take(folder))
+        of = self.rank % saved
+        if of:
+            own = read_state(folder, prefix_of(of))
+            # Older checkpoints have no record per rank, and only rank 0's copy of the user's additional state.
+            state |= {"data": own["data"], "record": own.get("record")}
+            if "also" in own and self.rank < saved:
+                state["also"] = own["also"]
+            state["model"]["own"] |= own["buffers"]["own"]
+            # The number of non-persistent buffers can differ between ranks.
+            state["model"]["hidden"] = own["buffers"]["hidden"]
+        if "shards" in state:
+            state["shards"] = merged(
+                read_state(folder, prefix_of(each))["shards"] if each else state["shards"] for each in range(saved)
+            )
+        if self.rank >= saved:
+            state["record"] = None
+            here = state["data"]["here"]
+            here["random"] = derived_random_state(here["random"], self.rank)
+        return state
+
+    def own(self, state: dict[str, Any], buffers: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the part of the state written by this rank.
+
+        Rank 0 writes everything. Other ranks write their buffers, data position with random states, record, additional
+        user state and non-tensor optimizer state of their shards.
+        """
+        if self.is_first:
+            return state
+        return {"buffers": buffers()} | {name: state[name] for name in _OF_EACH if name in state}
+
+
+def found_of(found: atomic_directory.Found | None) -> str:
+    """Return rank 0's search result as JSON for the other ranks."""
+    if found is None or found.folder is None or found.manifest is None:
+        return json.dumps(None)
+    return json.dumps(to_jsonable(Saved(quoted(found.folder), said_of(found.folder, found.manifest))))
+
+
+def require_kept(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    exchange: Exchange,
+    *,
+    background: bool,
+) -> None:
+    """Raise `ValueGivenError` if the ranks' setup does not support checkpoints."""
+    expected = (
+        "one process, or ranks that share the model by a plan (zero_stage), DistributedDataParallel or fully_shard"
+    )
+    if exchange.num_ranks == 1 and exchange.has_peers:
+        raise ValueGivenError("checkpoints", got="one of several ranks that nothing joins", expected=expected)
+    if background and (exchange.num_ranks > 1 or is_sharded(model)):
+        given = "True, on several ranks or of a model in shards"
+        raise ValueGivenError("checkpoints.background", got=given, expected="False there")
+    if exchange.num_ranks == 1:
+        return
+    if (world := torch.distributed.get_world_size()) != exchange.num_ranks:
+        raise ValueGivenError(
+            "checkpoints",
+            got=f"a model that {exchange.num_ranks} of the job's {world} ranks share",
+            expected="one that all of them share: what each has of its own is known by its place in the job",
+            hint="DistributedDataParallel(model) without process_group, or a job for each part.",
+        )
+    foreign = {
+        "DeepSpeed's shards": plan.engine.value == "deepspeed",
+        "a model in FSDP1, whose shards are flat": is_flat_sharded(model),
+        "a ZeroRedundancyOptimizer": type(optimizer).__name__ == "ZeroRedundancyOptimizer",
+    }
+    for given, is_there in foreign.items():
+        if is_there:
+            raise ValueGivenError("checkpoints", got=given, expected=expected)
+
+
+def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: Exchange) -> bool:
+    """Return True if no rank holds all tensors of the run."""
+    return is_sharded(model) or (exchange.num_ranks > 1 and bool(plan.zero_stage.value))
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _saved(does: Callable[[], object]) -> None:
+    """Call `does` and convert unexpected exceptions to `SaveError`: other ranks wait for a result in any case."""
+    try:
+        does()
+    except TrimtabError:
+        raise
+    except OSError as error:
+        raise SaveError("checkpoint", got=str(error), expected="a disk that takes it") from error
+    except Exception as error:
+        given = f"{type(error).__name__}: {error}"
+        raise SaveError("checkpoint", got=given, expected="what can be written") from error

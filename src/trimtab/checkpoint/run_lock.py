@@ -1,0 +1,176 @@
+"""Lock on a run's folder, released by the kernel when the process ends for any reason."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from trimtab.core.append_only_file import sync
+from trimtab.core.errors import FormatError
+from trimtab.core.file_locks import holder_pid, in_use, is_at, lock_if_possible, try_lock
+
+NAME = "run.lock"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Process that holds a folder's lock, or held it and was killed."""
+
+    pid: int
+    host: str
+    boot_id: str
+
+    @classmethod
+    def here(cls) -> Holder:
+        """Return the current process."""
+        try:
+            boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
+        except OSError:  # not Linux
+            boot_id = ""
+        return cls(os.getpid(), socket.gethostname(), boot_id)
+
+    @classmethod
+    def said(cls, text: bytes) -> Holder | None:
+        """Return the holder recorded in a lock file, or None if the file is empty or invalid."""
+        try:
+            data = json.loads(text)
+            return cls(int(data["pid"]), f"{data['host']!s:.80}", f"{data['boot_id']!s:.40}")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Lock:
+    """Lock held by this process until `release` or the end of a `with` block. Created by `locked`.
+
+    Attributes:
+        recovered: Previous holder if killed; None if the lock was released.
+    """
+
+    def __init__(self, descriptor: int, folder: int, recovered: Holder | None) -> None:
+        self._descriptor: int | None = descriptor
+        self._folder = folder
+        self.recovered = recovered
+        _forget_in_children()
+        _LOCKS.add(self)
+
+    def release(self) -> None:
+        """Release the lock. The lock file stays, because another process may already have locked it.
+
+        If the disk rejects the write, the file still names this process, as after a kill.
+        """
+        if self._descriptor is not None:
+            try:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, 0)
+            finally:
+                self.forget()
+
+    def forget(self) -> None:
+        """Close both descriptors. Forked children call this: their copies would prolong the lock beyond the parent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            os.close(self._folder)
+            self._descriptor = None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+def opened(folder: Path, field: str = "checkpoints.folder") -> Lock:
+    """Create a run's folder if necessary and return its lock.
+
+    Args:
+        folder: Folder of the run.
+        field: Name of the argument, for errors.
+
+    Raises:
+        FormatError: The folder cannot be created or written, or its file system has no locks.
+        InUseError: Another run holds the lock.
+    """
+    try:
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        if missing:
+            folder.mkdir(parents=True, exist_ok=True)  # another run may create it at the same time; the lock decides
+        for each in missing:
+            sync(each.parent)  # without the sync, a power failure could remove the folder with its contents
+        return locked(folder)
+    except OSError as error:
+        given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
+        raise FormatError(field, got=given, expected=expected) from None
+
+
+def locked(folder: Path) -> Lock:
+    """Lock a folder for this process.
+
+    Both the folder and a lock file with the holder's name are locked, so deleting the file does not release the lock.
+
+    Raises:
+        InUseError: Another run holds the lock, in this process or another.
+        FormatError: The file system has no locks.
+        OSError: The folder is not writable.
+    """
+    whole = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor, holder = _locked_file(folder, whole)
+    except BaseException:
+        os.close(whole)
+        raise
+    return Lock(descriptor, whole, holder)
+
+
+def _locked_file(folder: Path, whole: int) -> tuple[int, Holder | None]:
+    """Return the descriptor of the locked file, and the previous holder if it was killed."""
+    is_free = lock_if_possible(whole)  # some file systems can lock files but not folders
+    while True:
+        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            holder = _taken(folder, descriptor, is_free=is_free, whole=whole)
+            if is_at(descriptor, folder / NAME):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(asdict(Holder.here())).encode(), 0)
+                return descriptor, holder
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the file was deleted or replaced between open and lock
+
+
+def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> Holder | None:
+    """Lock an open file and return the previous holder if it was killed."""
+    try:
+        is_free = try_lock(descriptor) and is_free
+    except OSError as error:
+        given = f"a file system that has no locks ({error.strerror})"
+        hint = "Choose a folder on a disk of this machine."
+        raise FormatError(str(folder), got=given, expected="one run a folder", hint=hint) from None
+    holder = Holder.said(os.pread(descriptor, 1000, 0))
+    if not is_free:
+        pid = holder.pid if holder is not None else holder_pid(whole)
+        raise in_use(folder, pid, "" if holder is None else str(holder))
+    return holder
+
+
+_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+@functools.cache  # once, but not at import
+def _forget_in_children() -> None:
+    def forget() -> None:
+        for lock in _LOCKS:
+            lock.forget()
+
+    os.register_at_fork(after_in_child=forget)

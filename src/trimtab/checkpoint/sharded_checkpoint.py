@@ -1,0 +1,242 @@
+"""Sharded checkpoints: each rank writes and reads its own shards with torch's distributed checkpoint, as safetensors.
+
+The files hold tensor data and offsets, and no executable content. A different number of ranks can load them: each rank
+reads its own part from all files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.checkpoint import shard_files
+from trimtab.checkpoint.train_state import ModelState, keep_types
+from trimtab.core.errors import FormatError, ModelError, OptimizerError
+from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.measure.sharded_norms import is_sharded_itself
+from trimtab.runtime.memory_format import align_state
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+# Entries of a rank's shard state that are merged across ranks.
+MERGED = ("members", "others")
+
+
+class WithoutParameters(ModelState):
+    """State of a model without parameters, which are stored as shards."""
+
+    def _own(self) -> dict[str, Any]:
+        # `state_dict` of a wrapper may use other names than `named_parameters`.
+        whole = self._model.state_dict(keep_vars=True)
+        # Read afterwards, because `state_dict` reshards an FSDP model.
+        parameters = {id(parameter) for parameter in self._model.parameters()}
+        return {name: value for name, value in whole.items() if id(value) not in parameters}
+
+    def _put(self, own: Mapping[str, Any]) -> None:
+        self._model.load_state_dict(own, strict=False)
+
+
+class Shards(Part):
+    """Sharded parameters, and the optimizer state of the parameters stepped by this rank.
+
+    `state_dict()` returns the rest of the optimizer: group options, the group of each parameter, and state entries that
+    are not tensors. Tensors are read from `folder`.
+
+    Args:
+        model: Sharded model.
+        optimizer: Optimizer of this rank.
+        folder: Checkpoint to read from.
+        every: Optimizer with the groups of all parameters, if this rank steps only some of them (ZeRO-1).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        folder: Path | None = None,
+        every: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._folder, self._every = model, optimizer, folder, every or optimizer
+
+    def at(self, folder: Path, every: torch.optim.Optimizer) -> Shards:
+        """Return a copy that reads from `folder`."""
+        return Shards(self._model, self._optimizer, folder, every)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's non-tensor state and the names of its tensors.
+
+        Raises:
+            FormatError: A state tensor is sharded differently from its parameter, so ranks would overwrite values.
+            OptimizerError: The optimizer steps a parameter that does not belong to the model.
+        """
+        self._settle()
+        groups = [_options(group) for group in self._optimizer.state_dict()["param_groups"]]
+        members, others = {}, {}
+        for index, name, parameter in self._stepped(self._optimizer):
+            state = self._optimizer.state.get(parameter, {})
+            tensors = [key for key, value in state.items() if isinstance(value, Tensor)]
+            for key in tensors:
+                _require_apart(name, key, state[key], parameter)
+            members[name] = {"group": index, "tensors": tensors}
+            if kept := {key: value for key, value in state.items() if key not in tensors}:
+                others[name] = kept
+        return {"groups": groups, "members": members, "others": others}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and optimizer state tensors to write, by name; unsharded tensors are made contiguous.
+
+        Raises:
+            FormatError: A dtype is not supported by sharded files.
+        """
+        self._settle()
+        found = self._parameters()
+        for _, name, parameter in self._stepped(self._optimizer):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[_key(name, key)] = value.detach()
+        found = {name: value if _is_cut(value) else value.contiguous() for name, value in found.items()}
+        shard_files.require_writable(found)
+        return found
+
+    def loading(self, state: Any) -> Load:
+        """Return a function that loads this rank's shards in place and restores the optimizer.
+
+        Raises:
+            ModelError, OptimizerError: Names, shapes, dtypes or groups differ from the run's.
+            FormatError: The sharded files are invalid or incomplete.
+        """
+        require_keys("state.shards", state, ("groups", *MERGED))
+        self._require_groups(state["groups"], state["members"])
+        assert self._folder is not None
+        folder, saved, parameters = self._folder, shard_files.written(self._folder), self._parameters()
+        _require_alike(saved, parameters)
+        stepped = [(name, parameter) for _, name, parameter in self._stepped(self._optimizer)]
+        rooms = {
+            name: {key: _room_like(parameter, _found(saved, name, key)) for key in state["members"][name]["tensors"]}
+            for name, parameter in stepped
+        }
+
+        def load() -> None:
+            flat = {_key(name, key): room for name, found in rooms.items() for key, room in found.items()}
+            shard_files.read(folder, parameters | flat)
+            whole = {i: rooms[name] | state["others"].get(name, {}) for i, (name, _) in enumerate(stepped)}
+            whole = {index: found for index, found in whole.items() if found}
+            packed = self._optimizer.state_dict()["param_groups"]
+            options = [own | dict(then) for own, then in zip(packed, state["groups"], strict=True)]
+            self._optimizer.load_state_dict({"state": whole, "param_groups": options})
+            keep_types(self._optimizer, whole)
+            align_state(self._optimizer)
+
+        return load
+
+    def _require_groups(self, groups: Any, members: Mapping[str, Any]) -> None:
+        expected = "the groups of parameters that the run was saved with"
+        if len(groups) != (number := len(self._optimizer.param_groups)):
+            given = f"{number} groups of parameters"
+            raise OptimizerError("optimizer", got=given, expected=f"{len(groups)}, as the run was saved with")
+        now = {name: index for index, name, _ in self._stepped(self._every)}
+        for name in sorted(now.keys() | members.keys()):
+            if name not in now or name not in members:
+                whose = "the checkpoint" if name in members else "the optimizer"
+                raise OptimizerError("optimizer", got=f"{name} in {whose} alone", expected=expected)
+            if now[name] != members[name]["group"]:
+                given = f"{name} in group {now[name]}, not {members[name]['group']}"
+                raise OptimizerError("optimizer", got=given, expected=expected)
+
+    def _settle(self) -> None:
+        """Reshard all parameters: an evaluation may have left some FSDP modules unsharded."""
+        for module in self._model.modules():
+            reshard: Any = getattr(module, "reshard", None)
+            if is_sharded_itself(module) and reshard is not None:
+                reshard()
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {f"{_MODEL}.{name}": parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield (group index, name, parameter) of an optimizer's parameters in order."""
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in names:
+                    given = "a parameter that is not the model's"
+                    raise OptimizerError("optimizer", got=given, expected="the model's parameters alone")
+                yield index, names[parameter], parameter
+
+
+def merged(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the shard state of all ranks.
+
+    Raises:
+        FormatError: Two ranks disagree about a parameter.
+    """
+    first = {key: dict(value) if key in MERGED else value for key, value in next(parts).items()}
+    for part in parts:
+        for name, said in part["members"].items():
+            if first["members"].setdefault(name, said) != said:
+                given, expected = f"ranks that differ about {name}", "one state of a parameter"
+                raise FormatError("state.shards", got=given, expected=expected)
+        first["others"] |= part["others"]
+    return first
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _key(name: str, key: Any) -> str:
+    return f"{_OPTIMIZER}.{name}:{key}"
+
+
+def _is_cut(value: Tensor) -> bool:
+    return hasattr(value, "placements")
+
+
+def _require_apart(name: str, key: Any, value: Tensor, parameter: Tensor) -> None:
+    """Raise `FormatError` for optimizer state that ranks would overwrite or could not restore exactly."""
+    if type(key) is not str:
+        given, expected = f"{key!r} in the optimizer's state of {name}", "texts as keys"
+        raise FormatError("optimizer", got=given, expected=expected)
+    if not _is_cut(parameter) or value.dim() == 0:
+        return
+    if not _is_cut(value) or value.shape != parameter.shape or value.placements != parameter.placements:  # type: ignore[attr-defined]
+        raise FormatError(
+            "optimizer",
+            got=f"{key} of {name}, a state of shape {tuple(value.shape)} that is not cut as its parameter",
+            expected="an optimizer whose state has an element for each of a parameter, as Adam's and SGD's",
+            hint="Share the model at stage 1, where every parameter's state is whole.",
+        )
+
+
+def _found(saved: Mapping[str, Any], name: str, key: str) -> Any:
+    if (found := saved.get(_key(name, key))) is None:
+        raise FormatError("state.shards", got=f"no {key} of {name}", expected="the state that the checkpoint names")
+    return found
+
+
+def _room_like(parameter: Tensor, saved: Any) -> Tensor:
+    """Return an empty tensor for saved values: sharded like the parameter if the shapes agree, else unsharded."""
+    size, kind = saved.size, saved.properties.dtype
+    if size == parameter.shape and len(size):
+        return torch.empty_like(parameter.detach(), dtype=kind)
+    return torch.empty(size, dtype=kind)
+
+
+def _require_alike(saved: Mapping[str, Any], now: Mapping[str, Tensor]) -> None:
+    then = {name: each for name, each in saved.items() if name.startswith(f"{_MODEL}.")}
+    if apart := sorted(then.keys() ^ now.keys()):
+        where = "the checkpoint" if apart[0] in then else "the model"
+        given = f"{apart[0].removeprefix('model.')} in {where} alone"
+        raise ModelError("model", got=given, expected="the model that the run was saved with")
+    for name, each in then.items():
+        kinds = [_kind(each.properties.dtype, each.size), _kind(now[name].dtype, now[name].shape)]
+        if kinds[0] != kinds[1]:
+            expected = f"{kinds[0]}, as the run was saved with"
+            raise ModelError(f"model: {name.removeprefix('model.')}", got=kinds[1], expected=expected)
+
+
+def _kind(dtype: torch.dtype, size: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(size)}"

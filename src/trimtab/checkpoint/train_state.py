@@ -1,0 +1,177 @@
+"""State of the model, the optimizer and the user's additional objects.
+
+Saved between two windows, when no gradients are held. Loading validates a state completely before any change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.checkpoint.non_persistent_buffers import hidden_of, loading_hidden, made_anew
+from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
+from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.runtime.memory_format import align_state
+
+_HIDDEN = "hidden"  # non-persistent buffers, absent from state_dict() but used in training
+
+
+class ModelState(Part):
+    """State of a model: `state_dict()` and non-persistent buffers.
+
+    Args:
+        model: Model to save.
+        name: Name of the part, for errors.
+    """
+
+    def __init__(self, model: nn.Module, name: str = "model") -> None:
+        self._model, self._name = model, name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return references to the tensors, not copies."""
+        own = {name: _detached(value) for name, value in self._own().items()}
+        return {"own": own, _HIDDEN: hidden_of(self._model)}
+
+    def buffers(self) -> dict[str, Any]:
+        """Return the buffers only, which differ between replicas."""
+        named, known = dict(self._model.named_buffers(remove_duplicate=False)), self._model.state_dict().keys()
+        own = {name: value.detach() for name, value in named.items() if name in known}
+        return {"own": own, _HIDDEN: hidden_of(self._model)}
+
+    def made_anew(self, state: Mapping[str, Any]) -> list[str]:
+        """Return the names of non-persistent buffers with a different shape, which `loading` replaces."""
+        return made_anew(self._model, state[_HIDDEN])
+
+    def _own(self) -> dict[str, Any]:
+        return self._model.state_dict()
+
+    def _put(self, own: Mapping[str, Any]) -> None:
+        self._model.load_state_dict(own)
+
+    def loading(self, state: Any) -> Load:
+        """Return a function that copies the values into the existing tensors.
+
+        Non-persistent buffers of another shape are replaced: caches may have grown or appeared since.
+
+        Raises:
+            ModelError: Names, shapes or dtypes differ from the model's.
+        """
+        require_keys(f"state.{self._name}", state, ("own", _HIDDEN))
+        _require_alike(self._name, state["own"], self._own())
+        load_hidden = loading_hidden(self._model, state[_HIDDEN])
+
+        def load() -> None:
+            self._put(state["own"])
+            load_hidden()
+
+        return load
+
+
+class OptimizerState(Part):
+    """Parameter groups and state of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's `state_dict()`."""
+        return self._optimizer.state_dict()
+
+    def loading(self, state: Any) -> Load:
+        """Return a function that restores the optimizer.
+
+        Raises:
+            OptimizerError: The parameter groups differ in size.
+        """
+        require_keys("state.optimizer", state, ("state", "param_groups"))
+        now = [len(group["params"]) for group in self._optimizer.param_groups]
+        then = [len(group["params"]) for group in state["param_groups"]]
+        if now != then:
+            given, expected = f"groups of {now} parameters", f"those of {then}, as the run was saved with"
+            raise OptimizerError("optimizer", got=given, expected=expected)
+
+        def load() -> None:
+            self._optimizer.load_state_dict(state)
+            keep_types(self._optimizer, state["state"])
+            align_state(self._optimizer)
+
+        return load
+
+
+def keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    """Restore the dtypes of loaded optimizer state: torch casts it to the parameter's dtype when loading."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in saved.items():
+        own = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].dtype != value.dtype:
+                own[name] = value.to(own[name].device, copy=True)
+
+
+class Given(Part):
+    """Additional user objects with `state_dict` and `load_state_dict`, such as a scheduler.
+
+    Raises:
+        ValueGivenError: An object lacks `state_dict` or `load_state_dict`.
+    """
+
+    def __init__(self, things: Mapping[str, Any]) -> None:
+        for name, thing in things.items():
+            if not all(callable(getattr(thing, verb, None)) for verb in ("state_dict", "load_state_dict")):
+                expected = "something with state_dict() and load_state_dict()"
+                raise ValueGivenError(f"checkpoints.also[{name!r}]", got=type(thing).__name__, expected=expected)
+        self._things = dict(things)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the `state_dict()` of each object by name."""
+        return {name: thing.state_dict() for name, thing in self._things.items()}
+
+    def early_state(self) -> dict[str, Any]:
+        """Return the states available before the first window.
+
+        Iterables are skipped, because `state_dict()` of a data loader might start an epoch.
+        """
+        said = {}
+        for name, thing in self._things.items():
+            if not hasattr(thing, "__iter__"):
+                with contextlib.suppress(Exception):  # an object created by the first step is queried at the save
+                    said[name] = thing.state_dict()
+        return said
+
+    def loading(self, state: Any) -> Load:
+        """Return a function that loads each object's state. The objects validate their own states."""
+        require_keys("state.also", state, self._things)
+
+        def load() -> None:
+            for name, thing in self._things.items():
+                thing.load_state_dict(state[name])
+
+        return load
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _require_alike(what: str, saved: Any, now: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping):
+        raise FormatError(f"state.{what}", got=f"a {type(saved).__name__}", expected="a mapping")
+    if apart := sorted(saved.keys() ^ now.keys()):
+        where = "the checkpoint" if apart[0] in saved else "the model"
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        given = f"{apart[0]}{more} in {where} alone"
+        raise ModelError(what, got=given, expected="the model that the run was saved with")
+    for name, value in saved.items():
+        if _kind(value) != _kind(now[name]):
+            given, expected = f"{_kind(now[name])}", f"{_kind(value)}, as the run was saved with"
+            raise ModelError(f"{what}: {name}", got=given, expected=expected)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"

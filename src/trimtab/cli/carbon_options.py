@@ -1,0 +1,79 @@
+"""Options for carbon-aware training, validated before any measurement."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimtab.core.errors import ValueGivenError
+
+if TYPE_CHECKING:
+    from trimtab.experiments.train_command import CleanHours
+
+WhenClean = Annotated[
+    str | None,
+    typer.Option(
+        help="train at low carbon intensity by this forecast: a CSV file (time, g_per_kwh), great-britain, "
+        "electricity-maps:ZONE or watttime:REGION"
+    ),
+]
+By = Annotated[str | None, typer.Option(help="deadline: 2026-03-02T06:00+01:00, or 36h from now")]
+Pauses = Annotated[
+    str | None, typer.Option(help="allow pauses; time lost per pause, such as 90s or 10min (needs --checkpoints)")
+]
+Takes = Annotated[
+    str | None, typer.Option(help="duration of the whole run, such as 5h; default: from the plan's step time")
+]
+IdleWatts = Annotated[float | None, typer.Option(min=0, help="power of held devices while waiting")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the schedule and exit")]
+
+
+def clean_hours(
+    source: str | None,
+    kind: str | None,
+    by: str | None,
+    *,
+    pauses: str | None,
+    takes: str | None,
+    watts: float | None,
+    idle_watts: float | None,
+    is_dry: bool,
+    is_kept: bool,
+    num_ranks: int,
+) -> CleanHours | None:
+    """Return the settings of `--when-clean` and its related options; None for an immediate start.
+
+    Raises:
+        ValueGivenError: An option is invalid, or lacks a required option.
+    """
+    from trimtab.core.datetimes import parse_duration, parse_moment
+    from trimtab.experiments.carbon_aware_training import Wish
+    from trimtab.experiments.train_command import CleanHours
+    from trimtab.integrations.carbon_services import source_named
+
+    beside = {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": is_dry or None}
+    if source is None:
+        _refuse_alone(beside)
+        return None
+    if by is None:
+        raise ValueGivenError("--by", got="nothing", expected="when the run is to be done: 36h, or a moment")
+    _require_what_they_need(num_ranks, pauses, is_kept=is_kept)
+    pause_s = None if pauses is None else parse_duration("--pauses", pauses)
+    takes_s = None if takes is None else parse_duration("--takes", takes)
+    wish = Wish(source_named(source, kind), parse_moment("--by", by, time.time()))
+    return CleanHours(wish, pause_s, takes_s, watts, idle_watts, is_dry)
+
+
+def _refuse_alone(beside: dict[str, Any]) -> None:
+    if alone := [name for name, given in beside.items() if given is not None]:
+        raise ValueGivenError(alone[0], got="it alone", expected="--when-clean beside it")
+
+
+def _require_what_they_need(num_ranks: int, pauses: str | None, *, is_kept: bool) -> None:
+    if num_ranks > 1:
+        hint = "Ask with --dry-run in one process, and start the job then."
+        raise ValueGivenError("--when-clean", got=f"{num_ranks} ranks", expected="one process", hint=hint)
+    if pauses is not None and not is_kept:
+        raise ValueGivenError("--pauses", got="no --checkpoints", expected="a folder that the run is kept in")

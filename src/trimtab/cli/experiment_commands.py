@@ -1,0 +1,270 @@
+"""Commands for experiments: compare, ablate, phases, scale, and report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.options import (
+    TRAINED,
+    EnergyWatts,
+    Json,
+    Memory,
+    PlanFile,
+    Ranks,
+    TaskName,
+    adaptation,
+    refuse_adapt,
+    refuse_memory,
+    require_folder,
+)
+from trimtab.cli.output import print_json, print_text, show_gains, write_and_show, write_and_show_evaluation
+from trimtab.core.errors import ValueGivenError
+from trimtab.experiments.progress_bar import ProgressBar
+
+
+def compare(
+    task: TaskName,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="paired runs, each with its own seed: 5 for a verdict, 8 for a claim")
+    ] = 5,
+    whole: Annotated[
+        int | None, typer.Option(min=0, help="pairs that train for the whole budget; the rest only times steps")
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="first impression in two minutes: throughput and memory of the equivalent plan"),
+    ] = False,
+    adapt: Annotated[
+        str | None,
+        typer.Option(
+            help=f"tuned settings, separated by commas: {', '.join(TRAINED)}, batch, or none (default: learning-rate)"
+        ),
+    ] = None,
+    peers: Annotated[
+        bool | None, typer.Option("--peers/--no-peers", help="also run the paper's and the hand-tuned recipe (default)")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="recipes, separated by commas: paper (P1), strong (P2), muon (P3), strict (P0 without TF32)"),
+    ] = None,
+    cap: Annotated[float, typer.Option(help="limit on the training seconds of each arm")] = float("inf"),
+    reference_cap: Annotated[float | None, typer.Option(help="separate limit for the baseline, if longer")] = None,
+    memory: Memory = None,
+    plan_file: PlanFile = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison continues there")] = None,
+    ranks: Ranks = 1,
+    energy_watts: EnergyWatts = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the baseline loop with the plan in paired runs, and report the gain."""
+    import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
+    from trimtab.experiments.comparison.compare_command import Asked, compared
+
+    if plan_file is not None:
+        refuse_adapt(adapt, "--plan")
+    freed = None if adapt is None else adaptation(adapt)
+    if memory is not None and "batch" in (freed or ()):
+        given, expected = f"{adapt} with --memory", "one of the two: tier S would be held to windows of two batches"
+        raise ValueGivenError("--adapt", got=given, expected=expected)
+    named = None if against is None else tuple(name.strip() for name in against.split(","))
+    asked = Asked(
+        task,
+        pairs=pairs,
+        whole=whole,
+        quick=quick,
+        adapt=freed,
+        peers=peers,
+        cap_s=cap,
+        memory=memory,
+        plan=plan_file,
+        out=out,
+        ranks=ranks,
+        energy_watts=energy_watts,
+        against=named,
+        reference_cap_s=reference_cap,
+    )
+    found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
+    if found is not None:
+        write_and_show(found, asked.folder, as_json=as_json)
+
+
+def ablate(
+    task: TaskName,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="paired runs, each with its own seed: 5 for a verdict, 8 for a claim")
+    ] = 5,
+    whole: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="seeds that train for the whole budget, for quality (default: all); 0: only time steps"
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="first impression in two minutes: throughput and memory")
+    ] = False,
+    pairwise: Annotated[bool, typer.Option("--pairwise", help="also run each pair of changes")] = False,
+    adapt: Annotated[str | None, typer.Option(help="learning-rate: also tune learning rate and schedule")] = None,
+    cap: Annotated[float, typer.Option(help="limit on the training seconds of each arm")] = float("inf"),
+    memory: Memory = None,
+    plan_file: PlanFile = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted ablation continues there")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure each change of a plan alone, by adding it to the baseline and by removing it from the plan."""
+    import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
+    from trimtab.core.objective import Budget
+    from trimtab.core.plan import Plan
+    from trimtab.core.serialization import read_json
+    from trimtab.experiments.ablation.ablate import AblateSettings
+    from trimtab.experiments.ablation.ablate import ablate as run
+    from trimtab.experiments.output_folder import folder_of
+    from trimtab.tasks import load_task
+
+    if plan_file is not None:
+        refuse_adapt(adapt, "--plan")
+        refuse_memory(memory)
+    adapts = adaptation(adapt, ("learning-rate",)) != ()
+    settings = AblateSettings(
+        num_seeds=seeds,
+        whole_seeds=0 if quick and whole is None else whole,
+        quick=quick,
+        adapt=adapts,
+        pairwise=pairwise,
+        cap_s=cap,
+    )
+    limits, folder = Budget(memory), folder_of("ablate", task, out)
+    plan = None if plan_file is None else read_json(Plan, plan_file)
+    command = shlex.join(["trimtab", *sys.argv[1:]])
+    with ProgressBar() as progress:
+        found = run(load_task(task), folder, settings, command=command, budget=limits, plan=plan, progress=progress)
+    write_and_show(found, folder, as_json=as_json)
+
+
+def scale(
+    task: TaskName,
+    ranks: Annotated[str | None, typer.Option(help="numbers of processes on this machine, such as 1,2,4")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="jobs per number of ranks: 5 for a verdict")] = None,
+    scaling: Annotated[
+        str | None,
+        typer.Option(help="weak (constant batch size per rank), strong (constant global batch size), or weak,strong"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="first impression: two short rounds of weak scaling")] = False,
+    adapt: Annotated[str | None, typer.Option(help="batch: also a plan with an adaptive batch size")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="hard limit on the memory of each rank, for the choice of the ZeRO stage")
+    ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="JSON file of a plan to run on each number of ranks")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted table continues there")] = None,
+    job: Annotated[int | None, typer.Option(hidden=True, help="run a single job on the present ranks")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure baseline and plan on several numbers of ranks; under a launcher, run a single job on its ranks."""
+    from trimtab.core.objective import Budget
+    from trimtab.core.plan import Plan
+    from trimtab.core.serialization import read_json
+    from trimtab.experiments.output_folder import folder_of
+    from trimtab.experiments.scaling.scale import ScaleSettings, numbers
+    from trimtab.experiments.scaling.scale_command import run_scale
+    from trimtab.experiments.scaling.scaling_bench import JobSettings
+
+    frees = adaptation(adapt, ("batch",)) != ()
+    if plan_file is not None:
+        refuse_memory(memory)
+    if frees and (plan_file is not None or memory is not None):
+        given = f"{adapt} with {'--memory' if plan_file is None else '--plan'}"
+        raise ValueGivenError("--adapt", got=given, expected="one of the two: a batch is freed on replicas")
+    plan = None if plan_file is None else read_json(Plan, plan_file)
+    modes = tuple(part.strip() for part in (scaling or ("weak" if quick else "weak,strong")).split(","))
+    blocks, block_s = (2, 0.2) if quick else (JobSettings.blocks, JobSettings.block_s)
+    asked = JobSettings(modes, blocks, block_s, frees_batch=frees, budget=Budget(memory), plan=plan)
+    settings = ScaleSettings(numbers(ranks or "1,2"), rounds or (2 if quick else 5), asked)
+    which = [name for name, given in (("--ranks", ranks), ("--rounds", rounds)) if given is not None]
+    folder = folder_of("scale", task, out)
+    with ProgressBar() as progress:
+        found = run_scale(task, folder, settings, job, progress, which)
+    if found is not None:
+        print_json(found.as_benchmark()) if as_json else print_text(f"{found.text}\n\nreport: {found.path}")
+
+
+def phases(
+    sources: Annotated[
+        list[str],
+        typer.Argument(help="tasks to measure, or folders of comparisons and files of --out to show side by side"),
+    ],
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="rounds per loop; default: 8, or fewer within two minutes")
+    ] = None,
+    memory: Memory = None,
+    plan_file: PlanFile = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the result as JSON")] = None,
+    ranks: Ranks = 1,
+    as_json: Json = False,
+) -> None:
+    """Measure the time of each phase of a step, without and with the plan, and the bottleneck of the remaining time."""
+    from trimtab.core.serialization import to_json, write_result
+    from trimtab.experiments.comparison.gain_rows import phase_object
+    from trimtab.experiments.phases_command import Asked, phases_of
+
+    require_folder(out)
+    found = phases_of(Asked(tuple(sources), memory, plan_file, rounds, ranks))
+    if found is None:
+        return
+    try:
+        if out is not None:
+            write_result(out, to_json(found, indent=1))
+    finally:
+        print_json(phase_object(found.gains, found.thirds)) if as_json else show_gains(found)
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="folders or files of compare, ablate, scale or phases, or records (.jsonl)"),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="folder; default: the folder of a single run, or runs/report")
+    ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="for a single run, also write the page with the paper's claims")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Combine several runs in a report, next to the paper's claims; with a single run, rewrite its report."""
+    from trimtab.experiments.evaluation.files import has_own_report, read_runs
+    from trimtab.experiments.output_folder import folder_of
+    from trimtab.experiments.report import read_report
+
+    if out is not None:
+        folder_of("report", "", out)
+    if paper or len(runs) > 1 or not has_own_report(runs[0]):
+        command = shlex.join(["trimtab", *sys.argv[1:]])
+        write_and_show_evaluation(read_runs(runs), out or Path("runs") / "report", command, as_json=as_json)
+        return
+    (source,) = runs
+    if source.suffix == ".jsonl":
+        _write_run_page(source, out or source.parent, as_json=as_json)
+        return
+    path = source / "report.json" if source.is_dir() else source
+    found = read_report(path)
+    folder = out or path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    write_and_show(found, folder, as_json=as_json)
+
+
+def _write_run_page(source: Path, folder: Path, *, as_json: bool) -> None:
+    from trimtab.core.record_summary import read_summary
+    from trimtab.core.serialization import write_whole
+    from trimtab.experiments.report.run_page import run_page
+
+    page = run_page(read_summary(source))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{source.stem}.html"
+    write_whole(path, page)
+    print_json({"html": str(path)}) if as_json else print_text(f"Report: {path}")

@@ -1,0 +1,38 @@
+"""Command `init`."""
+
+from __future__ import annotations
+
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.output import print_text
+from trimtab.core.errors import FormatError
+
+_NAME = "my_task.py"
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="new Python file for your task")] = Path(_NAME),
+) -> None:
+    """Write a working task file, with three parts to replace by your own code."""
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise FormatError("init", got=str(file), expected="a name such as my_task.py")
+    if not file.parent.is_dir():
+        raise FormatError("init", got=f"{file}, whose folder does not exist", expected="a file in one that does")
+    import trimtab.tasks
+
+    called = shlex.quote(f"{file.as_posix()}:task")
+    text = Path(trimtab.tasks.__file__).with_name("starter.py").read_text(encoding="utf-8")
+    try:
+        with file.open("x", encoding="utf-8") as written:
+            written.write(text.replace(f"{_NAME}:task", called).replace('name="my_task"', f'name="{file.stem}"'))
+    except FileExistsError:
+        raise FormatError("init", got=f"{file}, which exists", expected="a new file") from None
+    print_text(f"{file}: edit its parts 1 to 3, then")
+    if find_spec("matplotlib") is None:
+        print_text("  pip install 'trimtab[report]'   # draws the report's figures")
+    print_text(f"  trimtab compare {called} --quick")

@@ -1,0 +1,167 @@
+"""Commands without training: doctor, profile, plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.cli.options import (
+    Adapt,
+    EnergyWatts,
+    EnergyWeight,
+    Json,
+    Memory,
+    StepTime,
+    TaskName,
+    Weight,
+    WithoutMeter,
+    adaptation,
+    refuse_adapt,
+    require_folder,
+)
+from trimtab.cli.output import print_json, print_text, say
+from trimtab.core.errors import ValueGivenError
+from trimtab.experiments.progress_bar import ProgressBar
+
+
+def doctor(as_json: Json = False) -> None:
+    """Check the devices, libraries and meters of this machine, and print installation hints for missing parts."""
+    from trimtab.experiments.doctor import examine
+
+    findings = examine()
+    if as_json:
+        print_json({"schema": 1, "name": "doctor", "rows": [vars(f) for f in findings]})
+        return
+    for finding in findings:
+        print_text(f"{'ok' if finding.ok else '--'}  {finding.name:<22} {finding.detail}")
+
+
+def profile(
+    task: TaskName,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the profile as JSON")] = None,
+    memory: Memory = None,
+    step_time: StepTime = None,
+    memory_weight: Weight = 0.0,
+    energy_weight: EnergyWeight = 0.0,
+    energy_watts: EnergyWatts = None,
+    without_meter: WithoutMeter = "refuse",
+    as_json: Json = False,
+) -> None:
+    """Measure a task's training loop and the candidate settings for it."""
+
+    from trimtab.api import Metering
+    from trimtab.core.objective import Budget, Objective
+    from trimtab.core.serialization import to_json, write_result
+    from trimtab.experiments.profile_text import profile_text
+    from trimtab.experiments.task_plans import make_plans
+    from trimtab.tasks import load_task
+    from trimtab.tasks.placement import device_here
+
+    require_folder(out)
+    with ProgressBar() as progress:
+        loaded = load_task(task)
+        plans = make_plans(
+            loaded,
+            loaded.load_data(),
+            device_here(),
+            adapt=(),
+            strong=False,
+            budget=Budget(memory, step_time),
+            objective=Objective(1.0, memory_weight, energy_weight),
+            traces=True,
+            metering=Metering(energy_watts, without=without_meter),
+            progress=progress,
+        )
+    found = plans.profiles["S"]
+    try:
+        if out is not None:
+            write_result(out, to_json(found, indent=1))
+    finally:  # a full disk must not prevent printing, nor a closed pipe writing
+        print_json(found) if as_json else print_text(profile_text(found))
+
+
+def plan(
+    task: Annotated[str, typer.Argument(help="task, or profile from `trimtab profile TASK -o FILE.json`")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the plan as JSON")] = None,
+    memory: Memory = None,
+    step_time: StepTime = None,
+    memory_weight: Weight = 0.0,
+    energy_weight: EnergyWeight = 0.0,
+    energy_watts: EnergyWatts = None,
+    without_meter: WithoutMeter = "refuse",
+    device: Annotated[
+        str | None, typer.Option(help="plan for another device, such as 'H100 SXM', by prediction")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="plan for this number of ranks, by prediction")] = 1,
+    link: Annotated[
+        str | None,
+        typer.Option(help="link between ranks: nvlink, ib, ethernet, ib:HDR, or nodes: 8 x nvlink + ib"),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="sharding backend: torch, deepspeed")] = "torch",
+    adapt: Adapt = None,
+    explain: Annotated[bool, typer.Option("--explain", help="print all combinations and trials")] = False,
+    as_json: Json = False,
+) -> None:
+    """Choose settings for a task and explain the choices."""
+    from trimtab.core.objective import Budget, Objective
+    from trimtab.core.serialization import to_json, write_result
+    from trimtab.experiments.plan_source import decided
+
+    require_folder(out)
+    if explain and as_json:
+        raise ValueGivenError("--explain", got="with --json", expected="the one or the other: a page is no JSON")
+    if task.endswith(".json") or device is not None:
+        refuse_adapt(adapt, task if task.endswith(".json") else "--device")
+    limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight, energy_weight)
+    is_here = not task.endswith(".json") and device is None and ranks == 1
+    if not is_here and (energy_watts is not None or without_meter != "refuse"):
+        expected = "a task on this machine, where energy is counted or estimated"
+        raise ValueGivenError("--energy-watts, --without-meter", got="a plan for elsewhere", expected=expected)
+    if ranks > 1 or link is not None or engine != "torch":
+        asked = {"ranks": ranks, "link": link, "engine": engine, "device": device}
+        _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
+        return
+    wanted = adaptation(adapt)
+    how: dict[str, Any] = {"device": device, "adapt": wanted}
+    if is_here:
+        from trimtab.api import Metering  # imports torch, which planning from a recorded profile does not need
+
+        how["metering"] = Metering(energy_watts, without=without_meter)
+    with ProgressBar() as progress:
+        found = decided(task, limits, weights, progress=progress, **how)
+    try:
+        if out is not None:
+            write_result(out, to_json(found.plan, indent=1))
+    finally:
+        print_json(found.plan) if as_json else print_text(found.explained() if explain else str(found.plan))
+
+
+def _plan_ranks(
+    task: str,
+    options: dict[str, Any],
+    adapt: str | None,
+    limits: Any,
+    weights: Any,
+    out: Path | None,
+    *,
+    as_json: bool,
+    explain: bool,
+) -> None:
+    from trimtab.experiments.rank_plan_output import RanksAsked, rank_page, said
+
+    asked = RanksAsked(**options)
+    if task.endswith(".json") or explain:
+        raise ValueGivenError("--ranks", got=f"{task}, --explain" if explain else task, expected="a task alone")
+    refuse_adapt(adapt, "--ranks")
+    with ProgressBar() as progress:
+        found = rank_page(task, asked, budget=limits, objective=weights, progress=progress)
+    beside = found.beside(out)
+    try:
+        if out is not None:
+            found.write(out)
+    finally:
+        print_json(found.plan) if as_json else print_text(found.text(beside))
+    if as_json and beside is not None:
+        say(said(beside))

@@ -1,0 +1,133 @@
+"""Conversion of a single-process plan to several ranks: gradient communication, chosen by the measured link."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trimtab.core.interconnect import Calibration
+from trimtab.core.parallelism import Parallelism, StepShape
+from trimtab.core.plan import Choice, Plan, Rejected, Scalar
+from trimtab.core.remove_cuda_graphs import without_graphs
+from trimtab.core.sharding_settings import KEPT
+from trimtab.core.units import format_bytes, format_seconds
+from trimtab.decide.communication_cost import WindowCost, window_s
+from trimtab.decide.communication_overlap import bucket_sizes
+
+# Bucket sizes to consider, in bytes; None is torch's default.
+BUCKETS = (None, 2**20, 2**22, 2**27)
+# Steps are predicted and not run, so a smaller relative saving changes nothing.
+WORTH = 0.05
+_MARKS = Plan.marks()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A way to send gradients and its predicted cost."""
+
+    reduce_dtype: str
+    bucket_bytes: int | None
+    cost: WindowCost
+    cast_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a step."""
+        return self.cost.total_s + self.cast_s
+
+
+def replicated(plan: Plan, num_ranks: int, why: str = "") -> Plan:
+    """Return a plan, made for one rank's part of a batch, for ranks with a full replica of the model.
+
+    A plan with a ZeRO stage is returned unchanged.
+
+    Args:
+        plan: plan for one rank.
+        num_ranks: world size.
+        why: reason for not considering sharding; "" if sharding was not requested.
+    """
+    if plan.zero_stage.value is not None or num_ranks == 1:
+        return plan
+    reason = "each rank holds the model, and gradients are reduced once a window: what a loop on ranks does"
+    reason += f"; {why}" if why else ""
+    return replace(
+        without_graphs(plan, "of one process"), num_ranks=num_ranks, zero_stage=Choice(0, reason, _MARKS["zero_stage"])
+    )
+
+
+def alone(plan: Plan) -> Plan:
+    """Return a multi-rank plan as a single-process plan, the inverse of `replicated`."""
+    kept: dict[str, Any] = {"zero_stage": None, **KEPT}
+    kept = {name: Choice(value, "one process", _MARKS[name]) for name, value in kept.items()}
+    return replace(plan, num_ranks=1, **kept)
+
+
+def sending(plan: Plan, calibration: Calibration, shape: StepShape) -> Plan:
+    """Return the plan with the fastest predicted way to send gradients, if the saving justifies a change.
+
+    Args:
+        plan: plan for ranks, with the torch engine.
+        calibration: measured link.
+        shape: times and sizes of a rank's micro-batch.
+    """
+    ways = ways_to_send(plan, calibration, shape)
+    usual = ways["fp32", None]
+    best = min(ways.values(), key=lambda way: (way.total_s, way.reduce_dtype != "fp32", way.bucket_bytes or 0))
+    chosen = best if best.total_s < (1 - WORTH) * usual.total_s else usual
+    said = _said(plan, calibration, shape, usual)
+    plan = replace(plan, reduce_dtype=_choice("reduce_dtype", chosen, ways, f"{said}; {_won(plan, chosen, usual)}"))
+    if int(plan.zero_stage.value or 0) >= 2:
+        return plan
+    return replace(plan, bucket_bytes=_choice("bucket_bytes", chosen, ways, _won(plan, chosen, usual)))
+
+
+def ways_to_send(plan: Plan, calibration: Calibration, shape: StepShape) -> Mapping[tuple[str, int | None], Sent]:
+    """Return the cost of all ways to send gradients, by (reduce_dtype, bucket_bytes)."""
+    stage, k, is_torch = int(plan.zero_stage.value or 0), plan.num_micro_batches, plan.engine.value == "torch"
+    reduces_once = bool(plan.reduces_once.value)
+    dtypes = ("fp32", "bf16") if is_torch else ("fp32",)
+    found = {}
+    for dtype, bucket in itertools.product(dtypes, BUCKETS if is_torch and stage < 2 else (None,)):
+        how = Parallelism(plan.num_ranks, stage, dtype, bucket, overlaps=is_torch, reduces_once=reduces_once)
+        cost = window_s(how, calibration.link, shape, k, overlap_share=calibration.overlap_share)
+        casts = (1 if reduces_once else k) if dtype == "bf16" else 0
+        found[dtype, bucket] = Sent(dtype, bucket, cost, casts * _cast_s(how, calibration, shape))
+    return found
+
+
+def _cast_s(how: Parallelism, calibration: Calibration, shape: StepShape) -> float:
+    """Return the seconds of casting all gradients to bf16 and back; replicas use a hook per bucket."""
+    size = sum(shape.block_bytes)
+    hooks = len(bucket_sizes(size, how.bucket_bytes)) if how.zero_stage < 2 else 0
+    return calibration.cast_s_per_byte * size + calibration.hook_s * hooks
+
+
+def _choice(name: str, chosen: Sent, ways: Mapping[tuple[str, int | None], Sent], reason: str) -> Choice:
+    value: Scalar = getattr(chosen, name)
+    others: dict[Scalar, float] = {}
+    for way in ways.values():
+        other = getattr(way, name)
+        if other != value:
+            others[other] = min(way.total_s, others.get(other, way.total_s))
+    losers = tuple(Rejected(other, f"{format_seconds(seconds)} a window at best") for other, seconds in others.items())
+    return Choice(
+        value, reason, _MARKS[name], changed=value != ("fp32" if name == "reduce_dtype" else None), losers=losers
+    )
+
+
+def _said(plan: Plan, calibration: Calibration, shape: StepShape, usual: Sent) -> str:
+    link, size = calibration.link, format_bytes(sum(shape.block_bytes))
+    gathered = ", with the parameters that are gathered," if int(plan.zero_stage.value or 0) >= 2 else ""
+    return (
+        f"{size} of gradients{gathered} over {link.name} ({format_seconds(link.latency_s)} a hop, "
+        f"{format_bytes(int(link.bytes_per_s))}/s) take {format_seconds(usual.cost.communication_s)}"
+    )
+
+
+def _won(plan: Plan, chosen: Sent, usual: Sent) -> str:
+    if chosen is usual:
+        return f"no way to send them is predicted to make a window {100 * WORTH:.0f}% shorter"
+    before, after = format_seconds(usual.total_s), format_seconds(chosen.total_s)
+    return f"a window is predicted to take {after} in place of {before}"

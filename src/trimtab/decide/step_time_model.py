@@ -1,0 +1,121 @@
+"""Step time model: seconds of a micro-batch and of a step's fixed part, from the steps of a run (math: section 4)."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.core import validation
+from trimtab.core.errors import FormatError
+from trimtab.core.stateful import Load, Part
+from trimtab.decide.goodput import Times
+
+# Steps in the medians, and first steps to skip, in which kernels are selected and memory is allocated.
+MEMORY, SKIPPED = 50, 2
+MIN_WINDOWS = 3
+
+
+class UsualWindow:
+    """Median time of a loader batch over the last unmodified steps."""
+
+    def __init__(self) -> None:
+        self._batch_s: deque[float] = deque(maxlen=15)
+
+    def add(self, seconds: float, num_batches: int) -> None:
+        """Add an unmodified step."""
+        self._batch_s.append(seconds / num_batches)
+
+    def extra(self, seconds: float, num_batches: int) -> float:
+        """Return the seconds of a step beyond its number of usual loader batches; 0 while those are unknown."""
+        return max(0.0, seconds - num_batches * statistics.median(self._batch_s)) if self._batch_s else 0.0
+
+
+class WindowTimes(Part):
+    """Medians over the last steps, robust to disturbed steps."""
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._row_s: deque[float] = deque(maxlen=memory)
+        self._fixed_s: deque[float] = deque(maxlen=memory)
+        self._seen = 0
+        self._since_loaded: int | None = None
+
+    def add(self, row_s: float, fixed_s: float) -> None:
+        """Add a step.
+
+        Args:
+            row_s: seconds per sample, data loading included, in the loader batches between the first (creates
+                gradients) and the last (includes the reduction).
+            fixed_s: seconds of the step beyond `row_s` for all samples.
+        """
+        self._seen += 1
+        if self._since_loaded is not None and self._since_loaded < 0:  # kernels are selected again
+            self._since_loaded += 1
+        elif self._seen > SKIPPED:
+            self._row_s.append(row_s)
+            self._fixed_s.append(max(0.0, fixed_s))
+            self._drop_loaded()
+
+    def _drop_loaded(self) -> None:
+        """Drop loaded times once there are enough of this run, because loaded times may be from another machine."""
+        if self._since_loaded is None:
+            return
+        self._since_loaded += 1
+        if self._since_loaded == MIN_WINDOWS:
+            for kept in (self._row_s, self._fixed_s):
+                own = list(kept)[-MIN_WINDOWS:]
+                kept.clear()
+                kept.extend(own)
+            self._since_loaded = None
+
+    def forget(self) -> None:
+        """Drop all steps."""
+        self._row_s.clear()
+        self._fixed_s.clear()
+        self._seen, self._since_loaded = 0, None
+
+    @property
+    def is_known(self) -> bool:
+        """True if enough steps were added."""
+        return len(self._row_s) >= MIN_WINDOWS
+
+    @property
+    def is_own(self) -> bool:
+        """True if enough steps were added since a state was loaded, possibly from another machine."""
+        return self.is_known and self._since_loaded is None
+
+    def times(self, micro_rows: float) -> Times | None:
+        """Return the times for a micro-batch size; None while too few steps were added.
+
+        Args:
+            micro_rows: samples per micro-batch.
+        """
+        if not self.is_known:
+            return None
+        return Times(statistics.median(self._row_s) * micro_rows, statistics.median(self._fixed_s))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the recent times for a resumed run."""
+        return {"row_s": list(self._row_s), "fixed_s": list(self._fixed_s), "seen": self._seen}
+
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Validate `state_dict()` and return a function that loads the state.
+
+        Raises:
+            FormatError, ValueGivenError: the state is invalid.
+        """
+        names = ("row_s", "fixed_s")
+        lists = isinstance(state, Mapping) and all(isinstance(state.get(name), list) for name in names)
+        if not lists or len(state["row_s"]) != len(state["fixed_s"]):
+            raise FormatError("state.times", got=f"{state!r:.80}", expected="two lists of one length: row_s, fixed_s")
+        seen = validation.integer("state.times.seen", state.get("seen"), low=0)
+        row_s, fixed_s = ([validation.number(f"state.times.{n}", v, low=0) for v in state[n]] for n in names)
+
+        def load() -> None:
+            self._seen, self._since_loaded = seen, -SKIPPED
+            for kept, loaded in ((self._row_s, row_s), (self._fixed_s, fixed_s)):
+                kept.clear()
+                kept.extend(loaded)
+
+        return load

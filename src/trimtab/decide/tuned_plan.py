@@ -1,0 +1,162 @@
+"""Tuned plans: changes to training dynamics, from a learning rate range test or from paired short trainings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trimtab.core.lr_factors import WARMUP_FRACTION
+from trimtab.core.objective import Budget
+from trimtab.core.plan import (
+    KEEP_BATCH,
+    KEEP_DROPOUT,
+    KEEP_LEARNING_RATE,
+    KEEP_OPTIMIZER,
+    KEEP_WARMUP,
+    Choice,
+    Mark,
+    Plan,
+    Rejected,
+)
+from trimtab.decide.learning_rate import RateChoice
+from trimtab.decide.paired_training_verdict import Verdict
+from trimtab.decide.trial_statistics import over_budget
+
+_LATER = "later to the same loss"
+_UNCLIPPED = "not tried: a range test is too short for what is rare"
+# The warm-up takes at most this fraction of a short run, so that enough steps remain at the full rate.
+_LONGEST_RISE = 0.3
+
+
+def tried(plan: Plan) -> tuple[str, ...]:
+    """Return the training settings that were tried, kept or not, by their names in `adapt`."""
+    shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.losers)}
+    found = {
+        "learning_rate": plan.learning_rate_scale != KEEP_LEARNING_RATE,
+        "schedule": "warmup_linear" in shapes,
+        "optimizer": plan.optimizer != KEEP_OPTIMIZER,
+        "dropout": bool(plan.dropout.losers),  # the reason may also state why no comparison was run
+        "batch": plan.batch_policy != KEEP_BATCH,
+    }
+    return tuple(name for name, was in found.items() if was)
+
+
+def adapt_learning_rate(
+    plan: Plan, rates: RateChoice, search_s: float, *, may_clip: bool = False, run_steps: int | None = None
+) -> Plan:
+    """Return the tuned plan with the peak learning rate from a range test, warm-up and cosine decay.
+
+    If the test keeps the user's rate, the user's schedule also stays, as nothing supports a change.
+
+    Args:
+        plan: plan to change.
+        rates: result of the range test.
+        search_s: seconds of the search, charged to the plan.
+        may_clip: gradients may be clipped at the typical norm for the rate if the loop does not clip. Allowed for
+            optimizers with a step length independent of the gradient's scale.
+        run_steps: steps of the run, if known: the warm-up is no shorter than the rise of the test, or 5% of the run.
+    """
+    plan = _searched(plan, search_s)
+    scale = Choice(rates.scale, rates.reason, Mark.DYNAMICS, rates.scale != 1.0, rates.losers)
+    if not scale.changed:
+        kept = replace(plan.schedule, reason="as the loop has it: the rate is, and no schedule was tried on its own")
+        return replace(plan, learning_rate_scale=scale, schedule=kept)
+    schedule = Choice(
+        "warmup_cosine",
+        "a linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
+        Mark.DYNAMICS,
+        changed=True,
+        losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
+    )
+    rise = _rise(rates.rising_steps, run_steps)
+    plan = replace(plan, learning_rate_scale=scale, schedule=schedule, warmup_fraction=rise)
+    if not may_clip or not rates.norm or plan.clip_norm.value is not None:
+        return plan
+    reason = "the median norm of gradients at this rate, by its range test: one that is far larger goes no further"
+    clip = Choice(float(f"{rates.norm:.2g}"), reason, Mark.DYNAMICS, changed=True, losers=(Rejected(None, _UNCLIPPED),))
+    return replace(plan, clip_norm=clip)
+
+
+def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
+    """Return the warm-up fraction: no shorter than the rise of the range test, which reached its rate safely.
+
+    Transients at the start last a number of steps, not a fraction, so short runs need a larger fraction.
+    """
+    share, bound = float(f"{(rising_steps or 0) / (run_steps or 1):.2g}"), ""
+    if run_steps is None or share <= WARMUP_FRACTION:
+        return KEEP_WARMUP
+    if share > _LONGEST_RISE:
+        share, bound = _LONGEST_RISE, ", but no more than that of a run"
+    lowest = f"the loss of the range test was lowest after {rising_steps} steps of rising"
+    reason = f"{lowest}, of the run's {run_steps}{bound}"
+    losers = (Rejected(WARMUP_FRACTION, "not tried: a rise quicker than the test's was not seen to be safe"),)
+    return Choice(share, reason, Mark.DYNAMICS, changed=True, losers=losers)
+
+
+def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+    """Return the rival with Muon as a tuned plan if it won; otherwise the incumbent with the reason."""
+    if not verdict.is_gain:
+        kept = replace(KEEP_OPTIMIZER, reason=verdict.reason, losers=(Rejected("muon", verdict.reason),))
+        return replace(_searched(stands, search_s), optimizer=kept)
+    reason = f"the matrices of blocks by Muon, all else by AdamW; {verdict.reason}"
+    won = replace(rival.optimizer, reason=reason, losers=(Rejected("user", _LATER),))
+    return replace(_won(stands, rival, verdict, search_s), optimizer=won)
+
+
+def adapt_dropout(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+    """Return the rival without dropout as a tuned plan if it won; otherwise the incumbent with the reason."""
+    if not verdict.is_gain:
+        kept = replace(KEEP_DROPOUT, reason=verdict.reason, losers=(Rejected(rival.dropout.value, verdict.reason),))
+        return replace(_searched(stands, search_s), dropout=kept)
+    won = replace(rival.dropout, reason=verdict.reason, losers=(Rejected(None, _LATER),))
+    return replace(_won(stands, rival, verdict, search_s), dropout=won)
+
+
+def adapt_schedule(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+    """Return the plan with the rival's schedule if it won; otherwise the incumbent with the rejected schedule.
+
+    A schedule does not change a step's cost.
+    """
+    mine, theirs = stands.schedule, rival.schedule
+    if not verdict.is_gain:
+        kept = replace(mine, losers=(*mine.losers, Rejected(theirs.value, verdict.reason)))
+        return replace(_searched(stands, search_s), schedule=kept)
+    won = replace(theirs, reason=verdict.reason, losers=(*mine.losers, Rejected(mine.value, _LATER)))
+    return replace(_searched(stands, search_s), schedule=won)
+
+
+def within(budget: Budget, rival: Plan, verdict: Verdict) -> Verdict:
+    """Return the verdict, with no gain if the rival's measured step exceeds a hard limit.
+
+    Energy assumes the plan's power.
+    """
+    cost = rival.measured or rival.predicted
+    if cost is None or not verdict.is_gain:
+        return verdict
+    energy_j = None if cost.energy_j is None else cost.energy_j * verdict.step_ratio
+    over = over_budget(cost.step_s * verdict.step_ratio, None, budget, energy_j)
+    return verdict if over is None else replace(verdict, is_gain=False, reason=f"{over}; {verdict.reason}")
+
+
+def _searched(plan: Plan, search_s: float) -> Plan:
+    """Return the plan with additional search time."""
+    return replace(plan, search_s=plan.search_s + search_s, planning_s=plan.planning_s + search_s)
+
+
+def _won(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+    """Return the rival with the search time of both plans, and step times corrected by the comparison.
+
+    Args:
+        stands: incumbent.
+        rival: winner.
+        verdict: result of the comparison.
+        search_s: seconds of the comparison, in addition to earlier searches.
+    """
+    told = {name: getattr(rival, name) for name in ("predicted", "measured")}
+    slower: dict[str, Any] = {
+        name: cost and replace(cost, step_s=cost.step_s * verdict.step_ratio, between_s=None, energy_j=None)
+        for name, cost in told.items()
+    }
+    slower["verified"] = rival.verified and tuple(bound / verdict.step_ratio for bound in rival.verified)
+    spent = _searched(stands, search_s)
+    return replace(rival, search_s=spent.search_s, planning_s=spent.planning_s, **slower)

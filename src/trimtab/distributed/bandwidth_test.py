@@ -1,0 +1,98 @@
+"""Bandwidth test of a job's link: all-reduces, timed alone and during a computation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.core.interconnect import Calibration
+from trimtab.decide.collectives import fit
+from trimtab.distributed.ddp import mean_in_bf16
+from trimtab.distributed.process_group import backends, slowest
+
+# Bytes of the timed all-reduces, from latency-bound to bandwidth-bound.
+_SIZES = tuple(2**power for power in (12, 16, 19, 21, 23))
+_TIMES, _CAST_BYTES, _SIDE = 5, 2**22, 256
+_LONGEST_S = 0.1  # seconds of an all-reduce after which larger sizes are skipped: a slow link is known by then
+
+
+def calibrate(device: torch.device) -> Calibration:
+    """Return the measured link of the job's process group; a collective. Takes about ten seconds on a slow link.
+
+    Raises:
+        ValueGivenError: as `fit`, if the times do not describe a link.
+    """
+    points = []
+    for size in _SIZES:
+        sent = torch.zeros(size // 4, device=device)
+        points.append((float(size), slowest(_seconds(partial(dist.all_reduce, sent), device))))
+        if points[-1][1] > _LONGEST_S and len(points) >= 3:
+            break
+    ranks = dist.get_world_size()
+    name = backends()[device.type]
+    found = fit(points, ranks, f"{name} of {ranks} ranks", scatters=name != "gloo")
+    cast_s = slowest(_cast_seconds(device)) / _CAST_BYTES
+    return Calibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of a call, after a warm-up call."""
+    taken = []
+    for _ in range(_TIMES + 1):
+        _wait_for(device)
+        start = time.perf_counter()
+        run()
+        _wait_for(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def _cast_seconds(device: torch.device) -> float:
+    whole = torch.zeros(_CAST_BYTES // 4, device=device)
+    return _seconds(lambda: whole.copy_(whole.to(torch.bfloat16)), device)
+
+
+def _hook_seconds(device: torch.device) -> float:
+    """Return the overhead of the plan's bf16 communication hook for a small bucket, relative to a plain all-reduce."""
+    whole = torch.zeros(_SIZES[0] // 4, device=device)
+    sent = whole.bfloat16()
+    hooked_s = slowest(_seconds(lambda: mean_in_bf16(whole).wait(), device))
+    return max(0.0, hooked_s - slowest(_seconds(lambda: _reduced(sent), device)))
+
+
+def _reduced(sent: Tensor) -> None:
+    dist.all_reduce(sent, async_op=True).wait()
+
+
+def _overlap(device: torch.device, size: int) -> float:
+    """Return the fraction of an all-reduce hidden by a computation of similar duration; minimum over ranks."""
+    sent, factor = torch.zeros(size // 4, device=device), torch.full((_SIDE, _SIDE), 1e-3, device=device)
+    sending_s = slowest(_seconds(lambda: dist.all_reduce(sent), device))
+    once_s = slowest(_seconds(lambda: _computes(factor, 1), device))
+    count = max(1, round(sending_s / once_s))
+    computing_s = slowest(_seconds(lambda: _computes(factor, count), device))
+
+    def both() -> None:
+        work = dist.all_reduce(sent, async_op=True)
+        _computes(factor, count)
+        work.wait()
+
+    together_s = slowest(_seconds(both, device))
+    hidden_s = sending_s + computing_s - together_s
+    return min(1.0, max(0.0, hidden_s / min(sending_s, computing_s)))
+
+
+def _computes(factor: Tensor, times: int) -> None:
+    for _ in range(times):
+        torch.mm(factor, factor)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

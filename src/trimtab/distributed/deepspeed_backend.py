@@ -1,0 +1,212 @@
+"""ZeRO stages 1 to 3 with DeepSpeed: DeepSpeed holds the shards and steps the user's own optimizer object.
+
+trimtab marks a step's last micro-batch and passes the divisor of gradients before the norm; the loop keeps counts,
+learning rates and precision. The model is called directly, because DeepSpeed's engine would disable an outer autocast
+on CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimtab.core.errors import DependencyError, LoopError
+from trimtab.core.plan import Plan
+from trimtab.decide.deepspeed_config import config_of
+from trimtab.distributed.ddp import broadcast_buffers
+from trimtab.distributed.deepspeed_state import clean, put_state, take
+from trimtab.distributed.host_gather import RankExchange
+from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.used_parameters import EveryParameter
+
+
+class DeepSpeedZero:
+    """Backend that shards with DeepSpeed's ZeRO.
+
+    Attributes:
+        config: DeepSpeed configuration.
+    """
+
+    in_step = True
+    may_retry = False
+
+    def __init__(self) -> None:
+        self.exchange = RankExchange(None)
+        self._window = contextlib.ExitStack()
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Pass model and optimizer to DeepSpeed: parameters are broadcast from rank 0; groups then hold flat shards.
+
+        Raises:
+            DependencyError: DeepSpeed is not installed.
+        """
+        self.config = config_for(model, plan)
+        self._stage = int(plan.zero_stage.value or 0)
+        self._once = bool(plan.reduces_once.value) and self._stage > 1
+        deepspeed = _ready()
+        self.model, self.optimizer, self._linear = model, optimizer, nn.functional.linear
+        self._whole = [list(group["params"]) for group in optimizer.param_groups]
+        broadcast_buffers(model)
+        had = {each: optimizer.state.pop(each) for whole in self._whole for each in whole if each in optimizer.state}
+        with _quiet():
+            self._engine: Any = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=self.config, dist_init_required=False
+            )[0]
+        self._zero: Any = self._engine.optimizer
+        self._used, self._is_last = EveryParameter(model, self.exchange), False
+        if had:
+            put_state(self._zero, had)
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def begin(self, *, last: bool) -> None:
+        """Mark, before the forward, the last micro-batch of a step."""
+        self._is_last = last
+        self._zero.clear_backward_seen_flag()  # as DeepSpeed's own forward does
+        if not self._once:
+            self._engine.set_gradient_accumulation_boundary(last)
+        elif not self._engine.inside_no_sync_ctxt:
+            self._window.enter_context(self._engine.coalesce_grad_reduction())
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Check in the first steps that all ranks use the same parameters."""
+        self._used.begin_backward(loss)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward of the unscaled loss; after the last, all parameters have gradients on all ranks."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+        self._used.end_backward(last=self._is_last)
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Raise `LoopError`: the gradient is in DeepSpeed's shards and not accessible to the loop."""
+        raise LoopError("run.unscale", got="DeepSpeed, which holds the gradient", expected="run.step() alone")
+
+    def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
+        """Set the factor on the gradient and the clipping limit; return the norm, a tensor that the step fills."""
+        self._zero.loss_scale = 1.0 / float(factor)  # DeepSpeed divides gradients by its loss scale
+        self._zero.clip_grad = clip_norm or 0.0
+        self._norm = torch.zeros(()) if clip_norm is not None or wants_norm else None
+        return self._norm
+
+    def step(self, precision: MixedPrecision) -> bool:
+        """Step the shards; return False if the step was skipped because of a non-finite gradient."""
+        self._window.close()
+        self._engine.set_gradient_accumulation_boundary(True)
+        try:
+            with _quiet():
+                self._engine.step()
+        finally:
+            self._zero.loss_scale = 1.0  # The next backward would multiply by it.
+        self._forget()
+        if self._norm is not None:
+            self._norm.fill_(float(self._engine.get_global_grad_norm()))
+        return bool(self._engine.was_step_applied())
+
+    def end(self) -> None:
+        """Discard the step's gradients, on every rank between the same two micro-batches."""
+        self._used.reset()
+        self.model.zero_grad(set_to_none=True)
+        self._window.close()  # Without gradients, leaving the context reduces nothing.
+        zero = self._zero
+        zero.zero_grad(set_to_none=True)
+        done = zero.params_already_reduced  # flags are a list at stages 1 and 2, and a dict at stage 3
+        for key in range(len(done)) if isinstance(done, list) else done:
+            done[key] = False
+        zero._backward_active_depth = 0  # A backward that raised did not decrement it.
+        zero.clear_backward_seen_flag()
+        if self._stage < 3:
+            for held in (zero.averaged_gradients, zero.all_grad_tensors):
+                held.update(dict.fromkeys(held))
+            for bucket in zero.ipg_buckets.values():
+                bucket.clear()
+            zero._release_ipg_buffers()
+        else:
+            for bucket in zero.ipg_buckets.values():
+                bucket.clear_params()
+            zero._partition_all_parameters()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._stage == 3:  # A parameter without a gradient would keep that of an earlier step.
+            self._zero.grad_partitions_flat_buffer.zero_()
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Return a null context: DeepSpeed steps with the user's own groups."""
+        return contextlib.nullcontext()
+
+    def gather(self, error: BaseException | None) -> None:
+        """Remove DeepSpeed from model and optimizer, and restore full parameters and state."""
+        self._used.close()
+        if error is not None:
+            self.exchange.failed(error)
+            self.exchange.close()
+            return
+        full, states = take(self._zero, [each for whole in self._whole for each in whole])
+        with _quiet():
+            self._engine.destroy()
+        for hook in (self._engine.module_forward_pre_hook, self._engine.module_forward_post_hook):
+            hook.remove()
+        clean(self.model, full)
+        nn.functional.linear = self._linear
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = whole
+        self.optimizer.state.clear()
+        self.optimizer.state.update(states)
+        del self._engine, self._zero
+        _let_go()
+        self.exchange.close()
+
+
+def config_for(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """Return the DeepSpeed configuration for a model; raises as `config_of`."""
+    return config_of(plan, sum(p.numel() for p in model.parameters()))
+
+
+def _ready() -> Any:
+    """Return the deepspeed package, initialised on the existing process group."""
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_node_local_rank(fallback_rank=dist.get_rank())))
+    if not torch.cuda.is_available():
+        # otherwise DeepSpeed searches for an accelerator and prints the result
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        hint = "pip install 'trimtab[deepspeed]'"
+        raise DependencyError("deepspeed", got="a plan that needs it", expected="it", hint=hint) from error
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise compiled on first use
+    with _quiet():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+    backend = deepspeed.comm.comm.cdb
+    if hasattr(dist, "all_gather_single"):  # Names since torch 2.13, which warns about the old ones at every call.
+        backend.all_gather_function = dist.all_gather_single
+        backend.reduce_scatter_function = dist.reduce_scatter_single
+    return deepspeed
+
+
+def _let_go() -> None:
+    """Have DeepSpeed release the process group, which may differ in the next run."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references(group=None)
+    deepspeed.comm.comm.cdb = None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Restrict DeepSpeed's log, which goes to standard output, to errors."""
+    logger = logging.getLogger("DeepSpeed")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

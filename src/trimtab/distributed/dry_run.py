@@ -1,0 +1,242 @@
+"""Dry runs of plans by all ranks before training: a few steps measure the predicted time and memory.
+
+Dry runs use copies; the user's model, optimizer, random generators and global modes are unchanged afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trimtab.calibrate.exception_text import describe
+from trimtab.core.dry_run_result import Ran
+from trimtab.core.errors import RankError
+from trimtab.core.plan import Plan
+from trimtab.core.progress import silent
+from trimtab.decide.dry_run_selection import by_default, settled
+from trimtab.decide.interleaving import turns
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.distributed.dry_run_on_copies import DidNotFit, RehearsedRun, rehearsing
+from trimtab.distributed.host_gather import RankExchange
+from trimtab.distributed.model_copies import copied_together
+from trimtab.distributed.process_group import slowest, time_limit_s, words_of_all
+from trimtab.distributed.sequence_numbers import num_sent
+from trimtab.distributed.zero_stage_inputs import RankLoop
+from trimtab.measure.loop_state import unchanged_by
+from trimtab.measure.peak_memory import alive_between_steps, storage_bytes
+from trimtab.measure.process_state import ProcessState
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.run import LossFn
+
+_PAIRS, _BLOCKS = 9, 5
+_COUNTED = 7  # steps
+_LONGEST_S = 60.0  # seconds after which no further optional round of blocks begins
+_numbers = itertools.count()  # the same on all ranks, because they call in the same order
+T = TypeVar("T")
+
+
+class Rehearsal:
+    """Dry runs on all ranks of a job; every method is a collective and returns the same value on all ranks.
+
+    Args:
+        copied: returns copies of model and optimizer, and the rank's loss function and batch.
+        clip_norm: clipping limit of the loop.
+        beside: returns other tensors on the device during the run.
+        unchanged: returns a context that restores the user's objects, even if reached by a copy; None: restore only
+            random generators and global modes.
+        progress: called with a line of text, on rank 0.
+        batching: counts and splits batches.
+    """
+
+    def __init__(
+        self,
+        copied: Callable[[], RankLoop],
+        *,
+        clip_norm: float | None = None,
+        beside: Callable[[], Iterable[Tensor]] = tuple,
+        unchanged: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
+        progress: Callable[[str], None] = silent,
+        batching: Batching = BY_CONTAINERS,
+    ) -> None:
+        self._batching = batching
+        self._copied, self._clip_norm, self._beside = copied, clip_norm, beside
+        self._unchanged = unchanged or _process_unchanged
+        self._progress = progress if dist.get_rank() == 0 else silent
+
+    def refusal(self) -> str:
+        """Return the reason why dry runs are not possible, such as a failed copy on a rank; or ""."""
+        found = self._together(lambda: self._copied() is None)
+        return found if isinstance(found, str) else ""
+
+    def of(self, plan: Plan, *, counts_memory: bool) -> Ran:
+        """Run a plan; if it changes gradient communication, interleaved with the default and an A/A control.
+
+        The measurably better of the two plans is kept. The default runs twice, and the ratio of both is the resolution.
+
+        Args:
+            plan: plan to run.
+            counts_memory: measure peaks too, with new copies per block, created one at a time. Otherwise a plan has a
+                single run, and the control reuses the default's run, because a third copy may not fit; differences
+                between two runs of a plan are then missing from the resolution.
+
+        Raises:
+            RankError: another rank ended or sent no answer, or ranks failed after different numbers of collectives.
+            Exception: as raised on this rank only.
+        """
+        start, usual = time.perf_counter(), by_default(plan)
+        self._progress(f"rehearsing: {plan.changes_in_words or 'nothing changed'}")
+        arms = {"plan": plan} if usual is None else {"plan": plan, "usual": usual, "control": usual}
+        found = self._together(lambda: self._rehearsed(arms, counts_memory=counts_memory))
+        gc.collect()  # An error holds its frames, and the frames hold the run's tensors.
+        took_s = slowest(time.perf_counter() - start)
+        if isinstance(found, str):
+            return Ran(plan, refusal=found, took_s=took_s)
+        return replace(found, took_s=took_s)
+
+    def _rehearsed(self, arms: Mapping[str, Plan], *, counts_memory: bool) -> Ran:
+        """Return the measurements of the plan that is kept."""
+        block_s, plan = self._laps(arms, reopens=counts_memory and len(arms) > 1), arms["plan"]
+        slower = None if plan.predicted is None else statistics.median(block_s["plan"]) / plan.predicted.step_s
+        kept, of = plan, "plan"
+        if "usual" in arms:
+            kept = settled(plan, arms["usual"], (block_s["plan"], block_s["usual"], block_s["control"]))
+            of = "usual" if by_default(kept) is None else "plan"
+        return Ran(kept, tuple(block_s[of]), self._peaks(kept) if counts_memory else (), slower)
+
+    def _laps(self, arms: Mapping[str, Plan], *, reopens: bool) -> dict[str, list[float]]:
+        """Return the seconds per step of each arm, by block, in interleaved order.
+
+        Args:
+            arms: plans by name.
+            reopens: create new copies for each block.
+        """
+        begin = time.perf_counter()
+        laps, least = (_PAIRS, MIN_PAIRS_FOR_VERDICT) if len(arms) > 1 else (_BLOCKS, 1)
+        block_s: dict[str, list[float]] = {name: [] for name in arms}
+        last: str | None = None
+        with contextlib.ExitStack() as open_until_the_end:
+            runs: dict[int, RehearsedRun] = {}
+            for plan in () if reopens else {id(each): each for each in arms.values()}.values():
+                runs[id(plan)] = open_until_the_end.enter_context(self._running(plan))
+            for lap in range(laps):
+                for name in turns(list(arms), lap, 0, last):
+                    held = runs.get(id(arms[name]))
+                    block_s[name].append(held.block_s() if held else self._block_s(arms[name]))
+                    last = name
+                spent_s = slowest(time.perf_counter() - begin)
+                if lap + 1 >= least and spent_s * (lap + 2) / (lap + 1) > _LONGEST_S:
+                    break
+        return block_s
+
+    def _block_s(self, plan: Plan) -> float:
+        with self._running(plan) as run:
+            return run.block_s()
+
+    def _peaks(self, plan: Plan) -> tuple[int, ...]:
+        beside = storage_bytes(each for each in self._beside() if each.is_cuda)
+        with self._running(plan) as run:
+            found = tuple(run.peak_bytes(beside) for _ in range(_COUNTED))
+        # An accelerator run fails in the first step beyond the available memory, so the maximum counts.
+        return (max(found),) if run.is_accelerated else found
+
+    def _running(self, plan: Plan) -> contextlib.AbstractContextManager[RehearsedRun]:
+        return rehearsing(plan, self._copied, self._clip_norm, self._batching)
+
+    def _together(self, make: Callable[[], T]) -> T | str:
+        """Return the result of `make` on all ranks, or the reason of a failure, the same on all ranks.
+
+        If some ranks wait inside a collective, a failed rank ends, and ends them with the same error. If no rank does,
+        but the numbers of collectives differ, pending messages would be matched with later collectives, so all ranks
+        end.
+
+        Raises:
+            RankError: ranks failed after different numbers of collectives.
+        """
+        made: list[T] = []
+        failure: Exception | None = None
+        exchange = RankExchange(None)
+        try:
+            with self._unchanged(), warnings.catch_warnings(), exchange.explaining():
+                # warnings about refused plans, which are reported with a reason
+                warnings.simplefilter("ignore", RuntimeWarning)
+                made.append(make())
+        except RankError:
+            raise
+        except Exception as error:
+            failure = error
+        # A failed rank may have left the others inside a collective, which ends only when this rank does.
+        limit_s = time_limit_s() / 4 if failure else time_limit_s()
+        try:
+            words = json.dumps([_said(failure), num_sent()])
+            said = words_of_all(f"rehearsal/{next(_numbers)}", words, limit_s)
+        except (RuntimeError, dist.DistError) as silence:
+            cause = failure or silence
+            if (reason := exchange.failed(cause)) is cause:
+                raise cause from None
+            raise reason from cause
+        exchange.close()
+        told = [(rank, str(text), sent) for rank, (text, sent) in enumerate(map(json.loads, said))]
+        if (first := next(((rank, text) for rank, text, _ in told if text), None)) is None:
+            return made[0]
+        if any(sent != told[0][2] for _, _, sent in told):
+            raise _left_over(*first) from failure
+        return first[1]
+
+
+@contextlib.contextmanager
+def _process_unchanged() -> Iterator[None]:
+    before = ProcessState.capture()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _said(failure: Exception | None) -> str:
+    if failure is None:
+        return ""
+    return str(failure) if isinstance(failure, DidNotFit) else describe(failure)
+
+
+def _left_over(rank: int, text: str) -> RankError:
+    found = RankError(
+        f"rank {rank}",
+        got=f"{text}, while a plan was rehearsed and ranks had sent unlike much to each other",
+        expected="to get through some windows of it, or to fail before it sends anything",
+        hint="Where memory ran out: a lower limit on memory, or smaller batches. Else mend that.",
+    )
+    return found if dist.get_rank() == rank else found.echoed()
+
+
+def of_live(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batch: object,
+    *,
+    clip_norm: float | None = None,
+    progress: Callable[[str], None] = silent,
+    batching: Batching = BY_CONTAINERS,
+) -> Rehearsal:
+    """Return dry runs on copies of the user's own model and optimizer."""
+
+    def copied() -> RankLoop:
+        return *copied_together(model, optimizer), loss_fn, batch
+
+    beside, unchanged = partial(alive_between_steps, model, optimizer), partial(unchanged_by, loss_fn, model, optimizer)
+    return Rehearsal(
+        copied, beside=beside, unchanged=unchanged, clip_norm=clip_norm, progress=progress, batching=batching
+    )

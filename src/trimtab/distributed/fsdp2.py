@@ -1,0 +1,209 @@
+"""ZeRO stages 2 and 3 with torch's FSDP2: gradients, optimizer state and parameters are sharded by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from trimtab.core.errors import DependencyError, OptimizerError
+from trimtab.core.plan import Plan
+from trimtab.decide.rank_profile import steps_shards_fused
+from trimtab.distributed.ddp import broadcast_first
+from trimtab.distributed.host_gather import RankExchange
+from trimtab.distributed.rebind_optimizer import names_of, point_at
+from trimtab.measure.blocks import find_blocks
+from trimtab.runtime.backend import Torch
+from trimtab.runtime.used_parameters import ShardedUse
+
+
+class Shards:
+    """Sharding of a model, and its behaviour within a step.
+
+    Args:
+        zero_stage: 2 or 3.
+        mesh: device mesh of the ranks.
+        reduces_once: reduce gradients once per step, as in a plan.
+        reduce_dtype: dtype of gradient reduction, as in a plan.
+        gather_dtype: dtype of parameter all-gather, as in `Parallelism`; plans always gather in the parameters' dtype.
+    """
+
+    def __init__(
+        self, zero_stage: int, mesh: DeviceMesh, *, reduces_once: bool, reduce_dtype: str, gather_dtype: str = "fp32"
+    ) -> None:
+        self._stage, self._mesh, self._reduces_once = zero_stage, mesh, reduces_once
+        self._gather_dtype = torch.bfloat16 if gather_dtype == "bf16" else None
+        # The parameters' dtype; with a smaller gather dtype, gradients would be accumulated in that dtype.
+        self._adds_in = None if self._gather_dtype is None else torch.float32
+        self._sends_bf16 = reduce_dtype == "bf16"
+
+    def make(self, model: nn.Module, named: tuple[str, ...] = ()) -> None:
+        """Shard the model's blocks and the remaining parameters; blocks are detected or given by name."""
+        how: dict[str, Any] = {
+            "mesh": self._mesh,
+            "reshard_after_forward": self._stage == 3,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=self._gather_dtype, reduce_dtype=self._adds_in),
+        }
+        for block in blocks_apart(model, named):
+            fully_shard(block, **how)
+        self._model: Any = fully_shard(model, **how)
+        if self._sends_bf16:
+            send_in_bf16(model)
+
+    def begin(self, *, last: bool) -> None:
+        """Set, before a micro-batch, the handling of parameters and gradients after its backward."""
+        if self._reduces_once:
+            self._model.set_requires_gradient_sync(last)
+        if self._stage == 2:
+            self._model.set_reshard_after_backward(last)
+
+
+class _InBf16:
+    """Reduce-scatter in bf16: FSDP2 casts gradients into its buffers, and the result back.
+
+    FSDP2's own `reduce_dtype` also sets the dtype for accumulation over micro-batches (see FSDPParam), and bf16 drops
+    contributions below 1/256 of the sum.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a bf16 buffer, whatever the requested dtype."""
+        return torch.empty(*size, dtype=torch.bfloat16, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Run the reduce-scatter."""
+        work: dist.Work | None = _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work
+
+
+# torch 2.13 renamed it, and warns about the old name.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def send_in_bf16(model: nn.Module) -> None:
+    """Send a sharded model's gradients in bf16, with accumulation in the original dtype.
+
+    Raises:
+        DependencyError: torch's FSDP2 has no custom reduce-scatter.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if not hasattr(module, "set_custom_reduce_scatter"):
+                expected = "one with FSDPModule.set_custom_reduce_scatter, or a plan with reduce_dtype='fp32'"
+                raise DependencyError("torch", got=torch.__version__, expected=expected)
+            module.set_custom_reduce_scatter(_InBf16())  # type: ignore[arg-type]  # torch's base class is private
+
+
+class FullySharded(Torch):
+    """Backend with FSDP2: every rank holds a shard of every parameter, gathered while a block runs.
+
+    At stage 2, parameters stay gathered from a step's first forward to the last backward; at stage 3, only while the
+    block runs. The model stays sharded after the run, because torch cannot undo `fully_shard`.
+    """
+
+    in_step = True
+    may_retry = False
+
+    def __init__(self) -> None:
+        self.exchange = RankExchange(None)
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Shard the model, and replace the optimizer's parameters by shards together with their state.
+
+        Raises:
+            OptimizerError: torch has no step of this optimizer for shards.
+        """
+        require_step_of_shards(optimizer, fused=bool(plan.fused_optimizer.value))
+        names, device = names_of(model, optimizer), next(model.parameters()).device
+        broadcast_first((*model.parameters(), *model.buffers()))
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._shards = Shards(
+            int(plan.zero_stage.value or 0),
+            mesh,
+            reduces_once=bool(plan.reduces_once.value),
+            reduce_dtype=str(plan.reduce_dtype.value),
+        )
+        self._shards.make(model, plan.recompute_blocks)
+        self.model = model
+        self._used = ShardedUse(model, self.exchange)
+        point_at(optimizer, names, dict(model.named_parameters()), _sharded_like)
+        self.optimizer = optimizer
+
+    def begin(self, *, last: bool) -> None:
+        """Set the handling of parameters and gradients after the micro-batch's backward."""
+        self._shards.begin(last=last)
+        self._used.begin(last=last)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Check in the first steps that all ranks use the same layers."""
+        self._used.begin_backward(loss)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a micro-batch's backward; errors name a lost rank."""
+        with self.exchange.explaining():
+            self._used.backward(lambda: super(FullySharded, self).backward(loss))
+
+    def end(self) -> None:
+        """Return to the state before a last micro-batch."""
+        self.begin(last=True)
+        self._used.reset()
+
+    def gather(self, error: BaseException | None) -> None:
+        """End the run; the model stays sharded."""
+        self.end()
+        self._used.close()
+        if error is not None:
+            self.exchange.failed(error)
+        self.exchange.close()
+
+
+def require_step_of_shards(optimizer: torch.optim.Optimizer, *, fused: bool = False) -> None:
+    """Raise `OptimizerError` for a fused step that torch supports only for whole parameters.
+
+    Args:
+        optimizer: optimizer of the loop.
+        fused: the plan switches the fused step on.
+    """
+    name, is_fused = type(optimizer).__name__, any(group.get("fused") for group in optimizer.param_groups)
+    if (fused or is_fused) and not steps_shards_fused(name):
+        raise OptimizerError(
+            "optimizer",
+            got=f"{name}(fused=True), whose step torch has for no shards",
+            expected=f"{name} with fused=False at stages 2 and 3, and a plan with fused_optimizer=False",
+            hint="Leave fused out, or share the model at stage 0 or 1.",
+        )
+
+
+def blocks_apart(model: nn.Module, named: tuple[str, ...]) -> list[nn.Module]:
+    """Return a model's blocks without parameters shared with other modules; the root module keeps shared parameters."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    blocks = [modules[name] for name in find_blocks(model, named)]
+    uses: dict[Tensor, int] = {}
+    for module in set(model.modules()):
+        for parameter in set(module.parameters(recurse=False)):
+            uses[parameter] = uses.get(parameter, 0) + 1
+
+    def is_apart(block: nn.Module) -> bool:
+        within: dict[Tensor, int] = {}
+        for module in set(block.modules()):
+            for parameter in set(module.parameters(recurse=False)):
+                within[parameter] = within.get(parameter, 0) + 1
+        return bool(within) and all(uses[parameter] == count for parameter, count in within.items())
+
+    return [block for block in blocks if is_apart(block)]
+
+
+def _sharded_like(value: Tensor, parameter: Any) -> Tensor:
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

@@ -1,0 +1,56 @@
+"""Gather results of long, independent work on every rank, with heartbeats instead of a fixed timeout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from trimtab.core.errors import RankError
+from trimtab.distributed.heartbeat import Silence, awaited, beating, say
+from trimtab.distributed.launched_rank import SILENT
+from trimtab.distributed.process_group import from_first, job_store, time_limit_s
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
+    """Return the results of `make` of all ranks; waits for the slowest.
+
+    Rank 0 collects and redistributes the results, so store traffic grows linearly with the number of ranks.
+
+    Args:
+        make: called on every rank.
+        topic: unique name within a job.
+
+    Raises:
+        RankError: a rank failed, or sent no heartbeat within the time limit.
+    """
+    store, limit_s, rank = job_store(), time_limit_s(), dist.get_rank()
+    keys = [f"trimtab/at_work/{topic}/{each}" for each in range(dist.get_world_size())]
+
+    def all_said() -> str:
+        own = make()
+        return json.dumps([own, *(_word_of(store, each, keys[each], limit_s) for each in range(1, len(keys)))])
+
+    if rank:
+        with beating(store, keys[rank], limit_s):
+            own = make()
+        say(store, keys[rank], own, readers=1)
+    return list(json.loads(from_first(all_said, topic)))
+
+
+def _word_of(store: Store, rank: int, key: str, limit_s: float) -> str:
+    try:
+        return awaited(store, key, limit_s)
+    except Silence as silence:
+        raise RankError(
+            f"rank {rank}",
+            got=str(silence),
+            expected="its part of what all do",
+            hint="It was stopped, killed, or its machine is gone: look at its own log and its machine's.",
+            code=SILENT,
+        ) from silence

@@ -1,0 +1,180 @@
+"""Coordination of several ranks: rank 0's files and all clock-dependent decisions are shared with all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from trimtab.core.errors import RankError, UsageError
+from trimtab.core.serialization import from_json, to_json
+from trimtab.distributed.coordinator import M, Pace, T, Together
+from trimtab.distributed.gather_with_heartbeat import words_at_work
+from trimtab.distributed.host_gather import RankExchange
+from trimtab.distributed.launched_rank import ENDED
+from trimtab.distributed.oversubscription import crowded
+from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
+
+# Larger than the difference between any two seeds of paired runs.
+_STREAMS = 1_000_003
+_turns = itertools.count()  # the same on all ranks, because they call in the same order
+
+
+class _Ahead(Pace):
+    """Block length fixed before the block begins, from the slowest rank's time for the previous block."""
+
+    def __init__(self, least_steps: int, seconds: float) -> None:
+        super().__init__(least_steps, seconds)
+        self._steps = least_steps
+
+    def goes_on(self, steps: int, seconds: float) -> bool:
+        """Return True if a block with this number of steps needs another step; ignores the local clock."""
+        return steps < self._steps
+
+    def ended(self, steps: int, seconds: float) -> None:
+        """Set the length of the next block."""
+        if steps and seconds > 0:
+            self._steps = max(self._least_steps, math.ceil(self._seconds * steps / seconds))
+
+
+class Ranks(Together):
+    """Coordinator of several ranks.
+
+    An error on a rank ends all ranks, except if all ranks refuse an arm with the same error while building the arm.
+    """
+
+    def __init__(self) -> None:
+        self._exchange = RankExchange(None)
+        self.num_ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self._entered, self._attempts = 0, 0
+        self._refused: UsageError | None = None
+        with self._exchange.explaining():
+            self.crowded = crowded()
+
+    def each(self, figure: float) -> list[float]:
+        """Return a number of every rank, by rank; a collective."""
+        return [figures[0] for figures in self._exchange.share([figure])]
+
+    def made(self, kind: type[T], make: Callable[[], M]) -> M:
+        """Return a value created on rank 0 to all ranks; of type `kind`, or None."""
+        text = from_first(lambda: to_json(make()))
+        return cast(M, None if text == "null" else from_json(kind, text))
+
+    def write(self, path: Path, value: object, indent: int | None = None) -> None:
+        """Write a value to a file on rank 0."""
+        if self.rank == 0:
+            super().write(path, value, indent)
+
+    def in_turn(self, make: Callable[[], T]) -> T:
+        """Call `make` on rank 0 first, then on all ranks, so that rank 0's downloads are available to the rest.
+
+        Waits for all ranks as long as they send heartbeats.
+
+        Raises:
+            RankError: another rank failed, or sent no heartbeat within the time limit.
+            Exception: as raised by `make`.
+        """
+        own, failure = list[T](), None
+
+        def made() -> str:
+            own.append(make())
+            return ""
+
+        def made_after() -> str:
+            nonlocal failure
+            try:
+                return "" if own else made()
+            except Exception as error:  # Sent as a result, because rank 0 would otherwise wait until the time limit.
+                failure = error
+                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+        from_first(made)
+        # finished ranks wait for the others without a time limit
+        said = words_at_work(made_after, f"in_turn/{next(_turns)}")
+        if failure is not None:
+            raise failure
+        _require_none_ended(said)
+        return own[0]
+
+    def pace(self, least_steps: int, seconds: float) -> Pace:
+        """Return the block length controller; block lengths agree on all ranks."""
+        return _Ahead(least_steps, seconds)
+
+    def draw_apart(self, seed: int) -> None:
+        """Seed random generators differently per rank from here on."""
+        if self.rank:
+            torch.manual_seed(seed + _STREAMS * self.rank)
+
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """Return the result of `make`, possibly with collectives; None on all ranks after an exception on any rank.
+
+        Raises:
+            RankError: a rank ended or sent no answer.
+            Exception: as raised by `make`, if the remaining ranks are still inside a collective.
+        """
+        self._attempts += 1
+        made, failure = None, None
+        try:
+            with self._exchange.explaining():
+                made = make()
+        except RankError:
+            raise
+        except Exception as error:
+            failure = error
+        # A failed rank may have left the others inside a collective, which ends only when this rank does.
+        limit_s = time_limit_s() / 4 if failure else time_limit_s()
+        try:
+            said = words_of_all(f"attempt/{self._attempts}", "failed" if failure else "made", limit_s)
+        except (RuntimeError, dist.DistError) as silence:
+            raise failure or silence from None
+        return made if all(each == "made" for each in said) else None
+
+    @contextlib.contextmanager
+    def entering(self) -> Iterator[None]:
+        """Build an arm inside the block, on all ranks."""
+        self._entered += 1
+        try:
+            yield
+        except UsageError as error:
+            self._refused = error if self._all_say(f"{type(error).__name__}: {error}") else None
+            raise
+
+    def _all_say(self, refusal: str) -> bool:
+        """Return True if all ranks refuse with the same error."""
+        try:
+            # A shorter limit than that of ranks waiting inside a collective for this rank.
+            said = words_of_all(f"refused/{self._entered}", refusal, time_limit_s() / 4)
+        except (RuntimeError, dist.DistError):
+            return False
+        return all(each == refusal for each in said)
+
+    def may_leave(self, error: Exception) -> bool:
+        """Return True if all ranks refused this arm with the same error."""
+        return error is self._refused
+
+    def ended(self, error: BaseException) -> BaseException:
+        """Publish the error that ends this rank; return the root cause, possibly the error of a different rank."""
+        return self._exchange.failed(error)
+
+    def close(self) -> None:
+        """Close the exchange."""
+        self._exchange.close()
+
+
+def _require_none_ended(said: Sequence[str]) -> None:
+    """Raise `RankError` if a rank reported an error."""
+    ended = [f"rank {rank} with {words}" for rank, words in enumerate(said) if words]
+    if ended:
+        raise RankError(
+            "rank",
+            got=f"the end of {'; '.join(ended)}",
+            expected="all ranks to go on",
+            hint="Mend that; the others stopped because of it.",
+            code=ENDED,
+        ).echoed()

@@ -1,0 +1,199 @@
+"""Sharded loader: every rank takes its samples of every batch of a common loader, without duplicates or losses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
+
+from trimtab.core.errors import BatchError, ValueGivenError
+from trimtab.distributed.process_group import is_apart
+from trimtab.distributed.rank_consistency import DIFFER, dataset_facts, text_of, told
+from trimtab.measure.dataloader_state import is_stateful
+from trimtab.runtime.batch import iterate
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.uneven_inputs import NoRows
+
+
+def rows_of_rank(rows: int, rank: int, num_ranks: int) -> slice:
+    """Return the slice of a rank's samples in a batch; sizes differ by at most 1, with larger ones first."""
+    each, more = divmod(rows, num_ranks)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
+class Dealt:
+    """Loader that splits whole batches and keeps this rank's samples."""
+
+    def __init__(self, loader: Iterable[Any], rank: int, num_ranks: int, batching: Batching = BY_CONTAINERS) -> None:
+        self.wrapped, self._rank, self._num_ranks, self._batching = loader, rank, num_ranks, batching
+
+    def __len__(self) -> int:
+        return len(self.wrapped)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._dealt(iterate("loader", self.wrapped))  # Iteration begins at once, as with the loader itself.
+
+    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            whole = self._batching.require(batch)
+            rows = rows_of_rank(whole, self._rank, self._num_ranks)
+            is_some = rows.stop > rows.start
+            yield self._batching.part(batch, rows.start, rows.stop, whole) if is_some else NoRows()
+
+
+class _DealtWithPlace(Dealt):
+    """Sharded loader with a data position: `state_dict` and `load_state_dict` of the wrapped loader."""
+
+    wrapped: Any
+
+    def state_dict(self) -> Any:
+        """Return the wrapped loader's state."""
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the wrapped loader's state."""
+        self.wrapped.load_state_dict(state)
+
+
+class _Share:
+    """Batch sampler that yields only this rank's indices."""
+
+    def __init__(self, batches: Iterable[Sequence[int]], dataset: Any, rank: int, num_ranks: int) -> None:
+        self.wrapped, self._rank, self._num_ranks = batches, rank, num_ranks
+        self._facts = dataset_facts(dataset)
+
+    def __len__(self) -> int:
+        return len(self.wrapped)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        is_first = True
+        for batch in self.wrapped:
+            if is_first:
+                _require_one_order(batch, self._facts)
+                self._facts = {}  # compared in the first epoch only
+            is_first = False
+            yield batch[rows_of_rank(len(batch), self._rank, self._num_ranks)]
+
+
+class _Collate:
+    """The loader's `collate_fn`, extended to empty batches."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return self._collate(rows) if rows else NoRows()
+
+
+class _DrawApart:
+    """The loader's `worker_init_fn`, preceded by a rank-dependent seed of the worker's random generators.
+
+    With equally seeded ranks, torch seeds workers equally: sample j of a batch would get the same augmentation on all
+    ranks. Rank 0's workers keep torch's seeds.
+    """
+
+    def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
+        self._rank, self._then = rank, then
+
+    def __call__(self, worker: int) -> None:
+        found = get_worker_info()
+        if self._rank and found is not None:
+            seed = torch.initial_seed() + self._rank * found.num_workers  # workers of a rank have consecutive seeds
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+        if self._then is not None:
+            self._then(worker)
+
+
+def shard(
+    loader: Iterable[Any],
+    rank: int | None = None,
+    num_ranks: int | None = None,
+    *,
+    count: Callable[[Any], int] | None = None,
+    split: Callable[[Any, int, int], Any] | None = None,
+) -> Iterable[Any]:
+    """Return a loader of this rank's samples of every batch; all ranks construct the same loader.
+
+    For a `DataLoader` over a map-style dataset, only this rank's samples are loaded, with the same number of workers;
+    worker seeds differ between ranks. The order must be the same on every rank, and is compared in the first epoch. For
+    any different loader, including subclasses, whole batches are drawn and split, and the order is not compared.
+    `state_dict` and `load_state_dict` are forwarded if present.
+
+    Args:
+        loader: yields batches of the whole job.
+        rank: this process's rank; default: from its process group.
+        num_ranks: world size; default: from its process group.
+        count: returns the number of samples in a batch, as in `trimtab.plan`.
+        split: returns a part of a batch, as in `trimtab.plan`.
+
+    Raises:
+        ValueGivenError: `rank` is not below `num_ranks`, or the loader has a `DistributedSampler`.
+        BatchError: while iterating, the order differs between ranks.
+    """
+    batching = Batching(count, split)
+    is_one_of_several = dist.is_available() and dist.is_initialized()
+    ranks = num_ranks if num_ranks is not None else dist.get_world_size() if is_one_of_several else 1
+    own = rank if rank is not None else dist.get_rank() if is_one_of_several else 0
+    if not 0 <= own < ranks:
+        raise ValueGivenError("rank", got=f"{own} of {ranks}", expected=f"from 0 to {ranks - 1}")
+    if ranks == 1:
+        return loader
+    samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if any(isinstance(each, DistributedSampler) for each in samplers):
+        raise ValueGivenError(
+            "loader",
+            got="one whose DistributedSampler deals rows out to the ranks already",
+            expected="the loader that one process would have",
+            hint="Take the sampler out (shuffle=True, with a generator seeded alike), or leave trimtab.shard out.",
+        )
+    # A loader with a custom iteration or a data position cannot be rebuilt from its attributes.
+    is_known = getattr(type(loader), "__iter__", None) is DataLoader.__iter__ and not is_stateful(loader)
+    has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not isinstance(loader, DataLoader) or not (is_known and has_indices) or loader.batch_sampler is None:
+        return (_DealtWithPlace if is_stateful(loader) else Dealt)(loader, own, ranks, batching)
+    return DataLoader(
+        loader.dataset,
+        # torch declares lists of indices, and takes any sequence.
+        batch_sampler=_Share(loader.batch_sampler, loader.dataset, own, ranks),  # type: ignore[arg-type]
+        num_workers=loader.num_workers,
+        collate_fn=_Collate(loader.collate_fn),
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=_DrawApart(own, loader.worker_init_fn),
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+    )
+
+
+def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
+    """Raise `BatchError` on every rank if the first batch's order or the dataset differs; a collective.
+
+    Args:
+        batch: indices of an epoch's first batch.
+        facts: properties of the dataset, by name.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or is_apart():
+        return
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, [text_of(value) for value in (list(batch), *facts.values())])
+    names = ("order of samples", *facts)
+    for name, *texts in zip(names, *said, strict=False):
+        if len(set(texts)) > 1:
+            raise BatchError(
+                "loader",
+                got=f"another {name} on each rank ({told(name, texts)}): samples would be lost and others seen twice",
+                expected="the same dataset in the same order on all ranks",
+                hint="Seed it alike: DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
+                code=DIFFER,
+            )

@@ -1,0 +1,160 @@
+"""Inputs for choosing a ZeRO stage: a profile of a rank's part of the batch, and memory traces of a rank."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from trimtab.calibrate.candidate_traces import MIN_ROWS, trace_here
+from trimtab.calibrate.communication_profile import step_shape
+from trimtab.core.errors import DependencyError, InfeasibleError, ModelError
+from trimtab.core.interconnect import Calibration
+from trimtab.core.parallelism import StepShape
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Candidate, Profile, Traced
+from trimtab.core.rank_peak_memory import WAYS, RankTrace, Way
+from trimtab.decide.dry_run_selection import Rehearsed
+from trimtab.decide.planner import choose
+from trimtab.decide.zero_stage import choose_stage
+from trimtab.distributed.rank_memory import trace_ways
+from trimtab.runtime.batch import to_device
+from trimtab.runtime.batch_splitting import BY_CONTAINERS
+from trimtab.runtime.run import LossFn
+
+RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of a rank, with its part of a batch on the model's device
+
+NO_JOULES = "energy counts, and no trace tells what another stage takes"
+ADAPTS = "a plan that adapts, or measures noise, is made for replicas"
+_BUT = ("micro_batch", "allocator", "fused_optimizer")  # fields ignored in the choice of the stage
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rank 0's measurements for choosing the stage once the link is timed.
+
+    Args:
+        profile: single-process profile with its limits and weights.
+        traces: memory traces of a rank at every stage.
+        shape_of: returns the times and sizes of a plan's micro-batch for the communication model; None if unknown.
+    """
+
+    profile: Profile
+    traces: tuple[RankTrace, ...]
+    shape_of: Callable[[Plan], StepShape | None]
+
+    def plan(self, ranks: int, calibration: Calibration, rehearsed: Rehearsed | None = None) -> Plan:
+        """Return the plan for several ranks.
+
+        Args:
+            ranks: world size.
+            calibration: measured link.
+            rehearsed: earlier dry runs on these ranks.
+
+        Raises:
+            InfeasibleError: no stage meets the limits.
+        """
+        given = (self.profile, self.traces, ranks, calibration, self.shape_of)
+        return choose_stage(*given, rehearsed=rehearsed)[0]
+
+
+def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], *, adapts: bool = False) -> Share | str:
+    """Return the inputs for choosing the stage, or the reason to replicate the model; "" if memory is ample.
+
+    Traces are made only if memory is limited or weighed, or time per step is limited, because communication adds to it.
+
+    Args:
+        profile: single-process profile.
+        loop: loop of this rank.
+        progress: called with a line of text.
+        adapts: the plan also changes training settings, or measures noise.
+    """
+    if profile.budget.memory_bytes is None and profile.objective.memory == 0 and profile.budget.time is None:
+        return ""
+    if profile.objective.energy > 0 or profile.budget.energy is not None:
+        return NO_JOULES
+    if adapts:
+        return ADAPTS
+    start, (model, optimizer, loss_fn, batch) = time.perf_counter(), loop
+    there = (model, optimizer, loss_fn, to_device(batch, next(model.parameters()).device))
+    try:
+        found = with_traces(profile, there, progress)
+        traces = traces_of_ranks(found, there, dist.get_world_size(), progress)
+    except (DependencyError, ModelError) as error:
+        return f"what a rank holds at another stage is not known: {error.reason}"
+    found = replace(found, profiling_s=found.profiling_s + time.perf_counter() - start)
+    return Share(found, traces, functools.partial(step_shape, model, found))
+
+
+def of_replicas(profile: Profile, why: str) -> Plan:
+    """Return a single-process plan for ranks that replicate the model.
+
+    Args:
+        profile: single-process profile.
+        why: reason for not considering sharding; "" if sharding was not requested.
+
+    Raises:
+        InfeasibleError: no settings meet the limits; includes `why`.
+    """
+    try:
+        return choose(profile, profile.objective, profile.budget)
+    except InfeasibleError as error:
+        given = f"{error.got}, on ranks that hold the whole model: {why}" if why else error.got
+        raise InfeasibleError(error.field, got=given, expected=error.expected, hint=error.hint) from error
+
+
+def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None]) -> Profile:
+    """Return the profile with traces of all traceable candidates that ran, for comparison with a rank's traces.
+
+    Raises:
+        ModelError: a step cannot be traced.
+    """
+    traces = list[Traced]()
+    for candidate in _unlike(trial.candidate for trial in profile.trials if trial.block_s):
+        progress(f"tracing: {candidate.describe()}")
+        traced = trace_here(*loop, candidate)
+        traces += [] if traced is None else [traced]
+    return replace(profile, traces=tuple(traces))
+
+
+def traces_of_ranks(
+    profile: Profile, loop: RankLoop, ranks: int, progress: Callable[[str], None], ways: Sequence[Way] = WAYS
+) -> tuple[RankTrace, ...]:
+    """Return memory traces of a rank for each candidate with a single-process trace.
+
+    Args:
+        profile: single-process profile with traces.
+        loop: loop of this rank.
+        ranks: world size.
+        progress: called with a line of text.
+        ways: ways to shard the model.
+
+    Raises:
+        ModelError: a step cannot be traced.
+        DependencyError: torch has no fake process group.
+    """
+    traces = list[RankTrace]()
+    for candidate in _unlike(traced.candidate for traced in profile.traces):
+        progress(f"tracing {ranks} ranks: {candidate.describe()}")
+        traces += trace_ways(*loop, candidate, ranks, ways=ways, counts_scratch=profile.device.kind == "cpu")
+    if not traces:
+        samples = BY_CONTAINERS.read(loop[3]).samples
+        given = f"a step of {samples or 'an unknown number of'} rows that cannot be traced"
+        raise ModelError("model", got=given, expected=f"one whose ranks can be: of {MIN_ROWS} rows at the least")
+    return tuple(traces)
+
+
+def _unlike(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates with different traces."""
+    found: list[Candidate] = []
+    for each in candidates:
+        plain = replace(each, recompute=None)
+        if not each.compiled and not any(plain.alike(other, *_BUT) for other in found):
+            found.append(plain)
+    return found

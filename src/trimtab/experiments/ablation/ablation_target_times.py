@@ -1,0 +1,49 @@
+"""Times to target with and without a change (paper, table III), from records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trimtab.core.plan import Plan
+from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED_AGAIN
+from trimtab.experiments.ablation.ablation_effects import Evidence
+from trimtab.experiments.ablation.ablation_result import ALONE, WHOLE, WITHIN, Change, ChangeTime
+from trimtab.experiments.comparison.time_to_target import Charge, target_row
+
+# Arms with and without the change, and the loop with the A/A control.
+_Arms = tuple[str, str, str]
+
+
+def times(evidence: Evidence, plan: Plan, changes: Sequence[Change], targets: Sequence[float]) -> Iterator[ChangeTime]:
+    """Yield times to all targets of the whole plan and of every change with full runs, also with charged planning.
+
+    The plan is charged with planning and search. A tier-F change is charged with the whole search, because the search
+    time
+    per change is unknown.
+    """
+    for target in targets:
+        yield from _rung(evidence, "", WHOLE, plan.tier, (PLAN, REFERENCE, UNCHANGED_AGAIN), target, plan.planning_s)
+        for change in changes:
+            charge_s = plan.search_s if change.tier == "F" else 0.0
+            for setting, arms in _settings(evidence, change).items():
+                yield from _rung(evidence, change.name, setting, change.tier, arms, target, charge_s)
+
+
+def _settings(evidence: Evidence, change: Change) -> dict[str, _Arms]:
+    """Return the arms of every possible setting of a change."""
+    design = evidence.design
+    found = {ALONE: (*design.alone(change.name), UNCHANGED_AGAIN)}
+    if evidence.has_interactions:
+        found[WITHIN] = (*design.within(change.name), PLAN_AGAIN)
+    return {setting: arms for setting, arms in found.items() if setting not in change.refusals}
+
+
+def _rung(
+    evidence: Evidence, change: str, setting: str, tier: str, arms: _Arms, target: float, charge_s: float
+) -> Iterator[ChangeTime]:
+    arm, against, again = arms
+    metric = (target, evidence.metric, evidence.higher_is_better)
+    for charge in (None, *([Charge(charge_s)] if charge_s else [])):
+        row = target_row(evidence.races, arm, against, tier, *metric, charge, evidence.control(again))
+        if row is not None:
+            yield ChangeTime(change, setting, row)

@@ -1,0 +1,102 @@
+"""`trimtab train --when-clean`: train in forecast low-carbon hours, in one piece or with pauses.
+
+A decision holds until the end of its first time window. The remaining work is then scheduled again with a new forecast
+and measured step times. A killed process does the same on restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from trimtab.core.serialization import to_jsonable
+from trimtab.decide.carbon_remaining_work import Work
+from trimtab.decide.carbon_schedule import CarbonSchedule, when_to_train
+from trimtab.experiments.sleep_until import Clock, heeded, wait_until
+from trimtab.experiments.train import Note
+from trimtab.experiments.train_summary import Part
+from trimtab.integrations.carbon_intensity import IntensitySource, forecast_or_reason
+
+
+class TrainPart(Protocol):
+    """Callback like `train_part`: trains to a pause or to the end; `is_first` is True before any training here."""
+
+    def __call__(self, *, notes: Sequence[Note], is_over: Callable[[], bool], is_first: bool) -> Part: ...
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Forecast source, and deadline in seconds since 1970."""
+
+    source: IntensitySource
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Waited:
+    """Result of scheduled training: the parts, the decision before every part, and the seconds waited."""
+
+    parts: tuple[Part, ...]
+    decisions: tuple[CarbonSchedule, ...]
+    waited_s: float
+
+    def figures(self) -> dict[str, Any]:
+        """Return the first decision, the seconds waited and the number of pauses."""
+        return {
+            "when": self.decisions[0].describe(),
+            "waited_s": round(self.waited_s, 3),
+            "pauses": len(self.parts) - 1,
+        }
+
+
+def decided(wish: Wish, work: Work, done: int, now_s: float) -> CarbonSchedule:
+    """Return the schedule of the remaining work after `done` steps; without a forecast, start now."""
+    forecast, reason = forecast_or_reason(wish.source, now_s)
+    how = {} if forecast is not None else {"unknown": reason}
+    return when_to_train(forecast, work.job(done), now_s, wish.deadline_s, **how)
+
+
+def train_when_clean(
+    wish: Wish, work: Work, done: int, train: TrainPart, say: Callable[[str], None], clock: Clock
+) -> Waited:
+    """Wait, train and pause alternately until all steps are done.
+
+    Args:
+        wish: forecast source and deadline.
+        work: the work of the run.
+        done: steps done before this call.
+        train: trains a part.
+        say: receives every decision, before the wait.
+        clock: the wall clock.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: a signal came; training before a pause is saved.
+    """
+    parts, decisions, waited_s = [], [], 0.0
+    while True:
+        found = decided(wish, work, done, clock.now())
+        say(found.describe())
+        waited_s += (here_s := wait_until(found.stretches[0].begin_s, clock))
+        train_next = partial(train, notes=[_note(wish, work, done, found, here_s)], is_first=not parts)
+        part = _stretch(train_next, found, clock)
+        parts.append(part)
+        decisions.append(found)
+        if not part.is_paused:
+            return Waited(tuple(parts), tuple(decisions), waited_s)
+        work = replace(work, step_s=part.seconds / (part.done - done), seconds_by="as they took before the pause")
+        done = part.done
+
+
+def _stretch(train: Callable[..., Part], found: CarbonSchedule, clock: Clock) -> Part:
+    """Train the first time window of a decision; the last window ends only with the last step."""
+    if len(found.stretches) == 1:
+        return train(is_over=lambda: False)
+    with heeded() as signals:  # A signal during start-up or saving would otherwise have no handler.
+        return train(is_over=lambda: signals.came is not None or clock.now() >= found.stretches[0].end_s)
+
+
+def _note(wish: Wish, work: Work, done: int, found: CarbonSchedule, waited_s: float) -> Note:
+    by = {"forecast": wish.source.name, "deadline_s": wish.deadline_s, "waited_s": waited_s}
+    return "when_to_train", {**by, **work.describe(done), **to_jsonable(found)}

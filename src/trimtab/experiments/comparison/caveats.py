@@ -1,0 +1,138 @@
+"""Caveats of a comparison, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.calibrate.training_settings_search import RACED
+from trimtab.core.plan import Plan
+from trimtab.core.units import format_seconds
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval
+from trimtab.decide.tuned_plan import tried
+from trimtab.experiments.comparison import comparison_statistics
+from trimtab.experiments.comparison.comparison_result import TargetRow
+from trimtab.experiments.task_plans import Plans
+from trimtab.tasks.task import Task
+
+# Key in a header's detail: the reason why an arm was only timed in a full run.
+WHY_TIMED = "why_timed"
+_ENDS = {"cap": "stopped at the time cap", "diverged": "diverged"}
+
+
+def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: comparison_statistics.Races) -> list[str]:
+    """Return all caveats of a comparison."""
+    found = [f"{name}: {reason}" for name, reason in ends(races).items()]
+    if any(row.left_censored for row in targets):
+        found.append(
+            "A target crossed at the first evaluation is left-censored: its true time is at most the one shown."
+        )
+    if "F" in plans.plans:
+        freed = plans.plans["F"]
+        search = _search(freed)
+        took = format_seconds(freed.search_s)
+        found.append(f"Tier F is charged with planning{f' and {search} of {took}' if search else ''} in every pair.")
+    if races and all(comparison_statistics.is_brief(record) for race in races.values() for record in race.values()):
+        found.append("No arm ran to its end: time to target and final metric were not measured.")
+    found += _given(plans) + _planned(task) + _horizon(races) + _only_timed(races) + _rates(task, races)
+    return found + _unlike_trials(plans, races) + sources(races) + spread(plans, races)
+
+
+def _given(plans: Plans) -> list[str]:
+    """Return a caveat for a plan from a file: the source of its planning time."""
+    plan = plans.plans["S"]
+    if "S" in plans.profiles:
+        return []
+    took = f"its {format_seconds(plan.planning_s)} of planning are those of its file" if plan.planning_s else ""
+    return [f"the plan was given, and nothing planned here: {took or 'its file tells no seconds of planning'}"]
+
+
+def _unlike_trials(plans: Plans, races: comparison_statistics.Races) -> list[str]:
+    """Return a caveat if the paired runs contradict the speed-up in the equivalent plan's trials.
+
+    The intervals are compared with at least the number of pairs needed for a verdict.
+    """
+    told, ratios = plans.plans["S"].verified, comparison_statistics.throughput_ratios(races, "plan_S", "reference")
+    if told is None or len(ratios) < MIN_PAIRS_FOR_VERDICT:
+        return []
+    raced = ratio_interval(ratios)
+    if told[0] <= raced.high and raced.low <= told[1]:
+        return []
+    trials, shown = (f"{low:.2f} to {high:.2f} times" for low, high in (told, (raced.low, raced.high)))
+    return [
+        f"tier S: its trials told {trials} the speed, the races show {shown}; they hold the loop's steps in a process "
+        "that trains, the trials some of them among those of other settings"
+    ]
+
+
+def _search(freed: Plan) -> str:
+    """Return the search methods of a tuned plan, or ""."""
+    found = set(tried(freed))
+    said = ["a learning-rate range test"] if "learning_rate" in found else []
+    return " and ".join([*said, *(["races of short trainings"] if found & RACED else [])])
+
+
+def ends(races: comparison_statistics.Races) -> dict[str, str]:
+    """Return, by arm, the number of runs stopped at the time cap or diverged."""
+    ends: dict[str, list[str]] = {}
+    for race in races.values():
+        for name, record in race.items():
+            ends.setdefault(name, []).append(record.end.reason if record.end else "cut off")
+    return {
+        name: ", ".join(f"{_ENDS[e]} in {found.count(e)} of {len(found)} races" for e in _ENDS if e in found)
+        for name, found in ends.items()
+        if any(e in _ENDS for e in found)
+    }
+
+
+def _planned(task: Task) -> list[str]:
+    """Return a caveat if planning assumed a different number of samples than the paired runs."""
+    if task.planned_rows in (None, task.budget_rows):
+        return []
+    times = f"{task.planned_rows / task.budget_rows:g} times the rows that were raced"
+    return [f"planned as a run of {task.planned_rows:,} rows, {times} ({task.budget_rows:,})"]
+
+
+def _horizon(races: comparison_statistics.Races) -> list[str]:
+    """Return a caveat if the tuned plan trains on fewer samples than the reference."""
+    pairs = comparison_statistics.to_the_end(races, "plan_F", "reference")
+    given = {
+        (comparison_statistics.given_rows(ours), comparison_statistics.given_rows(theirs)) for ours, theirs in pairs
+    }
+    return [
+        f"tier F trained on {ours:,} of the reference's {theirs:,} rows; that horizon is set in the task, it was not "
+        "searched for"
+        for ours, theirs in sorted(given)
+        if ours < theirs
+    ]
+
+
+def _only_timed(races: comparison_statistics.Races) -> list[str]:
+    return [
+        f"{name} was only timed here: {reason}"
+        for arm, name in (("plan_S", "tier S"), ("paper", "P1"))
+        for reason in sorted({str(r[arm].header.detail.get(WHY_TIMED, "")) for r in races.values() if arm in r})
+        if reason
+    ]
+
+
+def _rates(task: Task, races: comparison_statistics.Races) -> list[str]:
+    """Return the source of the learning rates of hand-tuned recipes without a sweep."""
+    raced = {name for race in races.values() for name in race}
+    return [f"{name}: {recipe.rates}" for name, recipe in task.recipes.items() if name in raced and recipe.rates]
+
+
+def sources(races: comparison_statistics.Races) -> list[str]:
+    """Return a caveat if the paired runs used different versions of trimtab's source code."""
+    by = {seed: {r.header.environment.get("sources", "") for r in race.values()} for seed, race in races.items()}
+    states = sorted(set().union(*by.values()))
+    if len(states) < 2:
+        return []
+    each = (f"{name or 'unknown'} in {sum(name in found for found in by.values())}" for name in states)
+    return [f"the races were run by different states of trimtab's code: {', '.join(each)} of {len(races)}"]
+
+
+def spread(plans: Plans, races: comparison_statistics.Races) -> list[str]:
+    """Return the variance missing from the intervals; nothing below two pairs."""
+    what = "planning and of its search" if "F" in plans.plans else "planning"
+    sentence = f"one plan, {len(races)} seeds: the variance of {what} is not in the intervals"
+    return [sentence] if len(races) > 1 else []

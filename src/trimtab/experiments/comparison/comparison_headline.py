@@ -1,0 +1,117 @@
+"""Headline of a report: the equivalent plan by throughput, the tuned plan by targets and final metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from trimtab.core.plan import Plan
+from trimtab.experiments.comparison.comparison_result import (
+    NO_VERDICT,
+    Ratio,
+    RatioRow,
+    TargetRow,
+    Verdict,
+    limit_in_words,
+    limits_of,
+)
+from trimtab.experiments.comparison.verdicts import figures
+
+
+def headline(
+    ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan, failed: Mapping[str, str], ranks: str = ""
+) -> Verdict:
+    """Return the headline verdict.
+
+    Args:
+        ratios: ratio rows of the comparison.
+        targets: target rows of the comparison.
+        plan: the equivalent plan.
+        failed: description of the failure, by failed arm. A failed plan brings no gain, because the remaining runs are
+            selected by their outcome.
+        ranks: note about several ranks, or "".
+    """
+    found = _find(ratios, "plan_S", "throughput")
+    same = _failure("The plan that keeps the maths", failed.get("plan_S"))
+    same = same or (None if found else _failure("The reference", failed.get("reference"))) or _same_maths(found, plan)
+    freed = _failure("The plan that changes the training", failed.get("plan_F")) or _freed(
+        targets, _find(ratios, "plan_F", "final_metric_difference")
+    )
+    kind = "gain" if same.kind != "harm" and freed.kind == "gain" else same.kind
+    sentences = [found.sentence for found in (same, freed) if found.sentence]
+    said = " ".join(sentences) or "Nothing was measured."
+    return Verdict(kind, f"{said} {ranks}" if ranks else said)
+
+
+def _failure(what: str, where: str | None) -> Verdict | None:
+    return Verdict(NO_VERDICT, f"{what} failed {where}: no verdict.") if where else None
+
+
+def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
+    return next((r for r in ratios if (r.arm, r.metric, r.against) == (arm, metric, "reference")), None)
+
+
+def _same_maths(row: RatioRow | None, plan: Plan) -> Verdict:
+    if row is None:
+        return Verdict(NO_VERDICT, "")
+    found = figures(row.ratio)
+    advice = "the plan says: change nothing" if not plan.changes else "the difference is not clear of the noise"
+    sentences = {
+        "gain": f"Same maths, {found} the throughput of the reference.",
+        "harm": f"Same maths, but slower: {found} the throughput of the reference.",
+        NO_VERDICT: f"No verdict on throughput: {row.verdict.sentence}.",
+    }
+    otherwise = f"No gain from settings that keep the maths ({found}): {advice}."
+    return Verdict(row.verdict.kind, sentences.get(row.verdict.kind, otherwise))
+
+
+def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
+    """Return the verdict of the tuned plan, search included, at the hardest decided target.
+
+    A missed harder target or an inferior final metric leaves no gain.
+    """
+    rungs = [row for row in targets if row.arm == "plan_F" and row.charged and row.against == "reference"]
+    decided = [i for i, row in enumerate(rungs) if row.verdict.kind != NO_VERDICT and row.reached_arm == row.n]
+    hardest = decided[-1] if decided else -1
+    against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))
+    if not decided:
+        open_rungs = ["no target could be decided"] if rungs and not against else against
+        return Verdict(NO_VERDICT, f"With the training freed, {' and '.join(open_rungs)}." if open_rungs else "")
+    row = rungs[hardest]
+    but = f", but {' and '.join(against)}" if against else ""
+    sentence = f"With the training freed, target {row.target:g} is reached {_speed(row)}{but}."
+    return Verdict(NO_VERDICT if against else row.verdict.kind, sentence)
+
+
+def _speed(row: TargetRow) -> str:
+    if row.ratio is None:
+        return f"{limit_in_words(*limits_of(row))} as fast, search included"
+    return f"{row.ratio.mean:.2f}x as fast, search included{_interval(row.ratio)}"
+
+
+def _interval(ratio: Ratio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return ""
+    return f" (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})"
+
+
+def _missed(rungs: Sequence[TargetRow]) -> list[str]:
+    """Return a phrase for every target missed by the arm in a pair in which the reference reached it."""
+    return [
+        f"target {row.target:g} was reached in {row.reached_arm} of {row.n} pairs (reference: {row.reached_against} "
+        f"of {row.n})"
+        for row in rungs
+        if any(
+            math.isinf(ours) and math.isfinite(theirs) for ours, theirs in zip(row.arm_s, row.against_s, strict=True)
+        )
+    ]
+
+
+def _quality(row: RatioRow | None, *, decided: bool) -> list[str]:
+    """Return objections from the final metric: harm, or a missing verdict if a target was decided."""
+    if row is None:
+        return ["its final quality was not measured"] if decided else []
+    if row.verdict.kind not in (("harm", NO_VERDICT) if decided else ("harm",)):
+        return []
+    what = "it ends with lower quality" if row.verdict.kind == "harm" else "there is no verdict on its final quality"
+    return [f"{what}: {row.verdict.sentence}"]

@@ -1,0 +1,131 @@
+"""Ownership of an output folder: settings, task, data and machine of its comparison."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+import trimtab
+from trimtab.core.errors import FormatError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
+from trimtab.core.serialization import from_json, to_json, write_whole
+from trimtab.experiments.settings_file import NAME, read_settings
+from trimtab.experiments.task_hash import build_of, code_of
+from trimtab.measure.machine import environment
+from trimtab.tasks.task import RECIPES, Task, TaskData
+
+# A comparison may be extended by more pairs.
+_MAY_DIFFER = ("num_pairs", "whole_pairs")
+# These keys are written only if given; any other missing key indicates an older version.
+_OPTIONAL = {"budget", "objective", "gpu", "plan", "number of ranks", "reference_cap_s"}
+MACHINE = ("cpu", "threads", "gpu")
+
+
+def folder_of(command: str, task: str, out: Path | None) -> Path:
+    """Return the output folder of a command: the given folder, or a folder below `runs`.
+
+    Raises:
+        FormatError: the path is a file.
+    """
+    folder = out or Path("runs") / f"{command}-{named(task)}"
+    if folder.exists() and not folder.is_dir():
+        expected = "a folder, or a name to make one of"
+        raise FormatError("--out", got=f"{folder}, which is a file", expected=expected)
+    return folder
+
+
+def named(task: str) -> str:
+    """Return a task's name as a folder name."""
+    return task.replace(":", "-").replace("/", "-")
+
+
+def claim(
+    out: Path,
+    task: Task,
+    data: TaskData,
+    settings: Mapping[str, object],
+    budget: Budget,
+    objective: Objective,
+    plan: Plan | None = None,
+    num_ranks: int = 1,
+    machine: Sequence[str] = MACHINE,
+) -> None:
+    """Write the comparison's settings to the folder, or refuse a folder of a different comparison.
+
+    Args:
+        out: the folder.
+        task: the task.
+        data: data of the task.
+        settings: options of the comparison.
+        budget, objective: limits and weights of the plans.
+        plan: a given plan, or None.
+        num_ranks: number of ranks.
+        machine: keys of the environment that must be equal.
+
+    Raises:
+        FormatError: the settings differ (the message names the keys), or the settings file is damaged.
+    """
+    path = out / NAME
+    given = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
+    given = {key: value for key, value in given.items() if value is not None or key not in _OPTIONAL}
+    if budget != Budget() or objective != Objective():
+        given |= {"budget": to_json(budget), "objective": to_json(objective)}
+    if plan is not None:
+        given |= {"plan": to_json(plan)}
+    if num_ranks > 1:
+        given |= {"number of ranks": num_ranks}
+    wanted = {key: str(value) for key, value in {**given, **_subject(task, data), **_place(machine)}.items()}
+    if not path.exists():
+        write_whole(path, json.dumps(wanted, indent=1))
+    elif (found := _as_written_now(read_settings(out))) != wanted:
+        raise FormatError(
+            str(out),
+            got=f"a comparison with another {_difference(found, wanted)}",
+            expected="the same settings",
+            hint="Name another folder with --out.",
+        )
+
+
+def _as_written_now(found: Mapping[str, str]) -> Mapping[str, str]:
+    """Return settings with the plan in today's format; new fields get their defaults."""
+    try:
+        return {**found, "plan": to_json(from_json(Plan, found["plan"]))} if "plan" in found else found
+    except FormatError:
+        return found
+
+
+def _difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """Return the names of differing keys, including optional keys present on only one side."""
+    both = found.keys() & wanted.keys()
+    different = {key for key in both if found[key] != wanted[key]} | ((found.keys() ^ wanted.keys()) & _OPTIONAL)
+    return ", ".join(sorted(different)) or "version's settings"
+
+
+def _subject(task: Task, data: TaskData) -> dict[str, object]:
+    return {
+        "task": task.name,
+        "data_sha256": data.source.sha256,
+        "batch_rows": task.batch_rows,
+        "budget_rows": task.budget_rows,
+        "eval_every_rows": task.eval_every_rows,
+        "adapted_rows": task.adapted_rows,
+        "planned_rows": task.planned_rows,
+        **{f"{name}_budget_rows": getattr(task.recipes.get(name), "budget_rows", None) for name in RECIPES},
+        "reference_precision": task.reference.precision,
+        "clip_norm": task.reference.clip_norm,
+        "terms_per_row": task.terms_per_row,
+        "metric": task.metric.name,
+        "code": code_of(task),
+        "model or optimizer": build_of(task),
+    }
+
+
+def _place(machine: Sequence[str]) -> dict[str, str]:
+    """Return the machine facts and versions that affect times."""
+    found = environment()
+    known = {key: found[key] for key in machine if key in found}
+    return {"torch": torch.__version__, "trimtab": trimtab.__version__} | known

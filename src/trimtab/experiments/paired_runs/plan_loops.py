@@ -1,0 +1,95 @@
+"""Training loops of plans in a paired run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.api import start
+from trimtab.core.plan import Plan
+from trimtab.measure.finite_check import nonfinite_parameter
+from trimtab.recipes.loop import Loop
+from trimtab.recipes.strong import StrongLoop
+from trimtab.runtime.compile_check import WINDOWS
+from trimtab.runtime.cuda_graphs import steps_to_launch
+from trimtab.tasks.task import Task
+
+
+def settling_steps(loop: Loop) -> int:
+    """Return the number of steps until a loop reaches its steady state.
+
+    More than one with CUDA graph capture or a checked compilation. These steps run at the model's original speed: a
+    large part of a run of a few dozen steps, negligible in a long run.
+    """
+    return getattr(loop, "settling_steps", 1)
+
+
+def nonfinite_in(loop: Loop) -> str:
+    """Return a description of a non-finite loss or parameter of a loop, or "". Synchronises with the device.
+
+    Every rank checks its own shard. Under fp16 the loss is not checked, because an overflow only causes a skipped
+    step.
+    """
+    loss = None if getattr(loop, "precision", "") == "fp16" else getattr(loop, "loss", None)
+    if isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
+        return f"a loss of {float(loss):g}"
+    name = nonfinite_parameter(loop.model)
+    return "" if name is None else f"NaN or infinity in parameter {name}"
+
+
+def _settling(plan: Plan) -> int:
+    return steps_to_launch(plan.compiled.value) or (WINDOWS if plan.compiled.value else 1)
+
+
+class PlanLoop:
+    """The task's model, optimizer and loss, trained with a plan applied.
+
+    Attributes:
+        hides_memory: True if the sharding backend holds tensors outside the model and the optimizer.
+        settling_steps: steps until the loop reaches its steady state.
+    """
+
+    def __init__(self, task: Task, device: torch.device, plan: Plan, total_samples: int | None = None) -> None:
+        self._task = task
+        self.precision = plan.precision.value
+        self.hides_memory, self.settling_steps = plan.engine.value == "deepspeed", _settling(plan)
+        self.model = task.make_model().to(device).train()
+        self.optimizer = task.make_optimizer(self.model)
+        self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_rows)
+
+    def step(self, batches: Iterator[Any]) -> int:
+        """Train on the batches of one optimizer step, and return the number of samples over all ranks."""
+        drawn = list(itertools.islice(batches, self._run.num_batches))
+        self._run.train_step(self._run.window(*drawn), self._task.loss_fn)
+        return len(drawn) * self._task.batch_rows
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss of the last step, on the device."""
+        return self._run.loss
+
+    def close(self) -> None:
+        """Close the run."""
+        self._run.close()
+
+
+class StrongPlanLoop(StrongLoop):
+    """The hand-tuned recipe with a plan applied to its step; the recipe's learning-rate schedule is kept."""
+
+    def __init__(self, task: Task, device: torch.device, plan: Plan) -> None:
+        super().__init__(task, device)
+        self._run = start(self.model, self.optimizer, plan)
+        self.precision, self.settling_steps = plan.precision.value, _settling(plan)
+
+    def update(self, batch: Any) -> None:
+        """Take an optimizer step."""
+        self._run.train_step(self._run.window(batch), self.loss_fn)
+
+    def close(self) -> None:
+        """Close the run."""
+        self._run.close()
+        super().close()

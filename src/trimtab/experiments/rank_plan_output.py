@@ -1,0 +1,120 @@
+"""Options, text and output files of `trimtab plan TASK --ranks N`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.core import validation
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
+from trimtab.core.serialization import is_stream, to_json, write_result, write_whole
+from trimtab.core.sharding_settings import ENGINES
+from trimtab.decide.zero_stage import Stages, stages_text
+from trimtab.distributed.deepspeed_backend import config_for
+from trimtab.experiments.plan_ranks import plan_ranks
+from trimtab.tasks import load_task
+from trimtab.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class RanksAsked:
+    """Validated options: number of ranks, link, sharding backend and target device.
+
+    Raises:
+        ValueGivenError: an unknown backend, a single rank with a backend or link, or several ranks without a link.
+    """
+
+    ranks: int
+    link: str | None
+    engine: str
+    device: str | None
+
+    def __post_init__(self) -> None:
+        validation.one_of("--engine", self.engine, ENGINES)
+        if self.ranks == 1 and self.engine != "torch":
+            given = f"{self.engine} with one rank"
+            raise ValueGivenError("--engine", got=given, expected="ranks to share a model: --ranks 8 --link nvlink")
+        if self.ranks == 1 or self.link is None:
+            given = "--link with one rank" if self.ranks == 1 else f"--ranks {self.ranks} with no link"
+            raise ValueGivenError("--link", got=given, expected="both: --ranks 8 --link nvlink")
+
+
+@dataclass(frozen=True)
+class RankPage:
+    """Plan for several ranks, costs of all ways to shard the model, and DeepSpeed's configuration if used."""
+
+    plan: Plan
+    stages: Stages
+    config: dict[str, Any] | None
+
+    def text(self, beside: Path | None) -> str:
+        """Return the page as text.
+
+        Args:
+            beside: path of the configuration file; None to include the configuration in the text.
+        """
+        lines = [str(self.plan), "", stages_text(self.stages)]
+        if self.config is not None:
+            lines.append(said(beside) if beside else f"DeepSpeed is given: {_as_json(self.config)}")
+        return "\n".join(lines)
+
+    def beside(self, out: Path | None) -> Path | None:
+        """Return the path of the `deepspeed.initialize` configuration next to the plan file, or None if not written."""
+        if self.config is None or out is None or is_stream(out):
+            return None
+        return out.with_suffix(".deepspeed.json")
+
+    def write(self, out: Path) -> None:
+        """Write the plan, and DeepSpeed's configuration next to it.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        beside = self.beside(out)
+        write_result(out, to_json(self.plan, indent=1))
+        if self.config is not None and beside is not None:
+            write_whole(beside, _as_json(self.config) + "\n")
+
+
+def rank_page(
+    name: str, asked: RanksAsked, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
+) -> RankPage:
+    """Return the plan of a task for several ranks.
+
+    Raises:
+        ValueGivenError: the loop does not support the sharding backend. For further errors see `plan_ranks`.
+    """
+    task = load_task(name)
+    assert asked.link is not None
+    if asked.engine == "deepspeed":
+        _check_precision(task)
+    how = {"device": asked.device, "engine": asked.engine, "budget": budget, "objective": objective}
+    plan, stages, _ = plan_ranks(task, asked.ranks, asked.link, progress=progress, **how)
+    if asked.engine != "deepspeed":
+        return RankPage(plan, stages, None)
+    with torch.device("meta"):
+        model = task.make_model()
+    return RankPage(plan, stages, config_for(model, plan))
+
+
+def _check_precision(task: Task) -> None:
+    """Raise an error, before planning, for an fp16 loop with DeepSpeed."""
+    if task.reference.precision == "fp16":
+        given = "a task whose own loop is fp16, with DeepSpeed"
+        raise ValueGivenError("--engine", got=given, expected="another precision, or the torch engine")
+
+
+def said(beside: Path) -> str:
+    """Return the line with the path of the configuration."""
+    return f"DeepSpeed is given: {beside}"
+
+
+def _as_json(config: dict[str, Any]) -> str:
+    return json.dumps(config, indent=1)

@@ -1,0 +1,37 @@
+"""Decisions from a recorded profile: under other limits, or for a target device that is not present."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimtab.core import validation
+from trimtab.core.errors import FormatError
+from trimtab.core.hardware import absent_device
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.profile import Profile
+from trimtab.core.serialization import read_json
+from trimtab.decide.target_device_candidates import recorded as recorded_traces
+from trimtab.decide.target_device_candidates import recorded_blocks, traced_for, with_blocks
+
+
+def recorded_profile(path: str, budget: Budget, objective: Objective, device: str | None) -> Profile:
+    """Return the profile in a file, for the recorded device or for a target device that is not present.
+
+    Raises:
+        FormatError: the file is no profile, or has no traces of target devices.
+    """
+    recorded = read_json(Profile, path)
+    for trial in recorded.trials:  # Times are compared as ratios, so they must be positive and finite.
+        validation.positive_and_finite(f"{path}: trials.block_s", trial.block_s)
+    if device is None:
+        return recorded
+    spec = absent_device(device)
+    if not recorded.elsewhere_traces:
+        raise FormatError(
+            path,
+            got="a profile without traces for other devices",
+            expected="one that says something of them",
+            hint="Record it with `trimtab profile TASK -o FILE.json` on a CPU, of a task whose steps can be traced.",
+        )
+    there = replace(recorded.elsewhere(spec), objective=objective, budget=budget.within(spec.memory_bytes))
+    return with_blocks(traced_for(there, recorded_traces(recorded)), recorded_blocks(recorded))

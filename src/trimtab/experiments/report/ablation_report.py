@@ -1,0 +1,146 @@
+"""Report of an ablation: the plan as a whole, the effect of every change, and all arms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trimtab.experiments.ablation.ablation_result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
+from trimtab.experiments.report import ablation_tables as tables
+from trimtab.experiments.report import formatting as say
+from trimtab.experiments.report import plan_tables
+from trimtab.experiments.report.comparison_report import facts
+from trimtab.experiments.report.document import (
+    Block,
+    Bullets,
+    Code,
+    Document,
+    Heading,
+    Paragraph,
+    Picture,
+    Section,
+    Tile,
+)
+from trimtab.experiments.report.key_figures import tile_of
+from trimtab.experiments.report.tables import tier_title
+
+if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
+    from trimtab.experiments.report.figure_spec import Drawing
+
+READ = (
+    "Alone: the loop with the change, over the loop. In the plan: the plan, over the plan without the change. The loop "
+    "is here the one that the plan's engine runs with nothing changed, so that the engine's own cost is in no change. "
+    "Changes that act apart are worth the same in both."
+)
+
+
+def document(ablation: Ablation) -> Document:
+    """Return the report of an ablation."""
+    verdict = ablation.headline
+    return Document(
+        "ablation",
+        ablation.task,
+        say.honest(verdict, ablation.num_seeds) if ablation.changes else verdict,
+        ablation.description,
+        _byline(ablation),
+        _tiles(ablation),
+        _sections(ablation),
+        partial(_draw, ablation),
+    )
+
+
+def _draw(ablation: Ablation, picture: Picture) -> Drawing:
+    from trimtab.experiments.report.ablation_figure import effects_figure
+
+    return effects_figure(ablation, picture.tier)
+
+
+def _byline(ablation: Ablation) -> str:
+    direction = "higher" if ablation.higher_is_better else "lower"
+    parts = (
+        f"{ablation.num_seeds} paired races of {len(ablation.arms)} arms" if ablation.arms else "nothing was raced",
+        f"{say.one_line(ablation.metric)} ({direction} is better)",
+        say.one_line(ablation.created),
+    )
+    return " · ".join(parts)
+
+
+def _tiles(ablation: Ablation) -> tuple[Tile, ...]:
+    found = [row for row in ablation.whole if row.arm == "plan"]
+    tiles = [
+        tile_of(
+            say.measure_of(row.metric, ablation.metric).capitalize(),
+            row.ratio,
+            say.words_of(row.metric, ablation.unit),
+            "the plan against the reference",
+        )
+        for row in found
+    ]
+    whole = ablation.effect("", INTERACTION)
+    if whole is not None:
+        tiles.append(tile_of("All changes together", whole.ratio, say.ratio, "over the product of each alone"))
+    return tuple(tiles)
+
+
+def _sections(ablation: Ablation) -> tuple[Section, ...]:
+    return (
+        Section("What the plan changes", (plan_tables.change_table(ablation.plan, changed=True),)),
+        *(_measured(ablation) if ablation.changes else ()),
+        Section(
+            "Environment and data",
+            (facts("Environment", ablation.environment), facts("Data source", ablation.data_source)),
+        ),
+        Section("Reproduce", (Code(ablation.command or "not recorded"),)),
+        Section("Notes", (Bullets(ablation.notes or ("None.",)),), brief=True),
+    )
+
+
+def _measured(ablation: Ablation) -> Iterator[Section]:
+    yield Section("The plan as a whole", tuple(_whole(ablation)), brief=True)
+    read = (Paragraph(READ), *_effects(ablation), tables.control_table(ablation))
+    yield Section("What each change is worth", read, brief=True)
+    if pairs := tuple(_pairs(ablation)):
+        yield Section("Two by two", pairs, brief=True)
+    yield Section("Every arm as it ran", tuple(_arms(ablation)), brief=True)
+
+
+def _whole(ablation: Ablation) -> Iterator[Block]:
+    for tier in tables.tiers_of(ablation.whole) or ("S",):
+        yield Heading(tier_title(tier))
+        yield tables.whole_table(ablation, tier)
+        yield from _times(ablation, tier, whole=True)
+
+
+def _effects(ablation: Ablation) -> Iterator[Block]:
+    for tier in tables.tiers_of(ablation.changes):
+        yield Heading(tier_title(tier))
+        yield Picture("effects", tier)
+        for measured in (THROUGHPUT, MEMORY, QUALITY):
+            table = tables.effect_table(ablation, measured, tier)
+            if table.rows and (measured != QUALITY or any(e.metric == QUALITY for e in ablation.effects)):
+                yield table
+        yield from _times(ablation, tier, whole=False)
+        yield tables.raw_table(ablation, tier)
+
+
+def _times(ablation: Ablation, tier: str, *, whole: bool) -> Iterator[Block]:
+    table = tables.time_table(ablation, tier, whole=whole)
+    if table.rows:
+        yield table
+
+
+def _pairs(ablation: Ablation) -> Iterator[Block]:
+    found = [effect for effect in ablation.effects if effect.other]
+    for tier in tables.tiers_of(found):
+        yield Heading(tier_title(tier))
+        yield from (tables.pair_table(ablation, measured, tier) for measured in (THROUGHPUT, MEMORY))
+        if any(effect.metric == QUALITY and effect.tier == tier for effect in found):
+            yield tables.pair_table(ablation, QUALITY, tier)
+
+
+def _arms(ablation: Ablation) -> Iterator[Block]:
+    yield tables.arm_table(ablation)
+    failed = tuple(f"{arm.label}: {say.one_line(arm.error)}" for arm in ablation.arms if arm.error)
+    if failed:
+        yield Bullets(failed)

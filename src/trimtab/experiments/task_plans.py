@@ -1,0 +1,282 @@
+"""Plans of a task: equivalent, tuned, and for the hand-tuned recipe; each on a fresh model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trimtab import api
+from trimtab.api import FREED, Metering, default_rule, profile
+from trimtab.calibrate.candidate_traces import MIN_ROWS
+from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_settings_search import TRAINED, RunLength, adapted, require_rate
+from trimtab.core.energy_reading import Energy, summed
+from trimtab.core.errors import InfeasibleError, ValueGivenError
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Profile
+from trimtab.decide.planner import choose
+from trimtab.experiments.planning_energy import PlanningMeter
+from trimtab.recipes.loop import move
+from trimtab.recipes.strong import StrongLoop
+from trimtab.runtime.muon import hidden_matrices
+from trimtab.tasks.placement import device_here
+from trimtab.tasks.task import Task, TaskData
+
+# Planning draws data with a seed unused by the paired runs.
+PLANNING_SEED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Plans by kind ("S", "F", "strong"), with profiles and the energy of planning. A JSON value.
+
+    Args:
+        plans: plan by kind.
+        profiles: profile by kind; empty for a given plan.
+        energy: energy of planning over the seconds in `Plan.planning_s`, by kind; empty without metering.
+    """
+
+    plans: Mapping[str, Plan]
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    energy: Mapping[str, Energy] = field(default_factory=dict)
+
+    @property
+    def device(self) -> DeviceSpec | None:
+        """The device of the profile; None for a given plan."""
+        return self.profiles["S"].device if "S" in self.profiles else None
+
+
+def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
+    """Return an existing plan as the equivalent plan of a comparison.
+
+    Args:
+        task: the task as seen from a rank.
+        plan: the existing plan.
+        num_ranks: number of ranks.
+
+    Raises:
+        ValueGivenError: the plan has another batch size or number of ranks, or is not an equivalent plan.
+    """
+    require_fits(task, plan, num_ranks)
+    if plan.tier != "S":
+        raise ValueGivenError(
+            "plan",
+            got=f"a plan of tier {plan.tier}, which changes {plan.changes_in_words}",
+            expected="one that keeps the maths",
+            hint="Leave --plan out, with --adapt for tier F.",
+        )
+    return Plans({"S": plan})
+
+
+def require_fits(task: Task, plan: Plan, num_ranks: int = 1) -> None:
+    """Raise an error if an existing plan does not match the task.
+
+    Args:
+        task: the task as seen from a rank.
+        plan: the existing plan.
+        num_ranks: number of ranks.
+
+    Raises:
+        ValueGivenError: the plan has another batch size or number of ranks.
+    """
+    if plan.num_ranks != num_ranks:
+        given, hint = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
+        raise ValueGivenError("plan", got=given, expected=f"one for {num_ranks}", hint=hint)
+    if plan.batch_rows != task.batch_rows:
+        given = f"a plan for {plan.batch_rows} rows per step"
+        name = task.name if num_ranks == 1 else f"{task.name} on each of {num_ranks} ranks"
+        raise ValueGivenError("plan", got=given, expected=f"one for the {task.batch_rows} of {name}")
+
+
+def make_plans(
+    task: Task,
+    data: TaskData,
+    device: torch.device,
+    *,
+    adapt: Collection[str],
+    strong: bool,
+    budget: Budget | None = None,
+    objective: Objective | None = None,
+    traces: bool = False,
+    metering: Metering | None = None,
+    progress: Callable[[str], None],
+) -> Plans:
+    """Profile the task's loop and choose plans; return the plans with their profiles.
+
+    Args:
+        task: the task.
+        data: data of the task.
+        device: device to plan on.
+        adapt: training settings a tuned plan may change, from `ADAPTATIONS`; empty for no tuned plan.
+        strong: True to make a plan for the hand-tuned recipe too, if the task has a recipe.
+        budget, objective: limits and weights of all plans.
+        traces, metering: as in `profile`.
+        progress: receives progress messages.
+
+    Raises:
+        InfeasibleError: no settings of the task's loop, or of the hand-tuned recipe, meet the budget.
+    """
+    require_rate(adapt)
+    meter = PlanningMeter(device, metering)
+    progress = meter.heard(progress)
+    limits = _Limits(budget or Budget(), objective or Objective(), meter.metering, progress)
+    subject, batches = _subject(task, data, device, adapt)
+    how = {"frees_batch": "batch" in adapt, "traces": traces}
+    (base, found), spent = meter.counted(lambda: _same_maths(task, data, subject, limits, **how))
+    plans, profiles, energy = {"S": base}, {"S": found}, {"S": spent}
+    if adapt:
+        searched = (subject, base, adapt, batches, progress, _length(task, data), limits.budget)
+        plans["F"], spent = meter.counted(lambda: _freed(*searched))
+        energy["F"] = summed((energy["S"], spent), in_turn=True) if TRAINED & set(adapt) else energy["S"]
+    if strong and task.strong is not None:
+        made, energy["strong"] = meter.counted(lambda: _for_strong(task, device, subject.batch, limits))
+        plans["strong"], profiles["strong"] = made
+    return Plans(plans, profiles, energy)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Budget, objective, metering and progress shared by all plans of a comparison."""
+
+    budget: Budget
+    objective: Objective
+    metering: Metering | None
+    progress: Callable[[str], None]
+
+    def profile(self, subject: Subject, reference: Reference, **how: Any) -> Profile:
+        """Return the profile of a loop."""
+        loop = (subject.model, subject.optimizer, subject.loss_fn, subject.batch)
+        under = {"budget": self.budget, "objective": self.objective, "metering": self.metering}
+        return profile(*loop, reference=reference, progress=self.progress, **under, **how)
+
+    def chosen(self, found: Profile) -> Plan:
+        """Return the plan chosen from a profile, with the profile's objective."""
+        return choose(found, found.objective, self.budget)
+
+
+def _subject(task: Task, data: TaskData, device: torch.device, adapt: Collection[str]) -> tuple[Subject, Iterator[Any]]:
+    """Return the task's loop with a first batch for planning, and the iterator of further batches.
+
+    Raises:
+        UsageError: the optimizer may be adapted, but the model has no parameters for Muon. Raised before measuring.
+    """
+    torch.manual_seed(PLANNING_SEED)
+    model = task.make_model().to(device).train()
+    optimizer = task.make_optimizer(model)
+    if "optimizer" in adapt:
+        hidden_matrices(model, optimizer)
+    batches = data.batches(PLANNING_SEED, task.batch_rows)
+    return Subject(model, optimizer, task.loss_fn, move(next(batches), device)), batches
+
+
+class _Epochs:
+    """Re-iterable batches of a task: planning needs an iterable that can restart."""
+
+    def __init__(self, data: TaskData, batch_rows: int) -> None:
+        self._data, self._batch_rows = data, batch_rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._data.batches(PLANNING_SEED, self._batch_rows)
+
+
+def _same_maths(
+    task: Task, data: TaskData, subject: Subject, limits: _Limits, *, frees_batch: bool, traces: bool
+) -> tuple[Plan, Profile]:
+    """Return the equivalent plan with its profile."""
+    how = {
+        "data": _Epochs(data, task.batch_rows),
+        "total_steps": task.planned_steps,
+        "frees_batch": frees_batch,
+        "traces": traces,
+    }
+    found = limits.profile(subject, task.reference, **how)
+    return limits.chosen(found), found
+
+
+def _freed(
+    subject: Subject,
+    base: Plan,
+    adapt: Collection[str],
+    batches: Iterator[Any],
+    progress: Callable[[str], None],
+    length: RunLength,
+    budget: Budget,
+) -> Plan:
+    """Return the tuned plan: settings found by training first, then the batch size."""
+    plan = adapted(subject, base, adapt, batches, progress, length, budget) if TRAINED & set(adapt) else base
+    return plan.freed(default_rule(plan), FREED) if "batch" in adapt else plan
+
+
+def _length(task: Task, data: TaskData) -> RunLength:
+    """Return the length of the tuned run, possibly on fewer samples than the reference."""
+    rows = task.planned_rows or task.adapted_rows or task.budget_rows
+    return RunLength(-(-rows // task.batch_rows), task.planned_steps * task.batch_rows / data.num_rows)
+
+
+def _for_strong(task: Task, device: torch.device, batch: Any, limits: _Limits) -> tuple[Plan, Profile]:
+    """Return the plan for the hand-tuned recipe, under the same limits; the recipe itself is unchanged.
+
+    Raises:
+        InfeasibleError: no settings of the recipe meet the limits.
+    """
+    recipe = task.strong
+    assert recipe is not None
+    steps = -(-(task.planned_rows or recipe.budget_rows) // task.batch_rows)
+    with closing(StrongLoop(task, device)) as peer:  # The loop sets the process-wide precision; closing restores it.
+        subject = Subject(peer.model, peer.optimizer, peer.loss_fn, batch)
+        found = limits.profile(subject, Reference(recipe.precision, recipe.clip_norm), total_steps=steps)
+    try:
+        return limits.chosen(found), found
+    except InfeasibleError as error:
+        given = f"for the strong recipe (P2) {error.got}"
+        hint = f"{error.hint} Or leave strong out: --against names the peers that take part.".strip()
+        raise InfeasibleError(error.field, got=given, expected=error.expected, hint=hint) from error
+
+
+def profile_here(
+    task: Task,
+    budget: Budget,
+    objective: Objective,
+    progress: Callable[[str], None],
+    total_steps: int | None = None,
+) -> Profile:
+    """Return a task's profile on this machine; the limits are recorded, not enforced."""
+    device = device_here()
+    torch.manual_seed(PLANNING_SEED)
+    model, batches = task.make_model().to(device).train(), _Epochs(task.load_data(), task.batch_rows)
+    loop = (model, task.make_optimizer(model), task.loss_fn, move(next(iter(batches)), device))
+    given = {"budget": budget, "objective": objective, "reference": task.reference, "total_steps": total_steps}
+    return profile(*loop, data=batches, progress=progress, **given)
+
+
+def loop_of(task: Task, kind: str) -> tuple[Any, ...]:
+    """Return a task's model, optimizer, loss and a traceable batch on a kind of device."""
+    torch.manual_seed(PLANNING_SEED)
+    model = task.make_model().to(kind).train()
+    return model, task.make_optimizer(model), task.loss_fn, move(example_batch(task), torch.device(kind))
+
+
+def profile_there(
+    task: Task, device: str, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
+) -> Profile:
+    """Return a task's profile for a target device that is not present, from a trace."""
+    torch.manual_seed(PLANNING_SEED)
+    model = task.make_model().train()
+    loop = (model, task.make_optimizer(model), task.loss_fn, example_batch(task))
+    given = {"rows": task.batch_rows, "budget": budget, "objective": objective, "reference": task.reference}
+    return api.profile_there(*loop, device, progress=progress, **given)
+
+
+def example_batch(task: Task) -> Any:
+    """Return a batch for tracing, larger than the task's batch if that has too few samples to split.
+
+    Uses `task.example`, which needs no data, if available.
+    """
+    rows = max(task.batch_rows, 2 * (MIN_ROWS - 1))
+    return next(task.load_data().batches(PLANNING_SEED, rows)) if task.example is None else task.example(rows)

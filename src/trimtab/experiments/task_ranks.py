@@ -1,0 +1,194 @@
+"""Tasks on several ranks: the shard of a rank, planning for a job, and unsupported comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from trimtab.calibrate.communication_profile import step_shape
+from trimtab.calibrate.training_settings_search import RACED
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Profile
+from trimtab.decide.rank_profile import of_any_rank
+from trimtab.distributed.coordinator import Together
+from trimtab.distributed.dry_run import Rehearsal
+from trimtab.distributed.plan_on_ranks import Made, plan_together
+from trimtab.distributed.process_group import place
+from trimtab.distributed.rank_consistency import digest, optimizer_facts, require_same_over_job
+from trimtab.distributed.zero_stage_inputs import ADAPTS, RankLoop, Share, of_replicas, share_of
+from trimtab.experiments.task_plans import PLANNING_SEED, Plans, loop_of, make_plans, profile_here
+from trimtab.tasks.placement import device_here
+from trimtab.tasks.task import Task, TaskData
+
+
+def ranks_of_job(asked: int) -> int:
+    """Return the number of ranks of a command: the launcher's world size, or the requested number.
+
+    Raises:
+        ValueGivenError: the requested number differs from the launcher's world size.
+    """
+    here = place().num_ranks
+    if here > 1 and asked not in (1, here):
+        given = f"{asked} under a launcher, which started {here}"
+        hint = "Leave --ranks out, or have the launcher start as many."
+        raise ValueGivenError("--ranks", got=given, expected=f"the launcher's {here}", hint=hint)
+    return max(asked, here)
+
+
+def task_of_rank(task: Task, num_ranks: int) -> Task:
+    """Return a task as seen from a rank: its shard of every batch and of all samples.
+
+    Raises:
+        ValueGivenError: a batch has fewer samples than there are ranks.
+    """
+    if num_ranks > task.batch_rows:
+        expected = f"{task.batch_rows} at the most, a row of each batch for every rank"
+        raise ValueGivenError("--ranks", got=str(num_ranks), expected=expected)
+    rows = {name: getattr(task, name) for name in ("batch_rows", "budget_rows", "planned_rows")}
+    return replace(task, **{name: None if each is None else -(-each // num_ranks) for name, each in rows.items()})
+
+
+def require_same_task(task: Task, data: TaskData) -> None:
+    """Require equal data and an equal optimizer on all ranks. Collective: all ranks must call it.
+
+    Raises:
+        ValueGivenError: on every rank, with the differences and the ranks.
+    """
+    if place().num_ranks == 1:
+        return
+    own = {"samples": data.num_rows, "source": data.source.sha256, "values": digest(data.columns)}
+    held_out = [each for batch in data.held_out for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+    own |= {"held-out batches": len(data.held_out), "held-out values": digest(held_out)}
+    hint = "Have load_data and make_optimizer return the same on every rank: trimtab itself shards the data."
+    require_same_over_job("task", own | _optimizer_facts(task), hint)
+
+
+def _optimizer_facts(task: Task) -> dict[str, Any]:
+    try:
+        with torch.device("meta"):
+            return optimizer_facts(task.make_optimizer(task.make_model()))
+    except Exception:  # An optimizer that cannot be built on the meta device is compared when its run starts.
+        return {}
+
+
+def plan_on_ranks(
+    task: Task,
+    budget: Budget,
+    adapt: Collection[str],
+    progress: Callable[[str], None],
+    *,
+    objective: Objective | None = None,
+    rehearse: bool = True,
+    seen: Callable[[Profile], None] = lambda _: None,
+) -> Plan:
+    """Return the plan of the job, or of this process on a single rank.
+
+    Args:
+        task: the task.
+        budget, objective: limits and weights of a rank.
+        adapt: as in `make_plans`.
+        progress: receives progress messages.
+        rehearse: as in `trimtab.plan`.
+        seen: called on rank 0 with its profile.
+
+    Raises:
+        InfeasibleError: no plan meets the budget.
+        RankError: on all other ranks, if rank 0 could not make a plan.
+    """
+    device = device_here()
+    weights, ranks = objective or Objective(), place().num_ranks
+
+    def plans_of(each: Task) -> Plans:
+        how = {"adapt": adapt, "strong": False, "budget": budget, "objective": weights, "progress": progress}
+        return make_plans(each, each.load_data(), device, **how)
+
+    if ranks == 1:
+        return _preferred(plans_of(task))
+    if raced := sorted(RACED & set(adapt)):
+        given, expected = f"{raced[0]}, on {ranks} ranks", "one process: its race trains alone"
+        raise ValueGivenError("--adapt", got=given, expected=expected)
+
+    def made() -> Made | Share:
+        share, asks = task_of_rank(task, ranks), budget.memory_bytes is not None or weights.memory > 0
+        if adapt or not asks:
+            plans = plans_of(share)
+            seen(plans.profiles["S"])
+            return _made(share, _preferred(plans), plans.profiles["S"], ADAPTS if asks else "")
+        found = profile_here(share, budget, weights, progress, share.planned_steps)
+        seen(found)
+        weighed = share_of(found, loop_of(share, device.type), progress)
+        if isinstance(weighed, Share):
+            return weighed
+        return _made(share, of_replicas(of_any_rank(found), weighed), found, weighed)
+
+    def rehearsal() -> Rehearsal:
+        return rehearsal_of(task_of_rank(task, ranks), device, progress)
+
+    return plan_together(made, device, rehearsal if rehearse else None)
+
+
+def rehearsal_of(share: Task, device: torch.device, progress: Callable[[str], None]) -> Rehearsal:
+    """Return the dry run of plans on a rank's shard of a task, with fresh models. All ranks must call it."""
+    batch = next(share.load_data().batches(PLANNING_SEED, share.batch_rows))
+
+    def copied() -> RankLoop:
+        torch.manual_seed(PLANNING_SEED)
+        model = share.make_model().to(device.type).train()
+        return model, share.make_optimizer(model), share.loss_fn, batch
+
+    return Rehearsal(copied, clip_norm=share.reference.clip_norm, progress=progress)
+
+
+def _made(task: Task, plan: Plan, profile: Profile, kept: str) -> Made:
+    with torch.device("meta"):
+        model = task.make_model()
+    return Made(plan, step_shape(model, profile, plan), kept)
+
+
+def job_plans(
+    task: Task, budget: Budget, objective: Objective, progress: Callable[[str], None], together: Together
+) -> Plans:
+    """Return the plan of a comparison's job with rank 0's profile, on all ranks."""
+    own: list[Profile] = []  # Rank 0's profile.
+    plan = plan_on_ranks(task, budget, (), progress, objective=objective, seen=own.append)
+    return together.made(Plans, lambda: Plans({"S": plan}, {"S": own[0]}))
+
+
+def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None = None, peers: bool | None = None) -> None:
+    """Raise an error if a comparison on several ranks includes unsupported options.
+
+    Args:
+        task: the task.
+        num_ranks: number of ranks.
+        adapts, peers: True if a tuned plan or baseline recipes were requested, None if not given.
+
+    Raises:
+        ValueGivenError: a batch has fewer samples than ranks, the task has a custom step, or a tuned plan or baseline
+            recipes were requested.
+    """
+    task_of_rank(task, num_ranks)
+    if task.step is not None:
+        raise ValueGivenError(
+            "task.step",
+            got=f"a step function, which would train on each of {num_ranks} ranks by itself",
+            expected="a task whose loss_fn and make_optimizer are its loop",
+            hint="Leave out --ranks, or task.step: the loop is then the plain one, in DistributedDataParallel.",
+        )
+    asked = " and ".join(name for name, is_asked in (("--adapt", adapts), ("--peers", peers)) if is_asked)
+    if asked:
+        raise ValueGivenError(
+            "--ranks",
+            got=f"{num_ranks} with {asked}",
+            expected="the reference and a plan that keeps the maths, alone",
+            hint=f"Leave out {asked}, or --ranks.",
+        )
+
+
+def _preferred(plans: Plans) -> Plan:
+    return plans.plans.get("F", plans.plans["S"])

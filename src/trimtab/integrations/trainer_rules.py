@@ -1,0 +1,102 @@
+"""Rules shared by all trainer integrations: settings left to the trainer, and distributed ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.api import start
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+from trimtab.core.plan import Plan
+from trimtab.core.remove_cuda_graphs import without_graphs
+from trimtab.core.sharding_settings import STAGES
+from trimtab.distributed.process_group import limited_to
+from trimtab.runtime.run import Run
+
+# Seconds: the default timeout of torch's gloo groups. A checkpoint of the trainer may delay a rank for minutes.
+LIMIT_S = 1800.0
+# Settings of a plan that the trainer's own configuration decides, with their neutral values.
+_LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}
+_LEFT |= {"weight_decay": None}
+
+
+def accumulating(planning: Mapping[str, Any], num_batches: int) -> dict[str, Any]:
+    """Return arguments of `trimtab.plan` for an example that joins the `num_batches` batches of an accumulated step.
+
+    A number of batches in the user's own `reference` takes precedence.
+    """
+    reference = planning.get("reference") or ASSUMED_REFERENCE
+    if num_batches == 1 or not isinstance(reference, Reference) or reference.accumulate > 1:
+        return {**planning}
+    return {**planning, "reference": replace(reference, accumulate=num_batches)}
+
+
+def checked_plan(plan: Plan | None, host: str) -> Plan | None:
+    """Return the plan without settings that a trainer makes unsafe.
+
+    CUDA graphs are removed, since trainers call the model in ways and with values that planning did not see.
+
+    Raises:
+        ValueGivenError: not a plan, or the plan sets something that the trainer decides.
+    """
+    if plan is None:
+        return None
+    if not isinstance(plan, Plan):
+        raise ValueGivenError("plan", got=f"a {type(plan).__name__}", expected="a trimtab.Plan")
+    for name, left in _LEFT.items():
+        if (value := getattr(plan, name).value) != left:
+            given, hint = f"{value!r}, which {host} decides", "Plan without adapt, and set it there."
+            raise ValueGivenError(f"plan.{name}", got=given, expected=f"{left!r}", hint=hint)
+    return without_graphs(plan, "of loops that call the model as it was planned")
+
+
+def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
+    """Raise `ValueGivenError` if both a plan and arguments for planning are given."""
+    if plan is not None and planning:
+        expected = "the one or the other"
+        raise ValueGivenError("planning", got="arguments for a plan, and a plan", expected=expected)
+
+
+def refuse_running(running: Mapping[str, Any] | None) -> None:
+    """Raise `ValueGivenError` for options of the run that the trainer provides or that require `run.windows`."""
+    for name in ("clip_norm", "stop", "checkpoints", "total_samples", "total_tokens"):
+        if (running or {}).get(name) is not None:
+            hint = "Set it there: clipping, the run's length and its checkpoints are the host's."
+            raise ValueGivenError(f"running.{name}", got="a value", expected="the host's own", hint=hint)
+
+
+def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int | None] = STAGES) -> None:
+    """Raise `ValueGivenError` if a plan does not distribute the model over the trainer's processes.
+
+    Args:
+        plan: the plan, or None.
+        num_processes: number of processes of the trainer.
+        stages: ZeRO stages that the trainer supports.
+    """
+    if plan is None or num_processes == 1 or plan.zero_stage.value in stages:
+        return
+    given = f"{plan.zero_stage.value}, on {num_processes} processes"
+    hint = f"A plan made on them, or Plan.fixed(rows, num_ranks={num_processes}, zero_stage=0)."
+    expected = " or ".join(map(str, stages))
+    raise ValueGivenError("plan.zero_stage", got=given, expected=expected, hint=hint)
+
+
+def started(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, limit_s: float = LIMIT_S, **running: Any
+) -> Run:
+    """Return a run in the trainer's process group.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer.
+        plan: the plan.
+        limit_s: timeout in seconds after which a rank counts as dead.
+        running: further arguments of `trimtab.start`.
+    """
+    with limited_to(limit_s):
+        return start(model, optimizer, plan, **running)

@@ -1,0 +1,356 @@
+"""Memory of a model's blocks, traced in a forward and backward on fake tensors; input of the recomputation solver.
+
+The stages of a chain are the blocks, plus a last stage with everything after the last block, including the loss. Memory
+allocated before the first block counts as held throughout.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from trimtab.core.block_costs import Chain, ChainModel, Stage
+from trimtab.core.operator_costs import Seen
+from trimtab.losses import mean_of
+from trimtab.measure.block_graph import LinkedBlocks
+from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.memory_trace import Prepare, as_it_is
+from trimtab.measure.operator_workspace import Call, Taken, TooLarge, measured
+from trimtab.measure.storage_lifetimes import Autocast, LossFn, cannot_trace
+from trimtab.measure.storage_tracker import Storages
+
+
+class Stages(NamedTuple):
+    """Memory of a chain's stages in bytes, without optimizer state. All times are 0.
+
+    Attributes:
+        first: Chain of a window's first micro-batch.
+        later: Chain of a later micro-batch, whose gradients are added to existing ones.
+        forwards: Operators of each stage's forward, for the first micro-batch.
+        work: Operators of the complete forward and backward of the first micro-batch.
+    """
+
+    first: Chain
+    later: Chain
+    forwards: list[list[Seen]]
+    work: list[Seen]
+
+
+def chains_through(few: Stages, many: Stages, rows: tuple[int, int]) -> list[ChainModel]:
+    """Return the chain models of a first and of a later micro-batch, fitted through two micro-batch sizes.
+
+    Args:
+        few: Trace with the smaller micro-batch.
+        many: Trace with the larger micro-batch.
+        rows: The two micro-batch sizes in samples, smaller first.
+    """
+    return [ChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
+
+
+def trace_stages(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    blocks: LinkedBlocks,
+    *,
+    autocast: Autocast = contextlib.nullcontext,
+    counts_scratch: bool = False,
+    prepare: Prepare = as_it_is,
+    drops: bool = True,
+    twice: bool = True,
+) -> Stages:
+    """Return the memory and operators of each block, and of the part after the last block.
+
+    Args:
+        model: Model, real or fake.
+        loss_fn: Loss that returns a mean, or (sum, count).
+        batch: Batch, real or fake.
+        blocks: Blocks; each becomes a stage.
+        autocast: Context of the forward.
+        counts_scratch: True to add operator workspace, by running each operator with workspace once on real CPU
+            tensors.
+        prepare: Called with the copy of the model before tracing.
+        drops: True to also trace a forward without saved activations. False uses the figures of the normal forward.
+        twice: True to also trace a later micro-batch. False uses the figures of the first one.
+
+    Raises:
+        ModelError: The step cannot be traced, for example because it reads a tensor's value. Includes torch's reason.
+    """
+    fakes, storages = Fakes(), Storages()
+    try:
+        model, batch = fakes.copy((model, batch))
+        prepare(model)
+        with fakes, storages:
+            known = storages.numbers_of([*model.parameters(), *model.buffers(), batch])
+            passes: list[_Pass] = []
+            if drops:
+                with torch.no_grad(), autocast():
+                    dropping = _Pass(storages)
+                    dropping.forward(model, loss_fn, batch, blocks.names)
+            for _ in range(2 if twice else 1):
+                storages.counts_work = not passes  # only the first micro-batch
+                passes.append(_Pass(storages))
+                with autocast():
+                    loss = passes[-1].forward(model, loss_fn, batch, blocks.names)
+                passes[-1].backward(loss)
+                del loss
+        dropping = dropping if drops else passes[0]
+        if counts_scratch:
+            for each in (dropping, *passes):
+                each.count_scratch()
+    except TooLarge:
+        raise
+    except Exception as error:  # an arbitrary model may use operators without a fake implementation
+        raise cannot_trace(error) from error
+    held = sum(storages.sizes[number] for number in known)
+    first = _chain(dropping, passes[0], blocks, held)
+    held += sum(stage.gradient_bytes for stage in first.stages)
+    return Stages(first, _chain(dropping, passes[-1], blocks, held), passes[0].work_of_forwards(), passes[0].work)
+
+
+def require_runs(
+    model: nn.Module, loss_fn: LossFn, batch: Any, *, autocast: Autocast = contextlib.nullcontext, prepare: Prepare
+) -> None:
+    """Raise `ModelError` if a forward and backward, prepared by `prepare`, do not run on fake tensors."""
+    fakes = Fakes()
+    try:
+        model, batch = fakes.copy((model, batch))
+        prepare(model)
+        with fakes:
+            with autocast():
+                result = loss_fn(model, batch)
+            mean_of(result).backward()
+    except Exception as error:  # an arbitrary model may use operators without a fake implementation
+        raise cannot_trace(error) from error
+
+
+def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: int) -> Chain:
+    dropped = list(dropping.forwards())
+    links = [*blocks.links, False, False]  # neither the last block nor the part after it is linked to a following block
+    stages = (
+        Stage(
+            forward_s=0.0,
+            output_bytes=span.output_bytes,
+            saved_bytes=span.left - span.passing,
+            passing_bytes=span.passing,
+            forward_bytes=span.most,
+            dropping_bytes=drop.most,
+            backward_bytes=after.most,
+            gradient_bytes=after.left,
+            spare_bytes=after.output_bytes,
+            beside_bytes=span.beside,
+            cached_bytes=max(0, drop.left - drop.output_bytes),
+            is_linked=is_linked,
+        )
+        for span, after, drop, is_linked in zip(keeping.forwards(), keeping.backwards(), dropped, links, strict=True)
+    )
+    return Chain(tuple(stages), held_bytes + keeping.before)
+
+
+@dataclass
+class _Mark:
+    """Event counts at the boundaries of a stage: number of storage events before its forward, its end and its backward.
+
+    Attributes:
+        begin: Events before the forward.
+        end: Events before the end of the forward.
+        backward: Events before the backward.
+        inputs: Storages of the stage's arguments.
+        outputs: Storages of the stage's results.
+        work: Number of operators before the forward and before its end.
+    """
+
+    begin: int
+    end: int = 0
+    backward: int | None = None
+    inputs: frozenset[int] = frozenset()
+    outputs: frozenset[int] = frozenset()
+    work: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Memory of a stage's forward or backward, in bytes relative to its beginning.
+
+    Attributes:
+        most: Peak.
+        left: Memory left at the end; for a backward, memory that stays beyond the following backward.
+        output_bytes: Size of a forward's results; for a backward, the part of them freed before it begins.
+        beside: Memory added between the end of a forward and the start of the next one.
+        passing: Part of a forward's memory that is freed when the complete forward ends.
+    """
+
+    most: int
+    left: int
+    output_bytes: int = 0
+    beside: int = 0
+    passing: int = 0
+
+
+class _Pass:
+    """A forward with its backward."""
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages, self._seen, self._marks = storages, storages.begin(), list[_Mark]()
+        self._taken: dict[Call, Taken] = {}
+
+    def forward(self, model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Tensor:
+        """Run the forward and return the mean loss."""
+        with self._hooked(model, blocks):
+            loss = mean_of(loss_fn(model, batch))
+        end, begin_work = (self._marks[-1].end, self._marks[-1].work[1]) if self._marks else (0, 0)
+        self._marks.append(_Mark(end, self._now, work=(begin_work, len(self.work))))
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward."""
+        # An implicit seed would be held by the backward to its end; allocating it here ends the forward.
+        seed = torch.ones_like(loss)
+        self._marks[-1].backward = self._now
+        loss.backward(seed)
+
+    @property
+    def work(self) -> list[Seen]:
+        """Operators that ran."""
+        return self._seen.work
+
+    def work_of_forwards(self) -> list[list[Seen]]:
+        """Return the operators of each stage's forward."""
+        return [self.work[slice(*mark.work)] for mark in self._marks]
+
+    @property
+    def before(self) -> int:
+        """Bytes held when the first stage begins."""
+        return self._held()[self._marks[0].begin]
+
+    @property
+    def _now(self) -> int:
+        return len(self._seen.events)
+
+    @contextlib.contextmanager
+    def _hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs = frozenset(self._storages.numbers_of((args, kwargs)))
+            self._marks.append(_Mark(self._now, inputs=inputs, work=(len(self.work), 0)))
+
+        def leave(_: nn.Module, args: Any, result: Any) -> None:
+            mark, tensors = self._marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
+            mark.end, mark.outputs = self._now, frozenset(self._storages.numbers_of(tensors))
+            mark.work = mark.work[0], len(self.work)
+            for tensor in [each for each in tensors if each.requires_grad][:1]:
+                tensor.register_hook(lambda _: setattr(mark, "backward", self._now))
+
+        handles = []
+        for name in blocks:
+            block = model.get_submodule(name)
+            handles += [
+                block.register_forward_pre_hook(enter, with_kwargs=True),
+                block.register_forward_hook(leave),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _held(self) -> list[int]:
+        """Return the bytes held after each event.
+
+        A stage's input freed between the stage's end and the end of the forward counts as held until the latter:
+        recomputing the stage would keep it in any case.
+        """
+        sizes, died = self._storages.sizes, self._indices(-1)
+        changes = [sign * sizes[number] for number, sign in self._seen.events]
+        end = self._marks[-1].end
+        late = {n: died[n] for mark in self._marks for n in mark.inputs if mark.end <= died.get(n, -1) < end}
+        for number, index in late.items():
+            changes[index] = 0
+            changes[end : end + 1] = [change - sizes[number] for change in changes[end : end + 1]]
+        return [0, *itertools.accumulate(changes)]
+
+    def count_scratch(self) -> None:
+        """Measure the operators with workspace by running each once."""
+        self._taken = measured(call for call, *_ in self._seen.calls)
+
+    def _most(self) -> list[int]:
+        """Return the bytes held after each event, including operator workspace."""
+        most = self._held()
+        for call, begin, end, _ in self._seen.calls:
+            if call in self._taken:
+                for index in range(begin, end + 1):
+                    most[index] += self._taken[call].scratch_bytes
+        return most
+
+    def forwards(self) -> list[_Span]:
+        """Return each stage's forward. Work of the model between two stages counts in the peak of the later one."""
+        held, most, passing, spans = self._held(), self._most(), self._passing(), []
+        for index, mark in enumerate(self._marks):
+            since = self._marks[index - 1].end if index else mark.begin
+            following = self._marks[index + 1].begin if index + 1 < len(self._marks) else mark.end
+            spans.append(
+                _Span(
+                    max(most[since : mark.end + 1]) - held[mark.begin],
+                    held[mark.end] - held[mark.begin],
+                    self._size(mark.outputs),
+                    max(0, held[following] - held[mark.end]),
+                    self._size(n for n, born in passing.items() if mark.begin <= born < mark.end),
+                )
+            )
+        return spans
+
+    def _passing(self) -> dict[int, int]:
+        """Return the birth event of each storage that is freed between the end of the forward and the backward."""
+        end, backward, died = self._marks[-1].end, self._marks[-1].backward or 0, self._indices(-1)
+        return {n: born for n, born in self._indices(1).items() if end <= died.get(n, -1) < backward}
+
+    def backwards(self) -> list[_Span]:
+        """Return each stage's backward, which ends at the start of the preceding stage's backward."""
+        held, most, died, count = self._held(), self._most(), self._indices(-1), len(self._seen.events)
+        spans, end = [], count
+        for mark, left in zip(self._marks, self._left(), strict=True):
+            begin = end if mark.backward is None else mark.backward
+            gone = self._size(n for n in mark.outputs if died.get(n, count) < begin)
+            spans.append(_Span(max(most[begin : end + 1]) - held[begin], left, gone))
+            end = begin
+        return spans
+
+    def _left(self) -> list[int]:
+        """Return the memory left by each backward.
+
+        Memory counts if it is still alive after the following backward. Memory left by an earlier backward and freed in
+        this one is subtracted.
+        """
+        born, died, count = self._indices(1), self._indices(-1), len(self._seen.events)
+        ends = [count]
+        for mark in self._marks:
+            ends.append(ends[-1] if mark.backward is None else mark.backward)
+        overs = [count, *ends]  # end of the backward of the stage before, for each stage
+        left, rising = [0] * len(self._marks), ends[::-1]
+
+        def stage_at(event: int) -> int | None:
+            place = bisect.bisect_right(rising, event)
+            return len(ends) - 1 - place if 0 < place < len(ends) else None
+
+        for number, index in born.items():
+            stage, death = stage_at(index), died.get(number, count)
+            if stage is not None and death >= overs[stage]:
+                left[stage] += self._storages.sizes[number]
+                last = stage_at(death)
+                if last is not None:
+                    left[last] -= self._storages.sizes[number]
+        return left
+
+    def _indices(self, wanted: int) -> dict[int, int]:
+        """Return the event index of each storage's birth (`wanted` = 1) or death (-1)."""
+        return {number: index for index, (number, sign) in enumerate(self._seen.events) if sign == wanted}
+
+    def _size(self, numbers: Iterable[int]) -> int:
+        return sum(self._storages.sizes[number] for number in numbers)

@@ -1,0 +1,178 @@
+"""Counting and splitting of batches, by their containers or by user functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.core.errors import BatchError, ValueGivenError
+from trimtab.runtime import sample_count as of_batch
+from trimtab.runtime.batch import not_splittable, part
+from trimtab.runtime.sample_count import Reading
+
+Count = Callable[[Any], int]
+Split = Callable[[Any, int, int], Any]
+UNKNOWN = "batch.samples_unknown"
+_WAY_OUT = "Pass count=function, with count(batch) -> number of samples."
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Counts the samples of a batch and splits it.
+
+    Args:
+        count: `count(batch)` -> number of samples; None reads it from the containers (`samples.read`).
+        split: `split(batch, start, stop)` -> batch of the samples from `start` to `stop`; None slices the containers.
+
+    Raises:
+        ValueGivenError: an argument is not callable.
+    """
+
+    count: Count | None = None
+    split: Split | None = None
+
+    def __post_init__(self) -> None:
+        for name, expected in (("count", "count(batch) -> samples"), ("split", "split(batch, start, stop) -> batch")):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                given = f"a {type(value).__name__}"
+                raise ValueGivenError(name, got=given, expected=f"a function {expected}", code=f"{name}.not_callable")
+
+    def read(self, batch: Any) -> Reading:
+        """Return the number of samples of a batch and whether the batch can be split.
+
+        Raises:
+            BatchError: the batch has no samples, or `count` raised or returned something else than a positive int.
+        """
+        reading = of_batch.read(batch)
+        if self.count is not None:
+            samples = self._counted(self.count, batch)
+            if reading.samples != samples:
+                reason = f"count= returned {samples}, and the containers show {reading.samples}"
+                reading = Reading(samples, reason=f"{reason}: pass split=function")
+        if reading.samples == 0:
+            raise BatchError(
+                "batch",
+                got="a batch of 0 samples",
+                expected="at least one sample",
+                hint="Skip such batches in the loader: a mean over no samples is not a number.",
+                code="batch.no_samples",
+            )
+        if self.split is not None and reading.samples is not None:
+            return Reading(reading.samples, is_splittable=True)
+        return reading
+
+    def require(self, batch: Any, field: str = "batch") -> int:
+        """Return the number of samples of a batch.
+
+        Raises:
+            BatchError: the number is unknown (code "batch.samples_unknown"), or `read` raises.
+        """
+        reading = self.read(batch)
+        if reading.samples is None:
+            raise samples_unknown(field, reading.reason)
+        return reading.samples
+
+    def slices(self, batch: Any, samples: int, micro_batch: int, *, is_read: bool = False) -> Iterator[tuple[Any, int]]:
+        """Yield (micro-batch, number of samples) in order; the last may be smaller. Tensors are views.
+
+        Args:
+            is_read: True if `read` found that the batch can be split.
+
+        Raises:
+            BatchError: the batch cannot be split, or `split` returned an unexpected number of samples.
+        """
+        if samples <= micro_batch:
+            yield batch, samples
+            return
+        if self.split is None and not is_read:
+            _require_splittable(batch, samples)
+        for start in range(0, samples, micro_batch):
+            stop = min(start + micro_batch, samples)
+            found = part(batch, slice(start, stop), samples) if self.split is None else self._split(batch, start, stop)
+            yield found, stop - start
+
+    def part(self, batch: Any, start: int, stop: int, samples: int) -> Any:
+        """Return the samples from `start` to `stop` of a batch of `samples` samples.
+
+        Raises:
+            BatchError: the batch cannot be split, or `split` returned an unexpected number of samples.
+        """
+        if self.split is None:
+            _require_splittable(batch, samples)
+            return part(batch, slice(start, stop), samples)
+        return self._split(batch, start, stop)
+
+    def _split(self, batch: Any, start: int, stop: int) -> Any:
+        assert self.split is not None
+        try:
+            found = self.split(batch, start, stop)
+        except Exception as error:
+            raise _failed("split", f"split(batch, {start}, {stop})", error) from error
+        if self.count is not None and (size := self._counted(self.count, found)) != stop - start:
+            raise BatchError(
+                "split",
+                got=f"{size} samples, as count= counts them, from split(batch, {start}, {stop})",
+                expected=f"{stop - start} samples",
+                hint="Return a batch of the samples with indices start to stop - 1.",
+                code="batch.split_invalid",
+            )
+        return found
+
+    def _counted(self, count: Count, batch: Any) -> int:
+        try:
+            found = count(batch)
+        except Exception as error:
+            raise _failed("count", "count(batch)", error) from error
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            given = f"{found!r:.80} from count(batch)"
+            expected = "a positive int, the number of samples of the batch"
+            raise BatchError("count", got=given, expected=expected, code="batch.count_invalid")
+        return found
+
+
+BY_CONTAINERS = Batching()
+
+
+def samples_unknown(field: str, reason: str) -> BatchError:
+    """Return the error for a batch whose number of samples is needed but unknown."""
+    given = f"a batch whose number of samples is unknown: {reason}"
+    expected = "the same number of samples in every tensor and list"
+    return BatchError(field, got=given, expected=expected, hint=_WAY_OUT, code=UNKNOWN)
+
+
+def of_same_size(longest: Any, example: Any, batching: Batching = BY_CONTAINERS) -> Any:
+    """Return `longest`, a batch with the longest sequences, after checking its number of samples.
+
+    Raises:
+        ValueGivenError: `longest` and `example` differ in their number of samples.
+    """
+    samples, expected = batching.read(longest).samples, batching.read(example).samples
+    if None not in (samples, expected) and samples != expected:
+        raise ValueGivenError(
+            "longest_batch",
+            got=f"{samples} samples",
+            expected=f"the {expected} of example_batch, for which the plan is made",
+            hint="If the loader's batches vary in size too, pass the largest one as example_batch, alone.",
+            code="longest_batch.size",
+        )
+    return longest
+
+
+def _require_splittable(batch: Any, samples: int) -> None:
+    """Raise `BatchError` if the containers of a batch do not show which parts belong to which sample."""
+    if of_batch.quick_samples(batch) == samples:
+        return
+    reading = of_batch.read(batch)
+    if reading.samples != samples or not reading.is_splittable:
+        raise not_splittable(reading.reason or f"its containers show {reading.samples} samples, not {samples}")
+
+
+def _failed(field: str, call: str, error: Exception) -> BatchError:
+    return BatchError(
+        field,
+        got=f"{type(error).__name__}: {error} from {call}",
+        expected=f"a function {field} that accepts every batch of the loader",
+        code=f"batch.{field}_failed",
+    )

@@ -1,0 +1,78 @@
+"""Gradient scaling and clipping of a window with a single fused factor (paper eq. 12; math: section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from trimtab.core import validation
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.measure.gradient_norms import squared_norm
+
+
+def multiply(optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
+    """Multiply the gradients in place; does nothing for the float 1.0."""
+    if isinstance(factor, float) and factor == 1.0:
+        return
+    grads = _gradients(optimizer)
+    if not grads:
+        return
+    if isinstance(factor, Tensor) and grads[0].dtype is torch.float32:
+        factor = factor.float()  # The fused foreach kernel requires the dtype of the gradients.
+    torch._foreach_mul_(grads, factor)
+
+
+def norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the global norm of the current gradients, a scalar on their device."""
+    grads = _gradients(optimizer)
+    return squared_norm(grads).sqrt() if any(grad.is_sparse for grad in grads) else get_total_norm(grads)
+
+
+def finish(
+    optimizer: torch.optim.Optimizer, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False
+) -> Tensor | None:
+    """Multiply the gradients by `factor` and the clip coefficient `min(1, clip_norm / (norm + 1e-6))` at once.
+
+    Returns:
+        Norm of the gradients after `factor` and before clipping; None if neither `clip_norm` nor `wants_norm` is set.
+    """
+    if clip_norm is None and not wants_norm:
+        multiply(optimizer, factor)
+        return None
+    total = norm(optimizer) * factor
+    clip = 1.0 if clip_norm is None else torch.clamp(clip_norm / (total + 1e-6), max=1.0)
+    multiply(optimizer, factor * clip)
+    # FSDP2 returns a DTensor, whose full value is equal on all ranks.
+    return total.full_tensor() if hasattr(total, "full_tensor") else total
+
+
+def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
+    """Return the gradient norm limit of the loop or the plan.
+
+    Raises:
+        ValueGivenError: `clip_norm` is not positive, or differs from the plan's limit.
+    """
+    planned = plan.clip_norm.value
+    if clip_norm is not None:
+        validation.number("clip_norm", clip_norm, low=0, open_low=True)
+        if planned is not None and planned != clip_norm:
+            raise ValueGivenError("clip_norm", got=f"{clip_norm:g}", expected=f"the plan's {planned:g}, or none")
+        return clip_norm
+    return None if planned is None else float(planned)
+
+
+def with_own_limit(plan: Plan, clip_norm: float | None) -> Plan:
+    """Return the plan with the loop's own limit in place of a limit found by a range test."""
+    if clip_norm is None or not plan.clip_norm.losers:
+        return plan
+    validation.number("clip_norm", clip_norm, low=0, open_low=True)
+    said = f"the loop's own, which goes before {plan.clip_norm.value:g}, found by a range test"
+    return replace(plan, clip_norm=Choice(float(clip_norm), said, Mark.DYNAMICS))
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -1,0 +1,318 @@
+"""Metadata exchanged between ranks once per window, before the gradient reduction: term counts, end of data, stops.
+
+A rank sends its metadata before its last backward and reads the answer in its step, so no rank waits longer than for
+the reduction. A rank without data sends a message too. If another rank continues, the rank without data joins with
+zero-weight micro-batches, so that no data are lost and all ranks end together.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trimtab.core.errors import LossError, RankError
+from trimtab.core.stopping_rule import StopReason
+from trimtab.decide.batch_size_decider import Note
+from trimtab.losses import Count
+from trimtab.runtime.batch import checksum
+from trimtab.runtime.metadata_exchange import Exchange, Gathered
+from trimtab.runtime.straggler import Late, Straggler
+
+_NOTHING, _MEAN, _SUM = 0.0, 1.0, 2.0  # Kinds of loss.
+_ASKS = 3.0  # A request for the maximum of one value.
+_REASONS = tuple(StopReason)
+
+
+class _Said(NamedTuple):
+    """Message of a rank, of the same width for all kinds, because a rank does not know the other ranks' kinds.
+
+    Attributes:
+        kind: kind of loss or request.
+        stepped: number of windows stepped so far.
+        stop: stop reason as index into `_REASONS`, from 1; 0 for none.
+        limit: samples per micro-batch that fit on this rank.
+        took_s: seconds that this rank worked on the window.
+        asked: the value whose maximum is requested.
+        unknown: 1 if the number of samples is unknown.
+        first_batch: checksum of the run's first batch, in its first window; else 0.
+    """
+
+    kind: float
+    stepped: float
+    rows: float = 0.0
+    num_batches: float = 0.0
+    terms: float = 0.0
+    stop: float = 0.0
+    limit: float = math.inf
+    took_s: float = 0.0
+    asked: float = 0.0
+    unknown: float = 0.0
+    first_batch: float = 0.0
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A window summed over all ranks.
+
+    Args:
+        rows: samples of all ranks.
+        terms: terms of all ranks.
+        num_batches: loader batches, mean over ranks.
+        goes_on: True if any rank has data.
+        reason: stop reason of a rank, in effect after this window; None without a stop.
+        limit: smallest micro-batch limit of any rank; None without a limit.
+        samples: number of samples of all ranks; None if unknown on a rank, in which case `rows` are placeholders.
+    """
+
+    rows: int
+    terms: Count
+    num_batches: float
+    goes_on: bool = True
+    reason: StopReason | None = None
+    limit: int | None = None
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of a window.
+
+    Args:
+        rows: samples.
+        num_batches: loader batches.
+        terms: number of terms that the loss averages over.
+        is_sum: True if the loss is a `Summed`.
+        limit: samples per micro-batch that fit; None without a limit.
+        stop: reason to stop all ranks after the window, or None.
+        samples: number of samples; None if unknown.
+    """
+
+    rows: int
+    num_batches: int
+    terms: Count
+    is_sum: bool
+    limit: int | None = None
+    stop: StopReason | None = None
+    samples: int | None = None
+
+
+class Peers:
+    """Metadata exchange of a run with the other ranks.
+
+    Args:
+        exchange: transport.
+        note: called with an event's name and values.
+        in_step: True if every micro-batch has collectives (FSDP2), so that all ranks need equally many.
+    """
+
+    def __init__(self, exchange: Exchange, note: Note, *, in_step: bool = False) -> None:
+        self._exchange, self.in_step = exchange, in_step and exchange.num_ranks > 1
+        self.num_ranks = exchange.num_ranks
+        self._answer: Callable[[], Gathered] | None = None
+        self._agreed: Agreed | None = None
+        self._straggler, self._note = Straggler(), note
+        self._began = time.perf_counter()  # Start of this rank's own work on the window.
+        self._first_batch: float | None = None  # Checksum of the first batch; 0 from the second window on.
+        self._counted = 0  # Windows stepped by this rank.
+        self._steps: int | None = None  # Micro-batches of the window, if equal on all ranks.
+        self._absent: _Said | None = None  # Message of a rank without data for the window it joins.
+        self._asked: float | None = None  # Maximum received by a rank without data.
+        self._on_device: Tensor | None = None
+        self._kept_on: torch.device | None = None  # Device of counts that stay on the device.
+
+    @property
+    def has_told(self) -> bool:
+        """True if other ranks have received, or will receive, this rank's part of the window."""
+        return self._answer is not None or self._agreed is not None
+
+    @property
+    def count_on_this(self) -> bool:
+        """True if the gradient reduction includes this rank's gradient, so that the window cannot be repeated."""
+        return self.num_ranks > 1 and self.has_told
+
+    def drew(self, batch: Any) -> None:
+        """Record a batch of this rank; the first batch of the run is compared between ranks."""
+        if self._first_batch is None and self.num_ranks > 1:
+            self._first_batch = float(checksum(batch))
+
+    def tell(self, share: Share) -> None:
+        """Send this rank's part of the window, once, without waiting."""
+        if self.has_told:
+            return
+        if self.num_ranks == 1:
+            self._agreed = Agreed(share.rows, share.terms, share.num_batches, reason=share.stop, samples=share.samples)
+            return
+        if self._absent is not None:
+            self._sum_nothing()
+            self._answer = self._exchange.ask(self._absent)
+            return
+        terms = share.terms
+        if isinstance(terms, Tensor) and stays_on_device(terms):
+            self._on_device, self._kept_on, terms = self._exchange.sum(terms.double()), terms.device, 0.0
+        kind = _SUM if share.is_sum else _MEAN
+        took_s = time.perf_counter() - self._began
+        said = _Said(
+            kind, self._counted, share.rows, share.num_batches, float(terms), _code_of(share.stop), took_s=took_s
+        )
+        said = said._replace(unknown=float(share.samples is None))
+        said = said._replace(first_batch=self._first_batch or 0.0)
+        self._exchange.recovered()
+        self._answer = self._exchange.ask(said if share.limit is None else said._replace(limit=share.limit))
+
+    def others_go_on(self, reason: StopReason | None) -> int:
+        """Return the number of micro-batches in which this rank, without data, joins other ranks; 0 at the end.
+
+        Args:
+            reason: stop reason of this rank, adopted by all ranks after the window; None at the end of the data.
+        """
+        absent = _Said(_NOTHING, self._counted, stop=_code_of(reason))
+        if self.in_step:
+            self._steps = int(self.most(0.0))
+            self._absent = absent if self._steps else None  # Sent when the other ranks send their parts.
+            return self._steps
+        self._sum_nothing()
+        while _ASKS in _kinds(said := _all(self._exchange.share(absent))):
+            self._asked = max(each.asked for each in said)
+        self._agreed = self._read(said)
+        if not self._agreed.goes_on:
+            self.over()
+            return 0
+        return 1
+
+    def _sum_nothing(self) -> None:
+        if self._kept_on is not None:
+            self._on_device = self._exchange.sum(torch.zeros((), dtype=torch.float64, device=self._kept_on))
+
+    def steps(self, own: int) -> int:
+        """Return the number of micro-batches of a window, padded to the maximum over ranks if they have collectives."""
+        if not self.in_step:
+            return own
+        if self._steps is None:
+            self._steps = int(self.most(own))
+        return self._steps
+
+    def agreed(self) -> Agreed:
+        """Return the window summed over all ranks. Waits for the other ranks' parts.
+
+        Raises:
+            LossError: on every rank, if a mean loss on one rank meets a `Summed` on another.
+        """
+        if self._agreed is None:
+            assert self._answer is not None
+            self._agreed, self._answer = self._read(_all(self._answer())), None
+        return self._agreed
+
+    def _read(self, said: list[_Said]) -> Agreed:
+        kinds = _kinds(said)
+        _require_one_kind(kinds)
+        _require_together([int(each.stepped) for each in said])
+        rows, terms = int(sum(each.rows for each in said)), sum(each.terms for each in said)
+        self._warn_of_same([each.first_batch for each in said])
+        if _NOTHING not in kinds:
+            self._say(self._straggler.add([each.took_s for each in said]))
+        code, limit = int(max(each.stop for each in said)), min(each.limit for each in said)
+        return Agreed(
+            rows,
+            terms if self._on_device is None else self._on_device,
+            statistics.fmean(each.num_batches for each in said),
+            goes_on=any(kind != _NOTHING for kind in kinds),
+            reason=_REASONS[code - 1] if code else None,
+            limit=None if math.isinf(limit) else int(limit),
+            samples=None if any(each.unknown for each in said) else rows,
+        )
+
+    def _warn_of_same(self, checksums: list[float]) -> None:
+        """Warn once if ranks train on the same samples."""
+        same = [rank for rank, each in enumerate(checksums) if each and checksums.count(each) > 1]
+        if same:
+            ranks = ", ".join(map(str, same))
+            self._note("same_samples", {"ranks": same})
+            text = f"ranks {ranks} train on the same samples. Use trimtab.shard(loader), or a DistributedSampler."
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _say(self, late: Late | None) -> None:
+        """Warn about a slow rank that the other ranks wait for."""
+        if late is not None:
+            self._note("straggler", {"rank": late.rank, "window_s": late.seconds, "others_s": late.others_s})
+            text = (
+                f"rank {late.rank} takes {late.seconds:.3g} s a window and the others {late.others_s:.3g} s, and wait"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def most(self, value: float) -> float:
+        """Return the maximum of a value over all ranks. Waits for all ranks.
+
+        Raises:
+            LossError: another rank has a mean loss; only ranks with `Summed` call this method within a window.
+        """
+        if self.num_ranks == 1:
+            return value
+        if self._asked is not None:
+            return self._asked
+        said = _all(self._exchange.share(_Said(_ASKS, self._counted, asked=value)))
+        _require_one_kind(_kinds(said))
+        return max(each.asked for each in said)
+
+    def failed(self, error: BaseException) -> None:
+        """Report to the other ranks the error that ends this rank.
+
+        Raises:
+            RankError: the cause is an error of another rank.
+        """
+        reason = self._exchange.failed(error)
+        if reason is not error:
+            raise reason from error
+
+    def over(self, *, stepped: bool = False) -> None:
+        """Reset after the window was stepped or dropped."""
+        self._counted += stepped
+        self._first_batch = 0.0 if stepped else self._first_batch
+        self._answer = self._agreed = self._on_device = None
+        self._steps = self._absent = self._asked = None
+        self._began = time.perf_counter()
+
+
+def _code_of(reason: StopReason | None) -> float:
+    return 0.0 if reason is None else 1.0 + _REASONS.index(reason)
+
+
+def _all(gathered: Gathered) -> list[_Said]:
+    return [_Said(*figures) for figures in gathered]
+
+
+def _kinds(said: list[_Said]) -> list[float]:
+    return [each.kind for each in said]
+
+
+def _require_one_kind(kinds: list[float]) -> None:
+    """Raise `LossError` if ranks differ in the kind of loss. A request within a window implies a `Summed`."""
+    sums = [rank for rank, kind in enumerate(kinds) if kind in (_SUM, _ASKS)]
+    if _MEAN in kinds and sums:
+        given = f"a mean on rank {kinds.index(_MEAN)} and Summed on rank {sums[0]}"
+        raise LossError("loss", got=given, expected="the same kind on every rank")
+
+
+def _require_together(counted: list[int]) -> None:
+    """Raise `RankError` if ranks have stepped different numbers of windows, and therefore have different weights."""
+    if len(set(counted)) > 1:
+        fewest = counted.index(min(counted))
+        raise RankError(
+            f"rank {fewest}",
+            got=f"{counted[fewest]} windows stepped, and {max(counted)} on rank {counted.index(max(counted))}",
+            expected="every rank to step the same windows",
+            hint="A window that others have reduced cannot be given up by one rank: have all of them discard it.",
+            code="ranks.windows_differ",
+        )
+
+
+def stays_on_device(terms: Tensor) -> bool:
+    """Return True if a count stays on its device, because reading it would synchronise."""
+    return terms.is_cuda

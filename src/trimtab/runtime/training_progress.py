@@ -1,0 +1,147 @@
+"""Training progress: consumed samples, or tokens counted by the loss (math: section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.core import validation
+from trimtab.core.errors import LossError, ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.losses import Count
+from trimtab.measure.async_scalar import Late
+from trimtab.runtime.batch_splitting import samples_unknown
+from trimtab.runtime.metadata_exchange import Exchange
+
+_COUNTS = ("rows", "windows", "applied")
+
+
+class Consumed(Part):
+    """Counters of samples, tokens, windows and applied steps. Skipped steps count as windows but not as applied steps.
+
+    Token counts on an accelerator are read one window late, except for the first; until then the tokens per sample of
+    the last window that was read are used as an estimate.
+
+    Ranks count the samples of all ranks. If the user's loop reduces gradients by hand, ranks do not know each other's
+    counts, and the schedule counts loader batches of the largest size so far. Otherwise a rank with fewer samples at
+    the end of its data would have another learning rate, and soon other weights.
+
+    Args:
+        plan: supplies the schedule.
+        total_samples: planned number of samples, or None.
+        total_tokens: planned number of tokens, or None.
+        exchange: metadata exchange with the other ranks.
+
+    Raises:
+        ValueGivenError: a total is not a number, both are given, or the plan's schedule needs a total and none is
+            given.
+    """
+
+    def __init__(self, plan: Plan, total_samples: int | None, total_tokens: int | None, exchange: Exchange) -> None:
+        self._total_samples = None if total_samples is None else validation.integer("total_samples", total_samples)
+        self._total_tokens = None if total_tokens is None else validation.integer("total_tokens", total_tokens)
+        if self._total_samples is not None and self._total_tokens is not None:
+            raise ValueGivenError("total_tokens", got="both totals", expected="total_samples or total_tokens")
+        if self._total_samples is self._total_tokens is None and plan.schedule.value != "user":
+            raise ValueGivenError(
+                "total_samples",
+                got="nothing",
+                expected="the samples this run will train on",
+                hint=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
+            )
+        self._by_hand, self._batch_rows = exchange.has_peers and exchange.num_ranks == 1, 0
+        self.rows = self.applied = self.windows = 0
+        self._scheduled = self._next = 0.0  # Samples counted by the schedule so far, and samples of the current window.
+        self._tokens = self._per_row = 0.0
+        self._late: tuple[Late, int] | None = None
+
+    def require_counted(self, samples: int | None, reason: str) -> None:
+        """Raise `BatchError` if the schedule depends on the number of samples, which is unknown."""
+        if samples is None and self._total_samples is not None:
+            raise samples_unknown("total_samples", reason)
+
+    def progress_after(self, rows: int, tokens: Count | None, num_batches: float, batch_rows: int) -> float | None:
+        """Return the fraction of training completed after the current window; None without a total.
+
+        Args:
+            rows: samples of the window, over all ranks.
+            tokens: tokens counted by the loss, or None.
+            num_batches: loader batches of the window, mean over ranks.
+            batch_rows: samples of this rank's largest loader batch.
+
+        Raises:
+            LossError: the total is in tokens, and the loss does not count tokens.
+        """
+        self._batch_rows = max(self._batch_rows, batch_rows)
+        self._next = num_batches * self._batch_rows if self._by_hand else rows
+        if self._total_samples is not None:
+            return (self._scheduled + self._next) / self._total_samples
+        if self._total_tokens is None:
+            return None
+        if tokens is None:
+            raise LossError(
+                "loss",
+                got="a mean, with total_tokens",
+                expected="trimtab.Summed(loss_sum, count), which counts tokens",
+            )
+        if isinstance(tokens, Tensor) and tokens.is_cuda:
+            self._read()
+            if self._per_row == 0:
+                self._per_row = float(tokens) / rows
+            return (self._tokens + self._per_row * rows) / self._total_tokens
+        return (self._tokens + float(tokens)) / self._total_tokens
+
+    def add(self, rows: int, tokens: Count | None, *, applied: bool, samples: int | None = None) -> None:
+        """Count a finished window.
+
+        Args:
+            rows: weight of the window, in samples.
+            tokens: tokens counted by the loss, or None.
+            applied: True if the optimizer stepped.
+            samples: number of samples to count; None if unknown.
+        """
+        self.rows += samples or 0
+        self.windows += 1
+        self._scheduled += self._next
+        self.applied += applied
+        if self._total_tokens is None or tokens is None:
+            return
+        if isinstance(tokens, Tensor) and tokens.is_cuda:
+            self._read()
+            self._late = Late(tokens), rows
+        else:
+            self._tokens += float(tokens)
+
+    def _read(self) -> None:
+        if self._late is not None:
+            late, rows = self._late
+            (tokens,) = late.read()
+            self._tokens, self._per_row, self._late = self._tokens + tokens, tokens / rows, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters. Synchronises if a token count is still on the device."""
+        self._read()
+        counts = {"rows": self.rows, "windows": self.windows, "scheduled": self._scheduled, "applied": self.applied}
+        return counts | {"tokens": self._tokens, "per_row": self._per_row}
+
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return a function that restores a `state_dict()`.
+
+        Raises:
+            FormatError: a key is missing or unknown.
+            ValueGivenError: a value is invalid.
+        """
+        require_keys("state.consumed", state, ("rows", "windows", "scheduled", "applied", "tokens", "per_row"))
+        rows, windows, applied = (validation.integer(f"state.consumed.{n}", state[n], low=0) for n in _COUNTS)
+        scheduled, tokens, per_row = (
+            validation.number(f"state.consumed.{n}", state[n], low=0) for n in ("scheduled", "tokens", "per_row")
+        )
+
+        def load() -> None:
+            self.windows, self._scheduled = windows, scheduled
+            self.rows, self.applied, self._tokens, self._per_row, self._late = rows, applied, tokens, per_row, None
+
+        return load

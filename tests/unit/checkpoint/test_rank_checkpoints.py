@@ -1,0 +1,147 @@
+"""What a rank of a kept run makes of what rank 0 says."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from raising import raises
+
+from trimtab.checkpoint.rank_checkpoints import KeptRanks, require_kept
+from trimtab.checkpoint.state_file_names import prefix_of
+from trimtab.checkpoint.state_files import digest_of, read_state, write_state
+from trimtab.core.errors import FormatError, RankError, ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.measure.random_state import loading_random_state, random_state
+
+
+@pytest.fixture
+def second(monkeypatch):
+    """Return the second of two ranks; rank 0 says what is in its list."""
+    ranks = KeptRanks(SimpleNamespace(num_ranks=1))
+    ranks.num, ranks.rank, said = 2, 1, []
+    monkeypatch.setattr(ranks, "first", lambda make, about: said.pop(0))
+    return ranks, said
+
+
+@pytest.mark.parametrize("where", ["", "elsewhere"])
+def test_no_rank_writes_where_it_was_not_told_to(second, tmp_path, monkeypatch, where):
+    monkeypatch.chdir(tmp_path)
+    ranks, said = second
+    said.append(where)
+    with raises(RankError, code="rank.failed", field="rank 0"):
+        ranks.write(tmp_path, "step-1", {"weights": torch.ones(2)}, {"step": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_of_another_rank_is_everyones(second, monkeypatch):
+    ranks, _ = second
+    monkeypatch.setattr(
+        "trimtab.checkpoint.rank_checkpoints.words_at_work", lambda make, topic: ["OSError: no room", make()]
+    )
+    with raises(FormatError, code="format.invalid", field="rank 0"):
+        ranks.together(lambda: 1, "a part")
+
+
+def test_a_failure_of_its_own_is_raised_as_it_is(second, monkeypatch):
+    ranks, _ = second
+    monkeypatch.setattr(
+        "trimtab.checkpoint.rank_checkpoints.words_at_work", lambda make, topic: ["OSError: no room", make()]
+    )
+
+    def fails():
+        raise KeyError("weights")
+
+    with pytest.raises(KeyError, match="weights"):
+        ranks.together(fails, "a part")
+
+
+def test_what_is_asked_of_has_a_name_of_its_own(second):
+    ranks, _ = second
+    assert len({ranks._topic("step-1/where"), ranks._topic("step-1/where"), ranks._topic("step-2/where")}) == 3
+
+
+def test_ranks_that_are_added_have_random_numbers_of_their_own_and_the_same_each_time(second, tmp_path):
+    """By every global generator; those that are a rank's own already are left to it."""
+    ranks, _ = second
+    here = random_state()
+    write_state(tmp_path, {"data": {"here": {"random": here}}})
+
+    def drawn(rank):
+        ranks.rank = rank
+        loading_random_state(ranks.read(tmp_path, 1)["data"]["here"]["random"])()
+        return [torch.rand(()).item(), random.random(), np.random.rand()]
+
+    try:
+        of_ranks = [drawn(rank) for rank in (0, 1, 2, 3)]
+        assert [len(set(numbers)) for numbers in zip(*of_ranks, strict=True)] == [4, 4, 4]
+        assert drawn(2) == of_ranks[2]
+        loading_random_state(here)()
+        assert [torch.rand(()).item(), random.random(), np.random.rand()] == of_ranks[0]
+    finally:
+        loading_random_state(here)()
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_what_is_kept_too_is_written_once_where_it_is_alike_to_the_bit(second, tmp_path, monkeypatch, is_alike):
+    """An average of weights would else be there as often as there are ranks."""
+    ranks, said = second
+    first = {"mean": torch.zeros(2)}
+    own = {"mean": torch.zeros(2) if is_alike else -torch.zeros(2)}
+    words = {"also": digest_of(first)}
+    monkeypatch.setattr(
+        "trimtab.checkpoint.rank_checkpoints.words_at_work",
+        lambda make, topic: [words.get(topic.rpartition("/")[2], ""), make()],
+    )
+    said.append(f"at {tmp_path}")
+    ranks.write(tmp_path, "step-1", {"data": torch.ones(1), "also": own}, {"step": 1})
+    assert ("also" in read_state(tmp_path, prefix_of(1))) is not is_alike
+
+
+def test_what_is_kept_too_and_cannot_be_written_is_refused_as_it_is_written(second, tmp_path, monkeypatch):
+    ranks, said = second
+    monkeypatch.setattr("trimtab.checkpoint.rank_checkpoints.words_at_work", lambda make, topic: ["", make()])
+    said.append(f"at {tmp_path}")
+    with raises(FormatError, code="format.invalid", field="state['also']"):
+        ranks.write(tmp_path, "step-1", {"data": torch.ones(1), "also": {1}}, {"step": 1})
+
+
+OWN = {"record": {"end": 2}, "also": {"of": 1}}
+
+
+@pytest.mark.parametrize(
+    ("rank", "own", "record", "also"),
+    [(1, OWN, {"end": 2}, 1), (1, {"record": None}, None, 0), (1, {}, None, 0), (2, OWN, None, 0), (3, OWN, None, 0)],
+    ids=["its own", "rank 0's too", "of before they were written", "one that is added", "and one more"],
+)
+def test_a_rank_reads_its_own_record_and_what_it_keeps_too(second, tmp_path, rank, own, record, also):
+    ranks, _ = second
+    model, data = {"own": {}, "hidden": {}}, {"here": {"random": random_state()}}
+    write_state(tmp_path, {"data": data, "model": model, "record": {"end": 1}, "also": {"of": 0}})
+    write_state(tmp_path, {"data": data, "buffers": model} | own, prefix_of(1))
+    ranks.rank = rank
+    found = ranks.read(tmp_path, 2)
+    assert (found["record"], found["also"]["of"]) == (record, also)
+
+
+def test_a_rank_writes_what_is_its_own(second):
+    ranks, _ = second
+    state = {"model": 0, "optimizer": 0, "run": 0, "data": 1, "record": None, "also": {}}
+    assert ranks.own(state, lambda: {"mean": 2}) == {"data": 1, "record": None, "also": {}, "buffers": {"mean": 2}}
+    ranks.rank = 0
+    assert ranks.own(state, dict) == state
+
+
+@pytest.mark.parametrize(("world", "is_refused"), [(4, True), (2, False)])
+def test_ranks_that_are_a_part_of_the_job_are_refused(monkeypatch, world, is_refused):
+    """As of DistributedDataParallel(model, process_group=part): a rank's files go by its place in the whole job."""
+    model, part = torch.nn.Linear(1, 1), SimpleNamespace(num_ranks=2, has_peers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    said = r"^checkpoints: got a model that 2 of the job's 4 ranks share; expected one that all of them share"
+    with pytest.raises(ValueGivenError, match=said) if is_refused else contextlib.nullcontext():
+        require_kept(model, optimizer, Plan.fixed(4), part, background=False)

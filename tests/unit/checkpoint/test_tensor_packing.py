@@ -1,0 +1,320 @@
+"""Tensors and arrays of a state: bit for bit, of any type and layout, each memory once, and nothing that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections import Counter, defaultdict
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from raising import raises
+from torch import nn
+
+from trimtab.checkpoint.state_file_names import TENSORS, TREE
+from trimtab.checkpoint.state_files import digest_of, read_state, write_state
+from trimtab.checkpoint.tensor_packing import Packer, snapshot
+from trimtab.core.errors import DependencyError, FormatError, SaveError
+
+BITS = torch.tensor(range(256), dtype=torch.uint8)
+TYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+]
+
+
+def back(folder, state):
+    write_state(folder, state)
+    return read_state(folder)
+
+
+def bits(tensor):
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def assert_same(found, expected):
+    assert found.dtype is expected.dtype
+    assert found.shape == expected.shape
+    assert bits(found) == bits(expected)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_bit_of_every_type(tmp_path, dtype):
+    tensor = BITS.view(dtype).reshape(4, -1)  # every byte there is: infinities, no numbers, negative zeros
+    state = {
+        "whole": tensor,
+        "scalar": tensor[0, 0].clone(),
+        "none": tensor[:0],
+        "empty": tensor.reshape(4, 1, -1)[:, :0],
+    }
+    found = back(tmp_path, state)
+    for name, each in state.items():
+        assert_same(found[name], each)
+
+
+def test_truth_values(tmp_path):
+    tensor = torch.tensor([[True, False], [False, True]])
+    assert_same(back(tmp_path, [tensor])[0], tensor)
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(1, 3), min_size=4, max_size=4))
+def test_what_has_no_gaps_comes_back_in_its_own_layout(tmp_path_factory, order, shape):
+    tensor = torch.arange(float(np.prod(shape))).reshape([shape[d] for d in order]).permute(np.argsort(order).tolist())
+    found = back(tmp_path_factory.mktemp("layout"), [tensor])[0]
+    assert_same(found, tensor)
+    assert [s for s, n in zip(found.stride(), shape, strict=True) if n > 1] == [
+        s for s, n in zip(tensor.stride(), shape, strict=True) if n > 1
+    ]
+
+
+def test_channels_last_stays_it(tmp_path):
+    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert back(tmp_path, [tensor])[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_views_with_gaps_are_written_alone(tmp_path):
+    whole = torch.arange(2.0**16).reshape(256, 256)
+    state = [whole[1, ::2], whole[:, 3], torch.tensor(2.0).expand(5), torch.view_as_complex(whole[:2, :2]).conj()]
+    for found, expected in zip(back(tmp_path, state), state, strict=True):
+        assert_same(found, expected.resolve_conj())
+    assert (tmp_path / TENSORS).stat().st_size < 4_000
+
+
+def test_what_is_one_memory_is_written_once_and_comes_back_as_one(tmp_path):
+    model = nn.Sequential(nn.Embedding(50, 40), nn.Linear(40, 50, bias=False))
+    model[1].weight = model[0].weight
+    found = back(tmp_path, {"model": model.state_dict(), "again": [model[0].weight, nn.Parameter(torch.ones(2))]})
+    weights = [*found["model"].values(), found["again"][0]]
+    assert weights[0] is weights[1] is weights[2]
+    assert (tmp_path / TENSORS).stat().st_size < 50 * 40 * 4 + 1_000
+    weights[0].zero_()  # memory of their own
+    assert read_state(tmp_path)["model"]["0.weight"].any()
+
+
+def test_what_becomes_of_the_file_is_nothing_to_what_was_read(tmp_path):
+    found = back(tmp_path, [torch.ones(10_000)])[0]
+    with (tmp_path / TENSORS).open("r+b") as file:
+        file.write(bytes(50_000))
+    os.truncate(tmp_path / TENSORS, 0)
+    assert torch.equal(found, torch.ones(10_000))
+
+
+def test_views_of_one_memory_that_differ_in_shape_or_type_are_each_written(tmp_path):
+    flat = torch.arange(8.0)
+    state = [flat, flat.view(2, 4), flat.view(torch.int32), flat.view(4, 2).t(), flat[:0], flat.view(2, 4)[:, :0]]
+    for found, expected in zip(back(tmp_path, state), state, strict=True):
+        assert_same(found, expected)
+
+
+def test_halves_of_one_memory_stay_two(tmp_path):
+    flat = torch.arange(8.0)
+    found = back(tmp_path, [flat[:4], flat[4:], flat.view(2, 4)])
+    assert [each.flatten().tolist() for each in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [*range(8)]]
+
+
+def test_who_may_read_one_file_may_read_the_other(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_state(tmp_path, {"a": torch.ones(1)})
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o640"}
+
+
+def test_nothing_but_numbers(tmp_path):
+    assert back(tmp_path, {"a": 1, "b": (1.5, None)}) == {"a": 1, "b": (1.5, None)}
+
+
+def test_names_that_look_alike_stay_apart(tmp_path):
+    state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "__metadata__": torch.ones(2), "": [torch.ones(3)]}
+    found = back(tmp_path, state)
+    assert [each.tolist() for each in (found["a.b"], found["a"]["b"], found["__metadata__"])] == [[1], [0], [1, 1]]
+
+
+@pytest.mark.parametrize("code", "?bhilBHILefd")
+def test_arrays_and_their_scalars(tmp_path, code):
+    array = np.array([[0, 1, 2], [3, 4, 5]]).astype(code)
+    array.flags.writeable = False
+    state = {"turned": array.T, "scalar": array[1, 2], "empty": array[:0], "point": np.array(array[0, 1])}
+    found = back(tmp_path, state)
+    for name, each in state.items():
+        assert type(found[name]) is type(each)
+        assert found[name].dtype == each.dtype
+        assert found[name].shape == each.shape
+        assert found[name].tobytes() == each.tobytes()
+
+
+def test_numpys_generators_go_on(tmp_path):
+    legacy, generator = np.random.RandomState(3), np.random.default_rng(5)
+    legacy.standard_normal()
+    found = back(tmp_path, {"legacy": legacy.get_state(), "new": generator.bit_generator.state})
+    others = np.random.RandomState(), np.random.default_rng()
+    others[0].set_state(found["legacy"])
+    others[1].bit_generator.state = found["new"]
+    assert (others[0].standard_normal(5) == legacy.standard_normal(5)).all()
+    assert (others[1].standard_normal(5) == generator.standard_normal(5)).all()
+
+
+class Own(torch.Tensor):
+    """A tensor of the user's own kind."""
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.ones(2).to_sparse(), "sparse"),
+        (torch.ones(2, device="meta"), "without values"),
+        (torch.ones(2).as_subclass(Own), "Own"),
+        (np.array(["a"]), "array of dtype"),
+        (np.array([object()]), "array of dtype"),
+        (np.zeros(2, dtype=">f4"), "array of dtype"),
+        (np.datetime64("2026-01-01"), "array of dtype"),
+    ],
+)
+def test_what_holds_no_numbers_is_refused_by_its_place(tmp_path, value, said):
+    with raises(FormatError, code="format.invalid", field="state['a'][1]"):
+        write_state(tmp_path, {"a": [0, value]})
+
+
+def test_a_snapshot_does_not_follow_the_training():
+    tied, array = torch.randn(3, 2).t(), np.ones(2)
+    state = {"a": tied, "b": [tied.detach(), (array,)], "c": 1}  # other objects of one memory, as a state_dict's are
+    before = deepcopy(state)
+    taken = snapshot(state)
+    tied.zero_()
+    array[:] = 0
+    assert taken["a"] is taken["b"][0]
+    assert taken["a"].stride() == before["a"].stride()
+    assert torch.equal(taken["a"], before["a"])
+    assert taken["b"][1][0].tolist() == [1, 1]
+
+
+def test_a_snapshot_has_its_mappings_in_their_own_kinds():
+    state = {"a": Counter({3: 1}), "b": [defaultdict(list, {"x": [torch.ones(1)]})], "c": {}}
+    taken = snapshot(state)
+    assert [type(each) for each in (taken["a"], taken["b"][0], taken["c"])] == [Counter, defaultdict, dict]
+    assert taken["a"] == state["a"]
+    assert taken["a"] is not state["a"]
+    assert taken["b"][0].default_factory is list
+    assert taken["b"][0]["x"][0] is not state["b"][0]["x"][0]
+
+
+def test_states_have_one_digest_where_they_are_alike_to_the_bit():
+    state = {"a": torch.tensor([0.0, 1.0]), "b": torch.ones(0, 3), "c": torch.ones(2, dtype=torch.bfloat16), "d": 1}
+    others = [
+        state | {"a": torch.tensor([-0.0, 1.0])},
+        state | {"a": torch.tensor([0.0, 1.0], dtype=torch.float64)},
+        state | {"a": torch.tensor([[0.0], [1.0]])},
+        state | {"b": torch.ones(3, 0)},
+        state | {"c": torch.zeros(2, dtype=torch.bfloat16)},
+        state | {"d": 1.0},
+    ]
+    assert digest_of(deepcopy(state)) == digest_of(state)
+    assert len({digest_of(each) for each in (state, *others)}) == 7
+
+
+def lying(folder, change):
+    """Write a state whose JSON says otherwise."""
+    write_state(folder, {"a": torch.arange(6.0).reshape(2, 3)})
+    packed = json.loads((folder / TREE).read_text())
+    change(packed["map"][0][1]["tensor"])
+    (folder / TREE).write_text(json.dumps(packed))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [3, 2]},
+        {"shape": [6]},
+        {"shape": [2**40]},
+        {"shape": [-2, -3]},
+        {"shape": "23"},
+        {"shape": [2.0, 3.0]},
+        {"type": "int32"},
+        {"type": "complex64", "shape": [3]},
+        {"type": "uint16", "shape": [2**45]},
+        {"type": "load"},
+        {"type": "__class__"},
+        {"order": [0]},
+        {"order": [0, 0]},
+        {"order": [1, 0]},
+        {"order": 3},
+        {"name": "another"},
+        {"name": None},
+    ],
+    ids=str,
+)
+def test_json_that_says_otherwise_than_the_file_is_refused(tmp_path, change):
+    lying(tmp_path, lambda packed: packed.update(change))
+    with raises(FormatError, code="format.invalid", field="state['a']"):
+        read_state(tmp_path)
+
+
+def test_a_tensor_that_nothing_names_is_refused(tmp_path):
+    lying(tmp_path, lambda packed: None)
+    (tmp_path / TREE).write_text(json.dumps({"map": []}))
+    with raises(FormatError, code="format.invalid", field="state"):
+        read_state(tmp_path)
+
+
+def header(data, rest=b""):
+    text = data if isinstance(data, bytes) else json.dumps(data).encode()
+    return struct.pack("<Q", len(text)) + text + rest
+
+
+BOMBS = {
+    "nothing": b"",
+    "a header of 2^63 bytes": struct.pack("<Q", 2**63) + b"{}",
+    "a header longer than the file": struct.pack("<Q", 1000) + b"{}",
+    "a tensor of a terabyte": header({"a": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}),
+    "a shape of a terabyte": header({"a": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 4]}}, b"1234"),
+    "sizes that overflow": header({"a": {"dtype": "F32", "shape": [2**33, 2**33], "data_offsets": [0, 4]}}, b"1234"),
+    "offsets turned round": header({"a": {"dtype": "U8", "shape": [4], "data_offsets": [4, 0]}}, b"1234"),
+    "levels without end": header(b'{"a":' + b"[" * 100_000),
+    "no JSON": header(b"\x80\x04pickle"),
+}
+
+
+@pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
+def test_a_header_that_lies_is_refused_before_it_costs_anything(tmp_path, content):
+    lying(tmp_path, lambda packed: None)
+    (tmp_path / TENSORS).write_bytes(content)
+    with pytest.raises(FormatError, match=TENSORS):
+        read_state(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[1", b"[" * 100_000, b'{"list":' * 5_000 + b"0" + b"}" * 5_000])
+def test_json_that_is_none_is_refused(tmp_path, content):
+    lying(tmp_path, lambda packed: None)
+    (tmp_path / TREE).write_bytes(content)
+    with pytest.raises(FormatError):
+        read_state(tmp_path)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(SaveError, match=TENSORS):
+        write_state(tmp_path / "none", {"a": torch.ones(1)})
+    with pytest.raises(FormatError, match=TREE):
+        read_state(tmp_path / "none")
+
+
+def test_without_the_library_the_way_out_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with raises(DependencyError, code="dependency.missing", field="checkpoints"):
+        write_state(tmp_path, {"a": torch.ones(1)})
+
+
+def test_tensors_that_were_met_keep_their_addresses():
+    packer = Packer()
+    names = {json.dumps(packer.leaf(torch.full((64,), float(i)), "state")) for i in range(50)}
+    assert len(names) == len(packer.tensors) == 50
+    assert sorted(float(each[0]) for each in packer.tensors.values()) == [*map(float, range(50))]

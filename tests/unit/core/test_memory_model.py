@@ -1,0 +1,52 @@
+"""A peak is the highest of the moments' lines, at every number of rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from raising import raises
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.memory_model import PeakModel
+from trimtab.core.serialization import from_json, to_json
+
+bytes_held = st.integers(0, 10**9)
+moments = st.lists(st.tuples(bytes_held, st.integers(0, 10**6)), min_size=1, max_size=40)
+
+
+def model_of(found, rows=(4, 16)):
+    few, many = ([base + slope * n for base, slope in found] for n in rows)
+    return PeakModel.through(few, many, rows)
+
+
+@given(moments, st.integers(1, 10**5))
+def test_it_is_the_highest_moment_whatever_the_rows(found, rows):
+    highest = max(base + slope * rows for base, slope in found)
+    assert model_of(found).peak_bytes(rows) == pytest.approx(highest, abs=2)
+
+
+@given(moments)
+def test_more_rows_never_take_less_and_few_lines_are_kept(found):
+    model = model_of(found)
+    peaks = [model.peak_bytes(rows) for rows in (1, 2, 5, 30, 1000)]
+    assert peaks == sorted(peaks)
+    slopes = [slope for _, slope in model.lines]
+    assert all(lower < higher for lower, higher in itertools.pairwise(slopes))
+    assert len(model.lines) <= len(found)
+    assert from_json(PeakModel, to_json(model)) == model
+
+
+def test_a_line_that_is_nowhere_the_highest_is_dropped():
+    assert model_of([(100, 0), (0, 10), (40, 4), (90, 0), (100, 0)]).lines == ((100.0, 0.0), (0.0, 10.0))
+    assert model_of([(100, 0), (0, 10), (70, 5)]).lines == ((100.0, 0.0), (70.0, 5.0), (0.0, 10.0))
+
+
+def test_what_is_no_pair_of_steps_is_refused():
+    with raises(ValueGivenError, code="value.invalid", field="moments"):
+        PeakModel.through([1, 2], [1], (1, 2))
+    for rows in ((2, 2), (0, 2), (3, 2)):
+        with raises(ValueGivenError, code="value.invalid", field="rows"):
+            PeakModel.through([1], [2], rows)

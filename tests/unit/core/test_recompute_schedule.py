@@ -1,0 +1,117 @@
+"""Schedules as they are written, and read again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from raising import raises
+
+from trimtab.core.errors import UsageError
+from trimtab.core.recompute_schedule import (
+    Kept,
+    Segment,
+    check_recompute,
+    check_schedule,
+    kept_in,
+    read_schedule,
+    schedule_of,
+    stages_of,
+    written,
+)
+
+WRITTEN = {
+    "0-2": (Kept(0), Kept(1), Kept(2)),
+    "(0) 1": (Segment((Kept(0),)), Kept(1)),
+    "0 (1 2) ~3 4": (Kept(0), Segment((Kept(1), Kept(2))), Kept(3, in_part=True), Kept(4)),
+    "((0) 1) ~2-3": (Segment((Segment((Kept(0),)), Kept(1))), Kept(2, in_part=True), Kept(3, in_part=True)),
+}
+
+
+@pytest.mark.parametrize("text", [text for text in WRITTEN if text != "0 (1 2) ~3 4"])
+def test_what_is_written_is_read(text):
+    assert read_schedule(text) == WRITTEN[text]
+    assert written(WRITTEN[text]) == text
+
+
+def test_a_run_in_a_segment_is_one_too():
+    assert read_schedule("0 (1 2) ~3 4") == WRITTEN["0 (1 2) ~3 4"]
+    assert written(WRITTEN["0 (1 2) ~3 4"]) == "0 (1-2) ~3 4"
+
+
+@st.composite
+def schedules(draw):
+    """Any schedule: cut stages into runs, and runs into segments again."""
+
+    def parts(first, last, inside):
+        found = []
+        while first < last:
+            end = draw(st.integers(first + 1, last))
+            if draw(st.booleans()) and end - first < last - first + inside:
+                found.append(Segment(parts(first, end, 0)))
+            else:
+                found += map(Kept, range(first, end))
+            first = end
+        return tuple(found)
+
+    number = draw(st.integers(1, 8))
+    found = parts(0, number, 1)
+    return tuple(
+        Kept(part.index, in_part=True) if isinstance(part, Kept) and draw(st.booleans()) else part for part in found
+    )
+
+
+@given(schedules())
+def test_any_schedule_is_written_and_read(schedule):
+    number = len(list(kept_in(schedule)))
+    check_schedule(schedule, number)
+    assert read_schedule(written(schedule)) == schedule
+    assert [index for part in schedule for index in stages_of(part)] == list(range(number))
+    assert schedule_of(written(schedule), number) == schedule
+    check_recompute(written(schedule), number)
+
+
+@pytest.mark.parametrize("text", ["", "()", "(0", "0)", "0 (1", "a", "0,1", "~", "-1", "0 ~(1)", "0 1x"])
+def test_what_is_no_schedule_is_refused(text):
+    with raises(UsageError, code="format.invalid", field="plan.recompute"):
+        read_schedule(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0-99999999999", "(" * 5000 + "0" + ")" * 5000, "0" * 5000, "9" * 5000 + "-1", "0 5-3 1", "0-9999 " * 1000],
+)
+def test_what_no_model_has_is_refused_before_it_is_counted(text):
+    with raises(UsageError, code="format.invalid", field="plan.recompute"):
+        check_recompute(text, 0)
+
+
+@pytest.mark.parametrize("depth", [40, 299])
+def test_a_block_in_many_segments_is_one_block(depth):
+    schedule = schedule_of("(" * depth + "0" + ")" * depth, 1)
+    assert schedule[0].stages == range(1)
+    check_recompute(written(schedule), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("0 2", "each once"), ("1 0 2", "each once"), ("0-3", "0 to 2"), ("0 (~1 2)", "stages in none")],
+)
+def test_a_schedule_of_other_blocks_is_refused(text, why):
+    with pytest.raises(UsageError, match=why):
+        schedule_of(text, 3)
+    with raises(UsageError, code="value.invalid", field="plan.recompute"):
+        check_recompute(text, 3)
+
+
+def test_every_block_is_of_any_number():
+    check_recompute("every_block", 0)
+    assert schedule_of("every_block", 2) == (Segment((Kept(0),)), Segment((Kept(1),)))
+
+
+def test_segments_of_several_blocks_need_their_names():
+    check_recompute("0 (1) ~2", 0)
+    with raises(UsageError, code="value.invalid", field="plan.recompute"):
+        check_recompute("0 (1-2)", 0)
+    with raises(UsageError, code="format.invalid", field="plan.recompute"):
+        check_recompute(True, 3)

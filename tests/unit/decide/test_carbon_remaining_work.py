@@ -1,0 +1,83 @@
+"""What a run takes is a plan's seconds and a meter's watts, or what was given; what is not known is said to be so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from raising import raises
+
+from trimtab.core.carbon import Intensity
+from trimtab.core.choice import Measured
+from trimtab.core.energy_reading import MeterFacts, Provenance
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.decide.carbon_remaining_work import Work, power_of, step_seconds
+from trimtab.decide.carbon_schedule import when_to_train
+
+HOUR = 3600.0
+PREDICTED = replace(Plan.fixed(8), predicted=Measured(2.0))
+METERED = replace(
+    PREDICTED, measured=Measured(1.5, energy_j=300.0), meter=MeterFacts(Provenance.MEASURED, ("rapl",), idle_w=40.0)
+)
+
+
+def test_seconds_are_what_was_given_else_measured_else_predicted():
+    assert step_seconds(METERED, 100, 7200.0) == (72.0, "as given for the whole run")
+    assert step_seconds(METERED, 100, None) == (1.5, "as the plan measured them, without the evaluation")
+    assert step_seconds(PREDICTED, 100, None) == (2.0, "as the plan predicted them, without the evaluation")
+
+
+@pytest.mark.parametrize("plan", [Plan.fixed(8), None])
+def test_seconds_that_nobody_knows_are_asked_for(plan):
+    with raises(ValueGivenError, code="value.invalid", field="--when-clean"):
+        step_seconds(plan, 100, None)
+
+
+def test_watts_are_what_was_given_else_what_the_meter_read():
+    given = power_of(METERED, 90.0, 20.0)
+    assert (given.watts, given.idle_watts, given.known) == (90, 20, "90 W, as given; 20 W while it waits, as given")
+    assert "is not known, and not counted" in power_of(METERED, 90.0, None).known
+    read = power_of(METERED, None, None)
+    assert (read.watts, read.idle_watts) == (200, 40)
+    assert read.known == "200 W, measured as it was planned; 40 W while it waits"
+    with raises(ValueGivenError, code="value.invalid", field="--idle-watts"):
+        power_of(None, None, 100.0)
+    beside = power_of(METERED, None, 100.0)
+    assert (beside.watts, beside.idle_watts) == (200, 100)
+    assert beside.known == "200 W, measured as it was planned; 100 W while it waits, as given"
+
+
+def test_watts_that_nobody_knows_change_the_grams_and_not_the_choice_or_the_share():
+    unknown = power_of(PREDICTED, None, None)
+    assert unknown.known == "not known: grams are of 1000 W, shares hold for any; waiting is not counted"
+    levels = (300, 100, 300, 100, 300)
+    forecast = Intensity("average", tuple((HOUR * i, float(g)) for i, g in enumerate(levels)), 5 * HOUR)
+    found = [
+        when_to_train(forecast, Work(2, HOUR, "", power, 300.0).job(0), 0.0, 5 * HOUR)
+        for power in (unknown, replace(unknown, watts=37.0))
+    ]
+    assert found[0].stretches == found[1].stretches
+    assert len(found[0].stretches) == 2
+    assert found[0].saved_share == pytest.approx(found[1].saved_share)
+    assert found[0].grams == pytest.approx(found[1].grams * 1000 / 37)
+
+
+def test_what_is_left_after_a_pause_has_what_a_start_loses():
+    work = Work(10, 60.0, "", power_of(None, 100.0, 30.0), 90.0)
+    whole, left = work.job(0), work.job(4)
+    assert (whole.seconds, whole.watts, whole.waiting_watts) == (600, 100, 30)
+    assert (whole.pause.seconds, whole.pause.joules, whole.pause.idle_watts) == (90, 9000, 30)
+    assert left.seconds == 6 * 60 + 90
+    in_one_piece = replace(work, pause_s=None)
+    assert (in_one_piece.job(4).seconds, in_one_piece.job(4).pause) == (360, None)
+
+
+def test_it_says_what_is_left():
+    work = Work(10, 60.0, "as given for the whole run", power_of(None, 100.0, 30.0), 90.0)
+    assert work.describe(4) == {
+        "work": "6 min 0 s: 6 steps of 60 s, as given for the whole run",
+        "power": "100 W, as given; 30 W while it waits, as given",
+        "pause": "loses 90 s, as given",
+    }
+    assert "pause" not in replace(work, pause_s=None).describe(0)

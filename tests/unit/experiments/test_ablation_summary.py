@@ -1,0 +1,677 @@
+"""From plans and records to a comparison and its benchmark rows: on races made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from race_records import climbing
+from raising import raises
+from tiny_task import load_data, task
+
+from trimtab.core.energy_reading import NO_METER
+from trimtab.core.errors import FormatError
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
+from trimtab.core.record import BRIEF, End, RunRecord
+from trimtab.core.serialization import from_json, to_json
+from trimtab.experiments.comparison import comparison_summary
+from trimtab.experiments.comparison.arm_metrics import ArmFacts
+from trimtab.experiments.comparison.caveats import WHY_TIMED, notes
+from trimtab.experiments.comparison.comparison_result import Comparison, Verdict
+from trimtab.experiments.comparison.comparison_rows import benchmark_object
+from trimtab.experiments.comparison.comparison_statistics import GIVEN_ROWS
+from trimtab.experiments.comparison.comparison_summary import _planning_s, summarise
+from trimtab.experiments.task_plans import Plans
+
+DEVICE = DeviceSpec("a processor", "cpu", 2**34, {"fp32": 1e9}, None, "made up", 1)
+LOOP = LoopFacts(
+    num_parameters=10,
+    trainable_parameters=10,
+    parameter_bytes=40,
+    optimizer="AdamW",
+    batch_rows=100,
+    terms_per_step=100,
+    terms="rows",
+    flops_per_step=1e8,
+    has_convolutions=False,
+    supports_fused=True,
+    is_fused=False,
+    layout="contiguous",
+)
+TASK = replace(task, batch_rows=100, targets=(0.5, 0.7))
+RISE = (0.2, 0.4, 0.6, 0.8, 0.9)
+# The plan's step recomputes half of the model's FLOP.
+FACTS = {"reference": ArmFacts(1000, {"forward": 0.4}, 1e6, "fp32"), "plan_S": ArmFacts(600, {}, 1.5e6, "fp32")}
+WOBBLE = (1.0, 1.01, 0.99, 1.005, 0.995)
+
+
+def plans(*, changed: bool = True) -> Plans:
+    trial = Trial("modes", Candidate("fp32", "keep", False, 100), (1.0,) * 5, 1000)
+    profile = Profile(DEVICE, LOOP, Check(True, "proved"), trials=(trial,))
+    same = Plan.fixed(100, 50 if changed else None)
+    same = replace(same, baseline=Measured(1.0, 1000), predicted=Measured(0.5, 600), planning_s=2.0)
+    rate = Choice(4.0, "a third of 12x", Mark.DYNAMICS, changed=True)
+    freed = replace(same, learning_rate_scale=rate, planning_s=5.0, search_s=3.0)
+    return Plans({"S": same, "F": freed}, {"S": profile})
+
+
+def arm(step_s: float, values: tuple[float, ...] = RISE) -> RunRecord:
+    """Return an arm of one step of 100 rows an evaluation."""
+    return climbing([step_s * (i + 1) for i in range(len(values))], values)
+
+
+def races(n: int = 5, *, ours: float = 0.5, freed: float = 0.5) -> dict[int, dict[str, RunRecord]]:
+    """Return races in which a step of plan_S takes `ours` of the reference's, and plan_F climbs twice as steeply."""
+    steep = (0.4, 0.8, 0.9)
+    return {
+        seed: {
+            "reference": arm(10.0),
+            "self": arm(10.0 * wobble),
+            "plan_S": arm(10.0 * ours * wobble),
+            "plan_F": arm(10.0 * freed * wobble, steep),
+        }
+        for seed, wobble in zip(range(n), WOBBLE * 2, strict=False)
+    }
+
+
+def comparison(found=None, *, changed: bool = True, facts: dict[str, ArmFacts] | None = None, its=TASK) -> Comparison:
+    facts = FACTS if facts is None else facts
+    found = races() if found is None else found
+    environment = {"torch": "2"}
+    return summarise(
+        its,
+        load_data(),
+        plans(changed=changed),
+        found,
+        facts,
+        command="trimtab compare x",
+        environment=environment,
+    )
+
+
+def row(found: Comparison, metric: str, arm: str, against: str = "reference"):
+    return next(r for r in found.ratios if (r.metric, r.arm, r.against) == (metric, arm, against))
+
+
+def test_every_arm_is_there_with_what_was_measured_of_it():
+    found = comparison()
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
+    reference, ours, freed = (found.arm(name) for name in ("reference", "plan_S", "plan_F"))
+    assert reference.step_s == pytest.approx((10.0,) * 5)
+    assert ours.step_s == pytest.approx([5 * wobble for wobble in WOBBLE])
+    assert ours.terms_per_s == pytest.approx([20 / wobble for wobble in WOBBLE])
+    assert (reference.peak_bytes, ours.peak_bytes, freed.peak_bytes) == (1000, 600, None)
+    assert reference.phases_s == {"forward": 0.4}
+    assert (reference.tier, ours.tier, freed.tier) == ("", "S", "F")
+    assert (reference.search_s, ours.search_s, freed.search_s) == (0.0, 2.0, 5.0)
+    assert ours.final_metric == (0.9,) * 5
+    assert (ours.final_rows, freed.final_rows) == (500, 300)
+    assert [curve.seed for curve in ours.curves] == [0, 1, 2, 3, 4]
+    assert ours.curves[0].points[0] == (100, pytest.approx(5.0), 0.2)
+    assert (reference.mfu, reference.hfu) == pytest.approx((1e8 / 10 / 1e9,) * 2)
+    assert (ours.mfu, ours.hfu) == pytest.approx((1e8 / 5 / 1e9, 1.5e8 / 5 / 1e9))
+    assert (freed.mfu, freed.hfu) == (None, None)  # not looked at on its own
+    uncounted = comparison(facts={"reference": replace(FACTS["reference"], flops_per_row=None)})
+    assert (uncounted.arm("reference").mfu, uncounted.arm("reference").hfu) == (None, None)
+    unknown = comparison(facts={"reference": replace(FACTS["reference"], precision="bf16")})
+    assert (unknown.arm("reference").mfu, unknown.arm("reference").hfu) == (None, None)  # no peak for it
+
+
+def test_throughput_counts_what_the_loss_counted():
+    """One figure for all arms, the reference's: other batches make no arm faster or slower."""
+    its = replace(TASK, terms="tokens", terms_per_row=8)
+    counted = {name: replace(fact, terms_per_row=n) for (name, fact), n in zip(FACTS.items(), (5.5, 5.4), strict=True)}
+    for facts, terms in ((counted, 5.5), (FACTS, 8)):  # from facts that do not say: as the task does
+        found = comparison(its=its, facts=facts)
+        for name in ("reference", "plan_S", "plan_F"):
+            rates = [100 * terms / step_s for step_s in found.arm(name).step_s]
+            assert found.arm(name).terms_per_s == pytest.approx(rates)
+
+
+def test_ratios_against_the_reference():
+    found = comparison()
+    assert row(found, "throughput", "plan_S").ratio.mean == pytest.approx(2.0, rel=1e-4)
+    assert row(found, "throughput", "plan_S").verdict.kind == "gain"
+    assert row(found, "peak_memory", "plan_S").ratio.mean == pytest.approx(0.6)
+    assert row(found, "final_metric_difference", "plan_S").ratio.pairs == pytest.approx((0.0,) * 5)
+    assert row(found, "throughput", "self").verdict.kind == "no gain"
+    assert ("peak_memory", "plan_F") not in {(r.metric, r.arm) for r in found.ratios}  # not measured
+    assert found.resolution is not None
+    assert found.resolution.pairs == pytest.approx([1 / wobble for wobble in WOBBLE])
+
+
+def test_each_target_is_shown_charged_and_uncharged():
+    found = comparison()
+    shown = [(r.target, r.arm, r.charged) for r in found.target_rows]
+    assert shown == [(t, a, c) for t in (0.5, 0.7) for a in ("plan_S", "plan_F") for c in (False, True)]
+    free, charged = (r for r in found.target_rows if (r.target, r.arm) == (0.7, "plan_F"))
+    assert free.arm_s == pytest.approx([5 * wobble * 1.75 for wobble in WOBBLE])  # 0.4 at 1 step, 0.8 at 2
+    assert charged.arm_s == pytest.approx([5.0 + s for s in free.arm_s])
+    assert charged.against_s == pytest.approx((35.0,) * 5)
+
+
+def test_what_a_plan_searched_for_is_charged_beside_a_recipe_by_hand_too():
+    found = races()
+    for race in found.values():
+        race["strong"] = arm(10.0)
+    rows = [r for r in comparison(found).target_rows if (r.arm, r.against, r.target) == ("plan_F", "strong", 0.7)]
+    assert [each.charged for each in rows] == [False, True]
+    free, charged = rows
+    assert charged.arm_s == pytest.approx([5.0 + seconds for seconds in free.arm_s])
+    assert charged.against_s == free.against_s
+
+
+def test_the_headline_names_throughput_and_the_hardest_charged_target():
+    found = comparison()
+    charged = [r for r in found.target_rows if r.arm == "plan_F" and r.charged][-1]
+    assert found.headline.kind == "gain"
+    assert found.headline.sentence.startswith("Same maths, 2.00x (95% ")
+    assert f"target 0.7 is reached {charged.ratio.mean:.2f}x as fast, search included" in found.headline.sentence
+
+
+def headline_of(freed: tuple[float, ...], *, targets=(0.5, 0.7), ours: float = 1.0) -> Verdict:
+    """Return the headline where tier F trains so and tier S brings nothing."""
+    found = races(ours=ours)
+    for race, wobble in zip(found.values(), WOBBLE, strict=True):
+        race["plan_F"] = arm(1.0 * wobble, freed)
+    return comparison(found, its=replace(TASK, targets=targets), changed=False).headline
+
+
+def test_tier_f_may_be_the_gain():
+    found = headline_of((0.3, 0.6, 0.8, 0.9))
+    assert found.kind == "gain"
+    assert "but" not in found.sentence
+
+
+def test_the_headline_names_a_harder_target_that_only_the_reference_reached():
+    found = headline_of((0.3, 0.6, 0.65, 0.69, 0.9))  # the last evaluation alone does not count
+    assert found.kind == "no gain"
+    assert "target 0.5 is reached " in found.sentence
+    assert ", but target 0.7 was reached in 0 of 5 pairs (reference: 5 of 5)." in found.sentence
+
+
+def test_the_headline_is_silent_on_a_target_that_nobody_reached():
+    found = headline_of((0.3, 0.6, 0.8, 0.9), targets=(0.5, 0.99))
+    assert (found.kind, "target 0.99" in found.sentence) == ("gain", False)
+
+
+def test_the_headline_speaks_where_tier_f_reached_nothing():
+    found = headline_of((0.2, 0.3, 0.4, 0.45))
+    assert "With the training freed, target 0.5 was reached in 0 of 5 pairs (reference: 5 of 5)" in found.sentence
+    assert "target 0.7 was reached in 0 of 5" in found.sentence
+    assert "it ends with lower quality: " in found.sentence
+    assert found.kind == "no gain"
+
+
+@pytest.mark.parametrize(("last", "said"), [(0.87, "it ends with lower quality: "), (0.9, "")])
+def test_a_tier_f_that_ends_worse_is_no_gain(last, said):
+    found = headline_of((0.3, 0.6, 0.8, last))
+    assert "target 0.7 is reached " in found.sentence
+    assert found.kind == ("no gain" if said else "gain")
+    assert said in found.sentence
+    assert found.sentence.count("With the training freed") == 1
+
+
+def test_a_tier_f_whose_quality_is_not_known_is_no_gain():
+    found = races(ours=1.0)
+    for race, last in zip(found.values(), (0.9, 0.92, 0.88, 0.91, 0.88), strict=True):
+        race["plan_F"] = arm(1.0, (0.3, 0.6, 0.8, last))
+    sentence = comparison(found, changed=False).headline.sentence
+    assert "but there is no verdict on its final quality: quality not shown to be equal" in sentence
+    assert comparison(found, changed=False).headline.kind == "no gain"
+
+
+def test_a_tier_f_whose_quality_was_not_measured_is_no_gain():
+    found = races(ours=1.0)
+    for race in found.values():
+        race["plan_F"] = arm(1.0, (0.3, 0.6, 0.8, 0.9))
+    assert comparison(found, changed=False).headline.kind == "gain"
+    short = found[0]["plan_F"]
+    found[0]["plan_F"] = replace(short, end=replace(short.end, reason="cut off"))
+    assert "but its final quality was not measured" in comparison(found, changed=False).headline.sentence
+    assert comparison(found, changed=False).headline.kind == "no gain"
+
+
+def test_a_tier_f_past_the_target_when_first_looked_at_is_at_least_so_fast():
+    found = headline_of((0.8, 0.85, 0.9))
+    assert "target 0.7 is reached at least 5." in found.sentence  # 35 s over 1 s and 5 s of planning
+    assert found.kind == "gain"
+
+
+def fails(found: dict[int, dict[str, RunRecord]], name: str, *seeds: int) -> dict[int, dict[str, RunRecord]]:
+    """Return the races with an arm that left some of them with an error."""
+    for seed in seeds:
+        last = found[seed][name]
+        found[seed][name] = replace(last, end=End("error", {**last.end.detail, "error": "RuntimeError: no"}))
+    return found
+
+
+def test_an_arm_that_failed_in_a_race_is_no_gain_of_its_tier():
+    result = comparison(fails(races(8, freed=20.0), "plan_S", 2, 5))
+    assert row(result, "throughput", "plan_S").ratio.n == 6
+    for metric in ("throughput", "peak_memory", "final_metric_difference"):
+        assert row(result, metric, "plan_S").verdict.kind == "no verdict", metric
+    assert result.headline.kind == "no verdict"
+    assert result.headline.sentence.startswith("The plan that keeps the maths failed in 2 of 8 races")
+    assert "2.00x" not in result.headline.sentence
+    assert result.arm("plan_S").error == "RuntimeError: no (in 2 of 8 races)"
+
+
+def test_a_tier_f_that_failed_is_no_gain():
+    found = fails(races(8, ours=1.0), "plan_F", 1)
+    result = comparison(found, changed=False)
+    assert result.headline.kind == "no gain"
+    assert "The plan that changes the training failed in 1 of 8 races" in result.headline.sentence
+    charged = [r for r in result.target_rows if r.arm == "plan_F" and r.charged]
+    assert [(r.reached_arm, r.reached_against, r.n, r.verdict.kind) for r in charged] == [(7, 8, 8, "no verdict")] * 2
+
+
+def test_a_tier_f_that_failed_where_it_was_only_timed_is_no_gain():
+    """Every pair of a rung is whole: none of the rungs would show it."""
+    found = fails(races(8, ours=1.0), "plan_F", 7)
+    for name, record in found[7].items():
+        found[7][name] = replace(record, header=replace(record.header, detail={BRIEF: True}))
+    result = comparison(found, changed=False)
+    rungs = [r for r in result.target_rows if r.arm == "plan_F"]
+    assert {(r.n, r.reached_arm, r.verdict.kind) for r in rungs} == {(7, 7, "no verdict")}
+    assert result.headline.kind == "no gain"
+    assert "failed in 1 of 8 races" in result.headline.sentence
+
+
+def test_one_tier_that_failed_takes_nothing_from_the_other():
+    result = comparison(fails(races(8), "plan_S", 0))
+    assert result.headline.kind == "gain"
+    assert "The plan that keeps the maths failed in 1 of 8 races" in result.headline.sentence
+    assert "target 0.7 is reached" in result.headline.sentence
+
+
+def test_a_plan_that_failed_before_the_races_is_told():
+    found = races()
+    for race in found.values():
+        del race["plan_S"], race["plan_F"]
+    failed = {name: ArmFacts(None, error="out of memory") for name in ("plan_S", "plan_F")}
+    result = comparison(found, facts=FACTS | failed)
+    assert result.headline.kind == "no verdict"
+    assert "The plan that keeps the maths failed before the first race" in result.headline.sentence
+    assert "The plan that changes the training failed before the first race" in result.headline.sentence
+
+
+def test_an_arm_that_failed_apart_from_the_races_it_ran_is_there_once():
+    result = comparison(facts=FACTS | {"plan_S": ArmFacts(None, error="out of memory")})
+    assert [arm.name for arm in result.arms] == ["reference", "self", "plan_S", "plan_F"]
+    assert result.arm("plan_S").error == "out of memory"
+    assert "The plan that keeps the maths failed" in result.headline.sentence
+
+
+def test_a_peer_or_its_plan_that_failed_is_no_verdict_on_harm():
+    for name in ("strong", "strong_plan"):
+        found = races(6)
+        for race in found.values():
+            race |= {"strong": arm(4.0), "strong_plan": arm(4.0)}
+        harm = row(comparison(fails(found, name, 0)), "do_no_harm", "strong_plan", "strong")
+        assert (harm.ratio.n, harm.verdict.kind) == (5, "no verdict")
+        assert f"{name} failed in 1 of 6 races" in harm.verdict.sentence
+
+
+def test_a_control_that_failed_resolves_nothing():
+    result = comparison(fails(races(8), "self", 0))
+    assert result.resolution is None
+    assert row(result, "throughput", "plan_S").verdict.kind == "no verdict"
+    assert result.headline.kind != "gain" or "target" in result.headline.sentence
+
+
+def test_without_a_control_nothing_is_a_gain():
+    found = races()
+    for race in found.values():
+        del race["self"]
+    result = comparison(found)
+    assert result.headline.kind == "no verdict"
+    assert "No verdict on throughput: no A/A control" in result.headline.sentence
+    assert {r.verdict.kind for r in result.target_rows} == {"no verdict"}
+
+
+def test_the_headline_is_no_gain_where_nothing_was_changed():
+    found = comparison(races(ours=1.0, freed=2.0), changed=False)
+    assert found.headline.kind == "no gain"
+    assert "No gain from settings that keep the maths" in found.headline.sentence
+    assert "the plan says: change nothing" in found.headline.sentence
+
+
+def test_a_slower_plan_is_called_slower():
+    found = comparison(races(ours=1.3))
+    assert found.headline.kind == "harm"  # whatever the learning rate bought
+    assert found.headline.sentence.startswith("Same maths, but slower: 0.77x")
+
+
+def test_three_pairs_have_no_verdict_anywhere():
+    found = comparison(races(3))
+    assert found.headline.kind == "no verdict"
+    assert "3 pairs: a verdict needs 5" in found.headline.sentence
+    timed = [r for r in found.ratios if r.metric != "peak_memory"]
+    assert {r.verdict.kind for r in (*timed, *found.target_rows)} == {"no verdict"}
+
+
+def test_one_pair_has_no_resolution():
+    found = comparison(races(1))
+    assert found.resolution is None
+    assert row(found, "throughput", "plan_S").ratio.low is None
+
+
+def test_a_target_gain_must_be_above_the_resolution():
+    """The control strays by 8%; a plan 3% faster is no gain to any target."""
+    found = races(ours=0.97)
+    for race, wobble in zip(found.values(), (1.0, 1.08, 0.93, 1.0, 1.0), strict=True):
+        race["self"], race["plan_S"] = arm(10.0 * wobble), arm(9.7)
+    rows = [r for r in comparison(found).target_rows if r.arm == "plan_S" and not r.charged]
+    assert [r.verdict.kind for r in rows] == ["no gain", "no gain"]
+    assert all(r.ratio.low > 1 for r in rows)
+
+
+def test_notes_tell_what_a_reader_must_know():
+    found = races(2)
+    early = found[0]["plan_F"]
+    found[0]["plan_F"] = replace(early, end=replace(early.end, reason="cap"))
+    found[1]["plan_S"] = replace(arm(5.0, (0.55, 0.8, 0.9)), end=None)
+    found[1]["reference"] = replace(arm(5.0, (0.1, math.nan)), end=replace(early.end, reason="diverged"))
+    notes = comparison(found).notes
+    assert "plan_F: stopped at the time cap in 1 of 2 races" in notes
+    assert "reference: diverged in 1 of 2 races" in notes
+    assert any("left-censored" in note for note in notes)
+    assert any("a learning-rate range test of 3 s" in note for note in notes)
+
+
+def test_a_shorter_horizon_of_tier_f_is_told():
+    found = races()
+    for race in found.values():
+        for name, rows in (("plan_F", 1200), ("reference", 4800)):
+            race[name] = replace(race[name], header=replace(race[name].header, detail={GIVEN_ROWS: rows}))
+    result = comparison(found)
+    told = "tier F trained on 1,200 of the reference's 4,800 rows; that horizon is set in the task"
+    assert f"{told}, it was not searched for" in result.notes
+    assert {(r.arm_rows, r.against_rows) for r in result.target_rows if r.arm == "plan_F"} == {(1200, 4800)}
+    flat = benchmark_row(result, metric="time_to_target_ratio", arm="plan_F")
+    assert (flat["arm_rows"], flat["against_rows"]) == (1200, 4800)
+    same = races()
+    for race in same.values():
+        race["plan_F"] = race["reference"]
+    assert not any("that horizon" in note for note in comparison(same).notes)
+
+
+def test_a_plan_for_a_longer_run_than_was_raced_is_told():
+    longer = replace(TASK, planned_rows=100 * TASK.budget_rows)
+    (told,) = [note for note in comparison(its=longer).notes if "planned as a run" in note]
+    assert told.endswith(f"rows, 100 times the rows that were raced ({TASK.budget_rows:,})")
+    for its in (TASK, replace(TASK, planned_rows=TASK.budget_rows)):
+        assert not any("planned as a run" in note for note in comparison(its=its).notes)
+
+
+def test_a_paper_recipe_that_was_only_timed_is_told():
+    found = races()
+    detail = {BRIEF: True, WHY_TIMED: "the reference trains longer than 120 s"}
+    for race in found.values():
+        timed = arm(20.0)
+        race["paper"] = replace(timed, header=replace(timed.header, detail=detail))
+    assert "P1 was only timed here: the reference trains longer than 120 s" in comparison(found).notes
+    assert not any("P1" in note for note in comparison().notes)
+
+
+def test_races_of_different_code_are_told():
+    found = races(3)
+    for seed, race in found.items():
+        for name, record in race.items():
+            race[name] = replace(record, header=replace(record.header, environment={"sources": "ab" if seed else "cd"}))
+    told = "the races were run by different states of trimtab's code: ab in 2, cd in 1 of 3"
+    assert told in comparison(found).notes
+    assert not any("states of" in note for note in comparison().notes)
+
+
+def test_the_cost_of_all_plans_counts_the_common_part_once():
+    """Tier F goes on from tier S; the plan for P2 is made apart."""
+    assert comparison().planning_s == 5.0
+    whole = plans()
+    apart = replace(whole, plans=whole.plans | {"strong": replace(whole.plans["S"], planning_s=7.0)})
+    assert _planning_s(apart) == 12.0
+    assert _planning_s(replace(whole, plans={"S": whole.plans["S"]})) == 2.0
+
+
+def test_what_the_intervals_do_not_hold_is_told():
+    told = "one plan, 5 seeds: the variance of planning and of its search is not in the intervals"
+    assert told in comparison().notes
+    assert not any("one plan" in note for note in comparison(races(1)).notes)
+
+
+@pytest.mark.parametrize(
+    ("planning_s", "charged", "said"),
+    [
+        (0.0, {False}, "its file tells no seconds of planning"),
+        (2.0, {False, True}, "its 2 s of planning are those of its file"),
+    ],
+)
+def test_a_plan_that_was_given_is_charged_with_what_its_file_tells(planning_s, charged, said):
+    given = Plans({"S": replace(plans().plans["S"], planning_s=planning_s)})
+    raced = {seed: {name: race[name] for name in ("reference", "self", "plan_S")} for seed, race in races().items()}
+    found = summarise(TASK, load_data(), given, raced, FACTS, command="", environment={})
+    assert {each.charged for each in found.target_rows if each.arm == "plan_S"} == charged
+    assert f"the plan was given, and nothing planned here: {said}" in found.notes
+    assert not any("the plan was given" in note for note in comparison().notes)
+
+
+def test_the_meter_of_the_races_is_looked_for_once(monkeypatch):
+    looked = []
+    monkeypatch.setattr(comparison_summary, "meter_of", lambda found: looked.append(found) or NO_METER)
+    assert comparison().meter == NO_METER
+    assert len(looked) == 1
+
+
+def test_peers_and_do_no_harm():
+    found = races()
+    for race in found.values():
+        race |= {"paper": arm(20.0), "strong": arm(4.0), "strong_plan": arm(4.0)}
+    result = comparison(found)
+    assert row(result, "throughput", "paper").ratio.mean == pytest.approx(0.5)
+    assert row(result, "throughput", "plan_S", "strong").ratio.mean == pytest.approx(0.8, rel=1e-4)
+    harm = row(result, "do_no_harm", "strong_plan", "strong")
+    assert (harm.ratio.mean, harm.verdict.kind) == (pytest.approx(1.0), "no harm")
+    assert {(r.arm, r.tier) for r in result.thirds} >= {("plan_S", "S"), ("paper", "")}
+    against = {(r.arm, r.against) for r in result.target_rows}
+    assert against == {
+        ("plan_S", "reference"),
+        ("plan_F", "reference"),
+        *((a, "paper") for a in ("plan_S", "plan_F")),
+        *((a, "reference") for a in ("paper", "strong")),
+    } | {("plan_F", "strong")}
+    peers = [r for r in result.target_rows if r.arm in ("paper", "strong")]
+    assert {(r.tier, r.charged) for r in peers} == {("", False)}  # a recipe is planned by nobody
+
+
+def test_a_target_that_a_cap_stopped_the_plan_before_is_not_told_as_reached():
+    found = races()
+    for race in found.values():
+        long = arm(5.0, (0.4, *(0.6,) * 11))
+        race["plan_F"] = replace(long, end=replace(long.end, reason="cap"))
+    result = comparison(found)
+    (harder,) = [r for r in result.target_rows if (r.arm, r.target, r.charged) == ("plan_F", 0.7, True)]
+    assert (harder.reached_arm, harder.verdict.kind) == (0, "harm")
+    assert "target 0.5 is reached" in result.headline.sentence
+    assert "but target 0.7 was reached in 0 of 5 pairs (reference: 5 of 5)" in result.headline.sentence
+    assert "target 0.7 is reached" not in result.headline.sentence
+
+
+def test_a_recipe_that_a_cap_stopped_is_bounded():
+    found = races()
+    for race in found.values():
+        slow = arm(60.0, (0.1, 0.2, 0.3))
+        race["paper"] = replace(slow, end=replace(slow.end, reason="cap"))
+    (row,) = [r for r in comparison(found).target_rows if (r.arm, r.target) == ("paper", 0.5)]
+    assert (row.reached_arm, row.verdict.kind) == (0, "harm")
+    assert row.bound.startswith("<= 0.")
+    assert row.bound == f"<= {row.at_most:.2f}x"
+
+
+def test_a_comparison_survives_its_file():
+    found = comparison()
+    assert from_json(Comparison, to_json(found)) == found
+
+
+# Benchmark rows (benchmarks.md).
+
+INTERVAL = {"mean", "low", "high", "n"}
+
+
+def test_the_object_has_the_keys_of_every_benchmark():
+    found = benchmark_object(comparison())
+    assert list(found) == ["schema", "name", "environment", "rows"]
+    assert (found["schema"], found["name"]) == (1, "compare")
+    assert (
+        found["environment"].items() >= {"torch": "2", "command": "trimtab compare x", "data_sha256": "0" * 64}.items()
+    )
+    assert found["environment"]["verdict"] == comparison().headline.kind
+    json.dumps(found, allow_nan=False)
+
+
+def test_rows_are_flat_and_named():
+    rows = benchmark_object(comparison())["rows"]
+    lists = {"pairs", "arm_s", "against_s"}
+    flat = [value for row in rows for name, value in row.items() if name not in lists]
+    assert {type(value) for value in flat} <= {str, int, float, bool, type(None)}
+    assert {row["metric"] for row in rows} == {
+        "throughput_ratio",
+        "peak_memory_ratio",
+        "final_metric_difference",
+        "time_to_target_ratio",
+        "planning_s",
+        "third_speed_ratio",
+        "third_progress_ratio",
+        "third_progress_per_s_ratio",
+        "third_saved_share",
+    }
+    assert {row["task"] for row in rows} == {"tiny"}
+    for row in rows:
+        if row["metric"] != "planning_s":
+            assert row.keys() >= INTERVAL, row
+            assert {"tier", "against"} <= row.keys()
+    planning = {"metric": "planning_s", "task": "tiny"}
+    freed = "micro batch 50, learning rate scale 4.0"
+    assert [row for row in rows if row["metric"] == "planning_s"] == [
+        planning | {"tier": "S", "arm": "plan_S", "planning_s": 2.0, "search_s": 0.0, "changes": "micro batch 50"},
+        planning | {"tier": "F", "arm": "plan_F", "planning_s": 5.0, "search_s": 3.0, "changes": freed},
+    ]
+
+
+def test_a_row_holds_its_pairs_the_way_round_it_is_told():
+    rows = benchmark_object(comparison())["rows"]
+    for row in rows:
+        if row["metric"] in ("throughput_ratio", "time_to_target_ratio") and "mean" in row:
+            assert len(row["pairs"]) == row["n"]
+            logs = [math.log(pair) for pair in row["pairs"]]
+            assert math.exp(sum(logs) / len(logs)) == pytest.approx(row["mean"])
+
+
+def benchmark_row(found: Comparison, **wanted):
+    return next(r for r in benchmark_object(found)["rows"] if wanted.items() <= r.items())
+
+
+def test_ratios_are_ours_over_theirs():
+    """Twice as fast: above 1 for throughput, below 1 for time; memory below 1 is less."""
+    found = comparison()
+    throughput = benchmark_row(found, metric="throughput_ratio", arm="plan_S")
+    assert throughput["mean"] == pytest.approx(2.0, rel=1e-4)
+    assert (throughput["tier"], throughput["against"], throughput["n"]) == ("S", "reference", 5)
+    assert throughput["low"] < throughput["mean"] < throughput["high"]
+    time = benchmark_row(found, metric="time_to_target_ratio", arm="plan_S", target=0.7, charged=False)
+    assert time["mean"] == pytest.approx(0.5, rel=1e-4)
+    assert time["low"] < time["mean"] < time["high"]
+    assert (time["censored"], time["reached"], time["reached_against"]) == (False, 5, 5)
+    memory = benchmark_row(found, metric="peak_memory_ratio", arm="plan_S")
+    assert (memory["mean"], memory["low"], memory["high"], memory["n"]) == (0.6, None, None, 1)
+
+
+def test_the_control_is_against_self_and_gives_the_resolution_of_speeds():
+    found = comparison()
+    control = benchmark_row(found, metric="throughput_ratio", arm="self")
+    assert control["against"] == "self"
+    expected = max(control["high"], 1 / control["low"]) - 1
+    speeds = [r for r in benchmark_object(found)["rows"] if r["metric"] in ("throughput_ratio", "time_to_target_ratio")]
+    assert [r["resolution"] for r in speeds] == pytest.approx([expected] * len(speeds))
+    assert "resolution" not in benchmark_row(found, metric="peak_memory_ratio", arm="plan_S")
+    alone = benchmark_row(comparison(races(1)), metric="throughput_ratio", arm="plan_S")
+    assert alone["resolution"] is None
+
+
+def test_a_censored_target_has_its_bound_and_no_ratio():
+    found = races()
+    for race in found.values():
+        race["reference"] = arm(10.0, (0.2, 0.4, 0.45, 0.6, 0.65))
+    censored = benchmark_row(comparison(found), metric="time_to_target_ratio", arm="plan_S", target=0.7, charged=False)
+    assert (censored["censored"], censored["reached"], censored["reached_against"], censored["n"]) == (True, 5, 0, 5)
+    assert censored["bound"].startswith(">= 2.")
+    assert (f">= {censored['at_least']:.2f}x", censored["at_most"]) == (censored["bound"], None)
+    assert not {"mean", "low", "high"} & censored.keys()
+
+
+def test_do_no_harm_is_a_row_of_its_own():
+    found = races()
+    for race in found.values():
+        race |= {"strong": arm(4.0), "strong_plan": arm(4.0)}
+    harm = benchmark_row(comparison(found), metric="do_no_harm_ratio")
+    assert (harm["arm"], harm["against"], harm["mean"]) == ("strong_plan", "strong", pytest.approx(1.0))
+
+
+def test_a_left_censored_target_has_its_bound_and_verdict():
+    found = races()
+    for race in found.values():
+        race["plan_F"] = arm(5.0, (0.8, 0.9))
+    early = benchmark_row(comparison(found), metric="time_to_target_ratio", arm="plan_F", target=0.7, charged=False)
+    assert (early["left_censored"], early["bound"], early["verdict"]) == (5, ">= 7.00x", "gain")
+    assert (early["at_least"], early["at_most"]) == (7.0, None)
+    assert early["censored"] is True
+    other = benchmark_row(comparison(), metric="time_to_target_ratio", arm="plan_F", target=0.7, charged=False)
+    assert (other["left_censored"], other["censored"]) == (0, False)
+
+
+def test_processor_time_stands_beside_throughput():
+    bare = benchmark_row(comparison(), metric="throughput_ratio", arm="plan_S")
+    assert (bare["cpu_mean"], bare["cpu_low"], bare["cpu_high"]) == (None, None, None)
+    found = races()
+    for race in found.values():
+        for name, share in (("reference", 1.0), ("plan_S", 2.0)):
+            events = [replace(e, detail={**e.detail, "cpu_s": share * e.detail["seconds"]}) for e in race[name].events]
+            race[name] = replace(race[name], events=tuple(events))
+    flat = benchmark_row(comparison(found), metric="throughput_ratio", arm="plan_S")
+    assert flat["cpu_mean"] == pytest.approx(flat["mean"] / 2)
+    assert flat["cpu_low"] < flat["cpu_mean"] < flat["cpu_high"]
+    assert "cpu_mean" not in benchmark_row(comparison(found), metric="peak_memory_ratio", arm="plan_S")
+
+
+def test_fewer_control_pairs_than_a_verdict_needs_have_no_resolution():
+    assert benchmark_row(comparison(races(4)), metric="throughput_ratio", arm="plan_S")["resolution"] is None
+
+
+def test_a_report_of_another_schema_is_refused_by_its_number():
+    data = json.loads(to_json(comparison())) | {"schema": 1, "quick": False}
+    with raises(FormatError, code="json.schema", field="comparison.schema"):
+        from_json(Comparison, json.dumps(data))
+
+
+def test_a_report_written_before_these_fields_is_read():
+    data = json.loads(to_json(comparison()))
+    for old in data["ratios"]:
+        del old["cpu"], old["failed"]
+    for old in data["target_rows"]:
+        del old["arm_rows"], old["against_rows"], old["at_least"], old["at_most"], old["failed"]
+    assert len(from_json(Comparison, json.dumps(data)).ratios) == len(data["ratios"])
+
+
+def test_races_that_show_another_speed_than_trials_told_say_so():
+    def said(verified):
+        made = plans()
+        ours = replace(made.plans["S"], verified=verified)
+        return [each for each in notes(TASK, Plans(made.plans | {"S": ours}), (), races()) if "its trials told" in each]
+
+    assert said((1.9, 2.1)) == said(None) == []  # they are raced at 2.0
+    (told,) = said((1.2, 1.4))
+    assert "1.20 to 1.40 times the speed, the races show 1.9" in told

@@ -1,0 +1,221 @@
+"""One process and several ranks: how long blocks are, what is refused, and what a report says of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from raising import raises
+from tiny_task import BATCH_ROWS, load_data
+from tiny_task import task as tiny
+
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
+from trimtab.core.serialization import from_json, to_json
+from trimtab.distributed.coordinator import ALONE, Pace, Together
+from trimtab.distributed.rank_coordinator import _Ahead
+from trimtab.experiments.comparison.arm_metrics import ArmFacts
+from trimtab.experiments.comparison.compare import Settings, compare
+from trimtab.experiments.comparison.comparison_headline import headline
+from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.experiments.comparison.comparison_summary import summarise
+from trimtab.experiments.comparison.rank_caveats import Ranks, rank_notes
+from trimtab.experiments.comparison_context import together
+from trimtab.experiments.output_folder import claim
+from trimtab.experiments.paired_runs.inspect_arm import _mean, measure_arm
+from trimtab.experiments.report.comparison_report import byline
+from trimtab.experiments.task_plans import Plans, given_plan
+from trimtab.experiments.task_ranks import ranks_of_job, refuse_on_ranks, task_of_rank
+from trimtab.recipes.reference import ReferenceLoop
+
+PLANS = Plans({"S": Plan.fixed(BATCH_ROWS)})
+
+
+def length(pace: Pace, step_s: float) -> int:
+    """Return how many steps a block of steps so long has."""
+    steps = 0
+    while pace.goes_on(steps, steps * step_s):
+        steps += 1
+    pace.ended(steps, steps * step_s)
+    return steps
+
+
+def test_one_process_ends_a_block_by_its_clock():
+    pace = Pace(8, 1.0)
+    assert [length(pace, step_s) for step_s in (0.25, 0.0625, 0.25)] == [8, 16, 8]
+
+
+def test_ranks_know_how_long_a_block_is_before_it_begins():
+    pace = _Ahead(8, 1.0)
+    assert [length(pace, step_s) for step_s in (0.0625, 0.0625, 0.25, 0.0625)] == [8, 16, 16, 8]
+
+
+def test_a_block_without_steps_decides_nothing():
+    pace = _Ahead(8, 1.0)
+    pace.ended(0, 0.0)
+    assert length(pace, 1.0) == 8
+
+
+def test_one_process_agrees_with_itself(tmp_path):
+    with together() as alone:
+        assert alone is ALONE
+    assert (ALONE.each(3.0), ALONE.in_turn(lambda: 5)) == ([3.0], 5)
+    path = tmp_path / "facts.json"
+    assert ALONE.read(ArmFacts, path) is None
+    ALONE.write(path, ArmFacts(7))
+    assert ALONE.read(ArmFacts, path) == ArmFacts(7)
+    before = torch.get_rng_state()
+    ALONE.draw_apart(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    error = ValueError("any")
+    assert ALONE.may_leave(error)
+    assert ALONE.ended(error) is error
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "said"),
+    [
+        ({"step": lambda model, optimizer, batch: None}, {}, "task.step: got a step function.*each of 2 ranks"),
+        ({}, {"adapts": True}, "--ranks: got 2 with --adapt;"),
+        ({}, {"peers": True, "adapts": True}, "got 2 with --adapt and --peers; .*Leave out --adapt and --peers, or"),
+        ({"batch_rows": 1}, {}, "a row of each batch for every rank"),
+    ],
+)
+def test_what_ranks_cannot_race_is_refused(changes, asked, said):
+    with pytest.raises(ValueGivenError, match=said):
+        refuse_on_ranks(replace(tiny, **changes), 2, **({"adapts": None, "peers": None} | asked))
+
+
+@pytest.mark.parametrize("asked", [{"adapts": False, "peers": False}, {"adapts": None, "peers": None}])
+def test_what_is_left_out_by_itself_is_not_refused(asked):
+    refuse_on_ranks(tiny, 2, **asked)
+
+
+def test_a_job_has_the_ranks_that_were_asked_for_or_those_of_its_launcher(monkeypatch):
+    assert (ranks_of_job(1), ranks_of_job(3)) == (1, 3)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (ranks_of_job(1), ranks_of_job(2)) == (2, 2)
+    with raises(ValueGivenError, code="value.invalid", field="--ranks"):
+        ranks_of_job(3)
+
+
+def test_a_given_plan_is_for_as_many_ranks_and_their_share():
+    share = task_of_rank(tiny, 2)
+    shared = Plan.fixed(BATCH_ROWS // 2, num_ranks=2, zero_stage=2)
+    assert given_plan(share, shared, 2).plans == {"S": shared}
+    with raises(ValueGivenError, code="value.invalid", field="plan"):
+        given_plan(tiny, shared)
+    with raises(ValueGivenError, code="value.invalid", field="plan"):
+        given_plan(share, replace(shared, batch_rows=BATCH_ROWS, micro_batch=Plan.fixed(BATCH_ROWS).micro_batch), 2)
+
+
+def test_settings_that_ask_for_more_are_refused_too(tmp_path):
+    class Two(Together):
+        num_ranks = 2
+
+    with raises(ValueGivenError, code="value.invalid", field="--ranks"):
+        compare(tiny, tmp_path / "out", Settings(), command="", together=Two())
+    assert not (tmp_path / "out").exists()
+
+
+# Whose a folder is
+
+
+def claimed(folder, num_ranks: int = 1, plan: Plan | None = None) -> None:
+    claim(folder, tiny, load_data(), {"quick": True}, Budget(), Objective(), plan, num_ranks)
+
+
+def test_a_plan_that_was_written_before_it_had_a_choice_more_is_the_same_plan(tmp_path):
+    claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1))
+    path = tmp_path / "settings.json"
+    held = json.loads(path.read_text())
+    plan = json.loads(held["plan"])
+    del plan["weight_decay"]
+    path.write_text(json.dumps(held | {"plan": json.dumps(plan)}))
+    claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1))
+    with raises(FormatError, code="format.invalid"):
+        claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1, weight_decay=0.1))
+    path.write_text(json.dumps(held | {"plan": "{}"}))
+    with raises(FormatError, code="format.invalid"):
+        claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1))
+
+
+def test_a_folder_is_of_so_many_ranks(tmp_path):
+    claimed(tmp_path, 2)
+    claimed(tmp_path, 2)
+    for others in (1, 3):
+        with raises(FormatError, code="format.invalid"):
+            claimed(tmp_path, others)
+
+
+def test_a_folder_that_says_nothing_of_ranks_is_of_one(tmp_path):
+    claimed(tmp_path)
+    assert "ranks" not in (tmp_path / "settings.json").read_text()
+    claimed(tmp_path)
+    with raises(FormatError, code="format.invalid"):
+        claimed(tmp_path, 2)
+
+
+# What a report says
+
+
+def comparison(ranks: Ranks, facts=None) -> Comparison:
+    facts = facts or {name: ArmFacts(100) for name in ("reference", "plan_S")}
+    return summarise(tiny, load_data(), PLANS, {}, facts, command="", environment={}, ranks=ranks)
+
+
+def test_a_report_of_ranks_says_so_first():
+    found = comparison(Ranks(2, "cores"))
+    sentence = "On 2 ranks; the reference is the loop in DDP."
+    assert sentence in found.headline.sentence
+    assert "Ranks share cores: correctness only, no claim of scaling." in found.headline.sentence
+    assert "on 2 ranks" in byline(found)
+    assert any("DistributedDataParallel with its defaults" in note for note in found.notes)
+    assert "ranks share cores: correctness only, no claim of scaling" in found.notes
+    roomy = comparison(Ranks(2))
+    assert sentence in roomy.headline.sentence
+    assert "correctness only" not in " ".join((roomy.headline.sentence, *roomy.notes))
+
+
+def test_a_report_of_one_process_says_nothing_of_ranks():
+    found = comparison(Ranks())
+    assert found.num_ranks == 1
+    assert "rank" not in " ".join((found.headline.sentence, byline(found), *found.notes))
+    assert headline((), (), PLANS.plans["S"], {}).sentence == "Nothing was measured."
+
+
+def test_an_older_report_is_read_as_of_one_rank():
+    written = json.loads(to_json(comparison(Ranks(2))))
+    assert written.pop("num_ranks") == 2
+    assert from_json(Comparison, json.dumps(written)).num_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "terms", "is_uneven"),
+    [(32, (1.0, 1.0), False), (33, (1.0, 1.0), True), (32, (5.0, 7.0), True), (32, (), False)],
+)
+def test_a_reference_that_weighs_its_rows_unlike_is_named(rows, terms, is_uneven):
+    notes = rank_notes(Ranks(2), PLANS, {"reference": ArmFacts(100, terms_by_rank=terms)}, rows)
+    assert any("the reference weighs these unlike" in note for note in notes) is is_uneven
+
+
+def test_a_peak_that_an_engine_hides_is_unknown():
+    class Hidden(ReferenceLoop):
+        hides_memory = True
+
+    facts = measure_arm(Hidden, tiny, load_data(), torch.device("cpu"))
+    assert facts.peak_bytes is None
+    assert facts.is_current
+    assert measure_arm(ReferenceLoop, tiny, load_data(), torch.device("cpu")).peak_bytes > 0
+
+
+def test_terms_of_a_row_are_the_mean_over_all_rows():
+    assert _mean([6.0, 3.0], [1, 2]) == 4.0
+    assert _mean([7.0], [3]) == 7.0

@@ -1,0 +1,527 @@
+"""A race: every arm starts alike and keeps its own clock and generators, in whatever turns they run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from raising import raises
+from tiny_task import BATCH_ROWS, BUDGET_ROWS, EVAL_EVERY_ROWS, load_data, task
+from torch import Tensor, nn
+
+from trimtab.core.errors import LoopError, ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.core.record import Header, RunRecord, read_record, write_record
+from trimtab.decide.interleaving import turns
+from trimtab.distributed.coordinator import Together
+from trimtab.experiments.comparison.comparison_statistics import failed
+from trimtab.experiments.paired_runs import paired_run as race_module
+from trimtab.experiments.paired_runs.paired_run import Entry, race
+from trimtab.experiments.paired_runs.plan_loops import PlanLoop, settling_steps
+from trimtab.experiments.paired_runs.results_folder import environment_of
+from trimtab.measure import allocator
+from trimtab.recipes.reference import ReferenceLoop
+from trimtab.runtime.compile_check import WINDOWS
+
+CPU = torch.device("cpu")
+
+
+class Watched(ReferenceLoop):
+    """The reference loop, with what it started from, what it saw and whether it was closed."""
+
+    made: list[Watched]
+
+    def __init__(self, task, device) -> None:
+        super().__init__(task, device)
+        self.start = weights(self)
+        self.seen: list[Tensor] = []
+        self.closed = 0
+        Watched.made.append(self)
+
+    def step(self, batches: Iterator) -> int:
+        return super().step(self._noting(batches))
+
+    def _noting(self, batches: Iterator) -> Iterator:
+        for batch in batches:
+            self.seen.append(batch[0])
+            yield batch
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def weights(loop) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in loop.model.parameters()])
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(race_module, "_BLOCK_S", 1e-6)  # a step on any machine: many turns
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
+    Watched.made = []
+
+
+def run(*entries: Entry, its=task, seed: int = 0, **options) -> list[RunRecord]:
+    return race(entries, its, load_data(), seed, CPU, **options)
+
+
+def test_arms_start_alike_and_see_the_same_data():
+    run(*(Entry(name, Watched, BUDGET_ROWS) for name in ("a", "b", "c")))
+    first, *others = Watched.made
+    assert len(first.seen) == BUDGET_ROWS // BATCH_ROWS
+    for other in others:
+        assert torch.equal(first.start, other.start)
+        assert all(torch.equal(x, y) for x, y in zip(first.seen, other.seen, strict=True))
+
+
+def test_interleaved_arms_end_where_a_lone_one_ends():
+    """Bit for bit, with dropout in the model: each arm has its own generators."""
+    alone = [Entry("reference", Watched, BUDGET_ROWS)]
+    run(*alone)
+    records = run(*alone, Entry("self", Watched, BUDGET_ROWS), Entry("other", Noisy, BUDGET_ROWS))
+    lone, reference, again = (weights(loop) for loop in Watched.made if type(loop) is Watched)
+    assert torch.equal(reference, lone)
+    assert torch.equal(reference, again)
+    assert not torch.equal(reference, Watched.made[0].start)
+    assert max(len(record.events) for record in records) > 5  # they did take turns
+    metrics = [[e.metrics for e in record.evaluations] for record in records]
+    assert metrics[0] == metrics[1]
+
+
+def test_arms_start_alike_whatever_generator_a_model_draws_from():
+    def make_model() -> torch.nn.Module:
+        model = task.make_model()
+        with torch.no_grad():
+            model[0].weight.mul_(random.random()).add_(numpy.random.rand())
+        return model
+
+    run(*(Entry(name, Watched, BATCH_ROWS) for name in ("a", "b")), its=replace(task, make_model=make_model))
+    first, second = Watched.made
+    assert torch.equal(first.start, second.start)
+
+
+class Noisy(Watched):
+    """Draws from every generator and changes a global mode on the way."""
+
+    def step(self, batches: Iterator) -> int:
+        torch.rand(100), random.random(), numpy.random.rand()
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
+        return super().step(batches)
+
+
+def test_arms_are_built_in_an_order_that_changes_with_the_seed_and_told_in_their_own():
+    built: list[str] = []
+
+    def entry(name: str) -> Entry:
+        def make(its, device):
+            built.append(name)
+            return Watched(its, device)
+
+        return Entry(name, make, BATCH_ROWS)
+
+    for seed in range(6):
+        records = run(*map(entry, "abcd"), seed=seed)
+        assert [record.header.name for record in records] == list("abcd")
+    orders = {"".join(built[i : i + 4]) for i in range(0, len(built), 4)}
+    assert {"".join(sorted(order)) for order in orders} == {"abcd"}
+    assert len(orders) > 3
+    assert len({order[0] for order in orders}) > 1
+
+
+def test_another_seed_is_another_race():
+    run(Entry("a", Watched, BUDGET_ROWS))
+    run(Entry("a", Watched, BUDGET_ROWS), seed=1)
+    first, second = Watched.made
+    assert not torch.equal(first.start, second.start)
+    assert not torch.equal(first.seen[0], second.seen[0])
+
+
+def test_a_plan_that_changes_nothing_trains_as_the_reference_does():
+    loops = []
+
+    def make(its, device):
+        loops.append(PlanLoop(its, device, Plan.fixed(BATCH_ROWS)))
+        return loops[-1]
+
+    run(Entry("reference", Watched, BUDGET_ROWS), Entry("plan_S", make, BUDGET_ROWS))
+    assert torch.equal(weights(loops[0]), weights(Watched.made[0]))
+
+
+def state() -> list:
+    modes = [place.fp32_precision for place in (torch.backends.cuda.matmul, torch.backends.cudnn.conv)]
+    return [torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state()), modes]
+
+
+def test_the_process_is_left_as_it_was():
+    before = state()
+    run(Entry("a", Noisy, BUDGET_ROWS), Entry("b", Watched, BUDGET_ROWS))
+    assert state() == before
+    assert [loop.closed for loop in Watched.made] == [1, 1]
+
+
+def test_an_error_closes_every_arm_and_restores_the_process():
+    def broken(model, batch):
+        raise ZeroDivisionError
+
+    def make(its, device):
+        return Watched(replace(its, loss_fn=broken), device)
+
+    before = state()
+    with raises(LoopError, code="loop.out_of_order", field="reference loop") as e:
+        run(Entry("b", make, BUDGET_ROWS), Entry("a", Noisy, BUDGET_ROWS))
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+    assert state() == before
+    assert [loop.closed for loop in Watched.made] == [1, 1]
+
+
+# On a clock that stands still but for training and evaluating.
+
+
+class Clock:
+    """Steps and evaluations take what they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return 2 * self.now  # two busy threads
+
+
+class Timed:
+    """A loop of a model without parameters, whose every step takes `step_s`."""
+
+    model, optimizer = nn.Module(), None
+
+    def __init__(self, clock: Clock, step_s: float, rows: int = 10, turns: list[str] | None = None, name: str = ""):
+        self._clock, self._step_s, self._rows = clock, step_s, rows
+        self._turns, self._name = turns if turns is not None else [], name
+
+    def step(self, batches) -> int:
+        self._clock.now += self._step_s
+        self._turns.append(self._name)
+        return self._rows
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(race_module, "_BLOCK_S", 1.0)
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
+    monkeypatch.setattr(
+        race_module, "time", SimpleNamespace(perf_counter=clock.perf_counter, process_time=clock.process_time)
+    )
+    return clock
+
+
+def scripted(clock: Clock, values: list[float], *, every: int = 50, seconds: float = 1000.0, **changes):
+    """Return a task whose metric takes `seconds` and gives these values, evaluation by evaluation."""
+    left = iter(values)
+
+    def evaluate(model, batches) -> float:
+        clock.now += seconds
+        return next(left)
+
+    metric = replace(task.metric, evaluate=evaluate)
+    return replace(task, metric=metric, batch_rows=10, eval_every_rows=every, **changes)
+
+
+class Numbers(Together):
+    """What sends figures to other ranks, which takes no others."""
+
+    def each(self, figure: float) -> list[float]:
+        assert type(figure) is float
+        return [figure]
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.full((1,), 0.5), numpy.float32(0.5)])
+def test_a_race_whose_metric_is_a_tensor_is_recorded(clock, tmp_path, value):
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 50), its=scripted(clock, [value]), together=Numbers())
+    write_record(tmp_path / "a.jsonl", found)
+    (evaluation,) = read_record(tmp_path / "a.jsonl").evaluations
+    assert evaluation.metrics == {task.metric.name: 0.5}
+
+
+def test_evaluation_is_off_the_clock(clock):
+    its = scripted(clock, [0.1, 0.2])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+    assert [(e.rows, e.train_s) for e in found.evaluations] == [(50, 1.25), (100, 2.5)]
+    assert found.end.detail == {"rows": 100, "train_s": 2.5}
+    assert clock.now == 2002.5
+
+
+def test_an_arm_that_is_only_timed_takes_a_step_before_the_clock_starts_and_keeps_no_evaluation(clock):
+    its = scripted(clock, [0.1])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 80, is_timed_only=True), its=its)
+    assert found.end.detail == {"rows": 80, "train_s": 2.0}
+    assert found.evaluations == ()
+    assert clock.now == 1002.25  # evaluated where the others are, at 50 rows
+
+
+def test_an_arm_that_is_only_timed_settles_before_the_clock_starts(clock):
+    """A compiled one runs a dozen of its first windows as it was: they would be a large part of a few dozen."""
+
+    class Settling(Timed):
+        settling_steps = 45
+
+    (found,) = run(Entry("a", lambda *_: Settling(clock, 0.25), 80, is_timed_only=True), its=scripted(clock, [0.1]))
+    assert found.end.detail == {"rows": 80, "train_s": 2.0}
+    assert clock.now == 1002.0 + 45 * 0.25
+
+
+def test_a_plan_settles_once_its_compiled_model_was_checked():
+    its, plan = task, Plan.fixed(BATCH_ROWS)
+    for compiled, steps in ((False, 1), (True, WINDOWS)):
+        loop = PlanLoop(its, CPU, replace(plan, compiled=replace(plan.compiled, value=compiled)))
+        assert settling_steps(loop) == steps
+        loop.close()
+
+
+def test_a_block_lasts_a_second_or_until_the_next_evaluation(clock):
+    its = scripted(clock, [0.1, 0.2])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+    blocks = [(event.detail["rows"], event.detail["seconds"]) for event in found.events]
+    assert blocks == [(40, 1.0), (10, 0.25), (40, 1.0), (10, 0.25)]
+
+
+def orders(names: str, laps: int, seed: int = 0) -> str:
+    """Return who ran, block by block, over these laps."""
+    before, ran = None, []
+    for lap in range(laps):
+        ran += turns(names, lap, seed, before)
+        before = ran[-1]
+    return "".join(ran)
+
+
+def test_arms_run_in_an_order_that_changes_with_the_lap_and_the_seed(clock):
+    order: list[str] = []
+    its = scripted(clock, [0.1] * 9, every=1000)
+    entries = [Entry(n, lambda *_, n=n: Timed(clock, 2.0, turns=order, name=n), 40) for n in "abc"]
+    run(*entries, its=its)
+    assert "".join(order) == orders("abc", 4) == "abcbacbcacba"
+    order.clear()
+    its = scripted(clock, [0.1] * 9, every=1000)
+    run(*entries, its=its, seed=1)
+    assert "".join(order) == orders("abc", 4, 1)
+    assert order[:3] == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_every_arm_follows_every_other_about_equally_often_and_never_itself(count):
+    names, laps = "abcdefgh"[:count], 40 * count
+    ran = orders(names, laps)
+    assert all(sorted(ran[i : i + count]) == list(names) for i in range(0, len(ran), count))  # each once a lap
+    follows = Counter(itertools.pairwise(ran))
+    assert not any(follows[name, name] for name in names)
+    for late in names:
+        seen = [follows[early, late] for early in names if early != late]
+        assert min(seen) > 0.7 * laps / (count - 1)
+        assert max(seen) < 1.8 * laps / (count - 1)
+
+
+@pytest.mark.parametrize("count", range(3, 9))
+def test_a_few_laps_of_several_seeds_are_balanced_too(count):
+    names = "abcdefgh"[:count]
+    follows: Counter = Counter()
+    for seed in range(8):
+        ran = orders(names, 10, seed)
+        follows += Counter(itertools.pairwise(ran))
+    middle = sum(follows.values()) / (count * (count - 1))
+    assert len(follows) == count * (count - 1)
+    assert max(follows.values()) < 1.4 * middle
+    assert min(follows.values()) > 0.7 * middle
+
+
+def test_an_arm_that_is_left_alone_follows_itself():
+    assert orders("a", 3) == "aaa"
+
+
+def test_processor_time_is_noted_beside_the_wall_clock(clock):
+    its = scripted(clock, [0.1, 0.2])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+    assert [event.detail["cpu_s"] for event in found.events] == [2.0, 0.5, 2.0, 0.5]  # no evaluation in it
+
+
+def test_a_block_has_a_few_steps_however_long_they_are(clock, monkeypatch):
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 8)
+    its = scripted(clock, [0.1] * 3, every=100)
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 2.0), 200), its=its)
+    blocks = [(event.detail["rows"], event.detail["seconds"]) for event in found.events]
+    assert blocks == [(80, 16.0), (20, 4.0), (80, 16.0), (20, 4.0)]
+
+
+class Breaks(Watched):
+    """Raises in its third step."""
+
+    def step(self, batches: Iterator) -> int:
+        if len(self.seen) == 2:
+            raise RuntimeError("no room left\nwith details")
+        return super().step(batches)
+
+
+def test_an_arm_that_raises_leaves_and_the_others_go_on():
+    reference, broken, last = run(
+        *(Entry(n, m, BUDGET_ROWS) for n, m in (("a", Watched), ("b", Breaks), ("c", Watched)))
+    )
+    assert (broken.end.reason, broken.end.detail["error"]) == ("error", "RuntimeError: no room left")
+    assert reference.end.reason == last.end.reason == "budget"
+    assert reference.evaluations[-1].metrics == last.evaluations[-1].metrics
+    assert [loop.closed for loop in Watched.made] == [1, 1, 1]
+
+
+def test_an_arm_that_cannot_be_built_leaves_too():
+    def refuse(task, device):
+        raise ValueError("no such recipe")
+
+    reference, broken = run(Entry("a", Watched, BUDGET_ROWS), Entry("b", refuse, BUDGET_ROWS))
+    assert broken.end.detail == {"rows": 0, "train_s": 0.0, "error": "ValueError: no such recipe"}
+    assert reference.end.reason == "budget"
+
+
+def test_without_the_first_arm_there_is_no_race():
+    with raises(LoopError, code="loop.out_of_order", field="reference loop"):
+        run(Entry("a", Breaks, BUDGET_ROWS), Entry("b", Watched, BUDGET_ROWS))
+    assert [loop.closed for loop in Watched.made] == [1, 1]
+
+
+def test_a_shorter_arm_stops_and_the_others_go_on(clock):
+    its = scripted(clock, [0.1] * 9)
+    short, long = run(
+        Entry("short", lambda *_: Timed(clock, 0.5), 30), Entry("long", lambda *_: Timed(clock, 0.5), 100), its=its
+    )
+    assert (short.end.reason, short.end.detail["rows"]) == ("budget", 30)
+    assert [e.rows for e in short.evaluations] == [30]  # its last rows are evaluated whatever is due
+    assert long.end.detail["rows"] == 100
+
+
+def test_an_arm_is_censored_at_the_cap(clock):
+    its = scripted(clock, [0.1] * 9)
+    slow, fast = run(
+        Entry("slow", lambda *_: Timed(clock, 1.5), 100), Entry("fast", lambda *_: Timed(clock, 0.1), 100), its=its,
+        cap_s=3.0,
+    )  # fmt: skip
+    assert (slow.end.reason, slow.end.detail) == ("cap", {"rows": 20, "train_s": 3.0})
+    assert fast.end.reason == "budget"
+
+
+def test_the_reference_may_train_for_longer_than_the_others(clock):
+    its = scripted(clock, [0.1] * 19)
+    entries = [Entry(name, lambda *_: Timed(clock, 1.5), 100) for name in ("reference", "other")]
+    first, other = run(*entries, its=its, cap_s=3.0, reference_cap_s=6.0)
+    assert (first.end.reason, first.end.detail) == ("cap", {"rows": 40, "train_s": 6.0})
+    assert (other.end.reason, other.end.detail) == ("cap", {"rows": 20, "train_s": 3.0})
+
+
+def test_an_arm_runs_on_past_the_hardest_target(clock):
+    """What it ends with is compared: it may not stop where it looks best."""
+    its = scripted(clock, [0.2, 0.7, 0.5, 0.8, 0.9, 0.9, 0.9], targets=(0.3, 0.6))
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 350), its=its)
+    assert (found.end.reason, found.end.detail["rows"]) == ("budget", 350)
+
+
+def test_a_share_above_one_is_refused_with_the_way_out(clock):
+    its = scripted(clock, [93.0] * 9)
+    with raises(ValueGivenError, code="value.invalid", field="metric accuracy"):
+        run(Entry("a", lambda *_: Timed(clock, 0.1), 100), its=its)
+    its = scripted(clock, [93.0] * 9)
+    its = replace(its, metric=replace(its.metric, unit="percent"))
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 100), its=its)
+    assert found.evaluations[0].metrics == {"accuracy": 93.0}
+
+
+@pytest.mark.skipif(not allocator.can_retain(), reason="needs glibc")
+def test_every_arm_that_retains_memory_does_in_each_of_its_steps():
+    """Each arm has its modes for itself: what one holds is suspended while the others run."""
+    modes: dict[str, set[str]] = {"plain": set(), "first": set(), "second": set()}
+
+    def noting(name: str, make):
+        def made(task, device):
+            loop = make(task, device)
+            step = loop.step
+
+            def noted(batches):
+                modes[name].add(allocator.mode())
+                return step(batches)
+
+            loop.step = noted
+            return loop
+
+        return made
+
+    retaining = partial(PlanLoop, plan=Plan.fixed(BATCH_ROWS, allocator="retain"))
+    run(
+        Entry("plain", noting("plain", ReferenceLoop), BUDGET_ROWS),
+        Entry("first", noting("first", retaining), BUDGET_ROWS),
+        Entry("second", noting("second", retaining), BUDGET_ROWS),
+    )
+    assert modes == {"plain": {"keep"}, "first": {"retain"}, "second": {"retain"}}
+    assert allocator.mode() == "keep"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_diverged_arm_is_stopped(clock, value):
+    its = scripted(clock, [0.1, value, 0.1])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 150), its=its)
+    assert (found.end.reason, found.end.detail["rows"]) == ("diverged", 100)
+
+
+@pytest.mark.parametrize(("rows", "cap_s"), [(100, math.inf), (500, 1.0)])
+def test_an_arm_that_diverges_where_it_was_to_end_has_failed_all_the_same(clock, rows, cap_s):
+    """At its budget, and at the cap: what it computed in that time is no gain."""
+    its = scripted(clock, [0.1, math.nan])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), rows), its=its, cap_s=cap_s)
+    assert [e.rows for e in found.evaluations] == [50, 100]
+    assert (found.end.reason, failed(found)) == ("diverged", "its held-out metric was not finite")
+
+
+def test_an_arm_with_longer_steps_is_evaluated_when_it_is_past_due(clock):
+    its = scripted(clock, [0.1] * 9)
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1, rows=40), 200), its=its)
+    assert [e.rows for e in found.evaluations] == [80, 120, 160, 200]
+
+
+def test_the_record_holds_all_and_survives_its_file(tmp_path):
+    entry = Entry("reference", Watched, BUDGET_ROWS, detail={"why": "a test"})
+    (found,) = run(entry, environment={"torch": torch.__version__}, seed=7)
+    assert (found.header.name, found.header.seed) == ("reference", 7)
+    assert found.header.detail == {"why": "a test", "given_rows": BUDGET_ROWS}
+    assert found.header.environment == {"torch": torch.__version__}
+    assert [e.rows for e in found.evaluations] == list(range(EVAL_EVERY_ROWS, BUDGET_ROWS + 1, EVAL_EVERY_ROWS))
+    assert sum(event.detail["rows"] for event in found.events) == found.end.detail["rows"] == BUDGET_ROWS
+    assert sum(e.detail["seconds"] for e in found.events) == pytest.approx(found.end.detail["train_s"])
+    write_record(tmp_path / "reference.jsonl", found)
+    assert read_record(tmp_path / "reference.jsonl") == found
+
+
+def test_progress_tells_where_every_arm_stands():
+    told: list[tuple[str, float | None]] = []
+    arms = Entry("reference", Watched, BUDGET_ROWS), Entry("plan_S", Watched, BUDGET_ROWS)
+    run(*arms, progress=lambda text, share=None: told.append((text, share)))
+    line, share = told[-1]
+    assert line.startswith(f"reference {BUDGET_ROWS} rows")
+    assert f"plan_S {BUDGET_ROWS} rows" in line
+    assert share == 1.0
+    assert [share for _, share in told] == sorted(share for _, share in told)
+
+
+def test_races_of_several_states_of_the_sources_are_told_of_all():
+    races = {
+        seed: {"self": RunRecord(Header("self", seed, environment={"cpu": "a", "sources": state}))}
+        for seed, state in enumerate(("abc", "def", "abc"))
+    }
+    assert environment_of(races) == {"cpu": "a", "sources": "abc / def"}
+    assert environment_of({})["sources"], "where nothing ran it is that of now"

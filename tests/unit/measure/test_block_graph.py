@@ -1,0 +1,167 @@
+"""Which blocks are a chain, whatever the model's own code does between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from raising import raises
+from torch import nn
+
+from trimtab.core.errors import ModelError
+from trimtab.measure.block_graph import LinkedBlocks, find_linked_blocks, same_arguments
+from trimtab.measure.blocks import find_blocks
+
+L = 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x, scale=1.0):
+        return x + scale * self.one(x)
+
+
+class Net(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(L))
+        self.run = run
+
+    def forward(self, x):
+        return self.run(self.blocks, x)
+
+
+def chain_of(run):
+    model = Net(run)
+    return find_linked_blocks(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8), find_blocks(model))
+
+
+def in_turn(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def with_argument(blocks, x):
+    for block in blocks:
+        x = block(x, scale=0.5)
+    return x
+
+
+def with_new_argument(blocks, x):
+    for index, block in enumerate(blocks):
+        x = block(x, scale=1.0 + (index > 1))
+    return x
+
+
+def with_skip(blocks, x):
+    x = first = blocks[0](x)
+    for block in blocks[1:]:
+        x = block(x)
+    return x + first
+
+
+def with_view_kept(blocks, x):
+    kept = []
+    for block in blocks:
+        x = block(x)
+        kept.append(x[:, :2])
+    return x
+
+
+def with_all_returned(blocks, x):
+    hidden = []
+    for block in blocks:
+        x = block(x)
+        hidden.append(x)
+    return torch.stack(hidden)
+
+
+def with_device_looked_at(blocks, x):
+    for block in blocks:
+        x = block(x.to(x.device))
+        assert x.shape[1] == 8
+    return x
+
+
+def with_something_between(blocks, x):
+    for index, block in enumerate(blocks):
+        x = block(x if index != 2 else x * 2)
+    return x
+
+
+def twice(blocks, x):
+    return in_turn(blocks, blocks[1](x))
+
+
+NAMES = tuple(f"blocks.{index}" for index in range(L))
+
+
+@pytest.mark.parametrize(
+    ("run", "links"),
+    [
+        (in_turn, (True, True, True)),
+        (with_argument, (True, True, True)),
+        (with_new_argument, (True, False, True)),
+        (with_skip, (False, True, True)),
+        (with_view_kept, (False, False, False)),
+        (with_all_returned, (False, False, False)),
+        (with_device_looked_at, (True, True, True)),
+        (with_something_between, (True, False, True)),
+    ],
+)
+def test_a_link_is_there_where_nobody_else_looks_at_what_a_block_returns(run, links):
+    assert chain_of(run) == LinkedBlocks(NAMES, links)
+
+
+def test_a_block_that_runs_twice_is_none_of_it():
+    found = chain_of(twice)
+    assert found.names == ("blocks.0", "blocks.2", "blocks.3")
+    assert found.links == (False, True)
+
+
+def test_blocks_are_in_the_order_they_run_in():
+    assert chain_of(lambda blocks, x: in_turn(reversed(blocks), x)).names == NAMES[::-1]
+
+
+def test_a_hidden_state_that_the_model_hands_out_is_no_link():
+    class Both(Net):
+        def forward(self, x):
+            middle = in_turn(self.blocks[:2], x)
+            return in_turn(self.blocks[2:], middle), middle
+
+    model = Both(None)
+    found = find_linked_blocks(model, lambda m, batch: m(batch)[0].mean(), torch.randn(3, 8), find_blocks(model))
+    assert found.links == (True, False, True)
+
+
+def test_a_forward_that_looks_at_values_is_refused_with_the_reason():
+    with raises(ModelError, code="model.unsupported", field="model"):
+        chain_of(lambda blocks, x: in_turn(blocks, x) if x.sum() > 0 else x)
+
+
+def test_nothing_of_the_model_is_changed():
+    model = Net(in_turn)
+    before = [p.clone() for p in model.parameters()]
+    find_linked_blocks(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8), find_blocks(model))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "same"),
+    [
+        (((1, "a"), {}), True),
+        (((2, "a"), {}), False),
+        (((1,), {}), False),
+        (((1, "a"), {"b": 1}), False),
+        (((1.0, "a"), {}), False),
+    ],
+)
+def test_arguments_that_are_the_same(theirs, same):
+    assert same_arguments(((1, "a"), {}), theirs) is same
+    tensor = torch.ones(2)
+    assert same_arguments(((tensor,), {"mask": tensor}), ((tensor,), {"mask": tensor}))
+    assert not same_arguments(((tensor,), {}), ((tensor.clone(),), {}))

@@ -1,0 +1,46 @@
+"""What an operator takes for itself: counted once for calls that are alike, where the process is alike too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimtab.measure import operator_workspace
+from trimtab.measure.operator_workspace import call_of, measured
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Return how often something was counted."""
+    counted = []
+
+    def growth(function):
+        counted.append(function())
+        return 1_000_000
+
+    monkeypatch.setattr(operator_workspace, "peak_growth", growth)
+    operator_workspace._taken.cache_clear()
+    yield counted
+    operator_workspace._taken.cache_clear()  # what is in it by now was made up
+
+
+def softmax(rows: int):
+    return call_of(torch.ops.aten._softmax.default, (torch.randn(rows, 5), -1, False), {})
+
+
+def test_calls_that_are_alike_are_counted_once_over_all_traces(counts):
+    first = measured([softmax(3), softmax(3)])
+    assert measured([softmax(3)]) == first
+    assert len(counts) == 1
+    measured([softmax(4)])
+    assert len(counts) == 2
+
+
+def test_in_another_mode_of_the_process_they_are_counted_anew(counts):
+    measured([softmax(3)])
+    torch.use_deterministic_algorithms(True)
+    try:
+        measured([softmax(3)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(counts) == 2
