@@ -24,7 +24,7 @@ from trimtab.experiments.comparison.comparison_rows import benchmark_object
 from trimtab.experiments.comparison.gain_rows import phase_object
 from trimtab.experiments.evaluation.result import Run, bound_in_words
 from trimtab.experiments.phase_result import FILE as PHASES
-from trimtab.experiments.phase_result import PhasePage
+from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.report import evaluation_texts, read_report
 from trimtab.experiments.scaling.scaling_result import Scaling
 from trimtab.experiments.scaling.scaling_table import tables
@@ -137,7 +137,7 @@ def _run(path: Path, run: Run, comparison: Callable[[list[Row]], Iterator[str]])
     if (path / "scaling.json").is_file():
         yield from _scaling(run, read_json(Scaling, path / "scaling.json"))
     elif (path / PHASES).is_file():
-        page = read_json(PhasePage, path / PHASES)
+        page = read_json(PhaseResult, path / PHASES)
         yield f"### {path.name}: {run.task}"
         yield ""
         yield f"{run.headline.sentence} With {_versions(run)}."

@@ -26,7 +26,7 @@ from benchmarks.paper import evaluation_archive
 from benchmarks.paper.evaluation_slices import Slice, slices
 from benchmarks.phases_figures import METRICS, phases
 from benchmarks.scaling_figures import scaling, sending
-from trimtab.decide.goodput import Times, relative_time
+from trimtab.decide.goodput import StepTimes, relative_time
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 HERE = Path(__file__).resolve().parent
@@ -604,12 +604,12 @@ def _savings() -> Iterator[str]:
         yield f"| {said}: `f` | {head} |"
         yield "|---|" + "---|" * len(scales)
         for fixed in (0.1, 0.3, 1.0, 3.0, 10.0):
-            cells = (_saving(scale, Times(1.0, fixed), normalises=normalises) for scale in scales)
+            cells = (_saving(scale, StepTimes(1.0, fixed), normalises=normalises) for scale in scales)
             yield f"| {fixed:g} | " + " | ".join(cells) + " |"
         yield ""
 
 
-def _saving(scale: float, times: Times, *, normalises: bool) -> str:
+def _saving(scale: float, times: StepTimes, *, normalises: bool) -> str:
     costs = {k: relative_time(k, scale, 1, times, normalises=normalises) for k in range(1, 65)}
     best = min(costs, key=costs.__getitem__)
     return f"{1 - costs[best] / costs[1]:.0%} (k={best})"

@@ -87,7 +87,7 @@ def brief_trials(monkeypatch):
 @pytest.fixture
 def each_measured(monkeypatch):
     """Measure every window, from a run's first, whatever that costs; counts those that were watched, and to the end."""
-    from trimtab.decide.overhead_budget import Account
+    from trimtab.decide.overhead_budget import OverheadBudget
     from trimtab.runtime.noise_monitor import NoiseMonitor
 
     counts = SimpleNamespace(opened=0, closed=0)
@@ -101,5 +101,5 @@ def each_measured(monkeypatch):
 
     monkeypatch.setattr(NoiseMonitor, "open", counted(NoiseMonitor.open, "opened"))
     monkeypatch.setattr(NoiseMonitor, "close", counted(NoiseMonitor.close, "closed"))
-    monkeypatch.setattr(Account, "is_due", lambda self, sparse=0: True)
+    monkeypatch.setattr(OverheadBudget, "is_due", lambda self, sparse=0: True)
     return counts

@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader, Dataset
 import trimtab
 from trimtab.checkpoint import manager
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.checkpoint.train_state import Given, ModelState, OptimizerState
-from trimtab.decide.batch_size_decider import BatchDecider
+from trimtab.checkpoint.train_state import AdditionalState, ModelState, OptimizerState
+from trimtab.decide.batch_size_decider import BatchSizeDecider
 from trimtab.decide.gradient_noise_scale import NoiseAverage
-from trimtab.decide.overhead_budget import Account
+from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.losses import Summed
 from trimtab.measure.random_state import loading_random_state, random_state
 from trimtab.runtime import data_position
@@ -39,12 +39,12 @@ from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.data_position import DataPosition
 from trimtab.runtime.lr_schedule import RateFollower
 from trimtab.runtime.muon import Momentum
-from trimtab.runtime.nonfinite import Voids
-from trimtab.runtime.oom_retry import Recovery
+from trimtab.runtime.nonfinite import NonFinitePolicy
+from trimtab.runtime.oom_retry import OutOfMemoryRetry
 from trimtab.runtime.out_of_memory import MicroBatchLimit
 from trimtab.runtime.precision import MixedPrecision
-from trimtab.runtime.step_recorder import Recorder
-from trimtab.runtime.training_progress import Consumed
+from trimtab.runtime.step_recorder import StepRecorder
+from trimtab.runtime.training_progress import TrainingProgress
 
 ROWS, WINDOWS = 8, 60
 
@@ -136,12 +136,12 @@ def without_hidden(self, state):
     return lambda: self._model.load_state_dict(state["own"])
 
 
-def from_the_start(self, state, loading=Consumed.loading):
+def from_the_start(self, state, loading=TrainingProgress.loading):
     """Load counters whose schedule begins anew."""
     return loading(self, dict(state) | {"scheduled": 0.0})
 
 
-def without_tokens(self, state, loading=Consumed.loading):
+def without_tokens(self, state, loading=TrainingProgress.loading):
     """Load counters whose tokens begin anew."""
     return loading(self, dict(state) | {"tokens": 0.0})
 
@@ -160,8 +160,8 @@ FORGOTTEN = {
     "weights": [(ModelState, "loading", nothing)],
     "hidden buffers": [(ModelState, "loading", without_hidden)],
     "optimizer": [(OptimizerState, "loading", nothing)],
-    "scheduler": [(Given, "loading", nothing)],
-    "progress": [(Consumed, "loading", from_the_start)],
+    "scheduler": [(AdditionalState, "loading", nothing)],
+    "progress": [(TrainingProgress, "loading", from_the_start)],
     "place in the data": [(DataPosition, "_continued", lambda self, loader, saved: iter(loader))],
     "torch's random numbers": [(data_position, "loading_random_state", without("cpu"))],
     "Python's random numbers": [(data_position, "loading_random_state", without("python"))],
@@ -171,15 +171,15 @@ FORGOTTEN = {
     "memory limit": [(MicroBatchLimit, "loading", nothing)],
     "Muon's momentum": [(Momentum, "loading", nothing)],
     "noise averages": [(NoiseAverage, "loading", nothing)],
-    "decided batch": [(BatchDecider, "_continue_with", nothing)],
+    "decided batch": [(BatchSizeDecider, "_continue_with", nothing)],
     "rate that follows the batch": [(RateFollower, "loading", nothing)],
-    "lost windows": [(Voids, "loading", nothing)],
+    "lost windows": [(NonFinitePolicy, "loading", nothing)],
     "fp16 that was left": [(MixedPrecision, "loading", nothing)],
-    "tokens": [(Consumed, "loading", without_tokens)],
+    "tokens": [(TrainingProgress, "loading", without_tokens)],
     "terms a row": [(WindowWeights, "loading", nothing)],
     "a loader's own place": [(Told, "load_state_dict", nothing)],
     "plan": [(Checkpoints, "saved_plan", lambda self: None), (manager, "require_accepted", nothing)],
-    "record": [(Recorder, "loading", nothing)],
+    "record": [(StepRecorder, "loading", nothing)],
 }
 
 
@@ -194,15 +194,15 @@ def forgetting(part: str | None) -> Iterator[None]:
 
 def killing(folder: Path, verb: str) -> None:
     """Have a run killed at the end of the first time that it recovers so, and at no later one."""
-    does, marker = getattr(Recovery, verb), folder.with_name(f"killed-in-{verb}")
+    does, marker = getattr(OutOfMemoryRetry, verb), folder.with_name(f"killed-in-{verb}")
 
-    def and_die(self: Recovery, *given: Any, **named: Any) -> None:
+    def and_die(self: OutOfMemoryRetry, *given: Any, **named: Any) -> None:
         does(self, *given, **named)
         if not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(Recovery, verb, and_die)
+    setattr(OutOfMemoryRetry, verb, and_die)
 
 
 def faulty(run: Any, faults: Mapping[str, Any], factor: float = 1.0) -> Any:
@@ -267,7 +267,7 @@ def noise_of(run: Any, options: Mapping[str, Any]) -> str:
     return f" {None if run.noise is None else float(run.noise.scale).hex()}"
 
 
-def is_due_often(self: Account, sparse: int = 0) -> bool:
+def is_due_often(self: OverheadBudget, sparse: int = 0) -> bool:
     """Return whether a window is measured: by itself one in a hundred of such short ones would be."""
     return not self.is_paused and self.windows % 3 == 0
 
@@ -277,7 +277,7 @@ def train(folder: Path, losses: Path, options: dict) -> None:
     with contextlib.ExitStack() as inside:
         inside.enter_context(forgetting(options.get("forgets")))
         if "rule" in options:
-            inside.enter_context(mock.patch.object(Account, "is_due", is_due_often))
+            inside.enter_context(mock.patch.object(OverheadBudget, "is_due", is_due_often))
         if options.get("record"):
             path = folder.with_name("record.jsonl")
             writer = trimtab.RecordWriter(path, trimtab.Header("crashing"), continues=path.exists())

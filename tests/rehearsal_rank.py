@@ -28,14 +28,14 @@ from simulated_machine import MIB, Machine, measured
 from test_rank_stages import ACCELERATOR, shape, traces_of
 
 import trimtab
-from trimtab.core.interconnect import Calibration, Link
+from trimtab.core.interconnect import Link, LinkCalibration
 from trimtab.core.objective import Budget
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_jsonable, to_jsonable
 from trimtab.distributed import ddp, dry_run, dry_run_on_copies, error_propagation, plan_on_ranks, process_group
-from trimtab.distributed.dry_run import Rehearsal, of_live
-from trimtab.distributed.zero_stage_inputs import Share
+from trimtab.distributed.dry_run import DryRuns, of_live
+from trimtab.distributed.zero_stage_inputs import StageMeasurements
 from trimtab.measure.peak_memory import peak_growth, storage_bytes
 from trimtab.measure.sharded_norms import local
 from trimtab.measure.state_digest import fingerprint
@@ -47,8 +47,8 @@ COPIED = dry_run.copied_together
 BACKWARD = ddp.DataParallel.backward
 
 
-def link(bytes_per_s: float) -> Calibration:
-    return Calibration(Link("planted", 1e-6, bytes_per_s, "planted", calibrated=True))
+def link(bytes_per_s: float) -> LinkCalibration:
+    return LinkCalibration(Link("planted", 1e-6, bytes_per_s, "planted", calibrated=True))
 
 
 class Noisy(Words):
@@ -91,7 +91,7 @@ class Job:
         flags = [(p.requires_grad, id(p), len(p._backward_hooks or ())) for p in self.model.parameters()]
         return [fingerprint(self.model, self.optimizer), grads, flags]
 
-    def rehearsal(self) -> Rehearsal:
+    def rehearsal(self) -> DryRuns:
         found = of_live(self.model, self.optimizer, self.loss, batch_of(ROWS))
         its = found.of
 
@@ -116,17 +116,17 @@ class Job:
         }
 
 
-def sends(bytes_per_s: float) -> plan_on_ranks.Made:
+def sends(bytes_per_s: float) -> plan_on_ranks.BroadcastPlan:
     plan_on_ranks.calibrate = lambda device: link(bytes_per_s)
-    return plan_on_ranks.Made(Plan.fixed(ROWS), SHAPE)
+    return plan_on_ranks.BroadcastPlan(Plan.fixed(ROWS), SHAPE)
 
 
-def shares(memory: int) -> Share:
+def shares(memory: int) -> StageMeasurements:
     """Return what a stage is chosen by: of planted peaks, which are far above those of the model here."""
     plan_on_ranks.calibrate = lambda device: link(1e11)
     given = {"device": ACCELERATOR, "budget": Budget(memory * MIB), "batch_rows": ROWS}
     profile = measured(Machine(split_s=0.2), always=True, **given)
-    return Share(profile, traces_of(profile), shape)
+    return StageMeasurements(profile, traces_of(profile), shape)
 
 
 def fast_link() -> dict:

@@ -17,7 +17,7 @@ import torch
 from trimtab.checkpoint import atomic_directory
 from trimtab.checkpoint.manifest import NAME
 from trimtab.checkpoint.state_files import read_state, write_state
-from trimtab.checkpoint.verified_read import ReadOnce, Taken
+from trimtab.checkpoint.verified_read import StateFiles, VerifiedReader
 
 KILLED = -signal.SIGKILL
 
@@ -40,7 +40,7 @@ def save(parent: Path, step: int, size: int = 2_000) -> Path:
     return folder
 
 
-def loaded(folder: Path, taken: Taken | None = None) -> int:
+def loaded(folder: Path, taken: StateFiles | None = None) -> int:
     """Return the step of a checkpoint, all of whose numbers are that step's."""
     state = read_state(folder, taken=taken)
     expected = state_of(state["step"], len(state["weights"]))
@@ -49,9 +49,9 @@ def loaded(folder: Path, taken: Taken | None = None) -> int:
     return state["step"]
 
 
-def gone_on_from(parent: Path) -> tuple[int, atomic_directory.Found]:
+def gone_on_from(parent: Path) -> tuple[int, atomic_directory.NewestDirectory]:
     """Return the step that a run goes on from, of the very bytes that were verified, 0 of none; and what was found."""
-    once = ReadOnce()
+    once = VerifiedReader()
     good = atomic_directory.newest_good(parent, verifies=once.verify)
     taken = None if good.folder is None else once.take(good.folder)
     return (0 if taken is None else loaded(good.folder, taken)), good

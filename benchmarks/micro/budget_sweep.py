@@ -23,7 +23,7 @@ import torch
 
 import trimtab
 from benchmarks import command
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
@@ -64,7 +64,7 @@ def predicted_s(profile: Profile, limit: int) -> float | None:
     return plan.predicted and plan.predicted.step_s
 
 
-def run(subject: Subject, plan: Plan, steps: int = STEPS) -> tuple[int, list[float]]:
+def run(subject: TrainingLoop, plan: Plan, steps: int = STEPS) -> tuple[int, list[float]]:
     """Return the peak of a step in bytes and the seconds of several steps."""
     with trimtab.start(subject.model, subject.optimizer, plan) as started:
 
@@ -84,7 +84,9 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     batch = next(task.load_data().batches(0, task.batch_rows))
     model, optimizer = made(task)
     recorded = trimtab.profile(model, optimizer, task.loss_fn, batch, reference=task.reference, traces=True)
-    peak, _ = run(Subject(*made(task), task.loss_fn, batch), choose(recorded, trimtab.Objective(), trimtab.Budget()))
+    peak, _ = run(
+        TrainingLoop(*made(task), task.loss_fn, batch), choose(recorded, trimtab.Objective(), trimtab.Budget())
+    )
     longest, longest_plan = 0.0, 0.0
     for share in shares:
         row = {"metric": "budget", "model": name, "share": share, "budget_bytes": int(share * peak)}
@@ -97,7 +99,7 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         except InfeasibleError as error:
             yield row | {"feasible": False, "measured_bytes": None, "measured_s": None, "hint": str(error.hint)}
             continue
-        found, seconds = run(Subject(*made(task), task.loss_fn, batch), plan)
+        found, seconds = run(TrainingLoop(*made(task), task.loss_fn, batch), plan)
         interval, predicted = mean_interval(seconds), plan.predicted
         row |= {"feasible": True, "measured_bytes": found, "is_met": found <= row["budget_bytes"]}
         row |= {"measured_s": statistics.median(seconds), "low": interval.low, "high": interval.high, "n": interval.n}

@@ -16,12 +16,12 @@ import torch
 
 import trimtab
 from benchmarks import command
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.micro_batch_sizes import halvings
 from trimtab.decide.planner import choose
-from trimtab.decide.search import Stage, mode_candidates
+from trimtab.decide.search import SearchPhase, mode_candidates
 from trimtab.decide.trial_statistics import speed_ratio
 from trimtab.tasks import load_task
 
@@ -46,17 +46,17 @@ def rows_of(name: str, *, quick: bool) -> Iterator[dict[str, Any]]:
     batch = next(task.load_data().batches(0, task.batch_rows))
     torch.manual_seed(0)
     model = task.make_model().train()
-    subject = Subject(model, task.make_optimizer(model), task.loss_fn, batch, task.reference.clip_norm)
+    subject = TrainingLoop(model, task.make_optimizer(model), task.loss_fn, batch, task.reference.clip_norm)
     loop = (model, subject.optimizer, task.loss_fn, batch)
     profile = trimtab.profile(*loop, reference=task.reference)
     plan = choose(profile, trimtab.Objective(), trimtab.Budget())
     pick = Candidate(**{field: getattr(plan, field).value for field in Candidate.__dataclass_fields__})
     everything = space(profile)
     print(f"{name}: {len(everything)} settings, picked {pick.describe()}", file=sys.stderr, flush=True)
-    found = run_stage(subject, Stage("everything", tuple(everything)), 3, _tell)
+    found = run_stage(subject, SearchPhase("everything", tuple(everything)), 3, _tell)
     ran = sorted((trial for trial in found if trial.step_s), key=lambda trial: trial.step_s or 0.0)
     best = [trial.candidate for trial in ran if trial.candidate != pick][:BEST]
-    again = Stage("again", (pick, *best), control=True, accepts=True, drops=False)
+    again = SearchPhase("again", (pick, *best), control=True, accepts=True, drops=False)
     ours, *others = run_stage(subject, again, 5 if quick else BLOCKS, _tell)
     control = speed_ratio(next(trial for trial in others if trial.control), ours)
     for trial in others:

@@ -33,11 +33,11 @@ from benchmarks import command
 from benchmarks.micro.budget_sweep import run
 from benchmarks.micro.prediction_models import KINDS, MORE_KINDS, Kind
 from trimtab.calibrate.block_profile import measure_recomputable
-from trimtab.calibrate.training_loop import Subject
-from trimtab.core.block_costs import Chain
+from trimtab.calibrate.training_loop import TrainingLoop
+from trimtab.core.block_costs import BlockChain
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.profile import Candidate, Profile
-from trimtab.core.recompute_schedule import Kept, Schedule
+from trimtab.core.recompute_schedule import KeptBlock, Schedule
 from trimtab.decide.planner import choose
 from trimtab.decide.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.decide.recompute_solver import optimal
@@ -88,13 +88,13 @@ class Loop:
         return [*self.model.parameters(), *self.model.buffers(), *self.batch]
 
 
-def schedules_of(found: Chain) -> Iterator[tuple[str, float | None, Schedule]]:
+def schedules_of(found: BlockChain) -> Iterator[tuple[str, float | None, Schedule]]:
     """Yield (name, requested fraction of the peak or None, schedule)."""
     number, chain = len(found.stages), found.stages
     plain = {"none": keep_all(number), "every_block": every_block(number)}
     plain["sqrt"] = sqrt_segments(number, [stage.is_linked for stage in chain[:-1]])
     if all(stage.part is not None for stage in chain[:-1]):
-        plain["selective"] = (*(Kept(index, in_part=True) for index in range(number - 1)), Kept(number - 1))
+        plain["selective"] = (*(KeptBlock(index, in_part=True) for index in range(number - 1)), KeptBlock(number - 1))
     for name, schedule in plain.items():
         yield name, None, schedule
     whole = found.held_bytes + predict(chain, keep_all(number)).peak_bytes
@@ -112,7 +112,7 @@ def rows_of(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     kind = ALL_KINDS[name]
     loop = Loop(kind.make().train(), kind, kind.batch(kind.sizes[-1]), precision)
-    subject = Subject(loop.model, torch.optim.SGD(loop.model.parameters(), lr=0.0), kind.loss_fn, loop.batch)
+    subject = TrainingLoop(loop.model, torch.optim.SGD(loop.model.parameters(), lr=0.0), kind.loss_fn, loop.batch)
     measured = measure_recomputable(subject, Candidate(precision, "keep", False, subject.rows))
     assert measured.whole is not None, measured.refusal
     found, blocks = measured.whole.at(subject.rows), measured.blocks
@@ -189,7 +189,7 @@ def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     kind = ALL_KINDS[name]
     model, batch = kind.make().train(), kind.batch(kind.sizes[-1])
-    subject = Subject(model, torch.optim.AdamW(model.parameters(), lr=1e-4), kind.loss_fn, batch)
+    subject = TrainingLoop(model, torch.optim.AdamW(model.parameters(), lr=1e-4), kind.loss_fn, batch)
     reference = trimtab.Reference(precision=precision)
     profile = trimtab.profile(model, subject.optimizer, kind.loss_fn, batch, reference=reference, traces=True)
     whole, _ = run(subject, choose(profile, trimtab.Objective(), trimtab.Budget()), WALK_STEPS)

@@ -28,13 +28,13 @@ import torch
 import trimtab
 from benchmarks import command
 from trimtab.core.plan import Plan
-from trimtab.decide.overhead_budget import Account
+from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
 from trimtab.losses import mean_of
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.timing import synchronize
-from trimtab.runtime.batch_size_controller import BatchControl
-from trimtab.runtime.fixed_batch_size import FixedBatch
+from trimtab.runtime.batch_size_controller import BatchSizeController
+from trimtab.runtime.fixed_batch_size import FixedBatchSize
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
@@ -48,7 +48,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[Any], None]
 
 
-def steps_of(task: Task, k: int) -> tuple[Step, Step, Account]:
+def steps_of(task: Task, k: int) -> tuple[Step, Step, OverheadBudget]:
     """Return a step with the monitor (including decisions on k), a step without, and the overhead account."""
     torch.manual_seed(0)
     model = task.make_model().to(DEVICE).train()
@@ -56,10 +56,10 @@ def steps_of(task: Task, k: int) -> tuple[Step, Step, Account]:
     precision = "bf16" if task.name in {name for name, *_ in PAPER_SIZE} else "fp32"
     plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // k, batch_rule=rule, precision=precision)
     run = trimtab.start(model, task.make_optimizer(model), plan)
-    watching, plain = run._control, FixedBatch()
-    assert isinstance(watching, BatchControl)
+    watching, plain = run._control, FixedBatchSize()
+    assert isinstance(watching, BatchSizeController)
 
-    def step(batch: Any, control: BatchControl | FixedBatch) -> None:
+    def step(batch: Any, control: BatchSizeController | FixedBatchSize) -> None:
         run._control = control
         run.train_step(run.window(batch), task.loss_fn)
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks import command
 from benchmarks.micro.overhead import Step, alternate
 from trimtab.core.plan import Plan
-from trimtab.experiments.paired_runs.plan_loops import StrongPlanLoop
+from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
 from trimtab.experiments.task_plans import make_plans
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks import load_task
@@ -38,7 +38,7 @@ def recipes_step(task: Task) -> Step:
 def plans_step(task: Task, plan: Plan) -> Step:
     """Return the step of the recipe under the plan."""
     torch.manual_seed(0)
-    loop = StrongPlanLoop(task, CPU, plan)
+    loop = TunedRecipePlanLoop(task, CPU, plan)
     return lambda batch: _one(loop, batch)
 
 

@@ -24,11 +24,11 @@ from torch.nn import functional as F
 import trimtab
 from benchmarks import command
 from benchmarks.micro.prediction_models import ResNet50
-from trimtab.core.block_costs import Stage
+from trimtab.core.block_costs import BlockCost
 from trimtab.decide.recompute_cost import keep_all, predict
 from trimtab.decide.recompute_solver import optimal
 from trimtab.decide.statistics import mean_interval
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
@@ -43,7 +43,7 @@ STAGES, CHAINS, CHAIN_SHARES = 100, 4, (0.7, 0.5, 0.3)
 def loop(name: str) -> tuple[Any, ...]:
     """Return model, optimizer, loss and batch on fake tensors."""
     rows = MODELS[name]
-    with Fakes():
+    with FakeTensors():
         if name == "gpt2_small":
             model: torch.nn.Module = GPT(GPT2_SMALL).train()
             return model, torch.optim.AdamW(model.parameters()), next_token_loss, (torch.zeros(rows, 1025).long(),)
@@ -96,11 +96,11 @@ def schedule_row() -> dict[str, Any]:
     return row | {"high": interval.high, "n": interval.n}
 
 
-def _stage(draw: random.Random) -> Stage:
+def _stage(draw: random.Random) -> BlockCost:
     kept = draw.randint(200, 2000)
     sizes = {"output_bytes": draw.randint(10, 200), "saved_bytes": kept, "forward_bytes": kept + draw.randint(0, 200)}
     sizes |= {"dropping_bytes": draw.randint(200, 2200), "backward_bytes": draw.randint(0, 400)}
-    return Stage(draw.uniform(0.1, 2), **sizes, gradient_bytes=draw.randint(0, 100))
+    return BlockCost(draw.uniform(0.1, 2), **sizes, gradient_bytes=draw.randint(0, 100))
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import torch
 import trimtab
 from benchmarks import command
 from benchmarks.micro.prediction_models import KINDS, OPTIMIZERS, Kind
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.recompute_schedule import EVERY_BLOCK
 from trimtab.decide.cost_model import CostModel
@@ -51,7 +51,7 @@ def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any
     torch.manual_seed(0)
     kind = KINDS[name]
     model, batch = kind.make().train(), kind.batch(rows)
-    subject = Subject(model, OPTIMIZERS[optimizer](model.parameters()), kind.loss_fn, batch)
+    subject = TrainingLoop(model, OPTIMIZERS[optimizer](model.parameters()), kind.loss_fn, batch)
     found = trimtab.profile(model, subject.optimizer, kind.loss_fn, batch, traces=True)
     before = tuple(trial for trial in found.trials if not trial.stage.startswith(FINAL))
     told = CostModel(replace(found, trials=before))
@@ -96,7 +96,7 @@ def candidates_of(profile: Profile) -> Iterator[Candidate]:
             yield from (replace(sliced, recompute=text) for text in schedules)
 
 
-def _seconds(subject: Subject, candidates: Sequence[Candidate]) -> dict[Candidate, float]:
+def _seconds(subject: TrainingLoop, candidates: Sequence[Candidate]) -> dict[Candidate, float]:
     """Return the median seconds per step of each candidate, interleaved."""
     taken: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     for turn in range(ROUNDS + 1):
@@ -107,7 +107,7 @@ def _seconds(subject: Subject, candidates: Sequence[Candidate]) -> dict[Candidat
     return {candidate: statistics.median(each) for candidate, each in taken.items()}
 
 
-def _steady_s(run: Run, subject: Subject, candidate: Candidate) -> float:
+def _steady_s(run: Run, subject: TrainingLoop, candidate: Candidate) -> float:
     """Return the seconds of a step after a warm-up step; for short steps the median of several."""
     timed = time_settled if candidate.allocator == "retain" else time_call
 
@@ -119,7 +119,7 @@ def _steady_s(run: Run, subject: Subject, candidate: Candidate) -> float:
     return statistics.median([first_s, *(timed(step, CPU) for _ in range(min(8, int(BLOCK_S / first_s))))])
 
 
-def _counted(subject: Subject, candidate: Candidate) -> int:
+def _counted(subject: TrainingLoop, candidate: Candidate) -> int:
     with subject.start(candidate) as run:
         run.train_step(run.window(subject.batch), subject.loss_fn)
         # Gradients allocated before the measurement would not be counted.
@@ -128,7 +128,7 @@ def _counted(subject: Subject, candidate: Candidate) -> int:
 
 
 def _from_afar(
-    kind: Kind, subject: Subject, profile: Profile, candidate: Candidate, measured: int, measured_s: float
+    kind: Kind, subject: TrainingLoop, profile: Profile, candidate: Candidate, measured: int, measured_s: float
 ) -> dict[str, Any]:
     """Return bytes and seconds of a step as predicted for another device, without trials."""
     rows, precision = subject.rows, candidate.precision

@@ -21,7 +21,7 @@ from trimtab.calibrate.candidate_traces import trace_elsewhere
 from trimtab.core.hardware import absent_device
 from trimtab.core.profile import Candidate
 from trimtab.decide.roofline import step_seconds
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.fake_tensors import FakeTensors
 
 QUICK = 6
 
@@ -39,7 +39,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def row_of(case: Published) -> dict[str, Any]:
     """Predict a published step and return its row."""
-    with Fakes(), default_dtype(torch.bfloat16 if case.cast else torch.float32):
+    with FakeTensors(), default_dtype(torch.bfloat16 if case.cast else torch.float32):
         model, batch = case.make().train(), case.batch()
         optimizer = case.optimizer(model)
     traced_as = {"tf32": "fp32", "fp16": "bf16"}.get(case.precision, case.precision)

@@ -30,16 +30,16 @@ from trimtab.calibrate.candidate_traces import trace_elsewhere
 from trimtab.calibrate.communication_profile import step_shape
 from trimtab.calibrate.loop_facts import loop_facts
 from trimtab.core.interconnect import Link
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.operator_costs import StepWork
 from trimtab.core.parallelism import Parallelism, StepShape
-from trimtab.core.plan import Check, Measured, Plan
-from trimtab.core.profile import Candidate, Profile, Traced
+from trimtab.core.plan import MeasuredCost, Plan, SplitCheck
+from trimtab.core.profile import Candidate, Profile, TracedCandidate
 from trimtab.decide.communication_cost import WindowCost, window_s
 from trimtab.decide.roofline import step_seconds
 from trimtab.distributed.rank_memory import trace_rank
-from trimtab.measure.fake_cuda import AsCuda
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.fake_cuda import FakeCudaMode
+from trimtab.measure.fake_tensors import FakeTensors
 
 QUICK = ("resnet50", "gpt2", "MPT 125M")
 TRACED_ROWS = (2, 4)  # FLOP and peaks are linear in the batch size
@@ -49,13 +49,13 @@ _SCALES = 60  # bisection steps
 @contextlib.contextmanager
 def made(model: Model, *, cast: bool, fused: bool) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
     """Context manager that yields a model on fake tensors and its optimizer."""
-    with Fakes(), default_dtype(torch.bfloat16 if cast else torch.float32):
+    with FakeTensors(), default_dtype(torch.bfloat16 if cast else torch.float32):
         module = model.make().train()
         yield module, model.optimizer(module, fused=fused)
 
 
 @functools.cache
-def traced(model: Model, precision: str, *, cast: bool, fused: bool) -> Traced:
+def traced(model: Model, precision: str, *, cast: bool, fused: bool) -> TracedCandidate:
     """Return the traced operators of a rank's step, entirely in bf16 (`cast`) or under autocast."""
     with made(model, cast=cast, fused=fused) as (module, optimizer), torch.device("cpu"):
         batch = model.batch(TRACED_ROWS[-1])
@@ -86,9 +86,9 @@ def shape_of(case: Case, *, like_theirs: bool) -> StepShape:
     assert told_s is not None
     with made(case.model, cast=case.model.casts, fused=case.fused) as (module, optimizer):
         facts = loop_facts(module, optimizer, k * case.rows, {})
-        profile = Profile(device, facts, Check(True, "as published"), traces=(found,))
+        profile = Profile(device, facts, SplitCheck(True, "as published"), traces=(found,))
         plan = Plan.fixed(k * case.rows, case.rows, precision=case.precision)
-        shape = step_shape(module, profile, replace(plan, predicted=Measured(told_s, None)))
+        shape = step_shape(module, profile, replace(plan, predicted=MeasuredCost(told_s, None)))
     assert shape is not None
     return shape
 
@@ -107,10 +107,10 @@ def peak_of(case: Case) -> int:
 
 
 @functools.cache
-def _held(model: Model, how: Parallelism, num_micro_batches: int, *, fused: bool) -> PeakModel:
+def _held(model: Model, how: Parallelism, num_micro_batches: int, *, fused: bool) -> PeakMemoryModel:
     with made(model, cast=model.casts, fused=fused) as (module, optimizer), torch.device("cpu"):
         batches = tuple(model.batch(rows) for rows in TRACED_ROWS)
-    with AsCuda():
+    with FakeCudaMode():
         loop = (module, optimizer, model.loss_fn, batches, TRACED_ROWS)
         return trace_rank(*loop, how, num_micro_batches=num_micro_batches)
 

@@ -41,7 +41,7 @@ import trimtab
 from benchmarks import command
 from benchmarks.micro.regret_cases import CASES, Case, Course, kept, train, train_fixed
 from benchmarks.micro.regret_times import local_times, rank_times
-from trimtab.decide.goodput import Times
+from trimtab.decide.goodput import StepTimes
 from trimtab.decide.statistics import ratio_interval
 
 FIXED = (1, 2, 4, 8, 16)
@@ -107,7 +107,7 @@ class Trained:
         """Submit the same runs from other seeds."""
         return self.fixed(total, first=FIRST_SEED + self._seeds, most=self._seeds)
 
-    def policy(self, name: str, ranks: int, times: Times) -> list[Future[Course]]:
+    def policy(self, name: str, ranks: int, times: StepTimes) -> list[Future[Course]]:
         """Submit a run per seed with a policy."""
         rule = rule_of(name, self._case, ranks)
         seeds = self._seeds if name == COMPARED else min(self._seeds, OTHER_SEEDS)
@@ -119,7 +119,7 @@ class Trained:
         return self._pool.submit(kept, path, run, self._case, seed, *arguments)
 
 
-def tables_of(case: Case, latency: float, keep: Path) -> dict[str, Times]:
+def tables_of(case: Case, latency: float, keep: Path) -> dict[str, StepTimes]:
     """Return the step times per link, measured on the first call and cached."""
     keep.mkdir(parents=True, exist_ok=True)
     settings, path = keep / f"{case.name}, settings.txt", keep / f"{case.name}, times.json"
@@ -132,7 +132,7 @@ def tables_of(case: Case, latency: float, keep: Path) -> dict[str, Times]:
         local = local_times(case)
         tables = {"local": local, "slow": rank_times(case, latency * local.micro_s)}
         path.write_text(json.dumps({link: [times.micro_s, times.fixed_s] for link, times in tables.items()}))
-    return {link: Times(*times) for link, times in json.loads(path.read_text()).items()}
+    return {link: StepTimes(*times) for link, times in json.loads(path.read_text()).items()}
 
 
 def case_rows(case: Case, seeds: int, latency: float, jobs: int, keep: Path) -> Iterator[dict[str, Any]]:
@@ -151,7 +151,7 @@ def case_rows(case: Case, seeds: int, latency: float, jobs: int, keep: Path) -> 
             yield from _link_rows(case, link, courses, tables[link], trained)
 
 
-def _near(case: Case, trained: Trained, times: Times, ranks: int, seeds: int) -> dict[str, list[Future[Course]]]:
+def _near(case: Case, trained: Trained, times: StepTimes, ranks: int, seeds: int) -> dict[str, list[Future[Course]]]:
     """Submit the remaining seeds of each fixed k that is not far behind after the first seeds."""
 
     def median_s(k: int) -> float:
@@ -170,7 +170,7 @@ def _results(name: str, begun: list[Future[Course]]) -> list[Course]:
 
 
 def _link_rows(
-    case: Case, link: str, courses: dict[str, list[Course]], times: Times, trained: Trained
+    case: Case, link: str, courses: dict[str, list[Course]], times: StepTimes, trained: Trained
 ) -> Iterator[dict[str, Any]]:
     ranks = RANKS[link]
     of_link = {"task": case.name, "link": link, "ranks": ranks, "micro_s": times.micro_s, "fixed_s": times.fixed_s}
@@ -223,7 +223,7 @@ def sweep_rows(case: Case) -> Iterator[dict[str, Any]]:
     """Yield samples to the loss at k = 1 for several learning rates."""
     for factor, seed in itertools.product((0.25, 0.5, 1.0, 2.0, 4.0), range(3)):
         course = train_fixed(case, seed, 1, factor * case.rate)
-        samples = _finite(course.arrival(case.targets, Times(1.0, 0.0), 1)[0])
+        samples = _finite(course.arrival(case.targets, StepTimes(1.0, 0.0), 1)[0])
         yield {"metric": "samples_to_target", "task": case.name, "rate": factor * case.rate, "seed": seed, "n": 1} | {
             "samples": samples
         }

@@ -23,11 +23,11 @@ import trimtab
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import write_whole
 from trimtab.decide import batch_size_decider
-from trimtab.decide.batch_size_policy import Noise
-from trimtab.decide.goodput import Times
+from trimtab.decide.batch_size_policy import NoiseEstimate
+from trimtab.decide.goodput import StepTimes
 from trimtab.decide.step_time_model import WindowTimes
 from trimtab.losses import parts_of
-from trimtab.runtime.batch_size_controller import BatchControl
+from trimtab.runtime.batch_size_controller import BatchSizeController
 from trimtab.runtime.run import Run
 from trimtab.runtime.window import Window
 from trimtab.tasks import load_task
@@ -150,7 +150,7 @@ class Course:
     """
 
     points: list[tuple[float, float, float, float]] = field(default_factory=list)
-    noise: Noise | None = None
+    noise: NoiseEstimate | None = None
     price: float = 0.0
 
     @property
@@ -168,7 +168,7 @@ class Course:
         """Return True if the curve ends at or below the target."""
         return bool(self.points) and self.losses()[-1] <= target
 
-    def arrival(self, targets: Sequence[float], times: Times, ranks: int) -> tuple[float, float]:
+    def arrival(self, targets: Sequence[float], times: StepTimes, ranks: int) -> tuple[float, float]:
         """Return the geometric means over targets of samples and seconds until the curve first met the target.
 
         Infinite if a target was never met. Several targets are averaged because the time to a single target varies by a
@@ -207,11 +207,11 @@ class Course:
 class Told(WindowTimes):
     """Replacement of `WindowTimes` that returns given times once enough steps were measured."""
 
-    def __init__(self, told: Times) -> None:
+    def __init__(self, told: StepTimes) -> None:
         super().__init__()
         self._told = told
 
-    def times(self, micro_rows: float) -> Times | None:
+    def times(self, micro_rows: float) -> StepTimes | None:
         """Return the given times, None while too few steps were measured."""
         return self._told if self.is_known else None
 
@@ -255,7 +255,12 @@ def train_fixed(case: Case, seed: int, total: int, rate: float | None = None) ->
 
 
 def train(
-    case: Case, seed: int, rule: trimtab.BatchRule, ranks: int = 1, times: Times | None = None, most: int | None = None
+    case: Case,
+    seed: int,
+    rule: trimtab.BatchRule,
+    ranks: int = 1,
+    times: StepTimes | None = None,
+    most: int | None = None,
 ) -> Course:
     """Train to the target with a batch size policy.
 
@@ -273,7 +278,7 @@ def train(
     plan = Plan.fixed(rows, micro_batch=case.rows, batch_rule=rule)
 
     # Seconds per micro-batch, counting the micro-batches of all ranks.
-    told = None if times is None else Times(times.micro_s / ranks, times.fixed_s)
+    told = None if times is None else StepTimes(times.micro_s / ranks, times.fixed_s)
 
     def window(run: Run, batches: Iterator[Any]) -> Window:
         return run.window(*itertools.islice(batches, run.num_batches))
@@ -288,7 +293,7 @@ def _train(
     rate: float,
     rows: int,
     next_window: Callable[[Run, Iterator[Any]], Window],
-    told: Times | None = None,
+    told: StepTimes | None = None,
     most: int | None = None,
 ) -> Course:
     task = case.make()
@@ -318,17 +323,17 @@ def _train(
     return course
 
 
-def _telling(told: Times | None) -> contextlib.AbstractContextManager[Any]:
+def _telling(told: StepTimes | None) -> contextlib.AbstractContextManager[Any]:
     """Context manager: runs started inside use the given times instead of measured times."""
     if told is None:
         return contextlib.nullcontext()
     return unittest.mock.patch.object(batch_size_decider, "WindowTimes", functools.partial(Told, told))
 
 
-def _as_ranks(run: Run, told: Times, num_ranks: int) -> None:
+def _as_ranks(run: Run, told: StepTimes, num_ranks: int) -> None:
     """Charge overhead relative to the given window times, and treat micro-batches as those of separate ranks."""
     control = run._control
-    assert isinstance(control, BatchControl)
+    assert isinstance(control, BatchSizeController)
     account = control._account
     control._probing._shows_one = num_ranks > 1
     charge = account.charge

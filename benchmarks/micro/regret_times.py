@@ -21,19 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 import trimtab
 from benchmarks.micro.regret_cases import Case
 from trimtab.core.plan import Plan
-from trimtab.decide.goodput import Times
+from trimtab.decide.goodput import StepTimes
 from trimtab.losses import mean_of
 from trimtab.tasks.task import Task
 
 
-def local_times(case: Case) -> Times:
+def local_times(case: Case) -> StepTimes:
     """Measure the times in this process with a single thread, as the arms use."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return _measured(case, case.make().make_model().train())
 
 
-def rank_times(case: Case, latency_s: float) -> Times:
+def rank_times(case: Case, latency_s: float) -> StepTimes:
     """Measure the times on two gloo ranks with a thread each. Reductions are delayed by `latency_s` seconds."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +45,7 @@ def rank_times(case: Case, latency_s: float) -> Times:
             each.join()
             if each.exitcode != 0:
                 raise SystemExit("a rank failed: no table of times")
-        return Times(*json.loads((Path(folder) / "times.json").read_text(encoding="utf-8")))
+        return StepTimes(*json.loads((Path(folder) / "times.json").read_text(encoding="utf-8")))
 
 
 def _rank(rank: int, case: Case, latency_s: float, folder: str) -> None:
@@ -74,7 +74,7 @@ def _mean_loss(task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
     return mean_of(task.loss_fn(model, batch))
 
 
-def _measured(case: Case, model: nn.Module, num_windows: int = 100) -> Times:
+def _measured(case: Case, model: nn.Module, num_windows: int = 100) -> StepTimes:
     """Return the times from interleaved windows of one and five micro-batches, data loading included."""
     task = case.make()
     batches: Iterator[Any] = task.load_data().batches(0, case.rows)
@@ -86,4 +86,4 @@ def _measured(case: Case, model: nn.Module, num_windows: int = 100) -> Times:
             run.train_step(run.window(*itertools.islice(batches, k)), functools.partial(_mean_loss, task))
             seconds[k].append(time.perf_counter() - start)
     one, five = (statistics.median(seconds[k]) for k in (1, 5))
-    return Times((five - one) / 4, one - (five - one) / 4)
+    return StepTimes((five - one) / 4, one - (five - one) / 4)

@@ -37,9 +37,9 @@ from trimtab.core.rank_peak_memory import WAYS
 from trimtab.decide.communication_cost import window_s
 from trimtab.decide.multi_rank_plan import alone, replicated
 from trimtab.distributed.bandwidth_test import calibrate
-from trimtab.distributed.dry_run import Rehearsal
-from trimtab.distributed.dry_run_on_copies import RehearsedRun
-from trimtab.distributed.plan_on_ranks import Made, plan_together
+from trimtab.distributed.dry_run import DryRuns
+from trimtab.distributed.dry_run_on_copies import DryRun
+from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
 from trimtab.distributed.process_group import slowest, total
 from trimtab.distributed.zero_stage_inputs import RankLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
@@ -132,7 +132,7 @@ def windows(folder: str) -> list[dict[str, Any]]:
             shared = {"reduces_once": once} if stage > 1 else {}
             plan = Plan.fixed(k * share.batch_rows, share.batch_rows, num_ranks=_ranks(), zero_stage=stage, **shared)
             task = replace(whole, batch_rows=k * whole.batch_rows)
-            ran = Rehearsal(partial(_copied, task, k * share.batch_rows)).of(plan, counts_memory=True)
+            ran = DryRuns(partial(_copied, task, k * share.batch_rows)).of(plan, counts_memory=True)
             taken, computed = _window_s(task, plan), _window_s(task, alone(plan))
             rows.append(
                 {
@@ -171,18 +171,18 @@ def _peaks(task: Task, plan: Plan, rows: int) -> int:
     """Return the median peak in bytes of a window, after warm-up windows."""
     loop = _copied(task, rows)
     with trimtab.start(loop[0], loop[1], plan) as run:
-        ours = RehearsedRun(run, loop)
+        ours = DryRun(run, loop)
         for _ in range(SETTLED):
             run.train_step(run.window(loop[3]), task.loss_fn)
         return statistics.median_high(ours.peak_bytes(0) for _ in range(STEPS))
 
 
-def _made(share: Task, folder: str) -> Made:
+def _made(share: Task, folder: str) -> BroadcastPlan:
     """Return the plan for a rank's batch with its step time, made on rank 0 and broadcast."""
     from trimtab.core.serialization import from_json, to_json
     from trimtab.distributed.process_group import from_first
 
-    return from_json(Made, from_first(lambda: to_json(kept(share, share.load_data(), CPU, Path(folder))())))
+    return from_json(BroadcastPlan, from_first(lambda: to_json(kept(share, share.load_data(), CPU, Path(folder))())))
 
 
 def _window_s(task: Task, plan: Plan) -> float:

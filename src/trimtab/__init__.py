@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core import errors
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.core.plan import Choice, Effect, Plan
 from trimtab.core.record import Header, RecordWriter, RunRecord, read_record
 from trimtab.core.stopping_rule import Stop, StopReason
 
@@ -33,8 +33,8 @@ __all__ = [
     "Budget",
     "Checkpoints",
     "Choice",
+    "Effect",
     "Header",
-    "Mark",
     "Metering",
     "Objective",
     "Plan",

@@ -16,7 +16,7 @@ from trimtab.calibrate.example_batch import protected
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.sample_batches import require_restorable
 from trimtab.calibrate.target_device import profile_elsewhere
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.calibrate.training_settings_search import (
     TRAINED,
     RunLength,
@@ -42,17 +42,17 @@ from trimtab.decide.rank_profile import of_any_rank
 from trimtab.distributed.backend_selection import backend_of, is_to_share, require_plannable
 from trimtab.distributed.dry_run import of_live
 from trimtab.distributed.host_gather import has_peers
-from trimtab.distributed.plan_on_ranks import Made, plan_together
+from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
 from trimtab.distributed.rank_consistency import require_same_loop
-from trimtab.distributed.zero_stage_inputs import Share, of_replicas, share_of
+from trimtab.distributed.zero_stage_inputs import StageMeasurements, of_replicas, share_of
 from trimtab.measure.energy_meter import EnergyClock
 from trimtab.measure.meter_selection import Metering as Metering
 from trimtab.measure.meter_selection import elsewhere_meter, find_meter, measurable
-from trimtab.runtime.batch_splitting import Batching, Count, Split, of_same_size
+from trimtab.runtime.batch_splitting import BatchSplitting, Count, Split, of_same_size
 from trimtab.runtime.optimizers import modules_beside, require_alone
 from trimtab.runtime.run import LossFn, Run
 from trimtab.runtime.split_conditions import warn_of_unproved_split
-from trimtab.runtime.step_recorder import Recorder
+from trimtab.runtime.step_recorder import StepRecorder
 
 MOST_BATCHES = 16
 FREED = (
@@ -138,11 +138,11 @@ def profile(
     budget = validation.dataclass_or("budget", budget, Budget, Budget())
     objective = validation.dataclass_or("objective", objective, Objective, Objective())
     metering = validation.dataclass_or("metering", metering, Metering, Metering())
-    batch, example, batching = example_batch, None, Batching(count, split)
+    batch, example, batching = example_batch, None, BatchSplitting(count, split)
     if longest_batch is not None:
         batch, example = of_same_size(longest_batch, example_batch, batching), example_batch
     named = validation.names("blocks", blocks)
-    subject = Subject(
+    subject = TrainingLoop(
         model,
         optimizer,
         loss_fn,
@@ -317,7 +317,7 @@ def plan(
             collectives, for example because memory ran out.
     """
     require_plannable(model)
-    batching = Batching(count, split)
+    batching = BatchSplitting(count, split)
     beside, freed = modules_beside(model, modules), adaptations(adapt, data)
     require_alone(beside, is_alone=not is_to_share(model))
     trains = bool(freed & TRAINED)
@@ -355,22 +355,22 @@ def plan(
             progress=progress,
         )
 
-    def made(found: Profile, kept: str = "") -> Made:
+    def made(found: Profile, kept: str = "") -> BroadcastPlan:
         chosen = of_replicas(of_any_rank(found) if is_shared else found, kept)
         if trains and data is not None:
-            loop = Subject(model, optimizer, loss_fn, example_batch, modules=beside, batching=batching)
+            loop = TrainingLoop(model, optimizer, loss_fn, example_batch, modules=beside, batching=batching)
             chosen = adapted(loop, chosen, freed, data, progress, RunLength.of(data, total_steps), found.budget)
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
             chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)
-        return Made(chosen, step_shape(model, found, chosen) if is_shared else None, kept)
+        return BroadcastPlan(chosen, step_shape(model, found, chosen) if is_shared else None, kept)
 
-    def of_rank() -> Made | Share:
+    def of_rank() -> BroadcastPlan | StageMeasurements:
         found = measured()
         loop = (model, optimizer, protected(loss_fn), batch)
         adapts = trains or rule is not None
         share = share_of(found, loop, progress, adapts=adapts)
-        return share if isinstance(share, Share) else made(found, share)
+        return share if isinstance(share, StageMeasurements) else made(found, share)
 
     if not is_shared:
         return made(measured()).plan
@@ -471,9 +471,9 @@ def start(
         "out_of_memory": out_of_memory,
         "stop": validation.dataclass_or("stop", stop, Stop, None),
         "modules": beside,
-        "batching": Batching(count, split),
+        "batching": BatchSplitting(count, split),
         "backend": backend,
-        "recorder": None if record is None else Recorder(record, energy),
+        "recorder": None if record is None else StepRecorder(record, energy),
     }
     settings: Checkpoints | None = validation.dataclass_or("checkpoints", checkpoints, Checkpoints, None)
     if settings is not None:

@@ -86,7 +86,7 @@ def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
         if _OF_TORCH is None or features.dtype is torch.float16:
-            result: Tensor = _Chunked.apply(features, weight, bias, targets, chunk_rows)  # type: ignore[no-untyped-call]
+            result: Tensor = _ChunkedLoss.apply(features, weight, bias, targets, chunk_rows)  # type: ignore[no-untyped-call]
             return result
         # torch's default options hold all logits, and its automatic choice of chunks is several times slower.
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_rows, acc_policy="accurate")
@@ -95,7 +95,7 @@ def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         return total.to(torch.promote_types(total.dtype, torch.float32))
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients in one pass: the logits of a chunk are freed before those of the next are computed.
 
     For fp16, and for torch before 2.13, which lacks `linear_cross_entropy`.

@@ -15,7 +15,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.core.serialization import read_json, to_json
 from trimtab.experiments import gain_timing
-from trimtab.experiments.comparison.compare import Settings, compare
+from trimtab.experiments.comparison.compare import CompareOptions, compare
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.tasks import load_task
 
@@ -97,7 +97,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     assert record.end.detail["rows"] == task.budget_rows
     assert [each.rows for each in record.evaluations] == [task.eval_every_rows * i for i in range(1, 6)]
 
-    settings = Settings(num_pairs=1, adapt=(), peers=False)
+    settings = CompareOptions(num_pairs=1, adapt=(), peers=False)
     alone = compare(task, folder / "alone", settings, command="", plan=Plan.fixed(32))
     assert alone.num_ranks == 1
     assert alone.arm("reference").final_metric[0] == pytest.approx(reference[0], rel=1e-5)

@@ -15,11 +15,11 @@ RANK = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     import trimtab
-    from trimtab.decide.overhead_budget import Account
+    from trimtab.decide.overhead_budget import OverheadBudget
     from trimtab.decide.gradient_noise_scale import NoiseAverage, from_partial_sums
     from trimtab.runtime import noise_monitor
 
-    Account.is_due = lambda self, sparse=0: True
+    OverheadBudget.is_due = lambda self, sparse=0: True
     seen, add = [], NoiseAverage.add
     def noting(self, window, age=1):
         seen.append((window.trace, window.norm2, window.num, window.rows))
@@ -129,16 +129,16 @@ PADDED = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     import trimtab
-    from trimtab.decide.overhead_budget import Account
-    from trimtab.runtime.window_monitor import WindowWatch
+    from trimtab.decide.overhead_budget import OverheadBudget
+    from trimtab.runtime.window_monitor import WindowMonitor
 
-    Account.is_due = lambda self, sparse=0: True
-    said, noise_of = [], WindowWatch.noise_of
+    OverheadBudget.is_due = lambda self, sparse=0: True
+    said, noise_of = [], WindowMonitor.noise_of
     def noting(self, ranks):
         found = noise_of(self, ranks)
         said.append((len(ranks[0]), found is not None))
         return found
-    WindowWatch.noise_of = noting
+    WindowMonitor.noise_of = noting
     torch.set_num_threads(1)
     rank, folder = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)

@@ -15,12 +15,12 @@ RANK = """
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
-    from trimtab.decide.overhead_budget import Account
+    from trimtab.decide.overhead_budget import OverheadBudget
 
     torch.set_num_threads(1)
     rank, size, folder, slow = int(sys.argv[1]), 2, sys.argv[2], float(sys.argv[3])
     if sys.argv[4] == "always":  # so short a step would be measured once in a hundred
-        Account.is_due = lambda self, sparse=0: not self.is_paused
+        OverheadBudget.is_due = lambda self, sparse=0: not self.is_paused
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1)))

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
-from trimtab.experiments.paired_runs.paired_run import Entry, race
+from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.measure.peak_memory import storage_bytes
 from trimtab.recipes.reference import ReferenceLoop
 
@@ -39,8 +39,8 @@ RANK = """
     from trimtab.core.plan import Plan
     from trimtab.distributed import process_group
     from trimtab.experiments.paired_runs import paired_run as race_module
-    from trimtab.experiments.comparison.compare import Settings, compare
-    from trimtab.experiments.paired_runs.paired_run import Block, Entry, race
+    from trimtab.experiments.comparison.compare import CompareOptions, compare
+    from trimtab.experiments.paired_runs.paired_run import TimedBlock, PairedArm, race
     from trimtab.experiments.comparison_context import together
     from trimtab.recipes.replica import ReplicaLoop
 
@@ -67,10 +67,10 @@ RANK = """
 
     with together() as ranks:
         found["each"] = ranks.each(rank + 0.5)
-        found["made"] = to_json(ranks.made(Block, lambda: Block(3, 1.0, rank)))
-        found["absent"] = ranks.read(Block, folder / "absent.json") is None
-        ranks.write(folder / f"of-{rank}.json", Block(5, 1.0, rank))
-        found["read"] = to_json(ranks.read(Block, folder / f"of-{rank}.json"))
+        found["made"] = to_json(ranks.made(TimedBlock, lambda: TimedBlock(3, 1.0, rank)))
+        found["absent"] = ranks.read(TimedBlock, folder / "absent.json") is None
+        ranks.write(folder / f"of-{rank}.json", TimedBlock(5, 1.0, rank))
+        found["read"] = to_json(ranks.read(TimedBlock, folder / f"of-{rank}.json"))
         found["turn"] = ranks.in_turn(lambda: [time.time(), time.sleep(0.2), time.time()])
         torch.manual_seed(0)
         ranks.draw_apart(0)
@@ -90,13 +90,13 @@ RANK = """
         noted = replace(task.metric, evaluate=lambda model, batches: float("nan") if rank else 0.25)
         its = replace(task, metric=noted, budget_rows=100_000, eval_every_rows=32 * 32)
         one, other = race(
-            [Entry("reference", Slow, 100_000), Entry("self", ReplicaLoop, 64 * 32)],
+            [PairedArm("reference", Slow, 100_000), PairedArm("self", ReplicaLoop, 64 * 32)],
             its, its.load_data(), 0, cpu, cap_s=1.0, together=ranks,
         )
         found["slow"], found["ends"] = blocks(one), [[r.end.reason, r.end.detail["rows"]] for r in (one, other)]
         found["metrics"] = [e.metrics["accuracy"] for r in (one, other) for e in r.evaluations]
 
-        few = Settings(num_pairs=1, whole_pairs=0, quick=True, adapt=(), peers=False)
+        few = CompareOptions(num_pairs=1, whole_pairs=0, quick=True, adapt=(), peers=False)
         bad = Plan.fixed(16, num_ranks=2, zero_stage=3, memory_layout="channels_last")
         left = compare(task, folder / "left", few, command="", plan=bad, together=ranks)
         found["left"] = [[arm.name, arm.error or "", len(arm.step_s), arm.peak_bytes] for arm in left.arms]
@@ -105,7 +105,7 @@ RANK = """
         found["plan"] = [plan.batch_rows, plan.num_ranks, plan.zero_stage.value, to_json(plan)]
         found["whole"] = [whole.num_ranks, [len(arm.step_s) for arm in whole.arms], len(whole.trials), whole.notes]
         share = Plan.fixed(-(-ODD_ROWS // 2), 6, num_ranks=2, zero_stage=1)
-        once = Settings(num_pairs=1, adapt=(), peers=False)
+        once = CompareOptions(num_pairs=1, adapt=(), peers=False)
         odd = compare(counting, folder / "odd", once, command="", plan=share, together=ranks)
         found["odd"] = [[arm.name, arm.final_metric] for arm in odd.arms]
         found["odd_terms"] = [odd.arm("reference").terms_per_s[0] * odd.arm("reference").step_s[0] / ODD_ROWS]
@@ -195,7 +195,7 @@ def test_uneven_shares_train_as_one_process_does_and_ddp_is_said_not_to(found):
     one, other = found[1]
     assert one["odd"] == other["odd"]
     final = {name: metric[0] for name, metric in one["odd"]}
-    entry = Entry("reference", ReferenceLoop, counting.budget_rows)
+    entry = PairedArm("reference", ReferenceLoop, counting.budget_rows)
     (alone,) = race([entry], counting, load_data(), 0, torch.device("cpu"))
     expected = alone.evaluations[-1].metrics["entropy"]
     assert final["plan_S"] == pytest.approx(expected, rel=1e-5)

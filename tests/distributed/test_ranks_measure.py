@@ -15,10 +15,10 @@ COMMON = """
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
-    from trimtab.decide.overhead_budget import Account
+    from trimtab.decide.overhead_budget import OverheadBudget
     from trimtab.decide.gradient_noise_scale import NoiseAverage
 
-    Account.is_due = lambda self, sparse=0: True
+    OverheadBudget.is_due = lambda self, sparse=0: True
     seen, add = [], NoiseAverage.add
     def noting(self, window, age=1):
         seen.append((window.trace, window.norm2))

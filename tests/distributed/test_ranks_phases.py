@@ -8,9 +8,9 @@ import pytest
 from ranks import run_ranks
 
 from trimtab.core.serialization import read_json
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 from trimtab.decide.phase_attribution import bound_seconds
-from trimtab.experiments.phase_result import PhasePage
+from trimtab.experiments.phase_result import PhaseResult
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 RANK = """
@@ -23,14 +23,14 @@ RANK = """
     import torch.distributed as dist
     from trimtab.core.serialization import to_json
     from trimtab.core.plan import Plan
-    from trimtab.experiments.phases_command import Asked, phases_of
+    from trimtab.experiments.phases_command import PhasesRequest, phases_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     for stage in (0, 3):
         plan = folder / f"plan-{rank}-{stage}.json"
         plan.write_text(to_json(Plan.fixed(batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=stage)))
-        found = phases_of(Asked((f"{sys.argv[3]}/tiny_task.py:task",), plan=plan, rounds=2, ranks=2))
+        found = phases_of(PhasesRequest((f"{sys.argv[3]}/tiny_task.py:task",), plan=plan, rounds=2, ranks=2))
         assert (found is None) == bool(rank)
         if found is not None:
             (folder / f"found-{stage}.json").write_text(to_json(found))
@@ -38,11 +38,11 @@ RANK = """
 
 
 @pytest.fixture(scope="module")
-def gains(tmp_path_factory) -> dict[int, Gain]:
+def gains(tmp_path_factory) -> dict[int, TimedGain]:
     """What rank 0 found of a plan for replicas, and of one that shares parameters out."""
     folder = tmp_path_factory.mktemp("phases")
     run_ranks(RANK, folder, TASKS)
-    return {stage: read_json(PhasePage, folder / f"found-{stage}.json").gains[0] for stage in (0, 3)}
+    return {stage: read_json(PhaseResult, folder / f"found-{stage}.json").gains[0] for stage in (0, 3)}
 
 
 def test_ranks_wait_for_one_another_in_both_loops(gains):

@@ -12,7 +12,7 @@ RANK = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-    from trimtab.core.recompute_schedule import Kept, Segment
+    from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment
     from trimtab.decide.recompute_cost import every_block, keep_all, sqrt_segments
     from trimtab.runtime.activation_checkpoint import use_schedule
 
@@ -23,8 +23,8 @@ RANK = """
     SCHEDULES = {
         "every_block": every_block(L),
         "sqrt": sqrt_segments(L),
-        "nested": (Segment((Segment((Kept(0),)), Kept(1))), Kept(2), Kept(3)),
-        "in_part": tuple(Kept(index, in_part=True) for index in range(L)),
+        "nested": (RecomputedSegment((RecomputedSegment((KeptBlock(0),)), KeptBlock(1))), KeptBlock(2), KeptBlock(3)),
+        "in_part": tuple(KeptBlock(index, in_part=True) for index in range(L)),
     }
 
     class Block(nn.Module):

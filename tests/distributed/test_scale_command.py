@@ -12,7 +12,7 @@ from ranks import Ended, run_command, run_torchrun
 from trimtab import cli
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
-from trimtab.distributed.plan_on_ranks import Made
+from trimtab.distributed.plan_on_ranks import BroadcastPlan
 from trimtab.experiments.scaling.scaling_bench import Bench
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
     (made / "tiny.py").write_text(TINY_TASK.read_text() + FEWEST_WINDOWS)
     (made / "table").mkdir()
     for rows in (32, 16):
-        (made / "table" / f"plan-{rows}.json").write_text(to_json(Made(Plan.fixed(rows))))
+        (made / "table" / f"plan-{rows}.json").write_text(to_json(BroadcastPlan(Plan.fixed(rows))))
     found = run_command(made, "scale", *ARGUMENTS)
     assert found.returncode == 0, found.stderr
     (made / "printed.json").write_text(found.stdout)

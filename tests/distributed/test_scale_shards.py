@@ -15,7 +15,7 @@ from wide_task import WIDE, least_of
 
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
-from trimtab.experiments.scaling.scaling_plans import Planned
+from trimtab.experiments.scaling.scaling_plans import JobPlan
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 SHORT = ["--quick", "--scaling=weak", "--out=table", "--json"]
@@ -55,7 +55,7 @@ def printed(done: subprocess.CompletedProcess[str] | Ended) -> dict[tuple[str, i
 def test_each_number_of_ranks_chooses_its_stage_within_the_limit_or_says_that_there_is_none(folder):
     (folder / "table").mkdir()
     (folder / "table" / "plan-32-1.json").write_text(
-        to_json(Planned(None, "4 MiB over it"))
+        to_json(JobPlan(None, "4 MiB over it"))
     )  # as an earlier round has it
     limit = (least_of(0) + min(least_of(stage) for stage in (1, 2, 3))) // 2
     of = printed(run(folder, "scale", "wide:task", *SHORT, "--ranks=2", "--rounds=1", f"--memory={limit}B"))

@@ -106,9 +106,9 @@ UNREDUCED = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     import trimtab
-    from trimtab.decide.overhead_budget import Account
+    from trimtab.decide.overhead_budget import OverheadBudget
 
-    Account.is_due = lambda self, sparse=0: True
+    OverheadBudget.is_due = lambda self, sparse=0: True
     torch.set_num_threads(1)
     rank, folder = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)

@@ -20,14 +20,14 @@ from transformers import BatchEncoding
 
 import trimtab
 from trimtab.calibrate.gradient_equivalence import check_splitting
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import BatchError, ModelError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.core.record import Header, RecordWriter, read_record
 from trimtab.losses import Summed
 from trimtab.measure.memory_trace import trace_step
-from trimtab.runtime.batch_splitting import Batching
+from trimtab.runtime.batch_splitting import BatchSplitting
 
 STEPS = 3
 
@@ -326,7 +326,7 @@ def test_every_batch_trains_as_in_a_plain_loop(case, plan):
 @each_case
 def test_splitting_is_proved_or_refused_for_every_batch(case):
     model, optimizer = built(case)
-    check = check_splitting(Subject(model, optimizer, case.loss, case.batch(1)))
+    check = check_splitting(TrainingLoop(model, optimizer, case.loss, case.batch(1)))
     assert check.splittable is case.splits, check.reason
     assert (check.code == "batch.samples_unknown") is (case.samples is None)
 
@@ -402,7 +402,7 @@ SPLITS = {
 
 @pytest.mark.parametrize(("case", "count", "split", "samples"), SPLITS.values(), ids=SPLITS)
 def test_functions_of_the_user_split_in_planning_and_training(case, count, split, samples):
-    subject = Subject(*built(case), case.loss, case.batch(1), batching=Batching(count, split))
+    subject = TrainingLoop(*built(case), case.loss, case.batch(1), batching=BatchSplitting(count, split))
     check = check_splitting(subject)
     assert check.splittable, check.reason
     assert subject.rows == samples
@@ -413,8 +413,8 @@ def test_functions_of_the_user_split_in_planning_and_training(case, count, split
 
 def test_a_split_that_loses_samples_is_refused_by_the_proof():
     case, count, split, _ = SPLITS["time first"]
-    batching = Batching(count, lambda batch, start, stop: split(batch, 0, stop - start))
-    assert not check_splitting(Subject(*built(case), case.loss, case.batch(1), batching=batching)).splittable
+    batching = BatchSplitting(count, lambda batch, start, stop: split(batch, 0, stop - start))
+    assert not check_splitting(TrainingLoop(*built(case), case.loss, case.batch(1), batching=batching)).splittable
 
 
 def test_a_plan_splits_by_the_functions_of_the_user():
@@ -540,7 +540,7 @@ def test_planning_leaves_the_example_batch_as_it_was(batch, loss):
     case = Case(mlp, batch, loss, 8)
     model, optimizer = built(case)
     given, reference = case.batch(1), tensors(case.batch(1))
-    subject = Subject(model, optimizer, loss, given)
+    subject = TrainingLoop(model, optimizer, loss, given)
     check_splitting(subject)
     with subject.start(Candidate("fp32", "keep", False, subject.rows)) as run:
         for _ in range(3):
@@ -641,4 +641,4 @@ def test_a_scripted_model_trains_and_is_planned():
         model, sizes = trained(case, Plan.fixed(8, 4))
         assert set(sizes) == {2}
         assert_same(model, plain(case))
-        assert check_splitting(Subject(*built(case), entropy, rows(1))).splittable
+        assert check_splitting(TrainingLoop(*built(case), entropy, rows(1))).splittable

@@ -15,7 +15,7 @@ from rank_cases import CASES
 from training_cases import blocked_case, class_batches, class_case, dropout_mlp, headed_case, image_case
 
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.plan import Mark, Plan
+from trimtab.core.plan import Effect, Plan
 from trimtab.core.sharding_settings import KEPT, STAGES
 from trimtab.measure import allocator
 
@@ -67,7 +67,7 @@ def train(name, value, dtype, optimizer) -> tuple[Trained, Trained]:
         case = blocked_case(dtype)
     if name == "dropout":
         case = class_case(dtype, optimizer, model=dropout_mlp)
-    total = 10 * ROWS if MARKS[name] is Mark.DYNAMICS else None
+    total = 10 * ROWS if MARKS[name] is Effect.DYNAMICS else None
     return train_ours(case, planned(name, value), total_samples=total), train_plain(case)
 
 
@@ -86,11 +86,11 @@ def test_every_choice_of_ranks_has_a_case_on_ranks():
 @pytest.mark.parametrize(("name", "value"), changes)
 def test_a_change_makes_the_tier_its_mark_says(name, value):
     assert set(planned(name, value).changes) == {name, *NEEDS.get(name, {})}
-    assert planned(name, value).tier == ("F" if MARKS[name] is Mark.DYNAMICS else "S")
+    assert planned(name, value).tier == ("F" if MARKS[name] is Effect.DYNAMICS else "S")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Mark.EXACT])
+@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Effect.EXACT])
 def test_exact_choices_change_the_order_of_summation_at_most(name, value, optimizer):
     assert_same_training(*train(name, value, torch.float64, optimizer), TOLERANCE[torch.float64])
 
@@ -101,14 +101,14 @@ def test_the_allocator_changes_no_bit():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Mark.ROUNDING])
+@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Effect.ROUNDING])
 def test_rounding_choices_are_close_in_their_own_precision(name, value, optimizer):
     ours, plain = train(name, value, torch.float32, optimizer)
     # 4e-6: see test_layouts.py, a convolution's bias sums terms that cancel.
     assert_same_training(ours, plain, PRECISION.get(value, 4e-6))
 
 
-@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Mark.DYNAMICS])
+@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Effect.DYNAMICS])
 def test_dynamics_choices_are_rightly_marked_for_they_do_change_the_training(name, value):
     ours, plain = train(name, value, torch.float64, "sgd")
     with pytest.raises(AssertionError, match="weights"):

@@ -22,9 +22,9 @@ from trimtab.core.plan import Plan
 from trimtab.runtime import gradient_clipping, loader_iteration, memory_format, optimizers, precision, window
 from trimtab.runtime import run as run_module
 from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.batch_splitting import Batching
-from trimtab.runtime.call_order import LoopOrder
-from trimtab.runtime.training_progress import Consumed
+from trimtab.runtime.batch_splitting import BatchSplitting
+from trimtab.runtime.call_order import CallOrder
+from trimtab.runtime.training_progress import TrainingProgress
 
 # The checks, as the suite makes them.
 
@@ -204,7 +204,7 @@ def clip_before_correction(patch):
 
 def correction_twice(patch):
     """Unscale does not remember that it corrected."""
-    patch.setattr(LoopOrder, "unscaled", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(CallOrder, "unscaled", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def leaking_rates(patch):
@@ -222,7 +222,7 @@ def progress_counted_before_the_window(patch):
         self._next = rows
         return None if self._total_samples is None else self.rows / self._total_samples
 
-    patch.setattr(Consumed, "progress_after", before)
+    patch.setattr(TrainingProgress, "progress_after", before)
 
 
 def whole_batch_cut(patch):
@@ -240,18 +240,18 @@ def last_slice_dropped(patch):
         def _count(self):
             return sum(rows // micro for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True))
 
-    slices = Batching.slices
-    patch.setattr(Batching, "slices", whole)
+    slices = BatchSplitting.slices
+    patch.setattr(BatchSplitting, "slices", whole)
     patch.setattr(loader_iteration, "Window", Shorter)
 
 
 def slices_in_reverse(patch):
-    slices = Batching.slices
+    slices = BatchSplitting.slices
 
     def backwards(*args, **how):
         return reversed(list(slices(*args, **how)))
 
-    patch.setattr(Batching, "slices", backwards)
+    patch.setattr(BatchSplitting, "slices", backwards)
 
 
 def no_autocast(patch):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import ROWS, Words, class_batches, class_case, class_mean, mlp, token_batches
 
 import trimtab
-from trimtab.core.plan import Check, Plan
+from trimtab.core.plan import Plan, SplitCheck
 
 DTYPES = [torch.float64, torch.float32]
 # k = 1, 2, 3, 4, 6, 12 equal slices; 12 = 5 + 5 + 2 = 7 + 5 = 11 + 1 = 8 + 4 unequal ones; 40 is more than there is.
@@ -57,7 +57,7 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
 
 
-REFUSED = Check(False, "BatchNorm1d computes over the batch")
+REFUSED = SplitCheck(False, "BatchNorm1d computes over the batch")
 
 
 @pytest.mark.parametrize("check", [None, REFUSED], ids=["no check", "a check that refused"])
@@ -78,7 +78,7 @@ def test_a_larger_batch_is_cut_at_the_planned_rows_where_splitting_was_proved(dt
         seen.append(len(batch[0]))
         return class_mean(model, batch)
 
-    plan = replace(Plan.fixed(ROWS), check=Check(True, "an unequal split agrees"))
+    plan = replace(Plan.fixed(ROWS), check=SplitCheck(True, "an unequal split agrees"))
     ours = train_ours(case.having(loss_fn=noting), plan)
     assert seen == [12, 12, 8, 12, 1, 5]
     assert_same_training(ours, train_plain(case), TOLERANCE[dtype])

@@ -14,9 +14,9 @@ import torch
 from raising import raises
 
 import trimtab
-from trimtab.checkpoint.batch_size_log import Journal, _summed
-from trimtab.checkpoint.manifest import NAME, File, Manifest, _encoded, manifest_of
-from trimtab.checkpoint.run_lock import Holder
+from trimtab.checkpoint.batch_size_log import BatchSizeLog, _summed
+from trimtab.checkpoint.manifest import NAME, FileEntry, Manifest, _encoded, manifest_of
+from trimtab.checkpoint.run_lock import LockHolder
 from trimtab.checkpoint.state_file_names import TREE
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, TrimtabError, UsageError
@@ -30,7 +30,7 @@ from trimtab.experiments.report import read_report
 from trimtab.experiments.report.run_page import run_page
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
-from trimtab.runtime.checkpoint_hooks import Decided
+from trimtab.runtime.checkpoint_hooks import WindowDecision
 
 
 def in_folder(name, read):
@@ -51,7 +51,7 @@ READERS = {
     "report": read_report,
     "result": lambda path: read_runs([path]),
     "settings of a comparison": in_folder(SETTINGS, read_settings),
-    "decisions": lambda path: Journal(path, "a plan", writes=False).follow(path),
+    "decisions": lambda path: BatchSizeLog(path, "a plan", writes=False).follow(path),
     "manifest": in_folder(NAME, manifest_of),
     "state": in_folder(TREE, read_state),
 }
@@ -123,8 +123,10 @@ def recorded(place: Path) -> list[dict]:
 WHOLE = {  # what is in the lines of a file
     "plan": lambda place: [to_jsonable(Plan.fixed(8, 4))],
     "record": recorded,
-    "decisions": lambda place: [{"plan": "a plan"}, {"window": 0} | to_jsonable(Decided(1, 2))],
-    "manifest": lambda place: [to_jsonable(Manifest({TREE: File(2, ("0",))}, {"step": 1, "world": {"ranks": "1"}}))],
+    "decisions": lambda place: [{"plan": "a plan"}, {"window": 0} | to_jsonable(WindowDecision(1, 2))],
+    "manifest": lambda place: [
+        to_jsonable(Manifest({TREE: FileEntry(2, ("0",))}, {"step": 1, "world": {"ranks": "1"}}))
+    ],
 }
 SIGNED = {"decisions": _summed, "manifest": _encoded}  # whatever they say, their checksum is right
 
@@ -206,9 +208,9 @@ HOLDER = {"pid": 1, "host": "here", "boot_id": "it"}
 
 
 def test_a_lock_says_nobody():
-    assert Holder.said(plainly(HOLDER)) == Holder(**HOLDER)
+    assert LockHolder.said(plainly(HOLDER)) == LockHolder(**HOLDER)
     without = [*map(plainly, lacking(HOLDER)), b'{"pid": 1e400, "host": "here", "boot_id": "it"}']
-    assert [Holder.said(content) for content in [*FORGED.values(), *without]] == [None] * (len(FORGED) + 4)
+    assert [LockHolder.said(content) for content in [*FORGED.values(), *without]] == [None] * (len(FORGED) + 4)
 
 
 # Values of a right shape that no writer writes.

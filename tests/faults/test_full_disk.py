@@ -14,7 +14,7 @@ from torch import nn
 
 import trimtab
 from trimtab.checkpoint.atomic_directory import newest_good
-from trimtab.checkpoint.batch_size_log import NAME, Journal
+from trimtab.checkpoint.batch_size_log import NAME, BatchSizeLog
 from trimtab.core.errors import SaveError
 from trimtab.core.record import Header, read_record
 
@@ -66,7 +66,7 @@ def whole(place: Path) -> int:
     good = newest_good(place / "run")
     assert not good.refused
     read_record(place / "record.jsonl")
-    assert not Journal(place / "run" / NAME, "", writes=False)._read.faults
+    assert not BatchSizeLog(place / "run" / NAME, "", writes=False)._read.faults
     return good.manifest.step
 
 

@@ -15,7 +15,7 @@ import trimtab
 from trimtab.core.errors import NonFiniteError, UsageError
 from trimtab.core.plan import Plan
 from trimtab.runtime import precision
-from trimtab.runtime.nonfinite import PATIENCE, Voids
+from trimtab.runtime.nonfinite import PATIENCE, NonFinitePolicy
 
 ROWS, WINDOWS, BAD = 8, 6, 3
 
@@ -102,7 +102,7 @@ def test_a_window_that_is_no_number_is_skipped_once(place, value):
 
 def test_without_putting_buffers_back_batch_statistics_would_be_lost(monkeypatch):
     """So that the test above can fail."""
-    monkeypatch.setattr("trimtab.runtime.window_snapshot.WindowStart.restore_skipped", lambda self: None)
+    monkeypatch.setattr("trimtab.runtime.window_snapshot.WindowSnapshot.restore_skipped", lambda self: None)
     with pytest.raises(AssertionError):
         test_a_window_that_is_no_number_is_skipped_once("input", math.nan)
 
@@ -276,18 +276,18 @@ def test_a_loss_that_is_no_number_is_seen_where_its_gradient_is_one(precision, p
 
 
 def test_fp16_that_overflows_half_the_time_is_left():
-    voids, number = Voids(None), torch.tensor(1.0)
+    voids, number = NonFinitePolicy(None), torch.tensor(1.0)
     for index in range(64):
         voids.note(number, applied=index % 2 == 0)
     assert voids.outlasts(1024.0, number) == "50% of the last windows overflowed"
-    calm = Voids(None)
+    calm = NonFinitePolicy(None)
     for index in range(200):
         calm.note(number, applied=index % 10 != 0)
     assert calm.outlasts(1024.0, number) is None
 
 
 def test_data_that_is_no_number_does_not_count_as_overflow():
-    voids = Voids(None)
+    voids = NonFinitePolicy(None)
     for index in range(64):
         voids.note(torch.tensor(math.nan), applied=index % 2 == 0, has_bad_data=lambda: True)
     assert voids.outlasts(1024.0, torch.tensor(1.0)) is None
@@ -345,7 +345,7 @@ def test_windows_that_were_lost_before_a_resume_count_towards_leaving_fp16():
 
 
 def test_overflows_do_not_use_up_the_patience_with_skipped_windows():
-    voids = Voids("skip")
+    voids = NonFinitePolicy("skip")
     for _ in range(2 * PATIENCE):
         voids.note(torch.tensor(1.0), applied=False)
     assert voids.in_a_row == 0
@@ -354,7 +354,7 @@ def test_overflows_do_not_use_up_the_patience_with_skipped_windows():
 def test_one_of_several_ranks_decides_by_what_all_of_them_know():
     """Its own loss is not known to the others; the reduced gradient is."""
     number, none = torch.tensor(1.0), torch.tensor(math.nan)
-    voids = Voids("skip", is_alone=False)
+    voids = NonFinitePolicy("skip", is_alone=False)
     assert not voids.is_void(number, none, scaled=False)
     assert voids.is_void(none, number, scaled=False)
     assert not voids.is_void(number, none, scaled=True)
@@ -370,7 +370,7 @@ def test_an_unknown_policy_is_refused_and_nothing_changed():
 
 
 def test_the_counts_are_saved():
-    voids, other = Voids("skip"), Voids("skip")
+    voids, other = NonFinitePolicy("skip"), NonFinitePolicy("skip")
     for index in range(30):
         voids.note(torch.tensor(1.0), applied=index % 3 != 0)
     other.load_state_dict(voids.state_dict())

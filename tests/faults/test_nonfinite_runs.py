@@ -19,7 +19,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.measure.finite_check import first_nonfinite, nonfinite_parameter
 from trimtab.runtime import nonfinite
-from trimtab.runtime.nonfinite import Voids
+from trimtab.runtime.nonfinite import NonFinitePolicy
 
 ROWS, BAD, STEPS = 4, 3, 7
 PLAN = Plan.fixed(ROWS)
@@ -142,7 +142,7 @@ def on_device(name, value=1.0):
 def test_a_loss_on_a_device_is_read_one_step_later(monkeypatch):
     monkeypatch.setattr(nonfinite, "Late", Arriving)
     READ.clear()
-    watch = Voids("error")
+    watch = NonFinitePolicy("error")
     watch.applied(0, on_device("first"))
     assert READ == []
     watch.applied(1, on_device("second", math.nan))
@@ -154,7 +154,7 @@ def test_a_loss_on_a_device_is_read_one_step_later(monkeypatch):
 
 def test_the_last_loss_on_a_device_is_read_at_the_close(monkeypatch):
     monkeypatch.setattr(nonfinite, "Late", Arriving)
-    watch = Voids("warn")
+    watch = NonFinitePolicy("warn")
     watch.applied(0, on_device("first", math.inf))
     with pytest.warns(RuntimeWarning):
         watch.over()

@@ -16,7 +16,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import MemoryLimitError
-from trimtab.core.plan import Check, Plan
+from trimtab.core.plan import Plan, SplitCheck
 from trimtab.runtime import out_of_memory
 from trimtab.runtime.oom_retry import recovers_from
 from trimtab.runtime.out_of_memory import is_out_of_memory
@@ -147,7 +147,7 @@ def test_a_run_grows_back_and_records_it(tmp_path, monkeypatch):
 
 def test_without_putting_buffers_and_random_numbers_back_it_would_differ(monkeypatch):
     """So that the test above can fail."""
-    monkeypatch.setattr("trimtab.runtime.window_snapshot.WindowStart.restore", lambda self: None)
+    monkeypatch.setattr("trimtab.runtime.window_snapshot.WindowSnapshot.restore", lambda self: None)
     with pytest.raises(AssertionError):
         test_the_window_is_what_it_had_been_in_smaller_micro_batches(8, 1, "backward", torch.optim.AdamW)
 
@@ -235,7 +235,7 @@ def test_where_splitting_is_not_wanted_the_error_passes(why):
     loop = Loop(micro=0) if why == "batch statistics" else without_statistics()
     plan = Plan.fixed(ROWS)
     if why == "refused":
-        plan = replace(plan, check=Check(False, "it computes over the batch"))
+        plan = replace(plan, check=SplitCheck(False, "it computes over the batch"))
     options = {"out_of_memory": "stop"} if why == "stop" else {}
     before = copy.deepcopy(loop.model.state_dict())
     with trimtab.start(loop.model, loop.optimizer, plan, **options) as run:
@@ -259,7 +259,7 @@ def test_by_default_a_window_is_split_where_that_keeps_the_maths():
 
 def test_split_says_to_split_even_what_the_check_refused():
     loop = Loop(micro=0)
-    plan = replace(Plan.fixed(ROWS), check=Check(False, "batch statistics"))
+    plan = replace(Plan.fixed(ROWS), check=SplitCheck(False, "batch statistics"))
     with trimtab.start(loop.model, loop.optimizer, plan, out_of_memory="split") as run:
         with pytest.warns(RuntimeWarning, match=r"becomes 8 .*its gradient is another one by that"):
             run.train_step(run.window(loop.batches[0]), failing(MemoryError("no")))

@@ -17,7 +17,7 @@ RANK = """
     from torch import nn
     import trimtab
     from trimtab.core.errors import TrimtabError
-    from trimtab.decide.overhead_budget import Account
+    from trimtab.decide.overhead_budget import OverheadBudget
     from trimtab.distributed import error_propagation
 
     torch.set_num_threads(1)
@@ -64,7 +64,7 @@ RANK = """
             sharing = {"zero_stage": stage, "num_ranks": ranks}
             if fault.startswith("measured"):
                 sharing["batch_rule"] = trimtab.BatchRule("fixed", k=1, learning_rate="none", min_windows=10**6)
-                Account.is_due = lambda self, sparse=0: True
+                OverheadBudget.is_due = lambda self, sparse=0: True
             plan = trimtab.Plan.fixed(4, micro, **sharing)
             options = {"nonfinite": "skip"} if fault == "bad-end" else {}
             options |= {"clip_norm": 1.0} if fault == "options" and rank == 1 else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.checkpoint.batch_size_log import Journal
+from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.manifest import NAME, manifest_of
 from trimtab.core import bounded_read
 from trimtab.core.carbon import of_csv
@@ -97,7 +97,7 @@ def test_others_that_look_at_a_pipe_do_not_wait_for_it(tmp_path):
     with pytest.raises(TrimtabError):
         load_task(f"{path}:task")
     with pytest.raises(FormatError):
-        Journal(path, "a plan", writes=False)
+        BatchSizeLog(path, "a plan", writes=False)
     assert has_own_report(path)
     require_own(path, Header("it"))
 

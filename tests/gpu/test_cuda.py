@@ -12,7 +12,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.decide.overhead_budget import Account
+from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.losses import Summed
 from trimtab.measure.loop_state import LoopState
 from trimtab.measure.peak_memory import peak_bytes, unused_bytes
@@ -156,7 +156,7 @@ def test_a_measured_step_does_not_synchronise_either(policy: str, each_measured:
 @pytest.mark.parametrize("k", [1, 4])
 def test_noise_is_measured_as_on_the_host(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late copies, events in the stream of work, norms on the device."""
-    monkeypatch.setattr(Account, "is_due", lambda self, sparse=0: True)
+    monkeypatch.setattr(OverheadBudget, "is_due", lambda self, sparse=0: True)
     found = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)

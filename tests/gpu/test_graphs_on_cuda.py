@@ -14,7 +14,7 @@ from torch import nn
 
 import trimtab
 from trimtab.calibrate.cuda_graph_proof import replay_refusal
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.compile_mode import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
@@ -341,7 +341,7 @@ class Counts(Model):
 )
 def test_a_gradient_is_proved_before_it_is_believed(kind: type[nn.Module], refused: str | None) -> None:
     model, optimizer = make(kind=kind)
-    subject = Subject(model, optimizer, loss_fn, torch.randn(32, 32))
+    subject = TrainingLoop(model, optimizer, loss_fn, torch.randn(32, 32))
     candidate = Candidate("bf16", "keep", False, 32, compiled=CUDA_GRAPHS)
     with subject.start(candidate) as run:
         for _ in range(3):
@@ -490,7 +490,7 @@ def test_the_models_of_the_tasks_are_proved(task: str, precision: str, way: str)
         batch = images.cuda(), labels.cuda()
     rows = len(batch[0])
     candidate = Candidate(precision, "keep" if is_text else "channels_last", False, rows, compiled=way)
-    subject = Subject(model, found.make_optimizer(model), found.loss_fn, batch)
+    subject = TrainingLoop(model, found.make_optimizer(model), found.loss_fn, batch)
     with subject.start(candidate) as run:
         for _ in range(4):
             run.train_step(run.window(subject.batch), subject.loss_fn)

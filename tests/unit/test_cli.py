@@ -25,7 +25,7 @@ from trimtab.cli.options import adaptation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import PROFILE_SCHEMA, Profile
-from trimtab.core.rank_peak_memory import WAYS, RankTrace, Way
+from trimtab.core.rank_peak_memory import WAYS, RankPeakMemory, Way
 from trimtab.core.record import read_record
 from trimtab.core.serialization import from_json, read_json, to_json
 from trimtab.decide.deepspeed_config import config_of
@@ -33,7 +33,7 @@ from trimtab.distributed.zero_stage_inputs import traces_of_ranks
 from trimtab.experiments import gain_timing, plan_ranks, progress_bar, rank_plan_output
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.paired_runs import paired_run
-from trimtab.experiments.phase_result import PhasePage
+from trimtab.experiments.phase_result import PhaseResult
 from trimtab.measure import machine, meter_selection
 from trimtab.measure.energy_meter import NoMeter
 from trimtab.tasks import load_task
@@ -60,9 +60,9 @@ class Done:
 @pytest.fixture(scope="module")
 def traced_once():
     """Return what traces a job's ranks, the same ones once: that is most of what their plans take."""
-    found: dict[tuple, tuple[RankTrace, ...]] = {}
+    found: dict[tuple, tuple[RankPeakMemory, ...]] = {}
 
-    def traces(profile: Profile, loop: tuple, ranks: int, progress, ways: Sequence[Way]) -> tuple[RankTrace, ...]:
+    def traces(profile: Profile, loop: tuple, ranks: int, progress, ways: Sequence[Way]) -> tuple[RankPeakMemory, ...]:
         model, optimizer, loss_fn, batch = loop
         of = (repr(model), repr(optimizer), loss_fn.__code__, *(part.shape for part in batch))
         on = (profile.device.kind, profile.device.name, *(traced.candidate for traced in profile.traces))
@@ -700,7 +700,7 @@ def test_phases_of_a_plan_and_of_what_was_measured(trimtab, tmp_path):
     assert (done.code, done.err) == (0, "")
     assert "Where the gain comes from: tiny" in done.out
     assert "forward: Linear" in done.out
-    found = read_json(PhasePage, tmp_path / "found.json")
+    found = read_json(PhaseResult, tmp_path / "found.json")
     assert len(found.gains[0].plan.laps) == 2
     shown = trimtab("report", "found.json", "--out", "page")
     assert (shown.code, shown.err) == (0, "")

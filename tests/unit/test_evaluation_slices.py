@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from trimtab.api import start
 from trimtab.cli.main import app
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.plan import Measured, Plan
+from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.core.serialization import read_json, to_json
 from trimtab.decide.ablation_design import changes_of
@@ -730,7 +730,7 @@ def test_what_is_told_within_a_limit_is_held_against_what_is_told_without(goals,
     says = "GPT-2: within 4.5 GB at 1.35x the time without a limit, as told for an H200"
 
     def told(name, step_s, peak_bytes):
-        plan = replace(Plan.fixed(32), predicted=Measured(step_s, peak_bytes))
+        plan = replace(Plan.fixed(32), predicted=MeasuredCost(step_s, peak_bytes))
         (tmp_path / f"{name}.json").write_text(to_json(plan))
 
     assert stands(goals, says, tmp_path) == ("not measured", "")

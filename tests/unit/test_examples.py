@@ -15,7 +15,7 @@ from markdown_pages import NAMES, blocks, read
 
 import trimtab
 from trimtab.core.progress import silent
-from trimtab.experiments.train import Training, train_whole
+from trimtab.experiments.train import TrainingOptions, train_whole
 from trimtab.tasks import load_task
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
     data = task.load_data()
     assert data.num_rows >= task.batch_rows
     plan = trimtab.Plan.fixed(task.batch_rows)
-    found = train_whole(Training(task, plan, 200), silent)
+    found = train_whole(TrainingOptions(task, plan, 200), silent)
     assert found["accuracy"] > task.targets[0]
 
 

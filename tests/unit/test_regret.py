@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import trimtab
-from trimtab.decide.batch_size_policy import Noise, Times
-from trimtab.decide.overhead_budget import Account
+from trimtab.decide.batch_size_policy import NoiseEstimate, StepTimes
+from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.decide.step_time_model import WindowTimes
 from trimtab.tasks.datasets import Images
 from trimtab.tasks.task import DataSource
@@ -37,19 +37,19 @@ def cases(regret):
 def test_a_curve_meets_a_loss_between_two_points_of_the_mean_of_three(cases):
     points = [(0, 0, 0, 4.0), (100, 50, 100, 3.0), (200, 100, 200, 1.0)]  # means 4, 3.5, 8/3
     share = (3.5 - 3.0) / (3.5 - 8 / 3)
-    samples, seconds = cases.Course(points).arrival([3.0], Times(0.1, 0.05), ranks=2)
+    samples, seconds = cases.Course(points).arrival([3.0], StepTimes(0.1, 0.05), ranks=2)
     assert samples == pytest.approx(100 + share * 100)
     micro, windows = 100 + share * 100, 50 + share * 50
     assert seconds == pytest.approx(micro / 2 * 0.1 + windows * 0.05)
-    dearer = cases.Course(points, price=0.02).arrival([3.0], Times(0.1, 0.05), ranks=2)
+    dearer = cases.Course(points, price=0.02).arrival([3.0], StepTimes(0.1, 0.05), ranks=2)
     assert dearer == (samples, pytest.approx(1.02 * seconds))
-    first = cases.Course(points).arrival([3.5], Times(0.1, 0.05), ranks=2)
-    both = cases.Course(points).arrival([3.5, 3.0], Times(0.1, 0.05), ranks=2)
+    first = cases.Course(points).arrival([3.5], StepTimes(0.1, 0.05), ranks=2)
+    both = cases.Course(points).arrival([3.5, 3.0], StepTimes(0.1, 0.05), ranks=2)
     assert both == pytest.approx([(a * b) ** 0.5 for a, b in zip(first, (samples, seconds), strict=True)])
 
 
 def test_a_loss_that_is_not_met_is_never_met(cases):
-    assert cases.Course([(0, 0, 0, 4.0)]).arrival([5.0, 3.0], Times(0.1, 0.05), 1) == (float("inf"), float("inf"))
+    assert cases.Course([(0, 0, 0, 4.0)]).arrival([5.0, 3.0], StepTimes(0.1, 0.05), 1) == (float("inf"), float("inf"))
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def trained(monkeypatch, cases):
 def test_two_ranks_are_one_process_of_twice_the_micro_batches(cases, trained):
     case = cases.CASES[0]
     rule = trimtab.BatchRule(k=2, k_max=32)
-    cases.train(case, 0, rule, 2, Times(0.2, 0.3))
+    cases.train(case, 0, rule, 2, StepTimes(0.2, 0.3))
     assert (trained["plan"].batch_rows, trained["rows"]) == (2 * case.rows, 2 * case.rows)
     assert trained["plan"].num_micro_batches == 2
-    assert trained["told"] == Times(0.1, 0.3)  # 2 of them are one rank's
+    assert trained["told"] == StepTimes(0.1, 0.3)  # 2 of them are one rank's
     assert trained["rate"] == 2 * case.rate  # of SGD
 
 
@@ -85,9 +85,9 @@ def test_a_fixed_arm_has_its_rate_from_the_start_and_measures_nothing(cases, tra
 
 
 def test_times_are_told_when_a_run_had_measured_as_many(cases):
-    told, measured = cases.Told(Times(0.1, 0.3)), WindowTimes()
+    told, measured = cases.Told(StepTimes(0.1, 0.3)), WindowTimes()
     for _ in range(10):
-        assert told.times(8) == (Times(0.1, 0.3) if measured.is_known else None)
+        assert told.times(8) == (StepTimes(0.1, 0.3) if measured.is_known else None)
         told.add(1.0, 1.0)
         measured.add(1.0, 1.0)
     assert told.is_known
@@ -96,7 +96,7 @@ def test_times_are_told_when_a_run_had_measured_as_many(cases):
 @pytest.mark.parametrize("policy", ["fixed", "goodput"])
 def test_only_what_decides_by_what_it_measures_pays_for_it(cases, monkeypatch, policy):
     """A fixed arm with a ramped rate is measured in every window, which a user of it would not be."""
-    monkeypatch.setattr(Account, "share", 0.07)
+    monkeypatch.setattr(OverheadBudget, "share", 0.07)
     monkeypatch.setattr(cases, "cifar10", little_cifar10)
     case = dataclasses.replace(cases.CASES[0], most_samples=40, eval_every=16)
     course = cases.train(case, 0, trimtab.BatchRule(policy))
@@ -139,7 +139,7 @@ def test_nor_is_a_course_of_other_arguments_taken_for_it(cases, tmp_path):
 
 def test_the_papers_target_is_a_quarter_of_a_micro_batchs_variance(regret, monkeypatch):
     case = regret.CASES[0]
-    monkeypatch.setattr(regret, "train", lambda *_, **__: regret.Course(noise=Noise(64.0, 1.0, 0.1, 12)))
+    monkeypatch.setattr(regret, "train", lambda *_, **__: regret.Course(noise=NoiseEstimate(64.0, 1.0, 0.1, 12)))
     rule = regret.rule_of("paper", case, 2)
     assert rule.sigma2_target == pytest.approx(64.0 / case.rows / 4 / 2)
     assert (rule.k, rule.k_max, rule.allowed) == (8, 32, (8, 16))
@@ -158,7 +158,7 @@ def test_a_k_that_is_far_behind_is_trained_from_few_seeds(regret, cases, monkeyp
     monkeypatch.setattr(regret.Trained, "_submit", submit)
     case = dataclasses.replace(cases.CASES[0], targets=(1.0,))
     arms = regret.Trained(case, 15, None, tmp_path)
-    near = regret._near(case, arms, Times(1.0, 0.0), 1, 15)
+    near = regret._near(case, arms, StepTimes(1.0, 0.0), 1, 15)
     assert {name: len(found) for name, found in near.items()} == {"k=1": 15, "k=2": 15}
     assert [total for total, _ in trained].count(8) == 5
     assert len(set(trained)) == len(trained)  # each once

@@ -12,14 +12,14 @@ from torch import nn
 from trimtab.calibrate.candidate_traces import at_two_sizes, has_two_sizes, recurrent_layer
 from trimtab.calibrate.exception_text import describe
 from trimtab.calibrate.recompute_timing import measure_seconds, with_schedule
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.calibrate.trial_steps import step_until_applied
-from trimtab.core.block_costs import ChainModel
+from trimtab.core.block_costs import BlockChainModel
 from trimtab.core.errors import ModelError
-from trimtab.core.profile import Candidate, Recomputable
-from trimtab.core.recompute_schedule import EVERY_BLOCK, Kept, Schedule, Segment, schedule_of
+from trimtab.core.profile import Candidate, RecomputableBlocks
+from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSegment, Schedule, schedule_of
 from trimtab.decide.recompute_solver import by_shares
-from trimtab.measure.block_graph import LinkedBlocks
+from trimtab.measure.block_graph import BlockGraph
 from trimtab.measure.block_memory import chains_through, trace_stages
 from trimtab.measure.block_timing import forward_seconds
 from trimtab.measure.peak_memory import state_tensors, storage_bytes
@@ -31,7 +31,7 @@ NO_BLOCKS = "the model has no blocks that run once in a forward"
 _FORWARDS = 3  # Steps in which the forwards of blocks are timed against each other.
 
 
-def measure_recomputable(subject: Subject, candidate: Candidate, *, splits: bool = True) -> Recomputable:
+def measure_recomputable(subject: TrainingLoop, candidate: Candidate, *, splits: bool = True) -> RecomputableBlocks:
     """Return the costs and savings of recomputing a candidate's blocks, or the reason for failing.
 
     Takes training steps; the caller restores the state.
@@ -42,19 +42,19 @@ def measure_recomputable(subject: Subject, candidate: Candidate, *, splits: bool
     try:
         return _measured(subject, candidate, splits=splits)
     except Exception as error:  # For example, a block overwrites its input.
-        return Recomputable(candidate, refusal=describe(error))
+        return RecomputableBlocks(candidate, refusal=describe(error))
 
 
-def _measured(subject: Subject, candidate: Candidate, *, splits: bool) -> Recomputable:
+def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> RecomputableBlocks:
     names = subject.blocks.names
     if not names:
-        return Recomputable(candidate, refusal=NO_BLOCKS)
+        return RecomputableBlocks(candidate, refusal=NO_BLOCKS)
     recurrent = recurrent_layer(subject.model)
     if recurrent is not None:
         given = f"its {type(recurrent).__name__} keeps more for its backward than tensors show"
-        return Recomputable(candidate, refusal=f"what recomputing saves cannot be told: {given}")
+        return RecomputableBlocks(candidate, refusal=f"what recomputing saves cannot be told: {given}")
     if not has_two_sizes(subject.batch, subject.batching):
-        return Recomputable(candidate, refusal=f"a batch of {subject.rows} cannot be traced at two sizes")
+        return RecomputableBlocks(candidate, refusal=f"a batch of {subject.rows} cannot be traced at two sizes")
     chains, parts, seconds = _traced(subject, candidate)
     forward_s = sum(seconds)
     shares = [each / forward_s if forward_s > 0 else 1 / len(names) for each in seconds]
@@ -66,10 +66,12 @@ def _measured(subject: Subject, candidate: Candidate, *, splits: bool) -> Recomp
     chains = [chain.with_seconds(again, in_part) for chain in chains]
     held = _state_bytes(subject.optimizer) + subject.start_bytes
     whole, sliced = (chain.holding(held) for chain in chains)
-    return Recomputable(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))
+    return RecomputableBlocks(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))
 
 
-def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], list[ChainModel], list[float]]:
+def _traced(
+    subject: TrainingLoop, candidate: Candidate
+) -> tuple[list[BlockChainModel], list[BlockChainModel], list[float]]:
     """Return the chains, the chains with blocks kept in part ([] if not possible), and the blocks' forward seconds.
 
     Each list of chains holds the first micro-batch of a window and a later one.
@@ -82,7 +84,7 @@ def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], l
 
         batch = to_device(subject.batch, subject.device)
 
-        def trace(**given: Any) -> list[ChainModel]:
+        def trace(**given: Any) -> list[BlockChainModel]:
             every = functools.partial(
                 trace_chain,
                 run.model,
@@ -112,16 +114,16 @@ def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], l
 
 def in_part_of(number: int) -> Schedule:
     """Return the schedule that keeps only the expensive part of each of `number` blocks."""
-    return tuple(Kept(index, in_part=True) for index in range(number))
+    return tuple(KeptBlock(index, in_part=True) for index in range(number))
 
 
-def runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], None]) -> bool:
+def runs_in_segments(model: nn.Module, blocks: BlockGraph, step: Callable[[], None]) -> bool:
     """Return True if a step runs with a segment of several blocks; blocks with hooks cannot form segments."""
     first = next((index for index, is_linked in enumerate(blocks.links) if is_linked), None)
     if first is None:
         return True
-    kept = [Kept(index) for index in range(len(blocks.names))]
-    schedule: Schedule = (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :])
+    kept = [KeptBlock(index) for index in range(len(blocks.names))]
+    schedule: Schedule = (*kept[:first], RecomputedSegment(tuple(kept[first : first + 2])), *kept[first + 2 :])
     try:
         with_schedule(model, blocks.names, schedule, step)
     except ModelError:
@@ -130,8 +132,8 @@ def runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], 
 
 
 def trace_chain(
-    model: nn.Module, loss_fn: LossFn, blocks: LinkedBlocks, rows: tuple[int, int], batches: Sequence[Any], **how: Any
-) -> list[ChainModel]:
+    model: nn.Module, loss_fn: LossFn, blocks: BlockGraph, rows: tuple[int, int], batches: Sequence[Any], **how: Any
+) -> list[BlockChainModel]:
     """Return the chains of the first and of a later micro-batch, without seconds; `how` as of `trace_stages`.
 
     Args:

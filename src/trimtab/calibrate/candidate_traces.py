@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.measurement_notes import Notes
-from trimtab.calibrate.smoke_test import Guard
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.smoke_test import CrashTest
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ModelError, TrimtabError
-from trimtab.core.profile import Candidate, Profile, Traced
+from trimtab.core.profile import Candidate, Profile, TracedCandidate
 from trimtab.decide.target_device_candidates import recorded_candidates
-from trimtab.measure.fake_cuda import AsCuda
+from trimtab.measure.fake_cuda import FakeCudaMode
 from trimtab.measure.memory_trace import SizeTrace, trace_peaks
-from trimtab.measure.operator_workspace import TooLarge
+from trimtab.measure.operator_workspace import WorkspaceTooLarge
 from trimtab.runtime import loss_head, optimizers
 from trimtab.runtime.batch import to_device
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
 from trimtab.runtime.precision import autocast
 from trimtab.runtime.run import LossFn
 
@@ -35,26 +35,30 @@ HERE = torch.device("cpu")
 
 
 def trace_candidates(
-    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None], guard: Guard, notes: Notes
-) -> tuple[Traced, ...]:
+    subject: TrainingLoop,
+    candidates: Iterable[Candidate],
+    progress: Callable[[str], None],
+    guard: CrashTest,
+    notes: Notes,
+) -> tuple[TracedCandidate, ...]:
     """Return the traces of candidates; a candidate that cannot be traced is left to the trials.
 
     So is every candidate if the batch is too small, and a candidate that ends its test process, because operator
     workspaces are found by running operators. A failed trace is noted.
     """
-    found: list[Traced] = []
+    found: list[TracedCandidate] = []
     for candidate in candidates:
         if guard.refusal(candidate) is not None:
             continue
         progress(f"tracing: {candidate.describe()}")
         traced = functools.partial(_trace_candidate, subject, candidate)
         found += notes.attempt(
-            "peaks.not_traced", "peaks of sizes that were not run are unknown", traced, list[Traced]()
+            "peaks.not_traced", "peaks of sizes that were not run are unknown", traced, list[TracedCandidate]()
         )
     return tuple(found)
 
 
-def _trace_candidate(subject: Subject, candidate: Candidate) -> list[Traced]:
+def _trace_candidate(subject: TrainingLoop, candidate: Candidate) -> list[TracedCandidate]:
     with subject.start(candidate) as run:
         traced = _trace(
             run.model,
@@ -65,10 +69,10 @@ def _trace_candidate(subject: Subject, candidate: Candidate) -> list[Traced]:
             autocasts=[run.autocast],
             counts_scratch=subject.device.type == "cpu",
         )
-    return [_beside(Traced(candidate, *each), subject.start_bytes) for each in traced]
+    return [_beside(TracedCandidate(candidate, *each), subject.start_bytes) for each in traced]
 
 
-def _beside(traced: Traced, held_bytes: int) -> Traced:
+def _beside(traced: TracedCandidate, held_bytes: int) -> TracedCandidate:
     """Return a trace with additional bytes held throughout."""
     whole, sliced, step = (m and m.beside(held_bytes) for m in (traced.whole, traced.sliced, traced.step))
     return replace(traced, whole=whole or traced.whole, sliced=sliced, step=step)
@@ -80,8 +84,8 @@ def trace_elsewhere(
     loss_fn: LossFn,
     batch: Any,
     candidates: Sequence[Candidate],
-    batching: Batching = BY_CONTAINERS,
-) -> tuple[Traced, ...]:
+    batching: BatchSplitting = BY_CONTAINERS,
+) -> tuple[TracedCandidate, ...]:
     """Return the candidates' traces as for a CUDA device; () if the batch is too small to be split.
 
     Args:
@@ -102,9 +106,11 @@ def trace_elsewhere(
             hint="trimtab.plan, where it will run, measures it.",
         )
     forwards = [functools.partial(autocast, candidate.precision, HERE) for candidate in candidates]
-    with applied(model, optimizer, candidates[0]), AsCuda():
+    with applied(model, optimizer, candidates[0]), FakeCudaMode():
         found = _trace(model, optimizer, loss_fn, batch, autocasts=forwards, batching=batching)
-    return tuple(Traced(candidate, *traced) for candidate, traced in zip(candidates, found, strict=bool(found)))
+    return tuple(
+        TracedCandidate(candidate, *traced) for candidate, traced in zip(candidates, found, strict=bool(found))
+    )
 
 
 def recurrent_layer(model: nn.Module) -> nn.RNNBase | None:
@@ -112,11 +118,13 @@ def recurrent_layer(model: nn.Module) -> nn.RNNBase | None:
     return next((module for module in model.modules() if isinstance(module, nn.RNNBase)), None)
 
 
-def trace_for_others(subject: Subject, profile: Profile, progress: Callable[[str], None]) -> tuple[Traced, ...]:
+def trace_for_others(
+    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None]
+) -> tuple[TracedCandidate, ...]:
     """Return traces of CUDA's operators for target devices; () if the loop is not on the CPU."""
     if subject.device.type != "cpu":
         return ()
-    found: list[Traced] = []
+    found: list[TracedCandidate] = []
     for candidates in recorded_candidates(profile):
         progress(f"tracing for other devices: {', '.join(each.describe() for each in candidates)}")
         with contextlib.suppress(TrimtabError):
@@ -127,7 +135,7 @@ def trace_for_others(subject: Subject, profile: Profile, progress: Callable[[str
 
 def trace_here(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, candidate: Candidate
-) -> Traced | None:
+) -> TracedCandidate | None:
     """Return the trace of a candidate on the model's own device; None if there are too few samples.
 
     Raises:
@@ -137,7 +145,7 @@ def trace_here(
     autocasts = [functools.partial(autocast, candidate.precision, device)]
     with applied(model, optimizer, candidate):
         found = _trace(model, optimizer, loss_fn, batch, autocasts=autocasts, counts_scratch=device.type == "cpu")
-    return Traced(candidate, *found[0]) if found else None
+    return TracedCandidate(candidate, *found[0]) if found else None
 
 
 @contextlib.contextmanager
@@ -156,7 +164,7 @@ def _trace(
     optimizer: torch.optim.Optimizer,
     loss_fn: LossFn,
     batch: Any,
-    batching: Batching = BY_CONTAINERS,
+    batching: BatchSplitting = BY_CONTAINERS,
     **how: Any,
 ) -> list[SizeTrace]:
     if not has_two_sizes(batch, batching):
@@ -164,13 +172,13 @@ def _trace(
     return at_two_sizes(batch, lambda sizes, pair: trace_peaks(model, optimizer, loss_fn, pair, sizes, **how), batching)
 
 
-def has_two_sizes(batch: Any, batching: Batching = BY_CONTAINERS) -> bool:
+def has_two_sizes(batch: Any, batching: BatchSplitting = BY_CONTAINERS) -> bool:
     """Return True if a batch can be traced at two sizes."""
     reading = batching.read(batch)
     return reading.is_splittable and (reading.samples or 0) >= MIN_ROWS
 
 
-def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: Batching = BY_CONTAINERS) -> Told:
+def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: BatchSplitting = BY_CONTAINERS) -> Told:
     """Return the result of a trace at two micro-batch sizes, reduced if an operator is too large to run.
 
     Raises:
@@ -181,13 +189,13 @@ def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: 
     while True:
         try:
             return trace(*two_sizes(batch, rows, batching))
-        except TooLarge:
+        except WorkspaceTooLarge:
             if rows // 2 < MIN_ROWS:
                 raise
             rows //= 2
 
 
-def two_sizes(batch: Any, most: int | None = None, batching: Batching = BY_CONTAINERS) -> tuple[Sizes, Batches]:
+def two_sizes(batch: Any, most: int | None = None, batching: BatchSplitting = BY_CONTAINERS) -> tuple[Sizes, Batches]:
     """Return two micro-batch sizes and batches of these sizes: half and all of the samples (or of `most`).
 
     A loss in chunks of a quarter of the tokens has several chunks at both sizes.

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from trimtab.calibrate.gradient_equivalence import relative
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import BatchError
 from trimtab.core.profile import Candidate
 from trimtab.runtime.batch import samples_at
 from trimtab.runtime.compiled_call import CompiledCall
-from trimtab.runtime.cuda_graphs import Recorder
+from trimtab.runtime.cuda_graphs import GraphReplayer
 
 # Largest relative difference of the gradient, and as a fraction of the change caused by other samples and weights if
 # that is less than 1. Below the smallest such change, nothing can be concluded.
@@ -37,7 +37,7 @@ _DRAWS = (1, 2)
 Gradients = list[Tensor | None]
 
 
-def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
+def replay_refusal(subject: TrainingLoop, candidate: Candidate) -> str | None:
     """Return the reason for rejecting CUDA graphs, or None. Called inside an open run of the candidate."""
     call = subject.model._compiled_call_impl
     recorder = call.recorder if isinstance(call, CompiledCall) else None
@@ -62,7 +62,7 @@ def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
                 return "launched as graphs its gradient arrives at other parameters"
             apart.append(_relative(own, launched))
             moved.append(_relative(own, before))
-            differing = differing or _differing(subject, _Held(before, own, again, launched))
+            differing = differing or _differing(subject, _SavedGradients(before, own, again, launched))
     return _judged(apart, moved) or differing or None
 
 
@@ -76,7 +76,7 @@ def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str
     return None if worst <= limit else f"launched as graphs its gradient differs by {worst:.2g}, relative ({limit:.2g})"
 
 
-class _Held(NamedTuple):
+class _SavedGradients(NamedTuple):
     """Gradients to compare.
 
     Args:
@@ -91,7 +91,7 @@ class _Held(NamedTuple):
     launched: Gradients
 
 
-def _differing(subject: Subject, held: _Held) -> str:
+def _differing(subject: TrainingLoop, held: _SavedGradients) -> str:
     """Return a sentence about the parameter whose gradient differs most relative to its limit; "" if none does."""
     names = [name for name, p in subject.model.named_parameters() if p.requires_grad]
     found = {
@@ -130,7 +130,7 @@ def _relative(own: Gradients, other: Gradients) -> float | None:
 
 
 @contextlib.contextmanager
-def _moved_weights(subject: Subject) -> Iterator[None]:
+def _moved_weights(subject: TrainingLoop) -> Iterator[None]:
     """Change the weights in place and restore them: a captured graph reads them at fixed addresses."""
     weights: list[Tensor] = [p for p in subject.model.parameters() if p.requires_grad]
     kept = [p.detach().clone() for p in weights]
@@ -144,13 +144,13 @@ def _moved_weights(subject: Subject) -> Iterator[None]:
             torch._foreach_copy_(weights, kept)
 
 
-def _devices(subject: Subject) -> list[torch.device]:
+def _devices(subject: TrainingLoop) -> list[torch.device]:
     """Return the devices with random generators in addition to the CPU's."""
     return [subject.device] if subject.device.type == "cuda" else []
 
 
 def _gradients(
-    subject: Subject, candidate: Candidate, recorder: Recorder, batch: Any, draw: int, *, launched: bool
+    subject: TrainingLoop, candidate: Candidate, recorder: GraphReplayer, batch: Any, draw: int, *, launched: bool
 ) -> Gradients:
     """Return a batch's gradients for a random seed; gradients and buffers of the model are restored."""
     model, host = subject.model, random.getstate()

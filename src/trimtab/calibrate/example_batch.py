@@ -19,7 +19,7 @@ from trimtab.runtime.sample_count import is_leaf, is_record, is_sequence
 LossFn = Callable[[nn.Module, Any], Any]
 
 
-class _Look:
+class _CallRecord:
     """Modes in which the loss was called, and a flag for in-place changes of the batch."""
 
     __slots__ = ("changes", "modes")  # Slots, because a snapshot of the loss's side effects would restore attributes.
@@ -52,7 +52,7 @@ def protected(loss_fn: LossFn) -> LossFn:
     """
     if getattr(loss_fn, "_is_protected", False):
         return loss_fn
-    look = _Look()
+    look = _CallRecord()
 
     def loss(model: nn.Module, batch: Any) -> Any:
         mode = model.training, torch.is_grad_enabled()

@@ -6,14 +6,14 @@ import contextlib
 
 import torch
 
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import LossError
 from trimtab.losses import require_unscaled
 from trimtab.runtime.compiled_call import noting_calls
 from trimtab.runtime.precision import dtype_of
 
 
-def require_own_forward(subject: Subject, precision: str) -> None:
+def require_own_forward(subject: TrainingLoop, precision: str) -> None:
     """Compute the loss of the batch once, with gradients and in the loop's precision, and check the model's forward.
 
     Raises:
@@ -47,7 +47,7 @@ def require_own_forward(subject: Subject, precision: str) -> None:
         )
 
 
-def _look(subject: Subject, precision: str, casts: set[torch.dtype | None]) -> None:
+def _look(subject: TrainingLoop, precision: str, casts: set[torch.dtype | None]) -> None:
     """Compute the loss and add the autocast dtype of the model's forwards to `casts`; None without autocast."""
     device = subject.device.type
 

@@ -27,8 +27,8 @@ from trimtab.calibrate.exception_text import describe
 from trimtab.calibrate.forward_check import require_own_forward
 from trimtab.calibrate.random_masks import (
     VARIANTS,
-    Draw,
-    OwnMasks,
+    MaskDraw,
+    ModuleMasks,
     UnmatchedMasks,
     counted_draws,
     other_draws,
@@ -45,10 +45,10 @@ from trimtab.calibrate.rounding_tolerance import (
     worst,
 )
 from trimtab.calibrate.second_batch import other_values
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import BatchError
-from trimtab.core.plan import Check
-from trimtab.measure.loop_state import TORCH_GENERATORS, Change, ChangeKind, LoopState
+from trimtab.core.plan import SplitCheck
+from trimtab.measure.loop_state import TORCH_GENERATORS, ChangeKind, LoopState, StateChange
 from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batch import samples_at
 from trimtab.runtime.batch_splitting import UNKNOWN
@@ -82,7 +82,7 @@ class _Verdict:
     difference: float | None = None
 
 
-def check_splitting(subject: Subject, precision: str = "fp32", start: LoopState | None = None) -> Check:
+def check_splitting(subject: TrainingLoop, precision: str = "fp32", start: LoopState | None = None) -> SplitCheck:
     """Return the verdict on splitting the batch into micro-batches; state is restored.
 
     The longest batch and an example batch are both checked, because a mean over tokens splits exactly if no sample is
@@ -105,7 +105,7 @@ def check_splitting(subject: Subject, precision: str = "fp32", start: LoopState 
         return _checked(subject, precision, state)
 
 
-def _checked(subject: Subject, precision: str, start: LoopState) -> Check:
+def _checked(subject: TrainingLoop, precision: str, start: LoopState) -> SplitCheck:
     check = _check_of_batch(subject, precision, start)
     if subject.example is None or not check.splittable:
         return check
@@ -113,7 +113,7 @@ def _checked(subject: Subject, precision: str, start: LoopState) -> Check:
     return check if other.splittable else replace(other, reason=f"{other.reason} (found on the example batch)")
 
 
-def _check_of_batch(subject: Subject, precision: str, start: LoopState) -> Check:
+def _check_of_batch(subject: TrainingLoop, precision: str, start: LoopState) -> SplitCheck:
     rows = subject.rows
     while True:
         part = subject.first(rows)
@@ -131,7 +131,7 @@ def _check_of_batch(subject: Subject, precision: str, start: LoopState) -> Check
             return _refused("split.out_of_memory", "the batch does not fit in memory in fp32, so nothing can be proved")
 
 
-def _can_split(subject: Subject) -> bool:
+def _can_split(subject: TrainingLoop) -> bool:
     try:
         subject.first(1)
     except BatchError:
@@ -139,18 +139,18 @@ def _can_split(subject: Subject) -> bool:
     return True
 
 
-def _refused(code: str, reason: str, difference: float | None = None) -> Check:
-    return Check(False, reason, difference, code=code)
+def _refused(code: str, reason: str, difference: float | None = None) -> SplitCheck:
+    return SplitCheck(False, reason, difference, code=code)
 
 
-def _unknown_samples(subject: Subject) -> Check | None:
+def _unknown_samples(subject: TrainingLoop) -> SplitCheck | None:
     """Return a failed check if the number of samples is unknown, before any other reason."""
     if unknown := subject.unknown:
         return _refused(UNKNOWN, f"the number of samples of the batch is unknown: {unknown}")
     return None
 
 
-def _check(subject: Subject, start: LoopState) -> Check:
+def _check(subject: TrainingLoop, start: LoopState) -> SplitCheck:
     if subject.rows < 2:
         return _refused("split.one_sample", "the batch has one sample")
     try:
@@ -174,10 +174,10 @@ def _check(subject: Subject, start: LoopState) -> Check:
                 return _refused(second.code, reason, second.difference)
     difference = verdict.difference or 0.0
     reason = f"an unequal split changes no parameter's gradient by more than {difference:.1e} (limit {TOLERANCE:g})"
-    return Check(True, reason, difference, code="split.proved")
+    return SplitCheck(True, reason, difference, code="split.proved")
 
 
-def _second_batch(subject: Subject) -> Subject | None:
+def _second_batch(subject: TrainingLoop) -> TrainingLoop | None:
     """Return the loop with a smaller batch of other values, or None if none can be made."""
     samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
     if subject.second is not None:
@@ -189,11 +189,11 @@ def _second_batch(subject: Subject) -> Subject | None:
 # State --------------------------------------------------------------------------------------------------------------
 
 
-def _held(subject: Subject) -> LoopState:
+def _held(subject: TrainingLoop) -> LoopState:
     return LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
 
 
-def _watched(subject: Subject) -> LoopState:
+def _watched(subject: TrainingLoop) -> LoopState:
     """Return a snapshot of the current state for finding changes, with checksums of tensors that `_held` copies."""
     state = subject.optimizer.state.values()
     held = {id(tensor) for each in state for tensor in each.values() if isinstance(tensor, Tensor)}
@@ -214,7 +214,7 @@ def _restoring(start: LoopState) -> Iterator[None]:
         start.restore()
 
 
-def _state_refusal(subject: Subject, precision: str, start: LoopState) -> Check | None:
+def _state_refusal(subject: TrainingLoop, precision: str, start: LoopState) -> SplitCheck | None:
     """Return a failed check if a second forward would change state again, or would change the result of the first.
 
     Weights are perturbed slightly, so that a teacher equal to its student is seen to follow it. A value that every
@@ -245,10 +245,10 @@ def _state_refusal(subject: Subject, precision: str, start: LoopState) -> Check 
     return None if repeats == [] else _changes_refusal(repeats or changed)
 
 
-def _changes_again(subject: Subject, start: LoopState) -> list[Change] | None:
+def _changes_again(subject: TrainingLoop, start: LoopState) -> list[StateChange] | None:
     """Return the state that a second forward changes again; None if the forward fails or gives another gradient."""
     whole = [(subject.batch, subject.rows)]
-    masks = OwnMasks(subject.trained, subject.rows)
+    masks = ModuleMasks(subject.trained, subject.rows)
     with _restoring(start), _as_it_trains(subject.trained), dropout_off(subject.trained):
         move_last_bits(subject.trained, seed=0, epsilon=_MOVED)
         try:
@@ -262,7 +262,7 @@ def _changes_again(subject: Subject, start: LoopState) -> list[Change] | None:
         return again if again or is_same else None
 
 
-def _counted(changes: Sequence[Change]) -> list[Change]:
+def _counted(changes: Sequence[StateChange]) -> list[StateChange]:
     """Return the changes that prevent a split.
 
     Gradients are the result. torch's generators draw dropout masks sample by sample from the same distribution; the
@@ -272,7 +272,7 @@ def _counted(changes: Sequence[Change]) -> list[Change]:
     return [c for c in changes if c.kind not in ignored and c.path not in TORCH_GENERATORS]
 
 
-def _batch_statistics(model: nn.Module, changed: Sequence[Change]) -> Check | None:
+def _batch_statistics(model: nn.Module, changed: Sequence[StateChange]) -> SplitCheck | None:
     owners = {name: module for name, module in model.named_modules() if normalises_by_batch(module)}
     moved = {c.path.rpartition(".")[0].removeprefix("model.").removeprefix("model") for c in changed}
     kinds = sorted({type(module).__name__ for name, module in owners.items() if name in moved})
@@ -289,7 +289,7 @@ def _batch_statistics(model: nn.Module, changed: Sequence[Change]) -> Check | No
     )
 
 
-def _changes_refusal(changed: Sequence[Change]) -> Check:
+def _changes_refusal(changed: Sequence[StateChange]) -> SplitCheck:
     paths = [change.path for change in changed]
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     return _refused(
@@ -302,7 +302,7 @@ def _changes_refusal(changed: Sequence[Change]) -> Check:
 # Random masks -------------------------------------------------------------------------------------------------------
 
 
-def _shared_masks(subject: Subject) -> str | None:
+def _shared_masks(subject: TrainingLoop) -> str | None:
     """Return the places of random numbers that several samples share and the gradient depends on, or "".
 
     None if the forward fails. The elements drawn for some samples, and for the same samples twice, are counted: a
@@ -311,7 +311,7 @@ def _shared_masks(subject: Subject) -> str | None:
     for few, many, times in _samples_and_more(subject):
         try:
             with _as_it_trains(subject.trained):
-                counts = Counter[Draw](), Counter[Draw]()
+                counts = Counter[MaskDraw](), Counter[MaskDraw]()
                 for batch, count in zip((few, many), counts, strict=True):
                     with counted_draws(count):
                         subject.loss(batch)
@@ -325,7 +325,7 @@ def _shared_masks(subject: Subject) -> str | None:
     return None
 
 
-def _samples_and_more(subject: Subject) -> Iterator[tuple[Any, Any, float | None]]:
+def _samples_and_more(subject: TrainingLoop) -> Iterator[tuple[Any, Any, float | None]]:
     """Yield pairs of batches and the ratio of their sample counts, or None if samples have different sizes."""
     samples = max(1, min(_COUNTED, subject.rows // 2))
     if read(subject.batch).samples == subject.rows:
@@ -336,12 +336,12 @@ def _samples_and_more(subject: Subject) -> Iterator[tuple[Any, Any, float | None
     yield part, subject.batch, None
 
 
-def _matter(subject: Subject, batch: Any, draws: Sequence[Draw]) -> bool:
+def _matter(subject: TrainingLoop, batch: Any, draws: Sequence[MaskDraw]) -> bool:
     """Return True if the gradient depends on some draws; a drawn number may be unused."""
     before: Gradients | None = None
     for variant in range(VARIANTS):
         with other_draws(draws, variant):
-            found = _gradient(subject, [(batch, 1)], OwnMasks(nn.Module(), 1))
+            found = _gradient(subject, [(batch, 1)], ModuleMasks(nn.Module(), 1))
         if before is not None and not _difference(before, found).relative <= _REPEATED:
             return True
         before = found
@@ -353,7 +353,7 @@ def _matter(subject: Subject, batch: Any, draws: Sequence[Draw]) -> bool:
 Gradients = dict[str, Tensor]
 
 
-def _unequal_split(subject: Subject) -> Iterator[tuple[Any, int]]:
+def _unequal_split(subject: TrainingLoop) -> Iterator[tuple[Any, int]]:
     """Yield pieces of about 5/8, 2/8 and 1/8 of the samples."""
     rows = subject.rows
     ends = sorted({max(1, round(rows * 0.625)), max(1, round(rows * 0.875)), rows})
@@ -361,9 +361,9 @@ def _unequal_split(subject: Subject) -> Iterator[tuple[Any, int]]:
         yield subject.batching.part(subject.batch, start, stop, rows), stop - start
 
 
-def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
+def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
     model, whole_batch = subject.trained, [(subject.batch, subject.rows)]
-    masks = OwnMasks(model, subject.rows)
+    masks = ModuleMasks(model, subject.rows)
     with _as_it_trains(model), dropout_off(model):
         try:
             whole = _gradient(subject, whole_batch, masks)
@@ -392,7 +392,7 @@ def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
         return _cause(subject, whole, sizes, pieces, found, masks)
 
 
-def _within(subject: Subject, whole: Gradients, sizes: Norms, other: Gradients, masks: OwnMasks) -> Difference:
+def _within(subject: TrainingLoop, whole: Gradients, sizes: Norms, other: Gradients, masks: ModuleMasks) -> Difference:
     """Return the parameter whose gradient differs most, relative to its tolerance.
 
     The tolerance is a constant fraction of each gradient, plus a multiple of its rounding error if rounding could
@@ -424,12 +424,12 @@ def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
 
 
 def _cause(
-    subject: Subject,
+    subject: TrainingLoop,
     whole: Gradients,
     sizes: Norms,
     pieces: Sequence[tuple[Any, int]],
     found: Difference,
-    masks: OwnMasks,
+    masks: ModuleMasks,
 ) -> _Verdict:
     """Return the reason for a different gradient, with a remedy if there is one.
 
@@ -491,7 +491,9 @@ def _pass_on_memory(error: Exception) -> None:
         raise error
 
 
-def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]], masks: OwnMasks, first: int = 0) -> Gradients:
+def _gradient(
+    subject: TrainingLoop, pieces: Sequence[tuple[Any, int]], masks: ModuleMasks, first: int = 0
+) -> Gradients:
     """Return the accumulated gradient of pieces of the batch.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.calibrate.example_batch import own_loss
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.learning_rate import RatePoint, has_diverged
@@ -23,7 +23,7 @@ _NO_LIMIT = 1e30  # Limit on the gradient norm that never clips: the factor is e
 
 
 def range_test(
-    subject: Subject,
+    subject: TrainingLoop,
     plan: Plan,
     batches: Iterable[Any],
     progress: Callable[[str], None],

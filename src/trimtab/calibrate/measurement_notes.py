@@ -84,7 +84,7 @@ def planning_failed(error: Exception) -> ModelError:
     )
 
 
-class Interrupted(BaseException):
+class CallbackError(BaseException):
     """Carries an exception of the user's progress callback past the handlers of measuring stages."""
 
     def __init__(self, error: Exception) -> None:
@@ -93,12 +93,12 @@ class Interrupted(BaseException):
 
 
 def interrupting(progress: Callable[[str], None]) -> Callable[[str], None]:
-    """Return the progress callback with exceptions converted to `Interrupted`, which ends planning."""
+    """Return the progress callback with exceptions converted to `CallbackError`, which ends planning."""
 
     def report(text: str) -> None:
         try:
             progress(text)
         except Exception as error:
-            raise Interrupted(error) from error
+            raise CallbackError(error) from error
 
     return report

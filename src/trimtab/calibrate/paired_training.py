@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trimtab.calibrate.example_batch import own_loss
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.paired_training_verdict import ShortPair, ShortRun, is_lost
@@ -29,7 +29,7 @@ NUM_PAIRS = 5  # Fewer pairs cannot give a verdict (math: section 8).
 
 
 def short_race(
-    subject: Subject,
+    subject: TrainingLoop,
     stands: Plan,
     rival: Plan,
     batches: Iterable[Any],
@@ -89,7 +89,7 @@ def short_race(
     return tuple(pairs)
 
 
-def _train(subject: Subject, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
+def _train(subject: TrainingLoop, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
     rows = sum(map(subject.batching.require, data))
     losses, seconds = [], []
     with Run(
@@ -114,7 +114,7 @@ def _train(subject: Subject, plan: Plan, data: list[Any], *, by_unseen: bool) ->
 
 
 @torch.no_grad()
-def _evaluated(run: Run, subject: Subject, batch: Any) -> torch.Tensor:
+def _evaluated(run: Run, subject: TrainingLoop, batch: Any) -> torch.Tensor:
     """Return the mean loss of a batch in evaluation mode, in the plan's precision and micro-batches."""
     modes = [(module, module.training) for module in run.model.modules()]
     rows = subject.batching.require(batch)

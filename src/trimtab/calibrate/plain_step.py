@@ -9,18 +9,20 @@ from trimtab.calibrate.exception_text import describe
 from trimtab.calibrate.gradient_equivalence import check_splitting
 from trimtab.calibrate.measurement_notes import Notes
 from trimtab.calibrate.step_counts import is_of_loss, require_plain_step
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import OptimizerError, TrimtabError
-from trimtab.core.plan import Check
+from trimtab.core.plan import SplitCheck
 from trimtab.measure.loop_state import LoopState
 from trimtab.runtime.compiled_call import is_compiled
-from trimtab.runtime.hook_checks import HooksOfForward
+from trimtab.runtime.hook_checks import ForwardHookCollector
 from trimtab.runtime.optimizers import drop_gradients
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.user_hooks import GradientHook, gradient_hooks, in_words, require_plannable
 
 
-def checked(subject: Subject, precision: str, notes: Notes, start: LoopState) -> tuple[Check, tuple[GradientHook, ...]]:
+def checked(
+    subject: TrainingLoop, precision: str, notes: Notes, start: LoopState
+) -> tuple[SplitCheck, tuple[GradientHook, ...]]:
     """Return the verdict on splitting the batch, and the gradient hooks of the model and its forward.
 
     Splitting is refused for a model with hooks, and, with a note, if the check itself fails.
@@ -45,10 +47,10 @@ def checked(subject: Subject, precision: str, notes: Notes, start: LoopState) ->
             raise
         require_plain_step(subject, precision)
         notes.add("splitting.not_checked", "whether the batch can be split was not checked", error)
-        return Check(False, f"splitting was not checked: {describe(error)}", code="split.not_checked"), hooks
+        return SplitCheck(False, f"splitting was not checked: {describe(error)}", code="split.not_checked"), hooks
 
 
-def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, ...]:
+def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientHook, ...]:
     """Run a plain step on the example batch and return the gradient hooks that the forward registered.
 
     The caller restores the state. The splitting check reports a failing forward or backward.
@@ -56,7 +58,7 @@ def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, 
     Raises:
         OptimizerError: parameters change in the backward, the step fails, or `zero_grad` keeps gradients.
     """
-    watch = HooksOfForward()
+    watch = ForwardHookCollector()
     try:
         with contextlib.nullcontext() if is_compiled(subject.model) else watch:
             loss, *_ = subject.loss(precision=precision)
@@ -82,7 +84,7 @@ def _hooks_of_own_step(subject: Subject, precision: str) -> tuple[GradientHook, 
     return tuple(watch.found)
 
 
-def _failed(subject: Subject, error: Exception) -> OptimizerError:
+def _failed(subject: TrainingLoop, error: Exception) -> OptimizerError:
     return OptimizerError(
         "optimizer",
         got=f"a step of {type(subject.optimizer).__name__} that fails after the backward: {describe(error)}",

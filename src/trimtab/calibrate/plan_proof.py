@@ -39,8 +39,8 @@ from trimtab.calibrate.rounding_tolerance import (
     worst,
 )
 from trimtab.calibrate.second_batch import other_values
-from trimtab.calibrate.training_loop import Subject
-from trimtab.core.choice import Check, Proof, Refuted
+from trimtab.calibrate.training_loop import TrainingLoop
+from trimtab.core.choice import Proof, RefusedByProof, SplitCheck
 from trimtab.core.profile import Candidate, Profile, ProvedCandidate
 from trimtab.decide.planner import chosen_candidate
 from trimtab.measure.loop_state import LoopState
@@ -94,7 +94,7 @@ _FP32 = Tolerance(relative=1e-4, moved=1e-3, times=30.0, most=0.3)
 _REDUCED = Tolerance(relative=0.02, moved=0.05, times=4.0, most=0.9)
 
 
-class _Copies:
+class _LoopResults:
     """Copies of a loop's results: gradients of the first step, and the state after the second."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class _Copies:
 class _Distances:
     """Distances of a loop's results from copies, computed without copying."""
 
-    def __init__(self, copies: _Copies) -> None:
+    def __init__(self, copies: _LoopResults) -> None:
         self._copies = copies
         self.gradients: Norms = {}
         self.after: Norms = {}
@@ -131,7 +131,7 @@ class _Distances:
         self.after = distances(self._copies.after, state)
 
 
-_Seen = _Copies | _Distances
+_Seen = _LoopResults | _Distances
 _Loop = Callable[[_Seen], None]
 
 
@@ -151,7 +151,7 @@ class _Comparison:
 
 
 def prove(
-    subject: Subject,
+    subject: TrainingLoop,
     candidate: Candidate,
     reference: Candidate,
     step_s: float | None = None,
@@ -188,7 +188,7 @@ def prove(
 
 
 def refuted_settings(
-    subject: Subject,
+    subject: TrainingLoop,
     candidate: Candidate,
     reference: Candidate,
     step_s: float | None = None,
@@ -214,7 +214,7 @@ def refuted_settings(
 
 
 def with_proof(
-    subject: Subject, profile: Profile, progress: Callable[[str], None], start: LoopState
+    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None], start: LoopState
 ) -> tuple[Profile, bool]:
     """Prove the candidate that a profile's plan would choose; state is restored.
 
@@ -244,14 +244,14 @@ def with_proof(
                 causes = refuted_settings(subject, candidate, reference, step_s, start)
     for name in causes:
         value = None if name == "micro_batch" else getattr(candidate, name)
-        profile = replace(profile, refuted=(*profile.refuted, Refuted(name, value, f"refused: {proof.reason}")))
+        profile = replace(profile, refuted=(*profile.refuted, RefusedByProof(name, value, f"refused: {proof.reason}")))
         if name == "micro_batch":
-            profile = replace(profile, check=Check(False, proof.reason, code="split.plan_differs"))
+            profile = replace(profile, check=SplitCheck(False, proof.reason, code="split.plan_differs"))
     return profile, False
 
 
 def _proof_or_error(
-    subject: Subject, candidate: Candidate, reference: Candidate, step_s: float, start: LoopState
+    subject: TrainingLoop, candidate: Candidate, reference: Candidate, step_s: float, start: LoopState
 ) -> Proof:
     try:
         return prove(subject, candidate, reference, step_s, start)
@@ -289,7 +289,7 @@ def _scaled_micro_batch(micro_batch: int, rows: int, samples: int) -> int:
     return min(alike, key=lambda size: abs(size - wanted), default=max(1, int(wanted)))
 
 
-def _smaller(subject: Subject, samples: int) -> Subject:
+def _smaller(subject: TrainingLoop, samples: int) -> TrainingLoop:
     if samples >= subject.rows:
         return subject
     return replace(subject.first(samples), example=None)
@@ -299,7 +299,7 @@ def _smaller(subject: Subject, samples: int) -> Subject:
 
 
 def _prove(
-    subject: Subject, candidate: Candidate, own_pieces: int, changed: tuple[str, ...], start: LoopState
+    subject: TrainingLoop, candidate: Candidate, own_pieces: int, changed: tuple[str, ...], start: LoopState
 ) -> Proof:
     found: list[tuple[Difference, int]] = []
     precisions: list[str] = []
@@ -330,14 +330,14 @@ def _prove(
     return Proof(True, reason, "proof.holds", changed, names, tensors, largest.ratio)
 
 
-def _drawing(subject: Subject) -> set[nn.Module]:
+def _drawing(subject: TrainingLoop) -> set[nn.Module]:
     """Return the modules that draw their own masks in a forward; the caller restores the state."""
     with contextlib.suppress(Exception):  # The unchanged loop fails too, and that error is reported.
         return drawing_modules(subject.trained, subject.loss)
     return set()
 
 
-def _comparisons(subject: Subject, candidate: Candidate, own_pieces: int) -> Iterator[tuple[str, _Comparison]]:
+def _comparisons(subject: TrainingLoop, candidate: Candidate, own_pieces: int) -> Iterator[tuple[str, _Comparison]]:
     """Yield (precision, comparison): in fp32, then in the planned precision.
 
     A model compiled in another precision is not compiled for fp32 too. A plan that splits or recomputes is also
@@ -363,7 +363,7 @@ def _comparisons(subject: Subject, candidate: Candidate, own_pieces: int) -> Ite
 
 
 def _compared(
-    subject: Subject,
+    subject: TrainingLoop,
     start: LoopState,
     batches: Sequence[Any],
     precision: str,
@@ -392,7 +392,7 @@ def _compared(
 
         return run
 
-    expected, found = _Copies(), _Copies()
+    expected, found = _LoopResults(), _LoopResults()
     try:
         steps(plain, expected)
     except Exception as error:
@@ -449,7 +449,7 @@ class _Judge:
         expected: results of the unchanged loop; only norms are kept.
     """
 
-    def __init__(self, tolerance: Tolerance, before: Mapping[str, Tensor], expected: _Copies) -> None:
+    def __init__(self, tolerance: Tolerance, before: Mapping[str, Tensor], expected: _LoopResults) -> None:
         self._tolerance = tolerance
         self._sizes = norms(expected.gradients)
         known = {name: each for name, each in before.items() if name in expected.after}
@@ -534,14 +534,14 @@ def _epsilon(tensor: Tensor) -> float:
 # The two loops ------------------------------------------------------------------------------------------------------
 
 
-def _two_batches(subject: Subject) -> tuple[Any, Any]:
+def _two_batches(subject: TrainingLoop) -> tuple[Any, Any]:
     if subject.second is not None:
         return subject.batch, subject.second
     other = other_values(subject.batch, subject.rows, subject.rows, subject.batching)
     return subject.batch, subject.batch if other is None else other
 
 
-def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, pieces: int, seen: _Seen) -> None:
+def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, pieces: int, seen: _Seen) -> None:
     """Train two steps in a plain loop.
 
     Args:
@@ -569,7 +569,7 @@ def _plain_steps(subject: Subject, batches: Sequence[Any], precision: str, piece
     seen.see_state(_state(subject))
 
 
-def _accumulate(subject: Subject, batch: Any, precision: str, pieces: int, scaler: torch.amp.GradScaler) -> None:
+def _accumulate(subject: TrainingLoop, batch: Any, precision: str, pieces: int, scaler: torch.amp.GradScaler) -> None:
     for _, parameter in _trained(subject):
         parameter.grad = None
     rows = subject.rows
@@ -589,7 +589,7 @@ def _accumulate(subject: Subject, batch: Any, precision: str, pieces: int, scale
                 parameter.grad /= or_one(count)
 
 
-def _planned_steps(subject: Subject, candidate: Candidate, batches: Sequence[Any], seen: _Seen) -> None:
+def _planned_steps(subject: TrainingLoop, candidate: Candidate, batches: Sequence[Any], seen: _Seen) -> None:
     """Train two steps in a run of the plan."""
     first, second = batches
     with subject.start(candidate) as run:
@@ -607,15 +607,15 @@ def _planned_steps(subject: Subject, candidate: Candidate, batches: Sequence[Any
     seen.see_state(_state(subject))
 
 
-def _trained(subject: Subject) -> list[tuple[str, Tensor]]:
+def _trained(subject: TrainingLoop) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in subject.trained.named_parameters() if p.requires_grad]
 
 
-def _gradients(subject: Subject) -> dict[str, Tensor]:
+def _gradients(subject: TrainingLoop) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in _trained(subject)}
 
 
-def _state(subject: Subject) -> dict[str, Tensor]:
+def _state(subject: TrainingLoop) -> dict[str, Tensor]:
     """Return parameters, buffers and tensors of optimizer state by name.
 
     Step counters are left out, because a fused step uses another dtype for them.
@@ -631,7 +631,7 @@ def _state(subject: Subject) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _subject_with_rate(subject: Subject) -> Iterator[None]:
+def _subject_with_rate(subject: TrainingLoop) -> Iterator[None]:
     """Raise learning rates too small to move weights (first step of a warm-up) inside the context."""
     groups = [g for g in subject.optimizer.param_groups if _is_tiny(g.get("lr"))]
     before = [group["lr"] for group in groups]

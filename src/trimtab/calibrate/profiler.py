@@ -19,30 +19,44 @@ from trimtab.calibrate.block_profile import measure_recomputable
 from trimtab.calibrate.candidate_traces import trace_candidates, trace_for_others
 from trimtab.calibrate.example_batch import own_loss
 from trimtab.calibrate.loop_facts import loop_facts, with_tested_step
-from trimtab.calibrate.measurement_notes import Interrupted, Notes, interrupting, planning_failed, report_not_restorable
+from trimtab.calibrate.measurement_notes import (
+    CallbackError,
+    Notes,
+    interrupting,
+    planning_failed,
+    report_not_restorable,
+)
 from trimtab.calibrate.plain_step import checked
 from trimtab.calibrate.plan_proof import with_proof
 from trimtab.calibrate.planning_lock import one_at_a_time
 from trimtab.calibrate.recompute_timing import num_steps
-from trimtab.calibrate.sample_batches import Drawn, draw_some, waiting_s
-from trimtab.calibrate.smoke_test import Guard
+from trimtab.calibrate.sample_batches import SampledBatches, draw_some, waiting_s
+from trimtab.calibrate.smoke_test import CrashTest
 from trimtab.calibrate.step_counts import count_step
 from trimtab.calibrate.target_device_blocks import trace_blocks_for_others
-from trimtab.calibrate.training_loop import Subject
-from trimtab.calibrate.trial_power import Power
+from trimtab.calibrate.training_loop import TrainingLoop
+from trimtab.calibrate.trial_power import TrialPower
 from trimtab.calibrate.trials import run_stage
 from trimtab.calibrate.vocab_padding import padding_saves_s
 from trimtab.core.energy_reading import NO_METER
 from trimtab.core.errors import LoopError, ModelError, TrimtabError
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, TracedBlocks, is_final
+from trimtab.core.profile import (
+    Candidate,
+    LoopFacts,
+    Profile,
+    RecomputableBlocks,
+    TracedBlocks,
+    TracedCandidate,
+    is_final,
+)
 from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces
 from trimtab.decide.search_space import put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.loop_state import LoopState, unchanged_by
 from trimtab.measure.machine import device_spec, environment
-from trimtab.measure.meter_selection import Found, with_idle
+from trimtab.measure.meter_selection import SelectedMeter, with_idle
 from trimtab.measure.peak_memory import forget_peak, is_profiled
 from trimtab.measure.timing import PhaseClock
 from trimtab.nn import LossHead
@@ -58,7 +72,7 @@ _NO_TIME = "there was no time left to measure its blocks"
 
 @one_at_a_time
 def profile_loop(
-    subject: Subject,
+    subject: TrainingLoop,
     reference: Reference,
     objective: Objective,
     budget: Budget,
@@ -67,7 +81,7 @@ def profile_loop(
     total_steps: int | None = None,
     num_blocks: int = NUM_BLOCKS,
     traces: bool = False,
-    metered: Found | None = None,
+    metered: SelectedMeter | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
     """Measure a loop and the candidates that the search requests; the loop is restored bit for bit, also on error.
@@ -94,7 +108,7 @@ def profile_loop(
             metered=metered,
             progress=interrupting(progress),
         )
-    except Interrupted as end:
+    except CallbackError as end:
         raise end.error from None
     except TrimtabError:
         raise
@@ -103,7 +117,7 @@ def profile_loop(
 
 
 def _profile(
-    subject: Subject,
+    subject: TrainingLoop,
     reference: Reference,
     objective: Objective,
     budget: Budget,
@@ -112,14 +126,14 @@ def _profile(
     total_steps: int | None,
     num_blocks: int,
     traces: bool,
-    metered: Found | None,
+    metered: SelectedMeter | None,
     progress: Callable[[str], None],
 ) -> Profile:
     start, notes = time.perf_counter(), Notes()
     is_asked = objective.energy > 0 or budget.energy is not None
     metered = with_idle(metered) if metered is not None and is_asked else metered
     with unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot:
-        drawn = Drawn() if data is None else draw_some(subject, data, notes)
+        drawn = SampledBatches() if data is None else draw_some(subject, data, notes)
         subject = replace(subject, second=drawn.batch)
         progress("checking that splitting keeps the gradient")
         check, hooks = checked(subject, reference.precision, notes, snapshot)
@@ -145,7 +159,7 @@ def _profile(
         fault_s = page_faults.fault_s() if facts.can_retain else None
         facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s, longest=drawn.longest)
         profile = replace(profile, loop=facts, phases_s=phases)
-        power = None if metered is None or metered.facts.is_absent else Power(metered.meter, is_asked)
+        power = None if metered is None or metered.facts.is_absent else TrialPower(metered.meter, is_asked)
         profile = _search(
             subject, profile, num_blocks, progress, snapshot, traces=traces, start=start, power=power, notes=notes
         )
@@ -185,11 +199,11 @@ def _require_initialized(model: nn.Module) -> None:
 
 
 def _with_traces_for_others(
-    subject: Subject, profile: Profile, progress: Callable[[str], None], notes: Notes
+    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None], notes: Notes
 ) -> Profile:
     """Return the profile with traces for target devices."""
 
-    def steps() -> tuple[Traced, ...]:
+    def steps() -> tuple[TracedCandidate, ...]:
         return trace_for_others(subject, profile, progress)
 
     def blocks() -> tuple[TracedBlocks, ...]:
@@ -201,7 +215,7 @@ def _with_traces_for_others(
 
 
 def _search(
-    subject: Subject,
+    subject: TrainingLoop,
     profile: Profile,
     num_blocks: int,
     progress: Callable[[str], None],
@@ -209,14 +223,14 @@ def _search(
     *,
     traces: bool,
     start: float,
-    power: Power | None,
+    power: TrialPower | None,
     notes: Notes,
 ) -> Profile:
     """Return the profile with all traces and trials that the search requests."""
     objective, budget = profile.objective, profile.budget
     asked: set[Candidate] = set()
     gc.collect()  # Objects in reference cycles, such as a loader's workers, may take long to end in a forked process.
-    guard = Guard(subject, profile.reference_candidate)
+    guard = CrashTest(subject, profile.reference_candidate)
     while True:
         snapshot.restore()  # Also undoes changes that the checks before the first phase left in the loss.
         spent_s = time.perf_counter() - start
@@ -259,7 +273,7 @@ def _search(
 
 
 def _with_blocks(
-    subject: Subject,
+    subject: TrainingLoop,
     profile: Profile,
     candidates: Sequence[Candidate],
     needed: Sequence[Candidate],
@@ -268,9 +282,9 @@ def _with_blocks(
     """Return the profile with the needed candidates' blocks measured, and the remaining ones marked as unmeasured."""
     splits = profile.check.splittable
 
-    def measured(candidate: Candidate) -> Recomputable:
+    def measured(candidate: Candidate) -> RecomputableBlocks:
         if candidate not in needed:
-            return Recomputable(candidate, refusal=_NO_TIME)
+            return RecomputableBlocks(candidate, refusal=_NO_TIME)
         progress(f"measuring blocks: {candidate.describe()}")
         return measure_recomputable(subject, candidate, splits=splits)
 
@@ -282,7 +296,7 @@ def _block_steps(profile: Profile, number: int) -> int:
     return number * num_steps((profile.run_s or 0.0) / (profile.total_steps or 1))
 
 
-def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
+def _with_padding(subject: TrainingLoop, profile: Profile, notes: Notes) -> Profile:
     """Return the profile with the time that a padded vocabulary would save, in the best precision so far."""
     if profile.loop.logits is None or profile.hurried:
         return profile
@@ -296,14 +310,14 @@ def _with_padding(subject: Subject, profile: Profile, notes: Notes) -> Profile:
     return replace(profile, loop=replace(profile.loop, padding_saves_s=found))
 
 
-def _phases_or_none(subject: Subject, candidate: Candidate, notes: Notes) -> tuple[dict[str, float], float | None]:
+def _phases_or_none(subject: TrainingLoop, candidate: Candidate, notes: Notes) -> tuple[dict[str, float], float | None]:
     """Return phases and page faults of a candidate; none if the step fails, which the trials will report."""
     measured = functools.partial(measure_phases, subject, candidate)
     none: tuple[dict[str, float], float | None] = ({}, None)
     return notes.attempt("phases.not_timed", "phases of a step were not timed", measured, none)
 
 
-def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, float], float | None]:
+def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[str, float], float | None]:
     """Return a candidate's seconds per step by phase (slicing, forward, backward, optimizer), and the page faults.
 
     "slicing" splits the batch into micro-batches and moves them to the device; drawing batches is timed separately.
@@ -322,7 +336,7 @@ def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, fl
     return phases, statistics.median(each) if each else None
 
 
-def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
+def _phased_step(run: Any, subject: TrainingLoop, clock: PhaseClock) -> None:
     micros = iter(run.window(subject.batch))
     while True:
         with clock.phase("slicing"):
@@ -337,7 +351,7 @@ def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
         run.step()
 
 
-def _facts(subject: Subject, precision: str, notes: Notes, hooks: tuple[GradientHook, ...]) -> LoopFacts:
+def _facts(subject: TrainingLoop, precision: str, notes: Notes, hooks: tuple[GradientHook, ...]) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
     with contextlib.ExitStack() as open_ones:
         said = "the loss head is not tried in chunks, as it could not be watched"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from trimtab.calibrate.disable_dropout import own_droppers
-from trimtab.measure.dispatch_mode import Watching
+from trimtab.measure.dispatch_mode import EagerDispatchMode
 
 _IGNORED = ("aten::_cudnn_init_dropout_state",)  # Drawn once per process, with a fixed size.
 _FAR = 3.0  # Standard deviations.
@@ -30,7 +30,7 @@ VARIANTS = 5  # Variants of drawn numbers: the two extremes, and three seeds.
 
 
 @dataclass(frozen=True)
-class Draw:
+class MaskDraw:
     """A place in the code that draws random numbers.
 
     Args:
@@ -89,7 +89,7 @@ class _Modules:
                 handle.remove()
 
 
-class _Seeded(Watching):
+class _Seeded(EagerDispatchMode):
     """Dispatch mode that passes operators with random results to a callback, below autograd.
 
     Args:
@@ -97,7 +97,7 @@ class _Seeded(Watching):
             the result to use.
     """
 
-    def __init__(self, drawn: Callable[[Draw, Any, Callable[[], Any], Any, Any], Any]) -> None:
+    def __init__(self, drawn: Callable[[MaskDraw, Any, Callable[[], Any], Any, Any], Any]) -> None:
         super().__init__()
         self._drawn, self._modules = drawn, _Modules()
 
@@ -110,7 +110,7 @@ class _Seeded(Watching):
         # The operator drew nothing, such as attention without dropout.
         if all(map(torch.equal, before, _generators())):
             return result
-        draw = Draw(self._modules.innermost, func.name())
+        draw = MaskDraw(self._modules.innermost, func.name())
         return self._drawn(draw, result, lambda: func(*args, **kwargs), args, kwargs)
 
     @contextlib.contextmanager
@@ -129,10 +129,10 @@ def _first(result: Any) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def counted_draws(elements: Counter[Draw]) -> Iterator[None]:
+def counted_draws(elements: Counter[MaskDraw]) -> Iterator[None]:
     """Add the number of drawn elements to a counter, by place."""
 
-    def drawn(draw: Draw, result: Any, *_: Any) -> Any:
+    def drawn(draw: MaskDraw, result: Any, *_: Any) -> Any:
         first = _first(result)
         elements[draw] += 0 if first is None else first.numel()
         return result
@@ -141,7 +141,7 @@ def counted_draws(elements: Counter[Draw]) -> Iterator[None]:
         yield
 
 
-def shared_draws(few: Mapping[Draw, int], many: Mapping[Draw, int], times: float | None) -> list[Draw]:
+def shared_draws(few: Mapping[MaskDraw, int], many: Mapping[MaskDraw, int], times: float | None) -> list[MaskDraw]:
     """Return the draws with a number of elements that is not proportional to the number of samples.
 
     Args:
@@ -157,7 +157,7 @@ def shared_draws(few: Mapping[Draw, int], many: Mapping[Draw, int], times: float
 
 
 @contextlib.contextmanager
-def other_draws(draws: Collection[Draw], variant: int) -> Iterator[None]:
+def other_draws(draws: Collection[MaskDraw], variant: int) -> Iterator[None]:
     """Replace the results of some draws inside the context; all others use a fixed seed.
 
     Args:
@@ -166,7 +166,7 @@ def other_draws(draws: Collection[Draw], variant: int) -> Iterator[None]:
             changes. Other numbers are seeds.
     """
 
-    def drawn(draw: Draw, result: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+    def drawn(draw: MaskDraw, result: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         first = _first(result)
         if draw not in draws or first is None:
             return result
@@ -207,7 +207,7 @@ def _extremes(operator: str, args: Any, kwargs: Any, result: Tensor) -> tuple[fl
 # Modules that draw masks of their own -------------------------------------------------------------------------------
 
 
-class OwnMasks:
+class ModuleMasks:
     """Masks that modules outside torch draw for a batch: recorded for the whole batch, and sliced for parts.
 
     These modules stay in training mode. The first use records, and must be on the whole batch.
@@ -238,7 +238,7 @@ class OwnMasks:
             yield
         self._recorded = use.recorded
 
-    def _drawn(self, use: _Use, is_first: bool, draw: Draw, result: Any) -> Any:
+    def _drawn(self, use: _Use, is_first: bool, draw: MaskDraw, result: Any) -> Any:
         if draw.module not in self._own:
             return result
         assert draw.module is not None

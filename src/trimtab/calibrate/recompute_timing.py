@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.calibrate.trial_steps import step_until_applied
 from trimtab.calibrate.trials import timer
 from trimtab.core.profile import Candidate
@@ -34,7 +34,7 @@ _LEAST, _LEAST_IN_PART = 0.5, 0.1
 
 
 @dataclass(frozen=True)
-class Line:
+class SecondsPerSample:
     """Seconds of a micro-batch as a linear function of its samples."""
 
     fixed_s: float
@@ -45,7 +45,7 @@ class Line:
         return self.fixed_s + self.row_s * rows
 
 
-def line_through(points: Sequence[tuple[int, float]]) -> Line:
+def line_through(points: Sequence[tuple[int, float]]) -> SecondsPerSample:
     """Return the non-negative, non-decreasing line through one or two points (samples, seconds), larger size first.
 
     A single point gives a line through zero.
@@ -54,14 +54,14 @@ def line_through(points: Sequence[tuple[int, float]]) -> Line:
     high, low = max(0.0, high), max(0.0, low)
     row_s = high / more if more == fewer else (high - low) / (more - fewer)
     if row_s <= 0:  # More samples take no longer: only the overhead per call counts, or the rest is lost in noise.
-        return Line((high + low) / 2, 0.0)
+        return SecondsPerSample((high + low) / 2, 0.0)
     fixed_s = high - row_s * more
-    return Line(fixed_s, row_s) if fixed_s >= 0 else Line(0.0, high / more)
+    return SecondsPerSample(fixed_s, row_s) if fixed_s >= 0 else SecondsPerSample(0.0, high / more)
 
 
 def measure_seconds(
-    subject: Subject, candidate: Candidate, schedules: Sequence[Schedule], *, splits: bool, forward_s: float
-) -> tuple[float, list[Line]]:
+    subject: TrainingLoop, candidate: Candidate, schedules: Sequence[Schedule], *, splits: bool, forward_s: float
+) -> tuple[float, list[SecondsPerSample]]:
     """Return the seconds of a step without recomputation, and each schedule's extra seconds per micro-batch.
 
     Args:
@@ -90,7 +90,7 @@ def _turns(step_s: float) -> int:
     return max(2, min(_MOST, int(_MEASURING_S / step_s))) if step_s > 0 else _MOST
 
 
-def _longer(subject: Subject, candidate: Candidate, schedules: Sequence[Schedule]) -> tuple[float, list[float]]:
+def _longer(subject: TrainingLoop, candidate: Candidate, schedules: Sequence[Schedule]) -> tuple[float, list[float]]:
     """Return the seconds of a step that keeps all activations, and the extra seconds of each schedule."""
     names = subject.blocks.names
     with subject.start(candidate) as run:

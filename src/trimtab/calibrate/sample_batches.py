@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trimtab.calibrate.measurement_notes import Notes
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import TrimtabError, ValueGivenError
 from trimtab.measure.data_state import DataState, undisturbed
 from trimtab.measure.process_state import ProcessState
@@ -29,7 +29,7 @@ _CHANGED = (
 )
 
 
-class Drawn(NamedTuple):
+class SampledBatches(NamedTuple):
     """Result of drawing a few batches.
 
     Attributes:
@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
     batch: Any = None
 
 
-def draw_some(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
+def draw_some(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledBatches:
     """Draw a few consecutive batches and restore the data. Iterators and other one-shot data are skipped.
 
     The first batch is drawn before the clock starts, because opening files and starting workers takes time.
@@ -53,7 +53,7 @@ def draw_some(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
     """
     if reason := one_shot(data):
         notes.add("data.not_drawn", _NOT_DRAWN, reason)
-        return Drawn()
+        return SampledBatches()
     try:
         return _drawn(subject, data, notes)
     except TrimtabError:
@@ -61,7 +61,7 @@ def draw_some(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
     # An error of the loader, dataset or collate function; the training loop will raise it too.
     except Exception as error:
         notes.add("data.not_drawn", _NOT_DRAWN, error)
-        return Drawn()
+        return SampledBatches()
 
 
 def one_shot(data: Any) -> str:
@@ -91,7 +91,7 @@ def require_restorable(data: Any) -> None:
         )
 
 
-def _drawn(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
+def _drawn(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledBatches:
     process = ProcessState.capture(wakes_cuda=False)
     first = None
     # Workers draw in their own copies of the dataset.
@@ -117,10 +117,10 @@ def _drawn(subject: Subject, data: Iterable[Any], notes: Notes) -> Drawn:
         seconds = time_call(draw, subject.device)
     num, example = len(elements) - 1, _elements(subject.batch)
     longest = max(elements, default=0) / example if example else None
-    return Drawn(seconds / num if num > 0 else None, longest, _as_large(subject, last[0]))
+    return SampledBatches(seconds / num if num > 0 else None, longest, _as_large(subject, last[0]))
 
 
-def _as_large(subject: Subject, batch: Any) -> Any | None:
+def _as_large(subject: TrainingLoop, batch: Any) -> Any | None:
     """Return the batch if it matches the example in number of samples and in splittability, else None."""
     if batch is None or subject.unknown:
         return None

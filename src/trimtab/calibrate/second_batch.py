@@ -10,13 +10,13 @@ from torch import Tensor
 
 from trimtab.core.errors import BatchError
 from trimtab.runtime.batch import map_leaves, samples_at
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
 from trimtab.runtime.sample_count import read
 
 _MOST_SCALED = 0.1
 
 
-def other_values(batch: Any, samples: int, wanted: int, batching: Batching = BY_CONTAINERS) -> Any | None:
+def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting = BY_CONTAINERS) -> Any | None:
     """Return a batch with the same samples in another order and with changed values; None if indexing fails.
 
     Floating-point values are scaled down by individual factors of up to a tenth, which preserves signs and the range

@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import replace
 
 from trimtab.calibrate.forked_call import DONE, LATE, RAISED, can_fork, end_of
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import Candidate
 from trimtab.core.units import format_seconds
 from trimtab.measure.timing import time_call
@@ -20,7 +20,7 @@ _SHARE, _FEWEST = 32, 2  # A fraction of 1/32 of the samples, and at least 2 for
 _HOPELESS = 10.0  # Above 1, because fixed costs (mainly casts of weights) dominate with few samples.
 
 
-class Guard:
+class CrashTest:
     """Crash test: runs forward and backward of a few samples in a forked child.
 
     Finds kernels that end the process, by a segmentation fault for example.
@@ -31,7 +31,7 @@ class Guard:
         incumbent: best candidate so far; if its own test does not succeed, no candidate is tested.
     """
 
-    def __init__(self, subject: Subject, incumbent: Candidate) -> None:
+    def __init__(self, subject: TrainingLoop, incumbent: Candidate) -> None:
         rows, few = subject.rows, subject
         self._is_on, self._has_begun = subject.device.type == "cpu" and can_fork(), False
         with contextlib.suppress(Exception):  # A batch that cannot be split is used whole.
@@ -70,13 +70,13 @@ class Guard:
             return LATE
 
 
-class Probe:
+class SpeedTest:
     """Speed test: finds hopelessly slow candidates by a step of a few samples. Changes the state like any step."""
 
-    def __init__(self, subject: Subject, incumbent: Candidate, step_s: float) -> None:
+    def __init__(self, subject: TrainingLoop, incumbent: Candidate, step_s: float) -> None:
         self._rows = subject.rows
         few = max(_FEWEST, self._rows // _SHARE)
-        self._few: Subject | None = None
+        self._few: TrainingLoop | None = None
         if subject.device.type == "cpu" and step_s >= _WORTH_S and few < self._rows:
             with contextlib.suppress(Exception):  # If the batch cannot be split, the whole step decides.
                 self._few = subject.first(few)
@@ -94,7 +94,7 @@ class Probe:
         return f"stopped after {share}: {format_seconds(seconds)} per step against {format_seconds(self._base_s)}"
 
     @staticmethod
-    def _seconds(few: Subject, candidate: Candidate) -> float | None:
+    def _seconds(few: TrainingLoop, candidate: Candidate) -> float | None:
         try:
             with few.start(replace(candidate, micro_batch=few.rows)) as run:
                 return time_call(lambda: run.train_step(run.window(few.batch), few.loss_fn), few.device)
@@ -102,7 +102,7 @@ class Probe:
             return None
 
 
-class Door:
+class SmokeTest:
     """Smoke test of a candidate: a crash test in a child process, then a speed test in this process.
 
     Args:
@@ -112,10 +112,10 @@ class Door:
     """
 
     def __init__(
-        self, subject: Subject, incumbent: Candidate, step_s: float | None, guard: Guard | None = None
+        self, subject: TrainingLoop, incumbent: Candidate, step_s: float | None, guard: CrashTest | None = None
     ) -> None:
-        self._guard = guard or Guard(subject, incumbent)
-        self._probe = None if step_s is None else Probe(subject, incumbent, step_s)
+        self._guard = guard or CrashTest(subject, incumbent)
+        self._probe = None if step_s is None else SpeedTest(subject, incumbent, step_s)
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Return the reason for not trying a candidate, or None."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from trimtab.calibrate.measurement_notes import Notes, loss_failed
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import LossError, TrimtabError
 from trimtab.measure.flops import count_flops
-from trimtab.measure.softmax_detector import SoftmaxesSeen
+from trimtab.measure.softmax_detector import SoftmaxDetector
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 _REFUSED = "an operator does not run under torch's FLOP counter, or has a shape that the counter does not know"
@@ -29,10 +29,10 @@ class StepCounts(NamedTuple):
     flops: float | None
     terms: float
     kind: str
-    seen: SoftmaxesSeen
+    seen: SoftmaxDetector
 
 
-def count_step(subject: Subject, precision: str, notes: Notes) -> StepCounts:
+def count_step(subject: TrainingLoop, precision: str, notes: Notes) -> StepCounts:
     """Count a step. An instrument that fails on this loop is left out, with a note. State is restored.
 
     Raises:
@@ -47,7 +47,7 @@ def count_step(subject: Subject, precision: str, notes: Notes) -> StepCounts:
         except Exception as error:
             if is_out_of_memory(error):
                 notes.add("flops.not_counted", "FLOP were not counted", error)
-                return StepCounts(None, *_terms(subject, terms), SoftmaxesSeen())
+                return StepCounts(None, *_terms(subject, terms), SoftmaxDetector())
             if not (watches or counts):
                 _raise_of_loss(error)
             flop_error, watch_error = flop_error or error, watch_error or error
@@ -63,7 +63,7 @@ def count_step(subject: Subject, precision: str, notes: Notes) -> StepCounts:
     raise AssertionError("the last way counts nothing, and returns or raises")
 
 
-def require_plain_step(subject: Subject, precision: str) -> None:
+def require_plain_step(subject: TrainingLoop, precision: str) -> None:
     """Run the forward and backward of the example batch without instruments. State is restored.
 
     Raises:
@@ -77,7 +77,7 @@ def require_plain_step(subject: Subject, precision: str) -> None:
 
 
 def is_of_loss(error: Exception) -> bool:
-    """Return True if an error was made by `Subject.loss` from an exception of the user's code."""
+    """Return True if an error was made by `TrainingLoop.loss` from an exception of the user's code."""
     return isinstance(error, LossError) and isinstance(error.__cause__, Exception)
 
 
@@ -91,10 +91,10 @@ def _raise_of_loss(error: Exception) -> NoReturn:
 
 
 def _run(
-    subject: Subject, precision: str, terms: list[Any], *, watches: bool, counts: bool
-) -> tuple[float | None, SoftmaxesSeen]:
+    subject: TrainingLoop, precision: str, terms: list[Any], *, watches: bool, counts: bool
+) -> tuple[float | None, SoftmaxDetector]:
     """Run forward and backward; returns FLOP and softmaxes, and appends the loss's count to `terms`."""
-    seen = SoftmaxesSeen()
+    seen = SoftmaxDetector()
 
     def forward_backward() -> None:
         with seen if watches else contextlib.nullcontext():
@@ -109,7 +109,7 @@ def _run(
     return None, seen
 
 
-def _terms(subject: Subject, terms: Sequence[Any]) -> tuple[float, str]:
+def _terms(subject: TrainingLoop, terms: Sequence[Any]) -> tuple[float, str]:
     """Return the number and kind of the loss's terms, from the counts of its forwards."""
     count = terms[-1] if terms else None
     return (float(subject.rows), "rows") if count is None else (float(count), "tokens")

@@ -17,12 +17,12 @@ from trimtab.calibrate.target_device_blocks import trace_blocks
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Check
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced, TracedBlocks
+from trimtab.core.plan import SplitCheck
+from trimtab.core.profile import Candidate, LoopFacts, Profile, TracedBlocks, TracedCandidate
 from trimtab.core.progress import silent
 from trimtab.decide.target_device_candidates import traced_for, with_blocks
 from trimtab.measure.block_graph import blocks_of
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.machine import environment
 from trimtab.measure.storage_lifetimes import cannot_trace
 from trimtab.runtime.batch_splitting import BY_CONTAINERS
@@ -69,10 +69,14 @@ def profile_elsewhere(
     if named_blocks:
         blocks_of(model, loss_fn, batch, named_blocks)
     facts = _of_rows(_facts(model, optimizer, loss_fn, batch), rows)
-    check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
+    check = (
+        SplitCheck(False, "a module computes over the batch")
+        if has_batch_statistics(model)
+        else SplitCheck(True, _SPLITS)
+    )
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
 
-    def trace(candidates: Sequence[Candidate]) -> Sequence[Traced]:
+    def trace(candidates: Sequence[Candidate]) -> Sequence[TracedCandidate]:
         progress(f"tracing: {', '.join(each.describe() for each in candidates)}")
         return trace_elsewhere(model, optimizer, loss_fn, batch, candidates)
 
@@ -99,7 +103,7 @@ def _check_traceable(model: nn.Module, batch: Any, device: DeviceSpec) -> None:
 
 
 def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any) -> LoopFacts:
-    fakes = Fakes()
+    fakes = FakeTensors()
     model_there, batch_there = fakes.copy((model, batch))
     try:
         with fakes, torch.no_grad(), watched(model_there) as heads:

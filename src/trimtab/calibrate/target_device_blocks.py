@@ -14,18 +14,18 @@ from trimtab.calibrate.block_profile import NO_BLOCKS, in_part_of, runs_in_segme
 from trimtab.calibrate.candidate_traces import HERE, applied, two_sizes
 from trimtab.calibrate.exception_text import describe
 from trimtab.calibrate.recompute_timing import with_schedule
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ModelError, TrimtabError
 from trimtab.core.operator_costs import Operation, operations
 from trimtab.core.profile import Candidate, Profile, TracedBlocks
 from trimtab.core.recompute_schedule import EVERY_BLOCK, schedule_of
 from trimtab.measure.block_graph import blocks_of
-from trimtab.measure.block_memory import Stages, chains_through, require_runs, trace_stages
-from trimtab.measure.fake_cuda import AsCuda
+from trimtab.measure.block_memory import BlockMemoryTrace, chains_through, require_runs, trace_stages
+from trimtab.measure.fake_cuda import FakeCudaMode
 from trimtab.measure.memory_trace import trace_state_bytes
 from trimtab.measure.storage_lifetimes import LossFn
 from trimtab.runtime.activation_checkpoint import use_schedule
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
 from trimtab.runtime.precision import autocast
 
 
@@ -38,7 +38,7 @@ def trace_blocks(
     named: tuple[str, ...] = (),
     *,
     splits: bool = True,
-    batching: Batching = BY_CONTAINERS,
+    batching: BatchSplitting = BY_CONTAINERS,
 ) -> TracedBlocks | str:
     """Return a candidate's blocks as traced for CUDA, or the reason for failing.
 
@@ -50,7 +50,7 @@ def trace_blocks(
         splits: True if the batch may be split.
     """
     try:
-        with applied(model, optimizer, candidate), AsCuda():
+        with applied(model, optimizer, candidate), FakeCudaMode():
             return _traced(model, optimizer, loss_fn, batch, candidate, named, splits=splits, batching=batching)
     except TrimtabError as error:
         return describe(error)
@@ -65,7 +65,7 @@ def _traced(
     named: tuple[str, ...],
     *,
     splits: bool,
-    batching: Batching = BY_CONTAINERS,
+    batching: BatchSplitting = BY_CONTAINERS,
 ) -> TracedBlocks | str:
     blocks = blocks_of(model, loss_fn, batch, named)
     number = len(blocks.names)
@@ -76,7 +76,7 @@ def _traced(
     rows, batches = two_sizes(batch, batching=batching)
     forward = functools.partial(autocast, candidate.precision, HERE)
 
-    def trace(**how: Any) -> tuple[Stages, Stages]:
+    def trace(**how: Any) -> tuple[BlockMemoryTrace, BlockMemoryTrace]:
         few, many = (
             trace_stages(model, loss_fn, each, blocks, autocast=forward, twice=splits, **how) for each in batches
         )
@@ -107,7 +107,7 @@ def _run_nothing() -> None:
 
 
 def trace_blocks_for_others(
-    subject: Subject, profile: Profile, progress: Callable[[str], None]
+    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None]
 ) -> tuple[TracedBlocks, ...]:
     """Return the blocks of all candidates traced for target devices, as traced for CUDA."""
     wanted = [each.candidate for each in profile.elsewhere_traces]

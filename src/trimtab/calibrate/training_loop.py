@@ -12,23 +12,23 @@ from torch import Tensor, nn
 
 from trimtab.calibrate.example_batch import protected, require_repeatable
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
-from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
+from trimtab.core.plan import KEEP_CLIP, Choice, Effect, Plan
 from trimtab.core.profile import Candidate
 from trimtab.losses import Count, as_loss
-from trimtab.measure.block_graph import LinkedBlocks, blocks_of
+from trimtab.measure.block_graph import BlockGraph, blocks_of
 from trimtab.measure.loop_state import LoopState
 from trimtab.measure.machine import MEASURED
 from trimtab.measure.peak_memory import alive_between_steps
 from trimtab.runtime.apply_plan import require_free
 from trimtab.runtime.batch import tensors_in, to_device
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
 from trimtab.runtime.optimizers import check_ownership, whole
 from trimtab.runtime.precision import autocast
 from trimtab.runtime.run import LossFn, Run
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainingLoop:
     """A training loop to be measured.
 
     Args:
@@ -62,7 +62,7 @@ class Subject:
     named_blocks: tuple[str, ...] = ()
     example: Any = None
     modules: tuple[nn.Module, ...] = ()
-    batching: Batching = BY_CONTAINERS
+    batching: BatchSplitting = BY_CONTAINERS
     second: Any = None
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class Subject:
         reading = self.batching.read(self.batch)
         return reading.reason if reading.samples is None else ""
 
-    def first(self, number: int) -> Subject:
+    def first(self, number: int) -> TrainingLoop:
         """Return the subject with the first samples of its batch.
 
         Raises:
@@ -113,7 +113,7 @@ class Subject:
         return None if batch is None else next(self.batching.slices(batch, self.rows, number))[0]
 
     @functools.cached_property
-    def blocks(self) -> LinkedBlocks:
+    def blocks(self) -> BlockGraph:
         """Blocks of the model that run once per forward, with their links.
 
         Raises:
@@ -136,7 +136,7 @@ class Subject:
         )
         if candidate.recompute is not None:
             plan = plan.recomputing(candidate.recompute, self.blocks.names, "on trial")
-        clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Mark.DYNAMICS)
+        clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Effect.DYNAMICS)
         return Run(
             self.model,
             self.optimizer,

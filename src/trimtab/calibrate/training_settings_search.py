@@ -13,7 +13,7 @@ from torch import nn
 from trimtab.calibrate.lr_range_test import range_test
 from trimtab.calibrate.paired_training import NUM_STEPS, short_race
 from trimtab.calibrate.planning_lock import one_at_a_time
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
@@ -121,7 +121,7 @@ def require_adaptable(
 
 @one_at_a_time
 def adapted(
-    subject: Subject,
+    subject: TrainingLoop,
     base: Plan,
     freed: Collection[str],
     data: Iterable[Any],
@@ -162,7 +162,9 @@ def adapted(
     return adapt_optimizer(stands, rival, verdict, time.perf_counter() - begin)
 
 
-def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Say, run_steps: int | None = None) -> Plan:
+def find_rate(
+    subject: TrainingLoop, base: Plan, data: Iterable[Any], progress: Say, run_steps: int | None = None
+) -> Plan:
     """Return a plan with a peak learning rate from a range test, and a schedule for a run of `run_steps` steps."""
     begin = time.perf_counter()
     points = range_test(subject, base, data, progress)
@@ -183,7 +185,7 @@ def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _schedule_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:
+def _schedule_raced(subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:
     """Return the plan with the better of its schedule and a linear decay, from paired runs."""
     begin = time.perf_counter()
     rival = replace(stands, schedule=_LINEAR)
@@ -192,7 +194,7 @@ def _schedule_raced(subject: Subject, stands: Plan, data: Iterable[Any], progres
 
 
 def _dropout_raced(
-    subject: Subject, stands: Plan, data: Iterable[Any], progress: Say, passes: float | None, budget: Budget
+    subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say, passes: float | None, budget: Budget
 ) -> Plan:
     """Return the plan without dropout if paired runs reach the same loss on unseen batches sooner, else unchanged."""
     if why := _not_raced(subject, data, passes):
@@ -206,7 +208,7 @@ def _dropout_raced(
     return adapt_dropout(stands, rival, told, time.perf_counter() - begin)
 
 
-def _not_raced(subject: Subject, data: Iterable[Any], passes: float | None) -> str:
+def _not_raced(subject: TrainingLoop, data: Iterable[Any], passes: float | None) -> str:
     """Return the reason for not trying a model without dropout, or ""."""
     if not droppers(subject.model):
         return "as the loop has it: no module drops anything"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trimtab.calibrate.exception_text import describe
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.energy_reading import WINDOW_S
 from trimtab.core.profile import ALONE, Candidate, is_final
-from trimtab.decide.search import Stage
+from trimtab.decide.search import SearchPhase
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.measure.energy_meter import EnergyClock, GivenWatts, Meter
 from trimtab.measure.loop_state import LoopState
@@ -24,7 +24,7 @@ from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.runtime.run import Run
 
 
-class Metered(Protocol):
+class MeteredArm(Protocol):
     """Fields of a trial arm that the power measurement uses."""
 
     candidate: Candidate
@@ -35,7 +35,7 @@ class Metered(Protocol):
 
 
 @dataclass(frozen=True)
-class Power:
+class TrialPower:
     """Power measurement of trials.
 
     Args:
@@ -46,14 +46,14 @@ class Power:
     meter: Meter
     is_asked: bool
 
-    def num_windows(self, stage: Stage, *, hurried: bool = False) -> int:
+    def num_windows(self, stage: SearchPhase, *, hurried: bool = False) -> int:
         """Return the number of windows per arm; a final that weights energy gets enough for a verdict."""
         decides = is_final(stage.name)
         if stage.name == ALONE or not (self.is_asked or (decides and not hurried)):
             return 0
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 
-    def read(self, subject: Subject, arms: Sequence[Metered], start: LoopState, num_windows: int) -> None:
+    def read(self, subject: TrainingLoop, arms: Sequence[MeteredArm], start: LoopState, num_windows: int) -> None:
         """Add the watts of each arm, in alternating order; an arm with a missing reading gets none.
 
         An arm whose step raises records the error and is not run again.
@@ -71,7 +71,7 @@ class Power:
             if arm.error is not None or any(map(math.isnan, arm.watts)):
                 arm.watts.clear()
 
-    def _watts(self, subject: Subject, arm: Metered) -> float | None:
+    def _watts(self, subject: TrainingLoop, arm: MeteredArm) -> float | None:
         if isinstance(self.meter, GivenWatts):
             return self.meter.watts
         with subject.start(arm.candidate) as run:
@@ -90,5 +90,5 @@ class Power:
             return clock.read().watts
 
 
-def _step(run: Run, subject: Subject) -> None:
+def _step(run: Run, subject: TrainingLoop) -> None:
     run.train_step(run.window(subject.batch), subject.loss_fn)

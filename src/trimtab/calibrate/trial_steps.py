@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.runtime.run import Run
 
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow, here from 65536 to 0.125.
 
 
-class Unusable(Exception):
+class UntrainableCandidate(Exception):
     """A candidate that runs but does not train."""
 
 
-def step(run: Run, subject: Subject) -> None:
+def step(run: Run, subject: TrainingLoop) -> None:
     run.train_step(run.window(subject.batch), subject.loss_fn)
 
 
-def heaviest_step(run: Run, subject: Subject) -> None:
+def heaviest_step(run: Run, subject: TrainingLoop) -> None:
     """Run the step with the highest memory use: over two batches if windows may span several."""
     batches = [subject.batch] * (2 if subject.frees_batch else 1)
     run.train_step(run.window(*batches), subject.loss_fn)
 
 
-def step_until_applied(run: Run, subject: Subject) -> None:
+def step_until_applied(run: Run, subject: TrainingLoop) -> None:
     """Step until the optimizer has stepped: once, or in fp16 until a loss scale is found.
 
     Raises:
@@ -36,9 +36,9 @@ def step_until_applied(run: Run, subject: Subject) -> None:
         step(run, subject)
         require_finite(run)
     if run.applied_steps == 0:
-        raise Unusable("its gradients overflow at every loss scale tried")
+        raise UntrainableCandidate("its gradients overflow at every loss scale tried")
 
 
 def require_finite(run: Run) -> None:
     if not bool(torch.isfinite(run.loss)):
-        raise Unusable("its loss is not finite")
+        raise UntrainableCandidate("its loss is not finite")

@@ -26,16 +26,16 @@ import torch
 from trimtab.calibrate.cuda_graph_proof import replay_refusal
 from trimtab.calibrate.exception_text import describe
 from trimtab.calibrate.measurement_notes import Notes
-from trimtab.calibrate.smoke_test import Door, Guard
-from trimtab.calibrate.training_loop import Subject
-from trimtab.calibrate.trial_power import Power
-from trimtab.calibrate.trial_steps import Unusable, heaviest_step, require_finite, step_until_applied
+from trimtab.calibrate.smoke_test import CrashTest, SmokeTest
+from trimtab.calibrate.training_loop import TrainingLoop
+from trimtab.calibrate.trial_power import TrialPower
+from trimtab.calibrate.trial_steps import UntrainableCandidate, heaviest_step, require_finite, step_until_applied
 from trimtab.calibrate.trial_steps import step as take_step
 from trimtab.core.compile_mode import is_recorded
 from trimtab.core.profile import ALONE, SLICED, Candidate, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.interleaving import drawn_turns
-from trimtab.decide.search import BLOCK_S, Stage
+from trimtab.decide.search import BLOCK_S, SearchPhase
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.decide.successive_elimination import still_open
 from trimtab.decide.trial_statistics import MIN_BLOCKS
@@ -59,7 +59,7 @@ _SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long fi
 
 
 @dataclass
-class _Arm:
+class _TrialArm:
     candidate: Candidate
     control: bool = False
     first_s: float = math.inf
@@ -88,8 +88,8 @@ class _Blocks:
         run_s: seconds of the planned run without changes; 0 if unknown.
     """
 
-    subject: Subject
-    stage: Stage
+    subject: TrainingLoop
+    stage: SearchPhase
     steps: int
     step_s: float
     num_blocks: int
@@ -118,7 +118,7 @@ class _Blocks:
         more_s = (more - self.enough) * num_arms * (self.steps + 1) * self.step_s
         return more if more_s <= _PRICE * (1 - 1 / gain) * self.run_s else self.most
 
-    def steps_of(self, arm: _Arm) -> int:
+    def steps_of(self, arm: _TrialArm) -> int:
         """Return an arm's steps per block; fewer for a far slower arm."""
         if not math.isfinite(arm.first_s) or arm.first_s <= _FAR_SLOWER * self.step_s:
             return self.steps
@@ -131,15 +131,15 @@ class _Blocks:
 
 
 def run_stage(
-    subject: Subject,
-    stage: Stage,
+    subject: TrainingLoop,
+    stage: SearchPhase,
     num_blocks: int,
     progress: Callable[[str], None],
     known: Sequence[Trial] = (),
     *,
     patient: bool = True,
-    guard: Guard | None = None,
-    power: Power | None = None,
+    guard: CrashTest | None = None,
+    power: TrialPower | None = None,
     run_s: float = 0.0,
     notes: Notes | None = None,
 ) -> tuple[Trial, ...]:
@@ -154,11 +154,11 @@ def run_stage(
         run_s: seconds of the planned run, which may pay for more blocks; 0 if unknown.
         notes: receives peaks that could not be measured.
     """
-    arms = [_Arm(candidate) for candidate in stage.candidates]
+    arms = [_TrialArm(candidate) for candidate in stage.candidates]
     if stage.control:
-        arms.append(_Arm(stage.candidates[0], control=True))
+        arms.append(_TrialArm(stage.candidates[0], control=True))
     with _shared_allocator(stage), subject.state() as snapshot:
-        door: Door | None = None
+        door: SmokeTest | None = None
         for arm in arms:
             if arm.control:  # The incumbent's second run: it has run, or failed, already.
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
@@ -166,7 +166,7 @@ def run_stage(
                 progress(f"{stage.name}: {arm.candidate.describe()}")
                 if stage.name in _OTHER_KERNELS and arm is not arms[0]:
                     told_s = arms[0].first_s if stage.name in _MODES else None
-                    door = door or Door(subject, stage.candidates[0], told_s, guard)
+                    door = door or SmokeTest(subject, stage.candidates[0], told_s, guard)
                     arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
                     snapshot.restore()  # The smoke test may have left state in the loss, in the incumbent's precision.
@@ -192,7 +192,7 @@ def run_stage(
     return tuple(_trial(stage, arm, step_s) for arm in arms)
 
 
-def _slowest(stage: Stage, step_s: float) -> float:
+def _slowest(stage: SearchPhase, step_s: float) -> float:
     """Return the largest time per step for which a candidate gets blocks.
 
     Infinite in phases that may choose a slow candidate in order to meet a budget.
@@ -200,7 +200,7 @@ def _slowest(stage: Stage, step_s: float) -> float:
     return _FAR_SLOWER * step_s if stage.name in _MODES else math.inf
 
 
-def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: LoopState) -> LoopState:
+def _with_optimizer_state(subject: TrainingLoop, arms: Sequence[_TrialArm], before: LoopState) -> LoopState:
     """Return a state with optimizer state, after a step of the first arm that can take one; else the state before.
 
     A block without optimizer state would pay for creating it, within its only timed step if it has just one.
@@ -217,7 +217,7 @@ def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: LoopSt
     return before
 
 
-def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) -> None:
+def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> None:
     """Run the blocks of all arms.
 
     A clear loser gets fewer blocks than requested, and a likely gain within the noise gets more. A phase that only
@@ -242,7 +242,7 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) 
             last = blocks.most_for(gain, len(running))
 
 
-def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
+def _recall(arm: _TrialArm, stage: SearchPhase, known: Sequence[Trial]) -> bool:
     """Copy a candidate's step time and peak from an earlier phase; returns False if there were none."""
     whole = [t for t in known if t.candidate == arm.candidate and t.is_whole and not t.control]
     found = next((t for t in reversed(whole) if t.step_s), None)
@@ -252,7 +252,7 @@ def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
     return True
 
 
-def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: float, paces: bool) -> None:
+def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slowest: float, paces: bool) -> None:
     """Run a step, a second one if needed, then a step with memory measurement; a failure becomes the arm's error.
 
     The first step may include one-time costs, such as compiled or autotuned kernels. A second step is therefore run
@@ -271,16 +271,16 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
             arm.compile_s = max(0.0, sum(first) - len(first) * arm.first_s) if compiled else None
             require_finite(run)
             if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
-                raise Unusable(refusal)
+                raise UntrainableCandidate(refusal)
             if measure_memory:
                 _count_peak(run, subject, arm)
-    except Unusable as error:
+    except UntrainableCandidate as error:
         arm.error = str(error)
     except Exception as error:  # The user's model or the device may fail in any way; the reason is recorded.
         arm.error = describe(error)
 
 
-def _count_peak(run: Run, subject: Subject, arm: _Arm) -> None:
+def _count_peak(run: Run, subject: TrainingLoop, arm: _TrialArm) -> None:
     """Measure the peak memory of a step.
 
     If the measurement fails but steps run, the peak stays unknown and the arm records the reason.
@@ -299,20 +299,20 @@ def _count_peak(run: Run, subject: Subject, arm: _Arm) -> None:
     arm.unused_bytes = None if is_recorded(arm.candidate.compiled) else unused_bytes(subject.device)
 
 
-def _steps_until_launched(run: Run, subject: Subject, candidate: Candidate) -> list[float]:
+def _steps_until_launched(run: Run, subject: TrainingLoop, candidate: Candidate) -> list[float]:
     """Return the seconds of the steps after the first in which CUDA graphs are captured; [] without graphs."""
     number = steps_to_launch(candidate.compiled) - 1
     return [time_call(lambda: take_step(run, subject), subject.device) for _ in range(number)]
 
 
-def _is_over(stage: Stage, arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
+def _is_over(stage: SearchPhase, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> bool:
     """Return True if there were rivals and more blocks could not change the outcome for the remaining arms."""
     left = [arm for arm in running if not arm.control]
     had_rivals = any(not arm.control and (arm.block_s or stage.accepts) for arm in arms[1:])
     return had_rivals and (len(left) < 2 if stage.orders else left == [arms[0]])
 
 
-def _promised(arms: Sequence[_Arm], running: Sequence[_Arm]) -> float | None:
+def _promised(arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> float | None:
     """Return the largest speed-up of a rival that is worth having but still within the noise; None without one."""
     incumbent, control = arms[0], next((arm for arm in running if arm.control), None)
     # Without a control or incumbent, no number of blocks resolves a difference.
@@ -326,7 +326,7 @@ def _promised(arms: Sequence[_Arm], running: Sequence[_Arm]) -> float | None:
 
 
 @contextlib.contextmanager
-def _shared_allocator(stage: Stage) -> Iterator[None]:
+def _shared_allocator(stage: SearchPhase) -> Iterator[None]:
     """Keep freed host memory across the blocks of a phase whose candidates all do, as a single run would."""
     if any(candidate.allocator != "retain" for candidate in stage.candidates):
         yield
@@ -338,17 +338,17 @@ def _shared_allocator(stage: Stage) -> Iterator[None]:
         let_go()
 
 
-def _run_block(blocks: _Blocks, arm: _Arm) -> None:
+def _run_block(blocks: _Blocks, arm: _TrialArm) -> None:
     """Add a block; an arm that ran before may still fail, mainly because memory runs out."""
     try:
         arm.block_s.append(_time_block(blocks.subject, blocks.stage, arm.candidate, blocks.steps_of(arm)))
-    except Unusable as error:
+    except UntrainableCandidate as error:
         arm.error, arm.block_s = str(error), []
     except Exception as error:
         arm.error, arm.block_s = describe(error), []
 
 
-def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int) -> float:
+def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate, steps: int) -> float:
     with subject.start(candidate) as run:
         if stage.name == ALONE:
             return _time_optimizer(subject, steps)
@@ -375,7 +375,7 @@ def timer(candidate: Candidate) -> Callable[[Callable[[], object], torch.device]
     return time_settled if candidate.allocator == "retain" else time_call
 
 
-def _needs_a_lead(stage: Stage) -> bool:
+def _needs_a_lead(stage: SearchPhase) -> bool:
     """Return True if each block needs an untimed first step, for all arms alike.
 
     An arm that keeps freed memory must first request the memory that another block returned, and fp16 must first find
@@ -385,7 +385,7 @@ def _needs_a_lead(stage: Stage) -> bool:
     return len(allocators) > 1 or any(candidate.precision == "fp16" for candidate in stage.candidates)
 
 
-def _time_optimizer(subject: Subject, steps: int) -> float:
+def _time_optimizer(subject: TrainingLoop, steps: int) -> float:
     for parameter in subject.trained.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 1e-3)
@@ -393,7 +393,7 @@ def _time_optimizer(subject: Subject, steps: int) -> float:
     return time_call(subject.optimizer.step, subject.device, max(3, steps))
 
 
-def _trial(stage: Stage, arm: _Arm, incumbent_s: float) -> Trial:
+def _trial(stage: SearchPhase, arm: _TrialArm, incumbent_s: float) -> Trial:
     blocks = tuple(arm.block_s)
     error = arm.error
     if error is None and not blocks:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
-class Background:
+class AsyncSaver:
     """Worker thread for saves, created at the first save. Callers pass copies of the state that no longer change."""
 
     def __init__(self) -> None:

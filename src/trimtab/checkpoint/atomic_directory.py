@@ -19,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, Room, crc32_of_chunks
+from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, FileBuffer, crc32_of_chunks
 from trimtab.checkpoint.manifest import (
     NAME,
-    File,
+    FileEntry,
     Manifest,
-    OutOfReach,
-    Unread,
+    ReadFailure,
+    TemporaryReadError,
     damaged,
     is_plain,
     manifest_of,
@@ -41,7 +41,7 @@ from trimtab.core.file_locks import try_lock
 LATEST = "latest"
 DAMAGED = ".damaged-"
 # Returns the memory for a file's bytes, or None to checksum without storing. Arguments: file name, descriptor, size.
-Rooms = Callable[[str, int, int], Room | None]
+Rooms = Callable[[str, int, int], FileBuffer | None]
 NAMED = re.compile(r"step-(\d{1,12})")  # the name of a checkpoint, from which the step is known if the manifest is lost
 
 
@@ -152,7 +152,7 @@ def seal(folder: Path, about: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> File:
+def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> FileEntry:
     """Sync a file and return its size and checksums.
 
     The checksums are computed while fsync waits for the disk in another thread.
@@ -160,7 +160,7 @@ def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> F
     descriptor, size = open_file(path)
     try:
         under_way = disk.submit(os.fsync, descriptor)
-        found = File(size, crc32_of_chunks(descriptor, size, pool))
+        found = FileEntry(size, crc32_of_chunks(descriptor, size, pool))
         under_way.result()
         return found
     finally:
@@ -185,7 +185,7 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
     try:
         there = {entry.name for entry in os.scandir(folder)} - {NAME}
     except OSError as error:
-        raise unread(folder, "", Unread.of(error), "a folder") from None
+        raise unread(folder, "", ReadFailure.of(error), "a folder") from None
     for name in _of_ranks(manifest):
         if name not in manifest.files:
             raise damaged(folder, name, "nothing", "a file of each rank")
@@ -205,8 +205,8 @@ def _of_ranks(manifest: Manifest) -> Iterator[str]:
         yield from (f"{prefix_of(rank)}{name}" for name in (TENSORS, TREE))
 
 
-def _compare(folder: Path, name: str, said: File, found: File | Unread) -> None:
-    if isinstance(found, Unread):
+def _compare(folder: Path, name: str, said: FileEntry, found: FileEntry | ReadFailure) -> None:
+    if isinstance(found, ReadFailure):
         raise unread(folder, name, found, "a file")
     if found.bytes != said.bytes:
         raise damaged(folder, name, f"{found.bytes} bytes", f"{said.bytes}")
@@ -214,7 +214,7 @@ def _compare(folder: Path, name: str, said: File, found: File | Unread) -> None:
         raise damaged(folder, name, "other bytes than were written")
 
 
-def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> File | Unread:
+def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> FileEntry | ReadFailure:
     """Return a file's size and checksums, or the reason for a failed read. A file of another size is not read.
 
     Errors are returned as values: an exception's traceback would keep the memory in `rooms` alive.
@@ -223,15 +223,15 @@ def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> 
         descriptor, found = open_file(path)
         try:
             if found != size:
-                return File(found, ())
-            return File(size, crc32_of_chunks(descriptor, size, pool, rooms(path.name, descriptor, size)))
+                return FileEntry(found, ())
+            return FileEntry(size, crc32_of_chunks(descriptor, size, pool, rooms(path.name, descriptor, size)))
         finally:
             os.close(descriptor)
     except OSError as error:
-        return Unread.of(error)
+        return ReadFailure.of(error)
 
 
-class Refused(NamedTuple):
+class DamagedDirectory(NamedTuple):
     """A damaged folder and the error found by verification."""
 
     folder: Path
@@ -241,7 +241,7 @@ class Refused(NamedTuple):
         return str(self.error)
 
 
-class Found(NamedTuple):
+class NewestDirectory(NamedTuple):
     """The newest undamaged folder, or None.
 
     `refused` lists damaged folders sorted before it: newer ones, and folders of unknown step.
@@ -249,7 +249,7 @@ class Found(NamedTuple):
 
     folder: Path | None
     manifest: Manifest | None
-    refused: list[Refused]
+    refused: list[DamagedDirectory]
 
 
 def found(parent: Path) -> list[Path]:
@@ -261,7 +261,7 @@ def newest_good(
     parent: Path,
     reads: Callable[[Path, Manifest], object] = lambda folder, manifest: None,
     verifies: Callable[[Path], Manifest] = verify,
-) -> Found:
+) -> NewestDirectory:
     """Return the newest folder that passes verification.
 
     Args:
@@ -273,17 +273,17 @@ def newest_good(
         FormatError: A possibly newer folder has a different schema version, readable by another trimtab version.
         OutOfReach: A possibly newer folder is temporarily unreadable.
     """
-    refused: list[Refused] = []
+    refused: list[DamagedDirectory] = []
     for folder in committed(parent):
         try:
             manifest = verifies(folder)
             reads(folder, manifest)
-            return Found(folder, manifest, refused)
+            return NewestDirectory(folder, manifest, refused)
         except DamagedError as error:
             # A kept traceback would keep the callers' local variables alive.
             error.__traceback__ = error.__context__ = None
-            refused.append(Refused(folder, error))
-    return Found(None, None, refused)
+            refused.append(DamagedDirectory(folder, error))
+    return NewestDirectory(None, None, refused)
 
 
 def committed(parent: Path) -> list[Path]:
@@ -305,7 +305,7 @@ def _counts(path: Path) -> bool:
         return True
     try:
         manifest_of(path)
-    except (DamagedError, OutOfReach):
+    except (DamagedError, TemporaryReadError):
         return (path / NAME).is_file() and (path / TREE).is_file()
     except FormatError:  # readable by another trimtab version
         return True

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from trimtab.checkpoint.manifest import open_file
 from trimtab.core import validation
-from trimtab.core.append_only_file import Appended, not_written, written_beside
+from trimtab.core.append_only_file import AppendOnlyFile, not_written, written_beside
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.serialization import from_jsonable, to_jsonable
-from trimtab.runtime.checkpoint_hooks import Decided
+from trimtab.runtime.checkpoint_hooks import WindowDecision
 
 NAME = "decisions.jsonl"
 _LONGEST = 2**20  # maximum bytes of a line; the first line contains a plan
@@ -38,11 +38,11 @@ class _Read(NamedTuple):
     """Content of a log file: plan, decisions and damaged lines. `by` is None if the header is damaged."""
 
     by: str | None
-    decided: dict[int, Decided]
+    decided: dict[int, WindowDecision]
     faults: list[_Fault]
 
 
-class Journal:
+class BatchSizeLog:
     """Log of batch-size decisions: a header line with the plan, then a line per window.
 
     An incomplete last line is ignored. A resumed run needs only the lines of windows after its checkpoint: a damaged
@@ -61,7 +61,7 @@ class Journal:
         self._path, self._plan, self._writes = path, plan, writes
         self._read = _read(path)
         self._decided = self._read.decided  # only future windows stay in memory, as a run may have millions
-        self._file: Appended | None = None
+        self._file: AppendOnlyFile | None = None
         self._newest = -1
 
     def follow(self, other: Path) -> None:
@@ -114,12 +114,12 @@ class Journal:
         if self._file is not None:
             self._file.rename(self._path)
 
-    def before(self, index: int) -> Decided | None:
+    def before(self, index: int) -> WindowDecision | None:
         """Return the saved decision of a window, or None. Windows must be queried in order."""
         self._decided.pop(index - 1, None)
         return self._decided.get(index)
 
-    def add(self, index: int, window: Decided) -> None:
+    def add(self, index: int, window: WindowDecision) -> None:
         """Append the decision of a window unless it is in the log. The line is flushed to the operating system.
 
         Raises:
@@ -144,7 +144,7 @@ class Journal:
             file.abandon() if file.path != self._path else file.close()
 
 
-def _line(index: int, window: Decided) -> bytes:
+def _line(index: int, window: WindowDecision) -> bytes:
     return _summed({"window": index} | to_jsonable(window))
 
 
@@ -203,9 +203,9 @@ def _data(line: bytes) -> dict[str, Any]:
     return dict(data)
 
 
-def _window(data: dict[str, Any], last: int) -> tuple[int, Decided]:
+def _window(data: dict[str, Any], last: int) -> tuple[int, WindowDecision]:
     """Return the index and decision of a line; the index must be above `last`."""
-    index, decided = validation.integer("window", data.pop("window"), low=last + 1), from_jsonable(Decided, data)
+    index, decided = validation.integer("window", data.pop("window"), low=last + 1), from_jsonable(WindowDecision, data)
     for name in ("num_batches", "k"):
         validation.integer(name, getattr(decided, name))
     return index, decided

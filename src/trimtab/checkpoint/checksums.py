@@ -20,7 +20,7 @@ _READ_BYTES = 2**20  # small enough to stay in the CPU cache between read and ch
 _MOST_PIECES = 1024  # maximum number of buffers for one preadv call (IOV_MAX)
 
 
-class Room:
+class FileBuffer:
     """Memory for a file's contents, as consecutive pieces.
 
     Attributes:
@@ -43,7 +43,9 @@ class Room:
         return found
 
 
-def crc32_of_chunks(descriptor: int, size: int, pool: ThreadPoolExecutor, room: Room | None = None) -> tuple[str, ...]:
+def crc32_of_chunks(
+    descriptor: int, size: int, pool: ThreadPoolExecutor, room: FileBuffer | None = None
+) -> tuple[str, ...]:
     """Return the CRC-32 of each chunk of an open file, in hexadecimal.
 
     Args:
@@ -66,7 +68,7 @@ def crc32_of_chunks(descriptor: int, size: int, pool: ThreadPoolExecutor, room: 
     return tuple(map(of, starts) if len(starts) < 2 else pool.map(of, starts))
 
 
-def _crc32(descriptor: int, at: int, end: int, room: Room | None) -> str:
+def _crc32(descriptor: int, at: int, end: int, room: FileBuffer | None) -> str:
     found, taking = 0, _again(min(_READ_BYTES, end - at)) if room is None else room.part
     while at < end:
         pieces = taking(at, min(at + _READ_BYTES, end))

@@ -11,8 +11,8 @@ from typing import Any
 from trimtab.checkpoint.atomic_directory import committed
 from trimtab.checkpoint.compatibility import accepted
 from trimtab.checkpoint.manifest import manifest_of
-from trimtab.checkpoint.run_metadata import Said, said_of
-from trimtab.checkpoint.train_state import Given
+from trimtab.checkpoint.run_metadata import RunMetadata, said_of
+from trimtab.checkpoint.train_state import AdditionalState
 from trimtab.core import validation
 from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
 from trimtab.core.plan import Plan
@@ -72,7 +72,7 @@ class Checkpoints:
         validation.one_of("checkpoints.resume", self.resume, RESUMES)
         validation.one_of("checkpoints.on_failure", self.on_failure, FAILURES)
         object.__setattr__(self, "accepts", accepted(self.accepts))
-        Given(self.also)
+        AdditionalState(self.also)
 
     def saved_plan(self) -> Plan | None:
         """Return the plan of the newest checkpoint, or None without a checkpoint.
@@ -101,7 +101,7 @@ class Checkpoints:
             given, hint = f"{there[0].name} in {self.path}", 'resume="auto" goes on from it.'
             raise FormatError("checkpoints.resume", got=given, expected="a folder without any", hint=hint)
 
-    def _saved(self) -> Said | None:
+    def _saved(self) -> RunMetadata | None:
         if self.resume == "never":
             return None
         for folder in committed(self.path):

@@ -14,20 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.checkpoint import atomic_directory, batch_size_log, shard_files
-from trimtab.checkpoint.async_save import Background
-from trimtab.checkpoint.atomic_directory import Found, Refused, name_of, newest_good, put_aside, retain, settle
-from trimtab.checkpoint.batch_size_log import Journal
+from trimtab.checkpoint.async_save import AsyncSaver
+from trimtab.checkpoint.atomic_directory import (
+    DamagedDirectory,
+    NewestDirectory,
+    name_of,
+    newest_good,
+    put_aside,
+    retain,
+    settle,
+)
+from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.compatibility import changes, device_of, in_words, parted, require_accepted, world_of
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.checkpoint.rank_checkpoints import KeptRanks, found_of, is_in_shards, require_kept
-from trimtab.checkpoint.run_lock import Lock, opened
-from trimtab.checkpoint.run_metadata import Said, Saved, said_of
-from trimtab.checkpoint.save_interval import Pace
-from trimtab.checkpoint.sharded_checkpoint import Shards, WithoutParameters
+from trimtab.checkpoint.rank_checkpoints import RankCommunication, found_of, is_in_shards, require_kept
+from trimtab.checkpoint.run_lock import RunLock, opened
+from trimtab.checkpoint.run_metadata import RunMetadata, SavedCheckpoint, said_of
+from trimtab.checkpoint.save_interval import SaveInterval
+from trimtab.checkpoint.sharded_checkpoint import ShardedState, WithoutParameters
 from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensor_files import require_library
 from trimtab.checkpoint.tensor_packing import require_packable, snapshot
-from trimtab.checkpoint.train_state import Given, ModelState, OptimizerState
+from trimtab.checkpoint.train_state import AdditionalState, ModelState, OptimizerState
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.printable import unquoted
@@ -35,12 +43,12 @@ from trimtab.core.serialization import from_jsonable, to_jsonable
 from trimtab.core.stateful import Load, loading_parts
 from trimtab.core.stopping_rule import StopReason
 from trimtab.measure.finite_check import nonfinite_parameter
-from trimtab.runtime.checkpoint_hooks import Decided
+from trimtab.runtime.checkpoint_hooks import WindowDecision
 from trimtab.runtime.run import Run
 from trimtab.runtime.user_hooks import require_saved
 
 
-class KeptRun:
+class CheckpointManager:
     """Checkpoint manager of one run; implements `runtime.keeping.Keeper`.
 
     Every rank creates the manager and calls all methods in the same order.
@@ -67,20 +75,20 @@ class KeptRun:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
-        ranks: KeptRanks,
+        ranks: RankCommunication,
         *,
         in_shards: bool,
         modules: Sequence[nn.Module] = (),
     ) -> None:
         require_library()
         self._settings, self._plan, self._ranks = settings, plan, ranks
-        self._shards = Shards(model, optimizer)
+        self._shards = ShardedState(model, optimizer)
         self._in_shards, self._whole = in_shards, ModelState(model)
         self._parts: dict[str, Any] = {"model": self._whole, "optimizer": OptimizerState(optimizer)}
         if modules:
             self._parts["modules"] = ModelState(nn.ModuleList(modules), "modules")
         self._cut: dict[str, Any] = {"model": WithoutParameters(model), "shards": self._shards}
-        self._also = Given(settings.also)
+        self._also = AdditionalState(settings.also)
         self._last_begun = 0
         # Step of the last committed checkpoint, valid even if a later stage of the save failed.
         self._committed: int | None = None
@@ -88,25 +96,27 @@ class KeptRun:
         self._noted: Mapping[str, str] = {}  # environment changes that need no acceptance
         self._anew: list[str] = []  # non-persistent buffers whose saved shape differs from the model's
         self._run: Run | None = None
-        self._signals, self._background = Signals(), Background()
-        self._pace = Pace(settings, ranks)
-        self._lock: Lock | None = None
-        self._refused: Sequence[Refused] = ()
+        self._signals, self._background = Signals(), AsyncSaver()
+        self._pace = SaveInterval(settings, ranks)
+        self._lock: RunLock | None = None
+        self._refused: Sequence[DamagedDirectory] = ()
         try:
             said = json.loads(ranks.first(lambda: found_of(self._looked_for()), "found"))
-            self._found = None if said is None else from_jsonable(Saved, said)
+            self._found = None if said is None else from_jsonable(SavedCheckpoint, said)
             devices = ranks.each(device_of(model), "devices")
             threads = ranks.each(str(torch.get_num_threads()), "threads")
             self._world = world_of(model, optimizer, plan, devices, threads)
             ranks.together(self._require_world, "world")  # precedes sharding, which cannot be undone
-            self._journal = Journal(settings.path / batch_size_log.NAME, self._world["plan"], writes=ranks.is_first)
+            self._journal = BatchSizeLog(
+                settings.path / batch_size_log.NAME, self._world["plan"], writes=ranks.is_first
+            )
             if settings.follows is not None:
                 self._journal.follow(Path(settings.follows) / batch_size_log.NAME)
         except BaseException:
             self._release()
             raise
 
-    def _looked_for(self) -> Found | None:
+    def _looked_for(self) -> NewestDirectory | None:
         settings = self._settings
         self._lock = opened(settings.path)
         atomic_directory.clean(settings.path)
@@ -168,7 +178,7 @@ class KeptRun:
             self._run.recorder.require_own()
         self._journal.prepare(windows)
 
-    def _go_on(self, run: Run, folder: Path, said: Said) -> None:
+    def _go_on(self, run: Run, folder: Path, said: RunMetadata) -> None:
         apart = changes(said.world, self._world)
         for name, load in self._ranks.together(lambda: self._read(folder, said), "read").items():
             self._ranks.together(load, name)
@@ -194,7 +204,7 @@ class KeptRun:
             became = "was put aside" if put_aside(refused.folder) else "stays, as a folder or link of yours"
             warnings.warn(f"{refused} It {became}, and {folder.name} is gone on from.", stacklevel=6)
 
-    def _read(self, folder: Path, said: Said) -> Mapping[str, Load]:
+    def _read(self, folder: Path, said: RunMetadata) -> Mapping[str, Load]:
         """Read the state of this rank and return the loading steps in order.
 
         Each step runs on all ranks before the next one starts. Steps that can fail on a single rank come first.
@@ -338,7 +348,7 @@ class KeptRun:
         assert run is not None
         plan = to_jsonable(self._plan)
         now = (windows, run.consumed_rows, self._world, plan, self._in_shards, self._accepted, self._noted)
-        about = to_jsonable(Said(*now, finite=finite))
+        about = to_jsonable(RunMetadata(*now, finite=finite))
         taken = snapshot(state) if settings.background else state
         shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
 
@@ -354,7 +364,7 @@ class KeptRun:
 
         return write
 
-    def decided(self, index: int, window: Decided) -> None:
+    def decided(self, index: int, window: WindowDecision) -> None:
         """Append the batch-size decision of a window to the journal.
 
         Raises:
@@ -368,7 +378,7 @@ class KeptRun:
         except SaveError as error:
             self._require_room("What windows are made by", error)
 
-    def decided_before(self, index: int) -> Decided | None:
+    def decided_before(self, index: int) -> WindowDecision | None:
         """Return the saved batch-size decision of a window, or None."""
         return self._journal.before(index)
 
@@ -414,7 +424,9 @@ def kept(
     require_saved(model, optimizer, settings.also.values())
     in_shards = is_in_shards(model, plan, exchange)
     modules = options.get("modules", ())
-    keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange), in_shards=in_shards, modules=modules)
+    keeper = CheckpointManager(
+        settings, model, optimizer, plan, RankCommunication(exchange), in_shards=in_shards, modules=modules
+    )
     try:
         run = Run(model, optimizer, plan, keeper=keeper, **options)
     except BaseException as error:

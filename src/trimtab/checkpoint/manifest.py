@@ -39,24 +39,24 @@ _OUT_OF_REACH = "It may be whole, and stays as it is: start again once it can be
 _OF_THE_FILE = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EIO})
 
 
-class OutOfReach(FormatError):
+class TemporaryReadError(FormatError):
     """Temporary read failure of a possibly undamaged file: stale handle, missing permission, too many open files."""
 
 
-class Unread(NamedTuple):
+class ReadFailure(NamedTuple):
     """Reason for a failed read: errno and message. An exception's traceback would keep the callers' memory alive."""
 
     number: int | None
     words: str
 
     @classmethod
-    def of(cls, error: OSError) -> Unread:
+    def of(cls, error: OSError) -> ReadFailure:
         """Return the reason from an exception."""
         return cls(error.errno, str(error.strerror or error))
 
 
 @dataclass(frozen=True)
-class File:
+class FileEntry:
     """Size of a file in bytes, and the CRC-32 of each chunk in hexadecimal."""
 
     bytes: int
@@ -70,7 +70,7 @@ class File:
 class Manifest:
     """Contents of a folder: its files by name, and metadata in `about`."""
 
-    files: Mapping[str, File]
+    files: Mapping[str, FileEntry]
     about: Mapping[str, Any]
     schema: int = SCHEMA
 
@@ -164,12 +164,12 @@ def damaged(folder: Path, name: str, given: str, expected: str = "what the manif
     return DamagedError(str(folder / name), got=given, expected=expected, hint=_WAY_OUT)
 
 
-def unread(folder: Path, name: str, why: Unread, expected: str) -> FormatError:
-    """Return the error for a failed read: `DamagedError`, or `OutOfReach` if the failure may be temporary."""
+def unread(folder: Path, name: str, why: ReadFailure, expected: str) -> FormatError:
+    """Return the error for a failed read: `DamagedError`, or `TemporaryReadError` if the failure may be temporary."""
     given = f"nothing that can be read ({why.words})"
     if why.number in _OF_THE_FILE:
         return damaged(folder, name, given, expected)
-    return OutOfReach(str(folder / name), got=given, expected=expected, hint=_OUT_OF_REACH)
+    return TemporaryReadError(str(folder / name), got=given, expected=expected, hint=_OUT_OF_REACH)
 
 
 def _of_another(folder: Path, schema: object) -> FormatError:
@@ -188,7 +188,7 @@ def _bytes_of(folder: Path) -> bytes:
             if size <= _LONGEST:
                 return file.read(_LONGEST)
     except OSError as error:
-        raise unread(folder, NAME, Unread.of(error), "a manifest") from None
+        raise unread(folder, NAME, ReadFailure.of(error), "a manifest") from None
     raise damaged(folder, NAME, f"{size} bytes", f"a manifest of at most {_LONGEST}")
 
 

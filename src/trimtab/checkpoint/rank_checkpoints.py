@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 from trimtab.checkpoint import atomic_directory
-from trimtab.checkpoint.run_metadata import Saved, said_of
+from trimtab.checkpoint.run_metadata import SavedCheckpoint, said_of
 from trimtab.checkpoint.sharded_checkpoint import merged
 from trimtab.checkpoint.state_file_names import prefix_of
 from trimtab.checkpoint.state_files import digest_of, read_state, write_state
-from trimtab.checkpoint.verified_read import ReadOnce
+from trimtab.checkpoint.verified_read import VerifiedReader
 from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.printable import quoted, unquoted
@@ -27,7 +27,7 @@ from trimtab.distributed.gather_with_heartbeat import words_at_work
 from trimtab.distributed.process_group import from_first, limited_to, time_limit_s
 from trimtab.measure.random_state import derived_random_state
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
-from trimtab.runtime.metadata_exchange import Exchange
+from trimtab.runtime.metadata_exchange import MetadataExchange
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ _WRITES, _FAILED = "at ", "no "
 _OF_EACH = ("data", "record", "also", "shards")  # parts of a run's state written by every rank, in addition to buffers
 
 
-class KeptRanks:
+class RankCommunication:
     """Communication between the ranks of a run; a single process is the case of one rank.
 
     Attributes:
@@ -46,10 +46,10 @@ class KeptRanks:
 
     _asked = itertools.count()  # number of exchanges so far; equal on every rank
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: MetadataExchange) -> None:
         self.num = exchange.num_ranks
         self.rank = torch.distributed.get_rank() if self.num > 1 else 0
-        self.verified = ReadOnce()
+        self.verified = VerifiedReader()
         # Read now: the time limit applies only while the run starts, and a trainer may have set a longer one.
         self._limit_s = time_limit_s()
 
@@ -114,7 +114,7 @@ class KeptRanks:
             return words_at_work(make, self._topic(about))
 
     def _topic(self, about: str) -> str:
-        return f"kept/{next(KeptRanks._asked)}/{about}"
+        return f"kept/{next(RankCommunication._asked)}/{about}"
 
     def write(
         self,
@@ -243,18 +243,18 @@ class KeptRanks:
         return {"buffers": buffers()} | {name: state[name] for name in _OF_EACH if name in state}
 
 
-def found_of(found: atomic_directory.Found | None) -> str:
+def found_of(found: atomic_directory.NewestDirectory | None) -> str:
     """Return rank 0's search result as JSON for the other ranks."""
     if found is None or found.folder is None or found.manifest is None:
         return json.dumps(None)
-    return json.dumps(to_jsonable(Saved(quoted(found.folder), said_of(found.folder, found.manifest))))
+    return json.dumps(to_jsonable(SavedCheckpoint(quoted(found.folder), said_of(found.folder, found.manifest))))
 
 
 def require_kept(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    exchange: Exchange,
+    exchange: MetadataExchange,
     *,
     background: bool,
 ) -> None:
@@ -286,7 +286,7 @@ def require_kept(
             raise ValueGivenError("checkpoints", got=given, expected=expected)
 
 
-def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: Exchange) -> bool:
+def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: MetadataExchange) -> bool:
     """Return True if no rank holds all tensors of the run."""
     return is_sharded(model) or (exchange.num_ranks > 1 and bool(plan.zero_stage.value))
 

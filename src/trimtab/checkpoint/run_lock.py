@@ -21,7 +21,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """Process that holds a folder's lock, or held it and was killed."""
 
     pid: int
@@ -29,7 +29,7 @@ class Holder:
     boot_id: str
 
     @classmethod
-    def here(cls) -> Holder:
+    def here(cls) -> LockHolder:
         """Return the current process."""
         try:
             boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
@@ -38,7 +38,7 @@ class Holder:
         return cls(os.getpid(), socket.gethostname(), boot_id)
 
     @classmethod
-    def said(cls, text: bytes) -> Holder | None:
+    def said(cls, text: bytes) -> LockHolder | None:
         """Return the holder recorded in a lock file, or None if the file is empty or invalid."""
         try:
             data = json.loads(text)
@@ -50,14 +50,14 @@ class Holder:
         return f"process {self.pid} on {self.host}"
 
 
-class Lock:
+class RunLock:
     """Lock held by this process until `release` or the end of a `with` block. Created by `locked`.
 
     Attributes:
         recovered: Previous holder if killed; None if the lock was released.
     """
 
-    def __init__(self, descriptor: int, folder: int, recovered: Holder | None) -> None:
+    def __init__(self, descriptor: int, folder: int, recovered: LockHolder | None) -> None:
         self._descriptor: int | None = descriptor
         self._folder = folder
         self.recovered = recovered
@@ -83,14 +83,14 @@ class Lock:
             os.close(self._folder)
             self._descriptor = None
 
-    def __enter__(self) -> Lock:
+    def __enter__(self) -> RunLock:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.release()
 
 
-def opened(folder: Path, field: str = "checkpoints.folder") -> Lock:
+def opened(folder: Path, field: str = "checkpoints.folder") -> RunLock:
     """Create a run's folder if necessary and return its lock.
 
     Args:
@@ -113,7 +113,7 @@ def opened(folder: Path, field: str = "checkpoints.folder") -> Lock:
         raise FormatError(field, got=given, expected=expected) from None
 
 
-def locked(folder: Path) -> Lock:
+def locked(folder: Path) -> RunLock:
     """Lock a folder for this process.
 
     Both the folder and a lock file with the holder's name are locked, so deleting the file does not release the lock.
@@ -129,10 +129,10 @@ def locked(folder: Path) -> Lock:
     except BaseException:
         os.close(whole)
         raise
-    return Lock(descriptor, whole, holder)
+    return RunLock(descriptor, whole, holder)
 
 
-def _locked_file(folder: Path, whole: int) -> tuple[int, Holder | None]:
+def _locked_file(folder: Path, whole: int) -> tuple[int, LockHolder | None]:
     """Return the descriptor of the locked file, and the previous holder if it was killed."""
     is_free = lock_if_possible(whole)  # some file systems can lock files but not folders
     while True:
@@ -141,7 +141,7 @@ def _locked_file(folder: Path, whole: int) -> tuple[int, Holder | None]:
             holder = _taken(folder, descriptor, is_free=is_free, whole=whole)
             if is_at(descriptor, folder / NAME):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(asdict(Holder.here())).encode(), 0)
+                os.pwrite(descriptor, json.dumps(asdict(LockHolder.here())).encode(), 0)
                 return descriptor, holder
         except BaseException:
             os.close(descriptor)
@@ -149,7 +149,7 @@ def _locked_file(folder: Path, whole: int) -> tuple[int, Holder | None]:
         os.close(descriptor)  # the file was deleted or replaced between open and lock
 
 
-def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> Holder | None:
+def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> LockHolder | None:
     """Lock an open file and return the previous holder if it was killed."""
     try:
         is_free = try_lock(descriptor) and is_free
@@ -157,14 +157,14 @@ def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> Holde
         given = f"a file system that has no locks ({error.strerror})"
         hint = "Choose a folder on a disk of this machine."
         raise FormatError(str(folder), got=given, expected="one run a folder", hint=hint) from None
-    holder = Holder.said(os.pread(descriptor, 1000, 0))
+    holder = LockHolder.said(os.pread(descriptor, 1000, 0))
     if not is_free:
         pid = holder.pid if holder is not None else holder_pid(whole)
         raise in_use(folder, pid, "" if holder is None else str(holder))
     return holder
 
 
-_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+_LOCKS: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 @functools.cache  # once, but not at import

@@ -14,7 +14,7 @@ from trimtab.core.serialization import from_jsonable
 
 
 @dataclass(frozen=True)
-class Said:
+class RunMetadata:
     """Metadata of a run at a checkpoint.
 
     Args:
@@ -44,20 +44,20 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """Checkpoint to resume from: quoted folder path and metadata."""
 
     folder: str
-    said: Said
+    said: RunMetadata
 
 
-def said_of(folder: Path, manifest: Manifest) -> Said:
+def said_of(folder: Path, manifest: Manifest) -> RunMetadata:
     """Return a folder's metadata.
 
     Raises:
         DamagedError: The metadata is not that of a run.
     """
     try:
-        return from_jsonable(Said, dict(manifest.about))
+        return from_jsonable(RunMetadata, dict(manifest.about))
     except (FormatError, ValueGivenError) as error:
         raise damaged(folder, NAME, f"what no run says of itself ({error})") from None

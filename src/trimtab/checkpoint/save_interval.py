@@ -6,19 +6,19 @@ import math
 import time
 
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.checkpoint.rank_checkpoints import KeptRanks
+from trimtab.checkpoint.rank_checkpoints import RankCommunication
 
 _LOOKS = 8  # minimum clock checks per interval, in addition to the early ones
 
 
-class Pace:
+class SaveInterval:
     """Counts windows and seconds since the last save.
 
     With several ranks, rank 0's clock decides. Asking rank 0 costs an exchange, so the ranks ask after 1, 2, 4, ...
     windows, and at least every eighth of `every_s` by the current speed, because windows may become slower.
     """
 
-    def __init__(self, settings: Checkpoints, ranks: KeptRanks) -> None:
+    def __init__(self, settings: Checkpoints, ranks: RankCommunication) -> None:
         self._settings, self._ranks = settings, ranks
         self._at: int | None = None
         self._windows, self._since_s = 0, time.monotonic()

@@ -120,13 +120,13 @@ def _reader_type() -> Any:
 
         def __init__(self, path: str) -> None:
             super().__init__(path)
-            shards: Any = _Shards(self.fs)
+            shards: Any = _ShardFileSystem(self.fs)
             self.fs = shards
 
     return Reader
 
 
-class _Shards:
+class _ShardFileSystem:
     """File system wrapper that lists only sharded files."""
 
     def __init__(self, files: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trimtab.checkpoint import shard_files
 from trimtab.checkpoint.train_state import ModelState, keep_types
 from trimtab.core.errors import FormatError, ModelError, OptimizerError
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.sharded_norms import is_sharded_itself
 from trimtab.runtime.memory_format import align_state
 
@@ -39,7 +39,7 @@ class WithoutParameters(ModelState):
         self._model.load_state_dict(own, strict=False)
 
 
-class Shards(Part):
+class ShardedState(Stateful):
     """Sharded parameters, and the optimizer state of the parameters stepped by this rank.
 
     `state_dict()` returns the rest of the optimizer: group options, the group of each parameter, and state entries that
@@ -61,9 +61,9 @@ class Shards(Part):
     ) -> None:
         self._model, self._optimizer, self._folder, self._every = model, optimizer, folder, every or optimizer
 
-    def at(self, folder: Path, every: torch.optim.Optimizer) -> Shards:
+    def at(self, folder: Path, every: torch.optim.Optimizer) -> ShardedState:
         """Return a copy that reads from `folder`."""
-        return Shards(self._model, self._optimizer, folder, every)
+        return ShardedState(self._model, self._optimizer, folder, every)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's non-tensor state and the names of its tensors.

@@ -15,7 +15,7 @@ from trimtab.checkpoint.state_file_names import TENSORS, TREE
 from trimtab.checkpoint.state_json import pack, unpack
 from trimtab.checkpoint.tensor_files import read_tensors, write_tensors
 from trimtab.checkpoint.tensor_packing import Packer, Unpacker
-from trimtab.checkpoint.verified_read import Taken
+from trimtab.checkpoint.verified_read import StateFiles
 from trimtab.core.errors import FormatError
 
 
@@ -53,7 +53,7 @@ def digest_of(state: Any) -> str:
     return found.hexdigest()
 
 
-def read_state(folder: Path, prefix: str = "", *, taken: Taken | None = None) -> Any:
+def read_state(folder: Path, prefix: str = "", *, taken: StateFiles | None = None) -> Any:
     """Return a saved state with CPU tensors. Verify the folder first.
 
     Args:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.non_persistent_buffers import hidden_of, loading_hidden, made_anew
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.runtime.memory_format import align_state
 
 _HIDDEN = "hidden"  # non-persistent buffers, absent from state_dict() but used in training
 
 
-class ModelState(Part):
+class ModelState(Stateful):
     """State of a model: `state_dict()` and non-persistent buffers.
 
     Args:
@@ -71,7 +71,7 @@ class ModelState(Part):
         return load
 
 
-class OptimizerState(Part):
+class OptimizerState(Stateful):
     """Parameter groups and state of an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,7 +112,7 @@ def keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int, Mapping[str
                 own[name] = value.to(own[name].device, copy=True)
 
 
-class Given(Part):
+class AdditionalState(Stateful):
     """Additional user objects with `state_dict` and `load_state_dict`, such as a scheduler.
 
     Raises:

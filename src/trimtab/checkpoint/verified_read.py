@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint import atomic_directory
-from trimtab.checkpoint.checksums import Room
+from trimtab.checkpoint.checksums import FileBuffer
 from trimtab.checkpoint.manifest import Manifest, damaged
 from trimtab.checkpoint.state_file_names import TENSORS, TREE
 from trimtab.checkpoint.tensor_files import TYPES
@@ -27,7 +27,7 @@ _LONGEST_HEAD = 2**24  # enough for a hundred thousand tensors
 _ODD = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
-class Taken(NamedTuple):
+class StateFiles(NamedTuple):
     """Contents of the state files: JSON and the tensors by name."""
 
     tree: bytes
@@ -41,7 +41,7 @@ class _Layout(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-class ReadOnce:
+class VerifiedReader:
     """Verifies folders and caches the state of the last undamaged one."""
 
     def __init__(self) -> None:
@@ -70,22 +70,22 @@ class ReadOnce:
         self._folder = folder
         return manifest
 
-    def take(self, folder: Path) -> Taken | None:
+    def take(self, folder: Path) -> StateFiles | None:
         """Return and drop the cached state of `folder`, or None if it is not cached."""
         taken = None
         if folder == self._folder and self._layout is not None:
-            taken = Taken(bytes(self._tree), self._layout.tensors)
+            taken = StateFiles(bytes(self._tree), self._layout.tensors)
         self.forget()
         return taken
 
-    def _room(self, name: str, descriptor: int, size: int) -> Room | None:
+    def _room(self, name: str, descriptor: int, size: int) -> FileBuffer | None:
         if name == TREE:
             self._tree = bytearray(size)
-            return Room([memoryview(self._tree)])
+            return FileBuffer([memoryview(self._tree)])
         if name != TENSORS or (layout := _laid_out(descriptor, size)) is None:
             return None
         self._layout, self._head = layout, bytearray(len(layout.head))
-        return Room([memoryview(self._head), *map(_bytes_of, layout.tensors.values())])
+        return FileBuffer([memoryview(self._head), *map(_bytes_of, layout.tensors.values())])
 
 
 def _laid_out(descriptor: int, size: int) -> _Layout | None:

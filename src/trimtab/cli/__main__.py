@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trimtab.cli import main
-from trimtab.distributed.launched_rank import Launched
+from trimtab.distributed.launched_rank import LaunchedRank
 
-launched = Launched()
+launched = LaunchedRank()
 launched.follow()
 main(launched)

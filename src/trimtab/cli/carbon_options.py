@@ -10,7 +10,7 @@ import typer
 from trimtab.core.errors import ValueGivenError
 
 if TYPE_CHECKING:
-    from trimtab.experiments.train_command import CleanHours
+    from trimtab.experiments.train_command import LowCarbonOptions
 
 WhenClean = Annotated[
     str | None,
@@ -42,15 +42,15 @@ def clean_hours(
     is_dry: bool,
     is_kept: bool,
     num_ranks: int,
-) -> CleanHours | None:
+) -> LowCarbonOptions | None:
     """Return the settings of `--when-clean` and its related options; None for an immediate start.
 
     Raises:
         ValueGivenError: An option is invalid, or lacks a required option.
     """
     from trimtab.core.datetimes import parse_duration, parse_moment
-    from trimtab.experiments.carbon_aware_training import Wish
-    from trimtab.experiments.train_command import CleanHours
+    from trimtab.experiments.carbon_aware_training import CarbonRequest
+    from trimtab.experiments.train_command import LowCarbonOptions
     from trimtab.integrations.carbon_services import source_named
 
     beside = {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": is_dry or None}
@@ -62,8 +62,8 @@ def clean_hours(
     _require_what_they_need(num_ranks, pauses, is_kept=is_kept)
     pause_s = None if pauses is None else parse_duration("--pauses", pauses)
     takes_s = None if takes is None else parse_duration("--takes", takes)
-    wish = Wish(source_named(source, kind), parse_moment("--by", by, time.time()))
-    return CleanHours(wish, pause_s, takes_s, watts, idle_watts, is_dry)
+    wish = CarbonRequest(source_named(source, kind), parse_moment("--by", by, time.time()))
+    return LowCarbonOptions(wish, pause_s, takes_s, watts, idle_watts, is_dry)
 
 
 def _refuse_alone(beside: dict[str, Any]) -> None:

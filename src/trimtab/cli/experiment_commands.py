@@ -63,7 +63,7 @@ def compare(
 ) -> None:
     """Compare the baseline loop with the plan in paired runs, and report the gain."""
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
-    from trimtab.experiments.comparison.compare_command import Asked, compared
+    from trimtab.experiments.comparison.compare_command import CompareRequest, compared
 
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
@@ -72,7 +72,7 @@ def compare(
         given, expected = f"{adapt} with --memory", "one of the two: tier S would be held to windows of two batches"
         raise ValueGivenError("--adapt", got=given, expected=expected)
     named = None if against is None else tuple(name.strip() for name in against.split(","))
-    asked = Asked(
+    asked = CompareRequest(
         task,
         pairs=pairs,
         whole=whole,
@@ -210,10 +210,10 @@ def phases(
     """Measure the time of each phase of a step, without and with the plan, and the bottleneck of the remaining time."""
     from trimtab.core.serialization import to_json, write_result
     from trimtab.experiments.comparison.gain_rows import phase_object
-    from trimtab.experiments.phases_command import Asked, phases_of
+    from trimtab.experiments.phases_command import PhasesRequest, phases_of
 
     require_folder(out)
-    found = phases_of(Asked(tuple(sources), memory, plan_file, rounds, ranks))
+    found = phases_of(PhasesRequest(tuple(sources), memory, plan_file, rounds, ranks))
     if found is None:
         return
     try:

@@ -15,7 +15,7 @@ from trimtab.cli.output import say
 from trimtab.cli.rank_exit import leave
 from trimtab.cli.streams import prepare_streams
 from trimtab.core.errors import RankError, TrimtabError, UsageError
-from trimtab.distributed.launched_rank import Launched
+from trimtab.distributed.launched_rank import LaunchedRank
 
 
 def no_early_exit(command: Callable[..., None]) -> Callable[..., None]:
@@ -62,7 +62,7 @@ for command in (
 app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 
-def main(launched: Launched | None = None) -> None:
+def main(launched: LaunchedRank | None = None) -> None:
     """Run the command. Errors are printed without a traceback unless `TRIMTAB_TRACEBACK=1`.
 
     Args:
@@ -70,14 +70,14 @@ def main(launched: Launched | None = None) -> None:
     """
     prepare_streams()
     try:
-        _explained(launched or Launched())
+        _explained(launched or LaunchedRank())
     except BaseException as end:
         if _was_a_rank():
             leave(end)
         raise
 
 
-def _explained(launched: Launched) -> None:
+def _explained(launched: LaunchedRank) -> None:
     try:
         _reporting(launched)
     except (TrimtabError, OSError) as error:
@@ -98,7 +98,7 @@ def _explained(launched: Launched) -> None:
         sys.exit(130)
 
 
-def _reporting(launched: Launched) -> None:
+def _reporting(launched: LaunchedRank) -> None:
     try:
         app()
     except SystemExit as end:

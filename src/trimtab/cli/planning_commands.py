@@ -149,9 +149,9 @@ def _plan_ranks(
     as_json: bool,
     explain: bool,
 ) -> None:
-    from trimtab.experiments.rank_plan_output import RanksAsked, rank_page, said
+    from trimtab.experiments.rank_plan_output import RankPlanOptions, rank_page, said
 
-    asked = RanksAsked(**options)
+    asked = RankPlanOptions(**options)
     if task.endswith(".json") or explain:
         raise ValueGivenError("--ranks", got=f"{task}, --explain" if explain else task, expected="a task alone")
     refuse_adapt(adapt, "--ranks")

@@ -19,7 +19,7 @@ from trimtab.core.file_locks import holder_pid, in_use, is_at, lock_if_possible
 TEMPORARY = ".tmp-"  # Part of the names of files that are not complete yet, or are about to be deleted.
 
 
-class Appended:
+class AppendOnlyFile:
     """A file for appending: each flush writes all buffered data or none, and a failed flush is retried with the next.
 
     Data that was written but not flushed is held in memory; a forked process does not flush its parent's data.
@@ -174,7 +174,7 @@ class Appended:
                 warnings.warn(f"Lines of a file that was never closed are lost: {error}", RuntimeWarning, stacklevel=2)
 
 
-_EXCLUSIVE: weakref.WeakSet[Appended] = weakref.WeakSet()
+_EXCLUSIVE: weakref.WeakSet[AppendOnlyFile] = weakref.WeakSet()
 
 
 @functools.cache  # Registered once, on first use rather than at import.
@@ -187,7 +187,7 @@ def _release_all() -> None:
         file.release_in_child()
 
 
-def _exchange(path: Path, aside: Path, new: Appended) -> None:
+def _exchange(path: Path, aside: Path, new: AppendOnlyFile) -> None:
     """Rename a file and put a new one in its place; if the second rename fails, the first is undone."""
     os.rename(path, aside)
     try:
@@ -202,7 +202,7 @@ def set_apart(path: Path) -> Path:
     return path.with_name(f"{path.name}{TEMPORARY}{uuid.uuid4().hex}")
 
 
-def written_beside(path: Path, data: bytes, *, is_synced: bool = True) -> Appended:
+def written_beside(path: Path, data: bytes, *, is_synced: bool = True) -> AppendOnlyFile:
     """Write data to a new temporary file in a path's folder and return the file; rename it to the path afterwards.
 
     Args:
@@ -212,7 +212,7 @@ def written_beside(path: Path, data: bytes, *, is_synced: bool = True) -> Append
         SaveError: the file could not be written and was removed.
         OSError: no file can be created in the folder.
     """
-    file = Appended(set_apart(path), is_new=True)
+    file = AppendOnlyFile(set_apart(path), is_new=True)
     try:
         file.write(data)
         file.sync() if is_synced else file.flush()

@@ -13,14 +13,14 @@ Seconds = Callable[[int, int], float]  # Seconds of a stage, by (stage index, sa
 
 
 @dataclass(frozen=True)
-class DearPart:
+class ExpensivePart:
     """Costs of a stage that keeps only the outputs of matrix products and attention, and recomputes the rest.
 
     Args:
         saved_bytes: held from forward to backward.
         backward_bytes: peak of the backward, beyond saved_bytes and the output's gradient.
         recompute_s: seconds to compute the rest.
-        passing_bytes: as of a `Stage`.
+        passing_bytes: as of a `BlockCost`.
     """
 
     saved_bytes: int
@@ -30,7 +30,7 @@ class DearPart:
 
 
 @dataclass(frozen=True)
-class Stage:
+class BlockCost:
     """Costs of one stage of a chain, in seconds and in bytes beyond the stage's input.
 
     Args:
@@ -64,23 +64,23 @@ class Stage:
     passing_bytes: int = 0
     cached_bytes: int = 0
     is_linked: bool = True
-    part: DearPart | None = None
+    part: ExpensivePart | None = None
 
 
 @dataclass(frozen=True)
-class Chain:
+class BlockChain:
     """Stages of a micro-batch: the model's blocks, and the remaining code after the last block, which is always kept.
 
     Args:
         held_bytes: held before the first stage: parameters, buffers, optimizer state, batch, earlier gradients.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[BlockCost, ...]
     held_bytes: int
 
 
 @dataclass(frozen=True)
-class ChainModel:
+class BlockChainModel:
     """A chain as a linear function of the micro-batch size, from measurements at two sizes.
 
     Args:
@@ -88,8 +88,8 @@ class ChainModel:
         rows: the two sizes, in samples, in ascending order.
     """
 
-    few: Chain
-    many: Chain
+    few: BlockChain
+    many: BlockChain
     rows: tuple[int, int]
 
     def __post_init__(self) -> None:
@@ -100,42 +100,42 @@ class ChainModel:
             given = f"{len(self.few.stages)} and {len(self.many.stages)} stages"
             raise ValueGivenError("stages", got=given, expected="as many at both sizes")
 
-    def at(self, rows: int) -> Chain:
+    def at(self, rows: int) -> BlockChain:
         """Return the chain for a micro-batch size in samples."""
         stages = tuple(
             self._stage(ours, theirs, rows) for ours, theirs in zip(self.few.stages, self.many.stages, strict=True)
         )
-        return Chain(stages, self._bytes(self.few.held_bytes, self.many.held_bytes, rows))
+        return BlockChain(stages, self._bytes(self.few.held_bytes, self.many.held_bytes, rows))
 
-    def holding(self, more_bytes: int) -> ChainModel:
+    def holding(self, more_bytes: int) -> BlockChainModel:
         """Return the chain with additional bytes held before its first stage."""
         return self._each(lambda chain: replace(chain, held_bytes=chain.held_bytes + more_bytes))
 
-    def unlinked(self) -> ChainModel:
+    def unlinked(self) -> BlockChainModel:
         """Return the chain restricted to segments of single stages."""
         return self._each(
             lambda chain: replace(chain, stages=tuple(replace(stage, is_linked=False) for stage in chain.stages))
         )
 
-    def _each(self, change: Callable[[Chain], Chain]) -> ChainModel:
+    def _each(self, change: Callable[[BlockChain], BlockChain]) -> BlockChainModel:
         return replace(self, few=change(self.few), many=change(self.many))
 
-    def with_parts(self, traced: ChainModel) -> ChainModel:
+    def with_parts(self, traced: BlockChainModel) -> BlockChainModel:
         """Return the chain with the costs of expensive parts, for all stages but the last.
 
         Args:
             traced: chain traced with only the expensive parts kept.
         """
 
-        def parted(chain: Chain, parts: Chain) -> Chain:
+        def parted(chain: BlockChain, parts: BlockChain) -> BlockChain:
             *stages, last = chain.stages
-            found = (DearPart(p.saved_bytes, p.backward_bytes, 0.0, p.passing_bytes) for p in parts.stages)
+            found = (ExpensivePart(p.saved_bytes, p.backward_bytes, 0.0, p.passing_bytes) for p in parts.stages)
             kept = (replace(stage, part=part) for stage, part in zip(stages, found, strict=False))
             return replace(chain, stages=(*kept, last))
 
         return replace(self, few=parted(self.few, traced.few), many=parted(self.many, traced.many))
 
-    def with_seconds(self, forward_s: Seconds, part_s: Seconds) -> ChainModel:
+    def with_seconds(self, forward_s: Seconds, part_s: Seconds) -> BlockChainModel:
         """Return the chain with recomputation times, for all stages but the last.
 
         Args:
@@ -143,7 +143,7 @@ class ChainModel:
             part_s: seconds to run a stage's forward again, except the expensive part.
         """
 
-        def timed(chain: Chain, rows: int) -> Chain:
+        def timed(chain: BlockChain, rows: int) -> BlockChain:
             *stages, last = chain.stages
             found = (replace(stage, forward_s=forward_s(index, rows)) for index, stage in enumerate(stages))
             parted = (
@@ -157,7 +157,7 @@ class ChainModel:
         fewer, more = self.rows
         return replace(self, few=timed(self.few, fewer), many=timed(self.many, more))
 
-    def _stage(self, few: Stage, many: Stage, rows: int) -> Stage:
+    def _stage(self, few: BlockCost, many: BlockCost, rows: int) -> BlockCost:
         sizes: dict[str, Any] = {name: self._bytes(getattr(few, name), getattr(many, name), rows) for name in _BYTES}
         sizes["gradient_bytes"] = self._line(few.gradient_bytes, many.gradient_bytes, rows)
         part = None
@@ -166,7 +166,9 @@ class ChainModel:
                 self._bytes(getattr(few.part, name), getattr(many.part, name), rows)
                 for name in ("saved_bytes", "backward_bytes", "passing_bytes")
             )
-            part = DearPart(saved, backward, self._seconds(few.part.recompute_s, many.part.recompute_s, rows), passing)
+            part = ExpensivePart(
+                saved, backward, self._seconds(few.part.recompute_s, many.part.recompute_s, rows), passing
+            )
         return replace(many, forward_s=self._seconds(few.forward_s, many.forward_s, rows), part=part, **sizes)
 
     def _seconds(self, few: float, many: float, rows: int) -> float:
@@ -181,4 +183,4 @@ class ChainModel:
         return math.ceil(few + (many - few) * (rows - fewer) / (more - fewer))
 
 
-_BYTES = tuple(each.name for each in fields(Stage) if each.name.endswith("_bytes"))
+_BYTES = tuple(each.name for each in fields(BlockCost) if each.name.endswith("_bytes"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 Scalar = bool | int | float | str | None
 
 
-class Mark(enum.StrEnum):
+class Effect(enum.StrEnum):
     """Numerical effect of a change."""
 
     EXACT = "exact"
@@ -42,13 +42,13 @@ class Choice:
 
     value: Scalar
     reason: str
-    mark: Mark = Mark.EXACT
+    mark: Effect = Effect.EXACT
     changed: bool = False
     losers: tuple[Rejected, ...] = ()
 
 
 @dataclass(frozen=True)
-class Check:
+class SplitCheck:
     """Outcome of the splitting check: gradient of the whole batch compared with an unequal split (math: section 2).
 
     Args:
@@ -90,7 +90,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Refuted:
+class RefusedByProof:
     """A setting that a proof refused for this loop.
 
     Args:
@@ -105,7 +105,7 @@ class Refuted:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCost:
     """Cost of a loop per optimizer step.
 
     Args:

@@ -9,7 +9,7 @@ from trimtab.core.plan import Plan
 
 
 @dataclass(frozen=True)
-class Ran:
+class DryRunResult:
     """Dry run of a plan; identical on every rank.
 
     Args:

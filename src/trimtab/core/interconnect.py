@@ -151,7 +151,7 @@ def _names() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class LinkCalibration:
     """Measured communication costs of a process group, identical on all ranks.
 
     Args:

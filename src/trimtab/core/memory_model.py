@@ -12,7 +12,7 @@ Line = tuple[float, float]  # (bytes at zero samples, bytes per sample).
 
 
 @dataclass(frozen=True)
-class PeakModel:
+class PeakMemoryModel:
     """Peak memory as the upper envelope of lines: at every moment, the bytes held are linear in the samples.
 
     Args:
@@ -23,7 +23,7 @@ class PeakModel:
     lines: tuple[Line, ...]
 
     @classmethod
-    def through(cls, few: Iterable[float], many: Iterable[float], rows: tuple[int, int]) -> PeakModel:
+    def through(cls, few: Iterable[float], many: Iterable[float], rows: tuple[int, int]) -> PeakMemoryModel:
         """Return the model of a step with known bytes at the same moments for two batch sizes.
 
         Args:
@@ -43,9 +43,9 @@ class PeakModel:
             raise ValueGivenError("moments", got=given, expected="the same operators at both sizes") from None
         return cls(_envelope(found))
 
-    def beside(self, held_bytes: int) -> PeakModel:
+    def beside(self, held_bytes: int) -> PeakMemoryModel:
         """Return the model with additional bytes held throughout the step."""
-        return PeakModel(tuple((base + held_bytes, slope) for base, slope in self.lines))
+        return PeakMemoryModel(tuple((base + held_bytes, slope) for base, slope in self.lines))
 
     def peak_bytes(self, rows: int) -> int:
         """Return the peak of a micro-batch of a given number of samples."""

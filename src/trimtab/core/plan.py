@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.choice import Check, Choice, FrontPoint, Mark, Measured, Proof, Rejected, Scalar
+from trimtab.core.choice import Choice, Effect, FrontPoint, MeasuredCost, Proof, Rejected, Scalar, SplitCheck
 from trimtab.core.compile_mode import check_compiled
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError, ValueGivenError
@@ -22,9 +22,9 @@ from trimtab.core.plan_note import Note
 from trimtab.core.recompute_schedule import check_recompute
 from trimtab.core.sharding_settings import KEPT, check_sharing
 from trimtab.core.units import format_bytes, format_seconds
-from trimtab.core.zero_stage_cost import RankStage
+from trimtab.core.zero_stage_cost import ZeroStageCost
 
-__all__ = ["Check", "Choice", "FrontPoint", "Mark", "Measured", "Plan", "Proof", "Rejected", "Scalar"]
+__all__ = ["Choice", "Effect", "FrontPoint", "MeasuredCost", "Plan", "Proof", "Rejected", "Scalar", "SplitCheck"]
 
 PLAN_SCHEMA = 13
 MEMORY_LAYOUTS = ("keep", "channels_last")
@@ -34,27 +34,27 @@ SCHEDULES = ("user", "warmup_cosine", "warmup_linear")
 
 
 _KEPT = "as the loop has it"
-KEEP_PRECISION = Choice("fp32", _KEPT, Mark.ROUNDING)
-KEEP_LAYOUT = Choice("keep", _KEPT, Mark.ROUNDING)
-KEEP_ALLOCATOR = Choice("keep", _KEPT, Mark.EXACT)
-KEEP_FUSED = Choice(False, _KEPT, Mark.ROUNDING)
-KEEP_LOSS_CHUNK = Choice(None, _KEPT, Mark.ROUNDING)
-KEEP_RECOMPUTE = Choice(None, _KEPT, Mark.EXACT)
-KEEP_COMPILED = Choice(False, _KEPT, Mark.ROUNDING)
-KEEP_ENGINE = Choice("torch", _KEPT, Mark.ROUNDING)
-KEEP_ZERO = Choice(None, _KEPT, Mark.ROUNDING)
-KEEP_REDUCE = Choice("fp32", _KEPT, Mark.ROUNDING)
-KEEP_BUCKET = Choice(None, _KEPT, Mark.ROUNDING)
-KEEP_REDUCES_ONCE = Choice(True, _KEPT, Mark.ROUNDING)
-KEEP_POWERSGD = Choice(None, _KEPT, Mark.DYNAMICS)
-KEEP_DROPOUT = Choice(None, _KEPT, Mark.DYNAMICS)
-KEEP_WEIGHT_DECAY = Choice(None, _KEPT, Mark.DYNAMICS)
-KEEP_OPTIMIZER = Choice("user", _KEPT, Mark.DYNAMICS)
-KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
-KEEP_WARMUP = Choice(None, "5% of the run, as the paper has it", Mark.DYNAMICS)
-KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
-KEEP_BATCH = Choice("user", _KEPT, Mark.DYNAMICS)
-KEEP_CLIP = Choice(None, _KEPT, Mark.DYNAMICS)
+KEEP_PRECISION = Choice("fp32", _KEPT, Effect.ROUNDING)
+KEEP_LAYOUT = Choice("keep", _KEPT, Effect.ROUNDING)
+KEEP_ALLOCATOR = Choice("keep", _KEPT, Effect.EXACT)
+KEEP_FUSED = Choice(False, _KEPT, Effect.ROUNDING)
+KEEP_LOSS_CHUNK = Choice(None, _KEPT, Effect.ROUNDING)
+KEEP_RECOMPUTE = Choice(None, _KEPT, Effect.EXACT)
+KEEP_COMPILED = Choice(False, _KEPT, Effect.ROUNDING)
+KEEP_ENGINE = Choice("torch", _KEPT, Effect.ROUNDING)
+KEEP_ZERO = Choice(None, _KEPT, Effect.ROUNDING)
+KEEP_REDUCE = Choice("fp32", _KEPT, Effect.ROUNDING)
+KEEP_BUCKET = Choice(None, _KEPT, Effect.ROUNDING)
+KEEP_REDUCES_ONCE = Choice(True, _KEPT, Effect.ROUNDING)
+KEEP_POWERSGD = Choice(None, _KEPT, Effect.DYNAMICS)
+KEEP_DROPOUT = Choice(None, _KEPT, Effect.DYNAMICS)
+KEEP_WEIGHT_DECAY = Choice(None, _KEPT, Effect.DYNAMICS)
+KEEP_OPTIMIZER = Choice("user", _KEPT, Effect.DYNAMICS)
+KEEP_SCHEDULE = Choice("user", _KEPT, Effect.DYNAMICS)
+KEEP_WARMUP = Choice(None, "5% of the run, as the paper has it", Effect.DYNAMICS)
+KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Effect.DYNAMICS)
+KEEP_BATCH = Choice("user", _KEPT, Effect.DYNAMICS)
+KEEP_CLIP = Choice(None, _KEPT, Effect.DYNAMICS)
 
 
 @dataclass(frozen=True)
@@ -143,19 +143,19 @@ class Plan:
     num_ranks: int = 1
     batch_rule: BatchRule | None = None
     recompute_blocks: tuple[str, ...] = ()
-    check: Check | None = None
+    check: SplitCheck | None = None
     proof: Proof | None = None
     reference: Reference = ASSUMED_REFERENCE
-    baseline: Measured | None = None
+    baseline: MeasuredCost | None = None
     elsewhere: str = ""
     peak_margin: float | None = None
     seconds_margin: float | None = None
-    predicted: Measured | None = None
-    measured: Measured | None = None
+    predicted: MeasuredCost | None = None
+    measured: MeasuredCost | None = None
     verified: tuple[float, float] | None = None
     stands_between: tuple[float, float] | None = None
     front: tuple[FrontPoint, ...] = ()
-    stages: tuple[RankStage, ...] = ()
+    stages: tuple[ZeroStageCost, ...] = ()
     meter: MeterFacts = NO_METER
     planning_s: float = 0.0
     search_s: float = 0.0
@@ -199,7 +199,7 @@ class Plan:
             raise FormatError("plan.fused_optimizer", got=repr(value), expected="true or false")
         check_compiled(self.compiled.value, num_ranks=self.num_ranks)
         if self.splits and self.check is not None and not self.check.splittable and not self.splits_as_the_loop:
-            object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Mark.DYNAMICS))
+            object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Effect.DYNAMICS))
 
     def _check_warmup(self) -> None:
         rises = self.warmup_fraction.value
@@ -248,7 +248,7 @@ class Plan:
     def freed(self, rule: BatchRule, reason: str) -> Plan:
         """Return the plan with a batch rule. A rule that only measures leaves the batch size unchanged."""
         reason = "noise is measured, and nothing follows it" if rule.only_measures else reason
-        policy = Choice(rule.policy, reason, Mark.DYNAMICS, changed=not rule.only_measures)
+        policy = Choice(rule.policy, reason, Effect.DYNAMICS, changed=not rule.only_measures)
         return replace(self, batch_rule=rule, batch_policy=policy)
 
     def recomputing(self, schedule: str, blocks: tuple[str, ...], reason: str) -> Plan:
@@ -257,13 +257,13 @@ class Plan:
         return replace(self, recompute=choice, recompute_blocks=blocks)
 
     @classmethod
-    def marks(cls) -> dict[str, Mark]:
+    def marks(cls) -> dict[str, Effect]:
         """Return the numerical effect of each setting.
 
         In a plan that splits a batch although its check failed, the micro-batch is marked as dynamics instead.
         """
         named = {f.name: f.default for f in fields(cls) if isinstance(f.default, Choice)}
-        return {"micro_batch": Mark.EXACT} | {name: choice.mark for name, choice in named.items()}
+        return {"micro_batch": Effect.EXACT} | {name: choice.mark for name, choice in named.items()}
 
     def choices(self) -> Iterator[tuple[str, Choice]]:
         """Yield (field name, choice) in reading order.
@@ -321,7 +321,7 @@ class Plan:
     @property
     def tier(self) -> str:
         """ "S" for an equivalent plan; "F" for a tuned plan, which changes the training dynamics."""
-        dynamics = any(choice.changed and choice.mark is Mark.DYNAMICS for _, choice in self.choices())
+        dynamics = any(choice.changed and choice.mark is Effect.DYNAMICS for _, choice in self.choices())
         return "F" if dynamics else "S"
 
     def __str__(self) -> str:
@@ -403,7 +403,7 @@ def _certainty(verified: tuple[float, float] | None) -> str:
     return f" (95% {low:.2f} to {high:.2f}{doubt})"
 
 
-def _cost(label: str, cost: Measured | None, meter: MeterFacts) -> str:
+def _cost(label: str, cost: MeasuredCost | None, meter: MeterFacts) -> str:
     if cost is None:
         return f"{label}: not measured"
     between = ""

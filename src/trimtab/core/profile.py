@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from trimtab.core import validation
-from trimtab.core.block_costs import ChainModel
-from trimtab.core.choice import Proof, Refuted
+from trimtab.core.block_costs import BlockChainModel
+from trimtab.core.choice import Proof, RefusedByProof
 from trimtab.core.compile_mode import Compiled, in_words
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.operator_costs import Operation, StepWork
-from trimtab.core.plan import Check, Scalar
+from trimtab.core.plan import Scalar, SplitCheck
 from trimtab.core.plan_note import Note
 
 PROFILE_SCHEMA = 10
@@ -129,7 +129,7 @@ def _median(figures: tuple[float, ...]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedCandidate:
     """Peak memory of a candidate's step as a function of the micro-batch size, traced without a run.
 
     Args:
@@ -142,14 +142,14 @@ class Traced:
     """
 
     candidate: Candidate
-    whole: PeakModel
-    sliced: PeakModel | None = None
+    whole: PeakMemoryModel
+    sliced: PeakMemoryModel | None = None
     work: StepWork | None = None
-    step: PeakModel | None = None
+    step: PeakMemoryModel | None = None
 
 
 @dataclass(frozen=True)
-class Recomputable:
+class RecomputableBlocks:
     """Blocks of a candidate's model with their recomputation costs.
 
     Args:
@@ -164,8 +164,8 @@ class Recomputable:
 
     candidate: Candidate
     blocks: tuple[str, ...] = ()
-    whole: ChainModel | None = None
-    sliced: ChainModel | None = None
+    whole: BlockChainModel | None = None
+    sliced: BlockChainModel | None = None
     step_s: float = 0.0
     schedules: tuple[str, ...] = ()
     refusal: str = ""
@@ -177,7 +177,7 @@ class TracedBlocks:
 
     Args:
         candidate: the settings; its micro-batch is ignored.
-        blocks, whole, sliced: as of `Recomputable`, without seconds.
+        blocks, whole, sliced: as of `RecomputableBlocks`, without seconds.
         forwards: operators of each block's forward.
         kept: all operators of a micro-batch that keeps all blocks.
         in_part: the same with only the expensive parts of blocks kept; () if not possible.
@@ -185,8 +185,8 @@ class TracedBlocks:
 
     candidate: Candidate
     blocks: tuple[str, ...]
-    whole: ChainModel
-    sliced: ChainModel
+    whole: BlockChainModel
+    sliced: BlockChainModel
     forwards: tuple[tuple[Operation, ...], ...]
     kept: tuple[Operation, ...]
     in_part: tuple[Operation, ...] = ()
@@ -289,7 +289,7 @@ class Profile:
 
     device: DeviceSpec
     loop: LoopFacts
-    check: Check
+    check: SplitCheck
     reference: Reference = ASSUMED_REFERENCE
     trials: tuple[Trial, ...] = ()
     phases_s: Mapping[str, float] = field(default_factory=dict)
@@ -297,17 +297,17 @@ class Profile:
     profiling_s: float = 0.0
     objective: Objective = field(default_factory=Objective)
     budget: Budget = field(default_factory=Budget)
-    traces: tuple[Traced, ...] = ()
-    elsewhere_traces: tuple[Traced, ...] = ()
+    traces: tuple[TracedCandidate, ...] = ()
+    elsewhere_traces: tuple[TracedCandidate, ...] = ()
     elsewhere_blocks: tuple[TracedBlocks, ...] = ()
-    recomputables: tuple[Recomputable, ...] = ()
+    recomputables: tuple[RecomputableBlocks, ...] = ()
     total_steps: int | None = None
     frees_batch: bool = False
     hurried: bool = False
     meter: MeterFacts = NO_METER
     notes: tuple[Note, ...] = ()
     proofs: tuple[ProvedCandidate, ...] = ()
-    refuted: tuple[Refuted, ...] = ()
+    refuted: tuple[RefusedByProof, ...] = ()
     schema: int = PROFILE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -365,7 +365,7 @@ class Profile:
         read = (t.power_w for t in reversed(self.trials) if t.candidate == candidate and t.is_whole and t.watts)
         return next(read, None)
 
-    def recomputable_of(self, candidate: Candidate) -> Recomputable | None:
+    def recomputable_of(self, candidate: Candidate) -> RecomputableBlocks | None:
         """Return the recomputation costs of a candidate's blocks, or None."""
         ignored = ("micro_batch", "allocator", "fused_optimizer", "recompute")
         return next((each for each in self.recomputables if each.candidate.alike(candidate, *ignored)), None)

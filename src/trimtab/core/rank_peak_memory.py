@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.profile import Candidate
 
 # ZeRO stage, and True if gradients are reduced once per window, as stages 0 and 1 always do.
@@ -13,7 +13,7 @@ WAYS: tuple[Way, ...] = ((0, True), (1, True), (2, True), (2, False), (3, True),
 
 
 @dataclass(frozen=True)
-class RankTrace:
+class RankPeakMemory:
     """Peak memory of a rank as a function of the micro-batch size, traced without a run.
 
     Args:
@@ -25,5 +25,5 @@ class RankTrace:
 
     candidate: Candidate
     way: Way
-    whole: PeakModel
-    sliced: PeakModel
+    whole: PeakMemoryModel
+    sliced: PeakMemoryModel

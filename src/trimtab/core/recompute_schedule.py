@@ -19,7 +19,7 @@ _MOST_BLOCKS, _DEEPEST = 10_000, 300
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptBlock:
     """A stage, counted from 0, whose activations are kept: all of them, or `in_part` those of its expensive part.
 
     A stage kept in part must be outside of all segments: the segment's first forward would hold that part until the
@@ -31,7 +31,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Segment:
+class RecomputedSegment:
     """Consecutive stages that run forward again before their backward, by a nested schedule."""
 
     parts: Schedule
@@ -40,26 +40,26 @@ class Segment:
     def stages(self) -> range:
         """Indices of the stages, including those of nested segments."""
         first, last = self.parts[0], self.parts[-1]
-        while isinstance(first, Segment):
+        while isinstance(first, RecomputedSegment):
             first = first.parts[0]
-        while isinstance(last, Segment):
+        while isinstance(last, RecomputedSegment):
             last = last.parts[-1]
         return range(first.index, last.index + 1)
 
 
-Part = Kept | Segment
+Part = KeptBlock | RecomputedSegment
 Schedule = tuple[Part, ...]
 
 
 def stages_of(part: Part) -> range:
     """Return the stage indices of a part."""
-    return part.stages if isinstance(part, Segment) else range(part.index, part.index + 1)
+    return part.stages if isinstance(part, RecomputedSegment) else range(part.index, part.index + 1)
 
 
-def kept_in(schedule: Schedule) -> Iterator[Kept]:
+def kept_in(schedule: Schedule) -> Iterator[KeptBlock]:
     """Yield all kept stages of a schedule, including those of segments."""
     for part in schedule:
-        if isinstance(part, Segment):
+        if isinstance(part, RecomputedSegment):
             yield from kept_in(part.parts)
         else:
             yield part
@@ -73,7 +73,7 @@ def check_schedule(schedule: Schedule, num_stages: int) -> None:
     given = [kept.index for kept in kept_in(schedule)]
     if given != list(range(num_stages)):
         raise ValueGivenError(_FIELD, got=f"stages {given}"[:80], expected=f"0 to {num_stages - 1}, each once")
-    segments = (part for part in schedule if isinstance(part, Segment))
+    segments = (part for part in schedule if isinstance(part, RecomputedSegment))
     if any(kept.in_part for segment in segments for kept in kept_in(segment.parts)):
         raise ValueGivenError(_FIELD, got="a segment with a stage kept in part", expected="such stages in none")
 
@@ -84,13 +84,13 @@ def written(schedule: Schedule) -> str:
 
 
 def _written(schedule: Schedule) -> Iterator[str]:
-    run: list[Kept] = []
+    run: list[KeptBlock] = []
     for part in (*schedule, None):
-        if run and not (isinstance(part, Kept) and part.in_part == run[0].in_part):
+        if run and not (isinstance(part, KeptBlock) and part.in_part == run[0].in_part):
             numbers = f"{run[0].index}" if len(run) == 1 else f"{run[0].index}-{run[-1].index}"
             yield f"~{numbers}" if run[0].in_part else numbers
             run = []
-        if isinstance(part, Kept):
+        if isinstance(part, KeptBlock):
             run.append(part)
         elif part is not None:
             yield f"({written(part.parts)})"
@@ -120,7 +120,7 @@ def _read(tokens: list[str], depth: int = 0) -> tuple[Schedule, list[str]]:
             inner, tokens = _read(tokens, depth + 1)
             if not inner or not tokens:
                 raise _no_schedule(" ".join(["(", *tokens]))
-            parts.append(Segment(inner))
+            parts.append(RecomputedSegment(inner))
             tokens = tokens[1:]
             continue
         found = re.fullmatch(r"(~?)(\d+)(?:-(\d+))?", token)
@@ -129,7 +129,7 @@ def _read(tokens: list[str], depth: int = 0) -> tuple[Schedule, list[str]]:
         numbers = found[2], found[3] or found[2]
         if max(map(len, numbers)) >= len(str(_MOST_BLOCKS)) or int(numbers[0]) > int(numbers[1]):
             raise _no_schedule(token)
-        parts += [Kept(index, in_part=bool(found[1])) for index in range(int(numbers[0]), int(numbers[1]) + 1)]
+        parts += [KeptBlock(index, in_part=bool(found[1])) for index in range(int(numbers[0]), int(numbers[1]) + 1)]
         if len(parts) > _MOST_BLOCKS:
             raise _no_schedule(" ".join(tokens))
     return tuple(parts), tokens
@@ -147,7 +147,7 @@ def schedule_of(value: str, num_blocks: int) -> Schedule:
         ValueGivenError: the number of blocks differs.
     """
     if value == EVERY_BLOCK:
-        return tuple(Segment((Kept(index),)) for index in range(num_blocks))
+        return tuple(RecomputedSegment((KeptBlock(index),)) for index in range(num_blocks))
     schedule = read_schedule(value)
     check_schedule(schedule, num_blocks)
     return schedule

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from trimtab.core.append_only_file import Appended, not_written, sync
+from trimtab.core.append_only_file import AppendOnlyFile, not_written, sync
 from trimtab.core.bounded_read import LINE_BYTES, RECORD_BYTES, open_regular, too_large, unreadable
 from trimtab.core.errors import FormatError, RecordExistsError
 from trimtab.core.record_lines import (
@@ -86,7 +86,7 @@ class RecordWriter:
 
     def __init__(self, path: str | Path, header: Header, *, continues: bool = False) -> None:
         try:
-            self._file = Appended(Path(path), is_new=not continues, is_exclusive=True)
+            self._file = AppendOnlyFile(Path(path), is_new=not continues, is_exclusive=True)
         except FileExistsError as error:
             raise _there(path, error) from None
         self._header, self._is_open_ended, self._is_named = header, continues, False

@@ -11,7 +11,7 @@ from trimtab.core.errors import FormatError, ValueGivenError
 Load = Callable[[], None]
 
 
-class Part(ABC):
+class Stateful(ABC):
     """A part of a run's state, with two-phase loading."""
 
     @abstractmethod
@@ -35,7 +35,7 @@ class Part(ABC):
         self.loading(state)()
 
 
-def loading_parts(parts: Mapping[str, Part], state: Any, where: str = "state") -> Load:
+def loading_parts(parts: Mapping[str, Stateful], state: Any, where: str = "state") -> Load:
     """Validate the states of all parts and return a function that loads every state.
 
     Raises:

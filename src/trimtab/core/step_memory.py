@@ -11,7 +11,7 @@ PARTS = ("parameters", "buffers", "batch", "optimizer", "gradients", "activation
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemorySample:
     """Bytes by kind at a moment of the step.
 
     Args:
@@ -54,8 +54,8 @@ class StepMemory:
         blocks: requested blocks, in the order of their forwards.
     """
 
-    peak: Moment
-    timeline: tuple[Moment, ...]
+    peak: MemorySample
+    timeline: tuple[MemorySample, ...]
     most_bytes: Mapping[str, int]
     blocks: tuple[BlockMemory, ...] = ()
 

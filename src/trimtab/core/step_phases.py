@@ -25,7 +25,7 @@ PHASES_SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Lap:
+class TimedRound:
     """A few timed steps of an arm (a round), with the phase clock and without.
 
     Args:
@@ -45,7 +45,7 @@ class Lap:
 
 
 @dataclass(frozen=True)
-class Roof:
+class RooflineBound:
     """Lower bound on the seconds of a phase's operators, by a device's peaks (roofline; Williams et al. 2009).
 
     Args:
@@ -64,9 +64,9 @@ class Roof:
         """Seconds of all operators."""
         return self.compute_s + self.memory_s
 
-    def times(self, factor: float) -> Roof:
+    def times(self, factor: float) -> RooflineBound:
         """Return the bound for `factor` times the operators."""
-        return Roof(*(factor * each for each in (self.compute_s, self.memory_s, self.flops, self.moved_bytes)))
+        return RooflineBound(*(factor * each for each in (self.compute_s, self.memory_s, self.flops, self.moved_bytes)))
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class ArmPhases:
         notes: phases that were not distinguished and unknown bounds, with the reason.
     """
 
-    laps: tuple[Lap, ...]
-    roofs: Mapping[str, Roof] = field(default_factory=dict)
+    laps: tuple[TimedRound, ...]
+    roofs: Mapping[str, RooflineBound] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -94,7 +94,7 @@ class ArmPhases:
 
 
 @dataclass(frozen=True)
-class Gain:
+class TimedGain:
     """Interleaved rounds of the baseline and the plan; round i of the baseline is paired with round i of the plan.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class RankStage:
+class ZeroStageCost:
     """A ZeRO stage with its best settings within the limits.
 
     Args:

@@ -59,7 +59,7 @@ def _loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
 
 
 @dataclass(frozen=True)
-class Design:
+class AblationDesign:
     """Arms of an ablation: each arm is a plan with a distinct subset of the changes.
 
     Args:
@@ -119,7 +119,7 @@ class Design:
         return tuple(itertools.combinations(self.changes, 2)) if told and len(self.changes) > 2 else ()
 
 
-def plans_of(plan: Plan, design: Design, reference: Reference) -> tuple[dict[str, Plan], dict[str, str]]:
+def plans_of(plan: Plan, design: AblationDesign, reference: Reference) -> tuple[dict[str, Plan], dict[str, str]]:
     """Return the plan of each valid arm, and the refusal of each invalid arm."""
     plans, refusals = {}, {}
     for name, kept in design.arms.items():

@@ -9,16 +9,16 @@ from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.stateful import Load, Part, loading_parts, require_keys
-from trimtab.decide.batch_size_policy import Noise, Standing, decide, gain, most
+from trimtab.core.stateful import Load, Stateful, loading_parts, require_keys
+from trimtab.decide.batch_size_policy import NoiseEstimate, PolicyInput, decide, gain, most
 from trimtab.decide.gradient_noise_scale import NoiseAverage, WindowNoise
-from trimtab.decide.overhead_budget import PATIENCE, Account
+from trimtab.decide.overhead_budget import PATIENCE, OverheadBudget
 from trimtab.decide.step_time_model import WindowTimes
 
 Note = Callable[[str, Mapping[str, Any]], None]
 
 
-class BatchDecider(Part):
+class BatchSizeDecider(Stateful):
     """Chooses the number of micro-batches k while training, from figures that are equal on all ranks.
 
     Args:
@@ -27,7 +27,7 @@ class BatchDecider(Part):
         micro_rows: samples per micro-batch.
         num_ranks: world size.
         note: called with an event's name and figures.
-        normalises: the optimizer divides gradients by their size, see `Standing`.
+        normalises: the optimizer divides gradients by their size, see `PolicyInput`.
 
     Attributes:
         k: micro-batches per step and rank, a multiple of `unit`. With "throughput_per_memory": number of micro-batches
@@ -40,9 +40,9 @@ class BatchDecider(Part):
         self._rule, self._unit, self._note = rule, unit, note
         self.k = self._base_k = min(-(-rule.k // unit) * unit, most(rule, unit))
         self._cuts = rule.policy == "throughput_per_memory"
-        self._first = Standing(self.k, unit, micro_rows, num_ranks, normalises=normalises)
+        self._first = PolicyInput(self.k, unit, micro_rows, num_ranks, normalises=normalises)
         self._average, self.times = NoiseAverage(), WindowTimes()
-        self.account = Account("noise monitor")
+        self.account = OverheadBudget("noise monitor")
         self._absorbed_at = 0
         self._pays: bool | None = None
         self._last_gain: float | None = None
@@ -50,7 +50,7 @@ class BatchDecider(Part):
             self.decide()
 
     @property
-    def noise(self) -> Noise | None:
+    def noise(self) -> NoiseEstimate | None:
         """Noise estimate from the steps so far; None before the first."""
         return self._average.noise
 
@@ -60,7 +60,7 @@ class BatchDecider(Part):
         return 1 if self._cuts else -(-self.k // self._unit)
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> PolicyInput:
         """Current input of the decision."""
         return replace(self._first, k=self.k, noise=self.noise, times=self.times.times(self._first.micro_rows))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.core.batch_rule import BatchRule
-from trimtab.decide.goodput import Times, goodput_k, relative_time
+from trimtab.decide.goodput import StepTimes, goodput_k, relative_time
 
 # k changes if the best k reaches a loss faster by HYSTERESIS in the goodput model, and by a factor of MOST at a time.
 HYSTERESIS = 0.01
@@ -25,7 +25,7 @@ EPSILON = 1e-12  # paper eq. 6
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseEstimate:
     """Estimate of gradient noise from the steps so far.
 
     Args:
@@ -55,23 +55,23 @@ class Noise:
         """Standard error of `norm2` divided by `norm2`; infinite if `norm2` <= 0."""
         return self.norm2_error / self.norm2 if self.norm2 > 0 else math.inf
 
-    def grown(self, factor: float) -> Noise:
+    def grown(self, factor: float) -> NoiseEstimate:
         """Return the estimate with its noise scale multiplied by a factor and the same relative error."""
         return replace(self, norm2=self.norm2 / factor, norm2_error=self.norm2_error / factor)
 
-    def at_least(self) -> Noise:
+    def at_least(self) -> NoiseEstimate:
         """Return the smallest noise that agrees with the steps; the scale is 0 if the norm is unknown."""
         norm2 = max(0.0, self.norm2) + SURE * self.norm2_error
         return replace(self, norm2=norm2 if 0 < norm2 < math.inf else math.inf, norm2_error=0.0)
 
-    def at_most(self) -> Noise:
+    def at_most(self) -> NoiseEstimate:
         """Return the largest noise that agrees with the steps; the scale is infinite if the norm is unknown."""
         norm2 = self.norm2 - SURE * self.norm2_error
         return replace(self, norm2=norm2 if norm2 > 0 else 0.0, norm2_error=0.0)
 
 
 @dataclass(frozen=True)
-class Standing:
+class PolicyInput:
     """Input of a decision: the current k, the layout of batches, and the estimates.
 
     Args:
@@ -88,8 +88,8 @@ class Standing:
     unit: int
     micro_rows: float
     num_ranks: int = 1
-    noise: Noise | None = None
-    times: Times | None = None
+    noise: NoiseEstimate | None = None
+    times: StepTimes | None = None
     normalises: bool = False
 
     def relative_time(self, k: int, noise_scale: float) -> float:
@@ -100,7 +100,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Decision:
+class BatchSizeDecision:
     """Number of micro-batches k of the next step, the reason, and the unrounded value."""
 
     k: int
@@ -108,26 +108,26 @@ class Decision:
     wanted: float | None = None
 
 
-def decide(rule: BatchRule, standing: Standing) -> Decision:
+def decide(rule: BatchRule, standing: PolicyInput) -> BatchSizeDecision:
     """Return the next k by the rule's policy: a multiple of `unit` and at most `k_max`.
 
     The policies "goodput", "norm_test" and "variance" at most double or halve k. The paper's policies may jump.
     """
     if rule.policy == "fixed":
-        return Decision(standing.k, "fixed")
+        return BatchSizeDecision(standing.k, "fixed")
     if rule.policy == "throughput_per_memory":
         return _best_trial(rule)
     missing = _missing(rule, standing)
     if missing is not None:
-        return Decision(standing.k, f"held: {missing}")
+        return BatchSizeDecision(standing.k, f"held: {missing}")
     doubt = _doubt(rule, standing)
     if doubt is not None:
         return _decide_in_doubt(rule, standing, doubt)
     k, wanted, reason = _POLICIES[rule.policy](rule, standing)
-    return Decision(k, reason if k != standing.k else f"held: {reason}", wanted)
+    return BatchSizeDecision(k, reason if k != standing.k else f"held: {reason}", wanted)
 
 
-def _decide_in_doubt(rule: BatchRule, standing: Standing, doubt: str) -> Decision:
+def _decide_in_doubt(rule: BatchRule, standing: PolicyInput, doubt: str) -> BatchSizeDecision:
     """Move k only in the direction on which all plausible noise scales agree.
 
     A gradient lost in noise is the main case for a large k, so an imprecise norm must not hold k.
@@ -136,11 +136,11 @@ def _decide_in_doubt(rule: BatchRule, standing: Standing, doubt: str) -> Decisio
     policy = _POLICIES[rule.policy]
     k, wanted, reason = policy(rule, replace(standing, noise=standing.noise.at_least()))
     if k > standing.k:
-        return Decision(k, f"by the least noise there can be, {reason}; {doubt}", wanted)
+        return BatchSizeDecision(k, f"by the least noise there can be, {reason}; {doubt}", wanted)
     k, most_wanted, reason = policy(rule, replace(standing, noise=standing.noise.at_most()))
     if k < standing.k:
-        return Decision(k, f"by the most noise there can be, {reason}; {doubt}", most_wanted)
-    return Decision(standing.k, f"held: {doubt}", wanted)
+        return BatchSizeDecision(k, f"by the most noise there can be, {reason}; {doubt}", most_wanted)
+    return BatchSizeDecision(standing.k, f"held: {doubt}", wanted)
 
 
 def most(rule: BatchRule, unit: int) -> int:
@@ -159,17 +159,17 @@ def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
     return max(sorted(trials), key=lambda k: trials[k][0] / trials[k][1])
 
 
-def _best_trial(rule: BatchRule) -> Decision:
+def _best_trial(rule: BatchRule) -> BatchSizeDecision:
     best = throughput_per_memory({k: (throughput, memory) for k, throughput, memory in rule.trials})
-    return Decision(best, f"of {len(rule.trials)} trials, k = {best} has the most throughput per byte", best)
+    return BatchSizeDecision(best, f"of {len(rule.trials)} trials, k = {best} has the most throughput per byte", best)
 
 
-def is_known_well(rule: BatchRule, noise: Noise | None) -> bool:
+def is_known_well(rule: BatchRule, noise: NoiseEstimate | None) -> bool:
     """Return True if the noise estimate is precise enough for a decision."""
     return noise is not None and noise.num_windows >= rule.min_windows and noise.relative_error <= MOST_ERROR
 
 
-def gain(rule: BatchRule, standing: Standing, base_k: int) -> float | None:
+def gain(rule: BatchRule, standing: PolicyInput, base_k: int) -> float | None:
     """Return the fraction of time to a loss that the best k saves compared with `base_k`, by the goodput model.
 
     None while unknown. If the noise estimate is imprecise, the lower bound of the saving, provided the bound justifies
@@ -192,7 +192,7 @@ def gain(rule: BatchRule, standing: Standing, base_k: int) -> float | None:
     return saved if less < base_k and saved >= HYSTERESIS else None
 
 
-def could_save(rule: BatchRule, standing: Standing) -> float:
+def could_save(rule: BatchRule, standing: PolicyInput) -> float:
     """Return the fraction of time to a loss that the best k saves at the largest plausible noise; 0 while unknown."""
     if rule.policy != "goodput" or standing.times is None:
         return 0.0
@@ -200,7 +200,7 @@ def could_save(rule: BatchRule, standing: Standing) -> float:
     return _saved(rule, standing, scale, standing.k)[1]
 
 
-def _saved(rule: BatchRule, standing: Standing, scale: float, base_k: int) -> tuple[int, float]:
+def _saved(rule: BatchRule, standing: PolicyInput, scale: float, base_k: int) -> tuple[int, float]:
     """Return the best k at a noise scale, and the fraction of time to a loss that it saves compared with `base_k`."""
     unit = standing.unit
 
@@ -211,7 +211,7 @@ def _saved(rule: BatchRule, standing: Standing, scale: float, base_k: int) -> tu
     return best, 1 - cost(best) / cost(base_k)
 
 
-def _missing(rule: BatchRule, standing: Standing) -> str | None:
+def _missing(rule: BatchRule, standing: PolicyInput) -> str | None:
     """Return the missing input of a decision in words, or None."""
     seen = 0 if standing.noise is None else standing.noise.num_windows
     if seen < rule.min_windows:
@@ -221,7 +221,7 @@ def _missing(rule: BatchRule, standing: Standing) -> str | None:
     return None
 
 
-def _doubt(rule: BatchRule, standing: Standing) -> str | None:
+def _doubt(rule: BatchRule, standing: PolicyInput) -> str | None:
     """Return the reason why the noise estimate is too imprecise, or None."""
     noise = standing.noise
     assert noise is not None
@@ -236,7 +236,7 @@ def _doubt(rule: BatchRule, standing: Standing) -> str | None:
     return None
 
 
-def _goodput(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
+def _goodput(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     noise, times = standing.noise, standing.times
     assert noise is not None
     assert times is not None
@@ -258,7 +258,7 @@ def _goodput(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
     return k, wanted, f"{says}: k* = {wanted:.3g}{why}"
 
 
-def _norm_test(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
+def _norm_test(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     """k = ceil(S / (b R theta^2 G2)) (Byrd et al. 2012)."""
     noise = standing.noise
     assert noise is not None
@@ -266,14 +266,14 @@ def _norm_test(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
     return _rounded(rule, standing, wanted), wanted, f"norm test: k = {wanted:.3g} for theta {rule.theta:g}"
 
 
-def _variance(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
+def _variance(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     """Return k = ceil(sigma2 / (R sigma2_target)) with sigma2 = S / b, the variance per micro-batch (paper eq. 7)."""
     sigma2 = _sigma2(standing)
     wanted = sigma2 / (standing.num_ranks * (rule.sigma2_target or 0.0))
     return _rounded(rule, standing, wanted), wanted, f"variance {sigma2:.3g} of a micro-batch: k = {wanted:.3g}"
 
 
-def _paper(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
+def _paper(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     """k = min(k_max, ceil(sigma2 / (sigma2_target + eps))), rounded up into `allowed` (paper eq. 6, exactly)."""
     sigma2 = _sigma2(standing)
     wanted = sigma2 / ((rule.sigma2_target or 0.0) + EPSILON)
@@ -284,12 +284,12 @@ def _paper(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
     return in_units, wanted, f"variance {sigma2:.3g} of a micro-batch: k = {wanted:.3g}"
 
 
-def _sigma2(standing: Standing) -> float:
+def _sigma2(standing: PolicyInput) -> float:
     assert standing.noise is not None
     return max(0.0, standing.noise.trace) / standing.micro_rows
 
 
-def _rounded(rule: BatchRule, standing: Standing, wanted: float) -> int:
+def _rounded(rule: BatchRule, standing: PolicyInput, wanted: float) -> int:
     """Return `wanted` rounded up within bounds; the current k if a 1 % smaller or larger value rounds to it."""
     highest, unit = most(rule, standing.unit), standing.unit
 
@@ -301,14 +301,14 @@ def _rounded(rule: BatchRule, standing: Standing, wanted: float) -> int:
     return _stepped(whole(wanted), standing)
 
 
-def _stepped(k: int, standing: Standing) -> int:
+def _stepped(k: int, standing: PolicyInput) -> int:
     """Return k in whole loader batches, limited to a factor of two from the current k."""
     unit = standing.unit
     least = -(-standing.k // (MOST * unit)) * unit
     return max(unit, least, min(k, MOST * standing.k))
 
 
-_POLICIES: dict[str, Callable[[BatchRule, Standing], tuple[int, float, str]]] = {
+_POLICIES: dict[str, Callable[[BatchRule, PolicyInput], tuple[int, float, str]]] = {
     "goodput": _goodput,
     "norm_test": _norm_test,
     "variance": _variance,

@@ -16,14 +16,14 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.validation import number
 
 
-class Stretch(NamedTuple):
+class TrainingPeriod(NamedTuple):
     """Period of uninterrupted training, in seconds since 1970."""
 
     begin_s: float
     end_s: float
 
 
-class Draw(NamedTuple):
+class PowerDraw(NamedTuple):
     """Period of constant power, in seconds since 1970."""
 
     begin_s: float
@@ -88,19 +88,19 @@ class TrainingJob:
         number("job.waiting_watts", self.waiting_watts, low=0)
 
 
-def draws(job: TrainingJob, now_s: float, stretches: Sequence[Stretch]) -> tuple[Draw, ...]:
+def draws(job: TrainingJob, now_s: float, stretches: Sequence[TrainingPeriod]) -> tuple[PowerDraw, ...]:
     """Return the draws of a job from now to its end: waiting, training and pauses."""
-    found = [Draw(now_s, stretches[0].begin_s, job.waiting_watts)]
-    found += [Draw(each.begin_s, each.end_s, job.watts) for each in stretches]
+    found = [PowerDraw(now_s, stretches[0].begin_s, job.waiting_watts)]
+    found += [PowerDraw(each.begin_s, each.end_s, job.watts) for each in stretches]
     if job.pause is not None:
         for before, after in itertools.pairwise(stretches):
             lost_s = max(before.end_s, after.begin_s - job.pause.seconds)
-            found.append(Draw(before.end_s, lost_s, job.pause.idle_watts))
-            found.append(Draw(lost_s, after.begin_s, job.pause.watts))
+            found.append(PowerDraw(before.end_s, lost_s, job.pause.idle_watts))
+            found.append(PowerDraw(lost_s, after.begin_s, job.pause.watts))
     return tuple(draw for draw in found if draw.begin_s < draw.end_s and draw.watts)
 
 
-def grams_of(taken: Iterable[Draw], intensity: Intensity) -> float:
+def grams_of(taken: Iterable[PowerDraw], intensity: Intensity) -> float:
     """Return the emissions of draws in grams of CO2 equivalent.
 
     Raises:

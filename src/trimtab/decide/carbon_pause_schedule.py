@@ -15,32 +15,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trimtab.decide.carbon_job import Stretch, TrainingJob
-from trimtab.decide.carbon_time_axis import Hours, microseconds, moments_to_pause
+from trimtab.decide.carbon_job import TrainingJob, TrainingPeriod
+from trimtab.decide.carbon_time_axis import IntensitySteps, microseconds, moments_to_pause
 
 # Minimum relative cost of a pause: among schedules of equal cost, the one with fewer pauses wins.
 TIE = 1e-9
 Moments = Callable[[int], float]
 
 
-class Past(NamedTuple):
+class PastPeriods(NamedTuple):
     """Linked list of training periods so far, the last first; begin and end are points."""
 
     begin: int
     end: int
-    before: Past | None
+    before: PastPeriods | None
 
 
-class Way(NamedTuple):
+class PartialSchedule(NamedTuple):
     """Partial schedule: its cost, the begin of the current period, and the periods before."""
 
     cost: float
     begin: int
-    past: Past | None
+    past: PastPeriods | None
 
 
 @dataclass(frozen=True)
-class Walk:
+class TimeAxisPass:
     """The time axis in one direction; costs are in W g s / kWh.
 
     Args:
@@ -64,7 +64,7 @@ class Walk:
     idle_w: float
 
 
-def best_stretches(hours: Hours, job: TrainingJob) -> tuple[Stretch, ...] | None:
+def best_stretches(hours: IntensitySteps, job: TrainingJob) -> tuple[TrainingPeriod, ...] | None:
     """Return the training periods of least emissions; None if the job does not fit or may not be paused.
 
     Args:
@@ -83,10 +83,10 @@ def best_stretches(hours: Hours, job: TrainingJob) -> tuple[Stretch, ...] | None
     spans = _spans(forwards[1])
     if backwards[0] < forwards[0]:
         spans = [(-end, -begin) for begin, end in reversed(_spans(backwards[1]))]
-    return tuple(Stretch(hours.moment(begin), hours.moment(end)) for begin, end in spans)
+    return tuple(TrainingPeriod(hours.moment(begin), hours.moment(end)) for begin, end in spans)
 
 
-def _forwards(hours: Hours, job: TrainingJob) -> Walk:
+def _forwards(hours: IntensitySteps, job: TrainingJob) -> TimeAxisPass:
     pause = job.pause
     assert pause is not None
     least_cost = TIE * job.watts * hours.total(hours.points[-1])
@@ -100,16 +100,16 @@ def _forwards(hours: Hours, job: TrainingJob) -> Walk:
         return job.waiting_watts * hours.total(point)
 
     points = moments_to_pause(hours.points)
-    return Walk(points, hours.total, starts, _nothing, _nothing, resumes, job.watts, pause.idle_watts)
+    return TimeAxisPass(points, hours.total, starts, _nothing, _nothing, resumes, job.watts, pause.idle_watts)
 
 
-def _backwards(walk: Walk) -> Walk:
+def _backwards(walk: TimeAxisPass) -> TimeAxisPass:
     """Return the time axis reversed: begins become ends and ends become begins."""
 
     def turned(cost: Moments, sign: int = 1) -> Moments:
         return lambda point: sign * cost(-point)
 
-    return Walk(
+    return TimeAxisPass(
         points=[-point for point in reversed(walk.points)],
         total=turned(walk.total, -1),
         starts=turned(walk.ends),
@@ -125,7 +125,7 @@ def _nothing(_: int) -> float:
     return 0.0
 
 
-def _walked(walk: Walk, work: int, least: int, gap: int) -> tuple[float, Past] | None:
+def _walked(walk: TimeAxisPass, work: int, least: int, gap: int) -> tuple[float, PastPeriods] | None:
     """Return the least cost and the periods of the cheapest schedule; None if the work does not fit.
 
     Training states are stored under work done minus the current point, and paused states under work done; neither key
@@ -137,12 +137,12 @@ def _walked(walk: Walk, work: int, least: int, gap: int) -> tuple[float, Past] |
         least: least microseconds of a period.
         gap: least microseconds of a pause.
     """
-    best: tuple[float, Past] | None = None
-    training: dict[int, Way] = {}
-    paused: dict[int, Way] = {}
+    best: tuple[float, PastPeriods] | None = None
+    training: dict[int, PartialSchedule] = {}
+    paused: dict[int, PartialSchedule] = {}
     # by the index from which they are long enough
-    long_enough: defaultdict[int, list[tuple[int, Way]]] = defaultdict(list)
-    rested: defaultdict[int, list[tuple[int, Way]]] = defaultdict(list)
+    long_enough: defaultdict[int, list[tuple[int, PartialSchedule]]] = defaultdict(list)
+    rested: defaultdict[int, list[tuple[int, PartialSchedule]]] = defaultdict(list)
     for index, point in enumerate(walk.points):
         total = walk.total(point)
         _keep(training, long_enough.pop(index, []))
@@ -156,26 +156,26 @@ def _walked(walk: Walk, work: int, least: int, gap: int) -> tuple[float, Past] |
             cost -= walk.train_w * total
             whole = cost + walk.train_w * walk.total(end) + walk.ends(end)
             if best is None or whole < best[0]:
-                best = whole, Past(point, end, past)
+                best = whole, PastPeriods(point, end, past)
             from_index = bisect.bisect_left(walk.points, point + least)
-            long_enough[from_index].append((done - point, Way(cost, point, past)))
+            long_enough[from_index].append((done - point, PartialSchedule(cost, point, past)))
         stop = walk.train_w * total - walk.idle_w * total + walk.pauses(point)
         from_index = bisect.bisect_left(walk.points, point + gap)
         for key, way in training.items():
             if work - key - point >= least:
-                stopped = Way(way.cost + stop, 0, Past(way.begin, point, way.past))
+                stopped = PartialSchedule(way.cost + stop, 0, PastPeriods(way.begin, point, way.past))
                 rested[from_index].append((key + point, stopped))
     return best
 
 
-def _keep(ways: dict[int, Way], found: list[tuple[int, Way]]) -> None:
+def _keep(ways: dict[int, PartialSchedule], found: list[tuple[int, PartialSchedule]]) -> None:
     """Store every partial schedule that is cheaper than the stored one."""
     for key, way in found:
         if key not in ways or way.cost < ways[key].cost:
             ways[key] = way
 
 
-def _spans(past: Past | None) -> list[tuple[int, int]]:
+def _spans(past: PastPeriods | None) -> list[tuple[int, int]]:
     spans = []
     while past is not None:
         spans.append((past.begin, past.end))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.core.choice import Measured
+from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.units import format_seconds
@@ -18,7 +18,7 @@ ASSUMED_W = 1000.0
 
 
 @dataclass(frozen=True)
-class Power:
+class MachinePower:
     """Power of a machine.
 
     Args:
@@ -33,7 +33,7 @@ class Power:
 
 
 @dataclass(frozen=True)
-class Work:
+class RemainingWork:
     """Duration and power of a run.
 
     Args:
@@ -47,7 +47,7 @@ class Work:
     steps: int
     step_s: float
     seconds_by: str
-    power: Power
+    power: MachinePower
     pause_s: float | None = None
 
     def job(self, done: int) -> TrainingJob:
@@ -90,7 +90,7 @@ def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[
     return found.step_s, f"as the plan {how} them, without the evaluation"
 
 
-def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -> Power:
+def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -> MachinePower:
     """Return the power for emissions: as given, else from the plan's meter, else 1 kW.
 
     Args:
@@ -104,7 +104,7 @@ def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -
     if watts is not None:
         waits = "what it holds while it waits is not known, and not counted"
         idle = waits if idle_watts is None else f"{idle_watts:g} W while it waits, as given"
-        return Power(watts, idle_watts or 0.0, f"{watts:g} W, as given; {idle}")
+        return MachinePower(watts, idle_watts or 0.0, f"{watts:g} W, as given; {idle}")
     found = _cost(plan)
     if plan is not None and found is not None and found.energy_j is not None:
         watts, given = found.energy_j / found.step_s, "" if idle_watts is None else ", as given"
@@ -112,13 +112,13 @@ def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -
         idle = (
             "idle watts are not known, and not counted" if idle_w is None else f"{idle_w:.3g} W while it waits{given}"
         )
-        return Power(watts, idle_w or 0.0, f"{watts:.3g} W, {plan.meter.provenance} as it was planned; {idle}")
+        return MachinePower(watts, idle_w or 0.0, f"{watts:.3g} W, {plan.meter.provenance} as it was planned; {idle}")
     if idle_watts is not None:
         given, expected = "no --energy-watts, and no plan whose meter read them", "what it draws while it trains, too"
         raise ValueGivenError("--idle-watts", got=given, expected=expected)
     said = f"not known: grams are of {ASSUMED_W:g} W, shares hold for any; waiting is not counted"
-    return Power(ASSUMED_W, 0.0, said)
+    return MachinePower(ASSUMED_W, 0.0, said)
 
 
-def _cost(plan: Plan | None) -> Measured | None:
+def _cost(plan: Plan | None) -> MeasuredCost | None:
     return None if plan is None else plan.measured or plan.predicted

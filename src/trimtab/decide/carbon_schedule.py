@@ -12,10 +12,10 @@ from trimtab.core.carbon import Intensity
 from trimtab.core.datetimes import format_moment
 from trimtab.core.units import format_grams, format_seconds
 from trimtab.core.validation import number
-from trimtab.decide.carbon_job import Stretch, TrainingJob, draws, grams_of
+from trimtab.decide.carbon_job import TrainingJob, TrainingPeriod, draws, grams_of
 from trimtab.decide.carbon_pause_schedule import TIE, best_stretches
 from trimtab.decide.carbon_sensitivity import Downside, downsides
-from trimtab.decide.carbon_time_axis import Hours, hours_of, microseconds
+from trimtab.decide.carbon_time_axis import IntensitySteps, hours_of, microseconds
 
 # Least relative saving that justifies waiting: forecasts have larger errors.
 LEAST_SAVING = 0.01
@@ -36,7 +36,7 @@ class CarbonSchedule:
         reason: reason for this schedule.
     """
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[TrainingPeriod, ...]
     now_s: float
     work_s: float
     kind: str | None
@@ -109,7 +109,7 @@ def when_to_train(
     number("now_s", now_s)
     number("deadline_s", deadline_s)
     least = max(TIE, number("least_saving", least_saving, low=0, high=1))
-    at_once = Stretch(now_s, now_s + job.seconds)
+    at_once = TrainingPeriod(now_s, now_s + job.seconds)
     start_now_g = _known(forecast, job, at_once)
     plain = CarbonSchedule(
         (at_once,), now_s, job.seconds, forecast.kind if forecast else None, start_now_g, start_now_g, (), ""
@@ -153,7 +153,7 @@ def _least(
     return CarbonSchedule(best, plain.now_s, job.seconds, plain.kind, best_g, start_now_g, doubt, reason)
 
 
-def _delayed(hours: Hours, job: TrainingJob) -> tuple[Stretch, ...]:
+def _delayed(hours: IntensitySteps, job: TrainingJob) -> tuple[TrainingPeriod, ...]:
     """Return the single training period of least emissions; the earliest of equal ones.
 
     Emissions are linear in the begin while neither end crosses a step, so the minimum is at a step.
@@ -166,16 +166,16 @@ def _delayed(hours: Hours, job: TrainingJob) -> tuple[Stretch, ...]:
         cost = job.waiting_watts * before + job.watts * (after - before)
         if cost < best_cost * (1 - TIE):
             best, best_cost = begin, cost
-    return (Stretch(hours.moment(best), hours.moment(best + work)),)
+    return (TrainingPeriod(hours.moment(best), hours.moment(best + work)),)
 
 
-def _known(forecast: Intensity | None, job: TrainingJob, at_once: Stretch) -> float | None:
+def _known(forecast: Intensity | None, job: TrainingJob, at_once: TrainingPeriod) -> float | None:
     if forecast is None or not forecast.steps[0][0] <= at_once.begin_s < at_once.end_s <= forecast.until_s:
         return None
     return grams_of(draws(job, at_once.begin_s, (at_once,)), forecast)
 
 
-def _what(stretches: Sequence[Stretch], now_s: float) -> str:
+def _what(stretches: Sequence[TrainingPeriod], now_s: float) -> str:
     first, last = stretches[0], stretches[-1]
     waits = f"start {format_seconds(first.begin_s - now_s)} from now" if first.begin_s > now_s else "start now"
     pieces = "in one piece" if len(stretches) == 1 else f"in {len(stretches)} stretches"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from trimtab.core.carbon import JOULES_PER_KWH, Intensity
 from trimtab.core.units import format_grams
-from trimtab.decide.carbon_job import Draw, grams_of
+from trimtab.decide.carbon_job import PowerDraw, grams_of
 
 DAY_S = 86400.0
 
@@ -40,7 +40,7 @@ class Downside:
 
 
 def downsides(
-    taken: Sequence[Draw], at_once: Sequence[Draw], forecast: Intensity, now_s: float, end_s: float
+    taken: Sequence[PowerDraw], at_once: Sequence[PowerDraw], forecast: Intensity, now_s: float, end_s: float
 ) -> tuple[Downside, ...]:
     """Return the downside if yesterday repeats (omitted if the trace lacks that day), then the worst case.
 
@@ -72,7 +72,7 @@ def repeated_day(forecast: Intensity, now_s: float, until_s: float) -> Intensity
     return Intensity(forecast.kind, repeated, now_s + DAY_S * num_days)
 
 
-def _worst(taken: Sequence[Draw], at_once: Sequence[Draw], levels: Sequence[float]) -> Downside:
+def _worst(taken: Sequence[PowerDraw], at_once: Sequence[PowerDraw], levels: Sequence[float]) -> Downside:
     """Return the worst case for the schedule if every hour has some intensity of the forecast's range.
 
     Hours with a higher draw than starting now have the highest intensity, and the remaining hours the lowest. An hour
@@ -88,7 +88,7 @@ def _worst(taken: Sequence[Draw], at_once: Sequence[Draw], levels: Sequence[floa
     return Downside("at worst within the forecast's range", math.fsum(grams), math.fsum(start_now_g))
 
 
-def _watts(taken: Sequence[Draw], moment_s: float) -> float:
+def _watts(taken: Sequence[PowerDraw], moment_s: float) -> float:
     return math.fsum(draw.watts for draw in taken if draw.begin_s <= moment_s < draw.end_s)
 
 

@@ -22,7 +22,7 @@ def microseconds(seconds: float) -> int:
 
 
 @dataclass(frozen=True)
-class Hours:
+class IntensitySteps:
     """Carbon intensity between two moments, as a step function.
 
     Args:
@@ -50,7 +50,7 @@ class Hours:
         return min(self.moments[index] + (point - self.points[index]) / MICRO, self.end_s)
 
 
-def hours_of(forecast: Intensity, begin_s: float, end_s: float) -> Hours:
+def hours_of(forecast: Intensity, begin_s: float, end_s: float) -> IntensitySteps:
     """Return the intensity between two moments; the forecast must cover them."""
     times = [begin_s, *(time_s for time_s, _ in forecast.steps if begin_s < time_s < end_s), end_s]
     # if two fall into one microsecond, the earlier
@@ -64,7 +64,7 @@ def hours_of(forecast: Intensity, begin_s: float, end_s: float) -> Hours:
         for level, (point, after) in zip(levels, itertools.pairwise(points), strict=False)
     ]
     totals = itertools.accumulate(parts, initial=0.0)
-    return Hours(end_s, tuple(points), tuple(moments), tuple(levels), tuple(totals))
+    return IntensitySteps(end_s, tuple(points), tuple(moments), tuple(levels), tuple(totals))
 
 
 def moments_to_pause(points: Sequence[int]) -> tuple[int, ...]:

@@ -67,14 +67,14 @@ def _bandwidth(link: Link) -> float:
     return link.bytes_per_s if link.calibrated else REACHED * link.bytes_per_s
 
 
-class Fit(NamedTuple):
+class LinkFit(NamedTuple):
     """Fitted link, and the largest relative error of a timed all-reduce."""
 
     link: Link
     miss: float
 
 
-def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured", *, scatters: bool = True) -> Fit:
+def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured", *, scatters: bool = True) -> LinkFit:
     """Return the link that best explains timed all-reduces of a process group.
 
     Least squares of relative errors, so that small sizes (latency) and large sizes (bandwidth) count equally. Latency
@@ -99,7 +99,7 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
     hops = 2 * (ranks - 1)
     said = f"all-reduces of {ranks} ranks, timed"
     link = Link(name, base_s / hops, hops / ranks / byte_s, said, calibrated=True, scatters=scatters)
-    return Fit(link, max(abs(all_reduce_s(link, ranks, size) / seconds - 1) for size, seconds in points))
+    return LinkFit(link, max(abs(all_reduce_s(link, ranks, size) / seconds - 1) for size, seconds in points))
 
 
 def _check(points: Sequence[tuple[float, float]]) -> None:

@@ -8,7 +8,14 @@ from trimtab.core import validation
 from trimtab.core.interconnect import Link
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.decide.collectives import all_gather_s, broadcast_s, reduce_scatter_s
-from trimtab.decide.communication_overlap import NOTHING, SENT, BlockTimes, Spent, spent_on_blocks, spent_on_buckets
+from trimtab.decide.communication_overlap import (
+    NOTHING,
+    SENT,
+    BlockTimes,
+    CommunicationTime,
+    spent_on_blocks,
+    spent_on_buckets,
+)
 
 
 @dataclass(frozen=True)
@@ -57,23 +64,23 @@ def window_s(how: Parallelism, link: Link, shape: StepShape, k: int, *, overlap_
     return WindowCost(compute_s, spent.exposed_s, spent.total_s, shape.optimizer_s / sharers)
 
 
-def _replicated(how: Parallelism, link: Link, shape: StepShape, k: int, share: float) -> Spent:
+def _replicated(how: Parallelism, link: Link, shape: StepShape, k: int, share: float) -> CommunicationTime:
     reductions = 1 if how.reduces_once else k
     spent = spent_on_buckets(how, link, shape).hidden_by(share).times(reductions)
     return spent.plus(_stepped_parameters(how, link, shape)) if how.zero_stage == 1 else spent
 
 
-def _stepped_parameters(how: Parallelism, link: Link, shape: StepShape) -> Spent:
+def _stepped_parameters(how: Parallelism, link: Link, shape: StepShape) -> CommunicationTime:
     """Return the cost of broadcasting updated parameters after the step at ZeRO stage 1.
 
     torch's ZeroRedundancyOptimizer broadcasts tensors in sequence.
     """
     count = shape.num_tensors or len(shape.block_bytes)
     seconds = count * broadcast_s(link, how.ranks, sum(shape.block_bytes) / count)
-    return Spent(seconds, seconds)
+    return CommunicationTime(seconds, seconds)
 
 
-def _sharded(how: Parallelism, link: Link, shape: StepShape, k: int, share: float) -> Spent:
+def _sharded(how: Parallelism, link: Link, shape: StepShape, k: int, share: float) -> CommunicationTime:
     """Return the cost of parameter all-gathers and gradient reduce-scatters in the k micro-batches of a step."""
     gathers = k if how.zero_stage == 3 else 1  # At stage 2, parameters stay gathered until the optimizer step.
     reductions = 1 if how.reduces_once else k
@@ -89,7 +96,7 @@ def _sharded(how: Parallelism, link: Link, shape: StepShape, k: int, share: floa
     return spent
 
 
-def _forward(how: Parallelism, link: Link, shape: StepShape) -> Spent:
+def _forward(how: Parallelism, link: Link, shape: StepShape) -> CommunicationTime:
     """Return the exposed and total seconds of a forward that gathers the blocks' parameters."""
     blocks = zip(_gathered(shape), shape.block_shares, strict=True)
     sent = SENT[how.gather_dtype]
@@ -98,7 +105,7 @@ def _forward(how: Parallelism, link: Link, shape: StepShape) -> Spent:
     )
 
 
-def _backward(how: Parallelism, link: Link, shape: StepShape, *, gathers: bool, reduces: bool) -> Spent:
+def _backward(how: Parallelism, link: Link, shape: StepShape, *, gathers: bool, reduces: bool) -> CommunicationTime:
     """Return the exposed and total seconds of a backward; blocks run from last to first."""
     blocks = zip(*map(reversed, (_gathered(shape), shape.block_bytes, shape.block_shares)), strict=True)
     gathered, sent = SENT[how.gather_dtype], SENT[how.reduce_dtype]

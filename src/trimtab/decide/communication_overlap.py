@@ -24,26 +24,26 @@ MOST_BUCKETS = 4096
 SENT = {"fp32": 1.0, "bf16": 0.5}
 
 
-class Spent(NamedTuple):
+class CommunicationTime(NamedTuple):
     """Seconds of communication: exposed, and in total."""
 
     exposed_s: float
     total_s: float
 
-    def times(self, count: int) -> Spent:
+    def times(self, count: int) -> CommunicationTime:
         """Return the cost of `count` repetitions."""
-        return Spent(count * self.exposed_s, count * self.total_s)
+        return CommunicationTime(count * self.exposed_s, count * self.total_s)
 
-    def plus(self, other: Spent) -> Spent:
+    def plus(self, other: CommunicationTime) -> CommunicationTime:
         """Return the sum of two costs."""
-        return Spent(self.exposed_s + other.exposed_s, self.total_s + other.total_s)
+        return CommunicationTime(self.exposed_s + other.exposed_s, self.total_s + other.total_s)
 
-    def hidden_by(self, share: float) -> Spent:
+    def hidden_by(self, share: float) -> CommunicationTime:
         """Return the cost if only a fraction of the overlappable communication overlaps."""
-        return Spent(self.total_s - share * (self.total_s - self.exposed_s), self.total_s)
+        return CommunicationTime(self.total_s - share * (self.total_s - self.exposed_s), self.total_s)
 
 
-NOTHING = Spent(0.0, 0.0)
+NOTHING = CommunicationTime(0.0, 0.0)
 
 
 class BlockTimes(NamedTuple):
@@ -54,7 +54,7 @@ class BlockTimes(NamedTuple):
     reduce_s: float = 0.0
 
 
-def spent_on_blocks(blocks: Sequence[BlockTimes]) -> Spent:
+def spent_on_blocks(blocks: Sequence[BlockTimes]) -> CommunicationTime:
     """Return the communication cost of a sharded model's forward or backward, given its blocks in order of execution.
 
     Models torch's FSDP2 (`_fsdp_param_group.py`): a block's parameters are gathered during the previous block.
@@ -75,7 +75,7 @@ def spent_on_blocks(blocks: Sequence[BlockTimes]) -> Spent:
     return _spent(max(clock, channel) - sum(block.compute_s for block in blocks), total)
 
 
-def spent_on_buckets(how: Parallelism, link: Link, shape: StepShape) -> Spent:
+def spent_on_buckets(how: Parallelism, link: Link, shape: StepShape) -> CommunicationTime:
     """Return the communication cost of a replicated model's backward with reduction, as in torch's DDP.
 
     Blocks run from last to first, with gradients arriving at a constant rate within a block. A bucket is reduced when
@@ -112,6 +112,6 @@ def _ready(shape: StepShape, ends: Iterable[int]) -> list[float]:
     return [ready(end) for end in ends]
 
 
-def _spent(exposed_s: float, total_s: float) -> Spent:
+def _spent(exposed_s: float, total_s: float) -> CommunicationTime:
     """Return the cost with exposed seconds clipped to 0 and the total, against rounding."""
-    return Spent(min(max(0.0, exposed_s), total_s), total_s)
+    return CommunicationTime(min(max(0.0, exposed_s), total_s), total_s)

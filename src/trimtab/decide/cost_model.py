@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trimtab.core.compile_mode import is_by_compiler, is_recorded
-from trimtab.core.profile import SLICED, Candidate, Profile, Traced, Trial
+from trimtab.core.profile import SLICED, Candidate, Profile, TracedCandidate, Trial
 from trimtab.decide import recompute_candidates
 from trimtab.decide.roofline import step_seconds
 from trimtab.decide.trial_statistics import ratio_by_longest
@@ -47,7 +47,7 @@ _UNKNOWN_FAULTS = 0.04  # fraction of a step; enough to try keeping freed host m
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedCost:
     """Predicted cost of a candidate's step.
 
     Args:
@@ -92,7 +92,7 @@ class CostModel:
             return tuple(dict.fromkeys(replace(traced.candidate, loss_chunk=None) for traced in self._profile.traces))
         return tuple(sorted(self._modes, key=lambda candidate: self._modes[candidate]))
 
-    def predict(self, candidate: Candidate) -> Predicted:
+    def predict(self, candidate: Candidate) -> PredictedCost:
         """Return a candidate's cost."""
         relative, unit_s = self._relative(candidate), self._unit_s
         step_s = None if relative is None or unit_s is None else relative * unit_s
@@ -102,7 +102,7 @@ class CostModel:
         peak = counted or self._traced(candidate) or self._beside_counted(candidate)
         power_w = self._power_w(candidate)
         energy_j = None if step_s is None or power_w is None else power_w * step_s
-        return Predicted(step_s, peak, counted is not None, self.seconds_margin, energy_j)
+        return PredictedCost(step_s, peak, counted is not None, self.seconds_margin, energy_j)
 
     def _power_w(self, candidate: Candidate) -> float | None:
         """Return the power of the most similar trial.
@@ -356,7 +356,7 @@ class CostModel:
         device, rows = self._profile.device, candidate.micro_batch
         return step_seconds(traced.work, device, candidate.precision, rows, self._count(candidate))
 
-    def _trace_of(self, candidate: Candidate) -> Traced | None:
+    def _trace_of(self, candidate: Candidate) -> TracedCandidate | None:
         for ignored in (("allocator", "micro_batch"), ("allocator", "micro_batch", "fused_optimizer")):
             for traced in self._profile.traces:
                 if traced.candidate.alike(candidate, *ignored):

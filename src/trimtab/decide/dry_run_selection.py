@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.core.dry_run_result import Ran
+from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.plan import Choice, Plan, Rejected
 from trimtab.core.rank_peak_memory import Way
 from trimtab.core.sharding_settings import KEPT
@@ -26,7 +26,7 @@ _SENDING = ("reduce_dtype", "bucket_bytes")
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class CompletedDryRuns:
     """Dry runs of a job, in order.
 
     Args:
@@ -35,11 +35,11 @@ class Rehearsed:
         as_usual: plans that did not run send gradients by default.
     """
 
-    ran: tuple[Ran, ...] = ()
+    ran: tuple[DryRunResult, ...] = ()
     only: bool = False
     as_usual: bool = False
 
-    def of(self, plan: Plan) -> Ran | None:
+    def of(self, plan: Plan) -> DryRunResult | None:
         """Return the dry run of a plan, with any way to send gradients; None if there is none."""
         return next((each for each in reversed(self.ran) if _alike(each.plan, plan)), None)
 
@@ -81,7 +81,7 @@ class Rehearsed:
                 return found[-1]
         return min((each.slower for each in self.ran if each.slower is not None), default=1.0)
 
-    def _that_ran(self, way: Way) -> list[Ran]:
+    def _that_ran(self, way: Way) -> list[DryRunResult]:
         return [each for each in self.ran if each.block_s and way_of(each.plan) == way]
 
 
@@ -166,7 +166,7 @@ def _sent(plan: Plan) -> str:
     return f"{plan.reduce_dtype.value} in {'the usual buckets' if size is None else f'buckets of {size} bytes'}"
 
 
-def saying_missed(plan: Plan, ran: Ran) -> str:
+def saying_missed(plan: Plan, ran: DryRunResult) -> str:
     """Return the prediction errors of a plan, compared with its dry run, in words."""
     told = plan.predicted
     if told is None:

@@ -12,10 +12,10 @@ from trimtab.core.plan import Rejected, Scalar
 from trimtab.core.profile import ALONE, SLICED, Candidate, Profile, Trial, is_final
 from trimtab.decide import search
 from trimtab.decide.compile_policy import stage_of, unpaid
-from trimtab.decide.cost_model import Predicted
+from trimtab.decide.cost_model import PredictedCost
 from trimtab.decide.recompute_candidates import in_words
-from trimtab.decide.search_space import WORTH_FUSING, Point, fusing_share
-from trimtab.decide.selection import Outcome
+from trimtab.decide.search_space import WORTH_FUSING, PricedCandidate, fusing_share
+from trimtab.decide.selection import FinalOutcome
 from trimtab.decide.statistics import Interval, is_gain, resolution
 from trimtab.decide.trial_statistics import control_interval, figures, resolves, saved, speed_ratio, unfit
 
@@ -24,7 +24,7 @@ _BY_PARTS = "put first by what the trials of its parts predict"
 
 
 @dataclass(frozen=True)
-class Told:
+class Explanations:
     """Explanation of a plan's choices.
 
     Args:
@@ -36,9 +36,9 @@ class Told:
     """
 
     profile: Profile
-    found: Sequence[Point]
+    found: Sequence[PricedCandidate]
     winner: Candidate
-    outcome: Outcome | None
+    outcome: FinalOutcome | None
     budget: Budget
 
     def reason(self, name: str) -> str:
@@ -144,7 +144,7 @@ class Told:
             "none of it fits" if not again else "nothing that recomputes is predicted to be better"
         )
 
-    def _cost_of_winner(self) -> Predicted | None:
+    def _cost_of_winner(self) -> PredictedCost | None:
         return next((point.cost for point in self.found if point.candidate == self.winner), None)
 
     def _worth(self, speed: Interval, rival: Trial, name: str) -> str:

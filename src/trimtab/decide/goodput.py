@@ -15,7 +15,7 @@ DOUBLED, BENT = 2.0, 1.5
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """Seconds of a micro-batch (maximum over ranks), and of the fixed part of a step (minimum over ranks)."""
 
     micro_s: float
@@ -41,7 +41,7 @@ def rows_needed(scales: float, *, normalises: bool) -> float:
     return math.hypot(1.0, scales / BENT) if normalises else 1 + scales / DOUBLED
 
 
-def relative_time(k: float, noise_scale: float, rows: float, times: Times, *, normalises: bool = False) -> float:
+def relative_time(k: float, noise_scale: float, rows: float, times: StepTimes, *, normalises: bool = False) -> float:
     """Return the time to reach a loss up to a constant: number of steps times seconds per step.
 
     The inverse of goodput (Qiao et al., OSDI 2021), which uses `1 + x` for the samples needed. For infinite N, the
@@ -63,7 +63,7 @@ def relative_time(k: float, noise_scale: float, rows: float, times: Times, *, no
     return rows_needed(scales, normalises=normalises) / scales * per_window
 
 
-def goodput_k(noise_scale: float, rows: float, times: Times, *, normalises: bool = False) -> float:
+def goodput_k(noise_scale: float, rows: float, times: StepTimes, *, normalises: bool = False) -> float:
     """Return the k with the least time to reach a loss.
 
     With n = N / r and f = t_fixed / t_micro: sqrt(2 n f); for normalising optimizers cbrt((1.5 n)^2 f).

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.core import validation
-from trimtab.core.stateful import Load, Part, require_keys
-from trimtab.decide.batch_size_policy import Noise
+from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.decide.batch_size_policy import NoiseEstimate
 
 # Steps in the average: noise changes over hundreds of steps, and a single step is imprecise. If only few steps are
 # measured, a third as many measurements.
@@ -124,7 +124,7 @@ def found_by(trace: float, norm2: float, num: float, rows: float) -> WindowNoise
     return WindowNoise(trace, norm2, num, rows)
 
 
-class NoiseAverage(Part):
+class NoiseAverage(Stateful):
     """Moving averages of S and G2, with separate weights, over about the last hundred steps.
 
     The noise scale is the quotient of the averages, because a single step's G2 may be negative. With dominating noise,
@@ -175,13 +175,13 @@ class NoiseAverage(Part):
         self.spread = keep * self.spread + weight * before * (share - self.norm2_share)
 
     @property
-    def noise(self) -> Noise | None:
+    def noise(self) -> NoiseEstimate | None:
         """Averages, with the standard error of the squared norm; None before the first step."""
         if self.num_windows == 0:
             return None
         are_known = self.trace > 0 and self.trace_share > 0
         unit = self.trace / self.trace_share if are_known else self.energy
-        return Noise(self.trace, unit * self.norm2_share, unit * self._norm2_error(), self.num_windows)
+        return NoiseEstimate(self.trace, unit * self.norm2_share, unit * self._norm2_error(), self.num_windows)
 
     def _norm2_error(self) -> float:
         """Return the standard error of G2; a step's variance is inversely proportional to its weight."""

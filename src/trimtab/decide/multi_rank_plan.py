@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.core.interconnect import Calibration
+from trimtab.core.interconnect import LinkCalibration
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.core.plan import Choice, Plan, Rejected, Scalar
 from trimtab.core.remove_cuda_graphs import without_graphs
@@ -24,7 +24,7 @@ _MARKS = Plan.marks()
 
 
 @dataclass(frozen=True)
-class Sent:
+class GradientCommunication:
     """A way to send gradients and its predicted cost."""
 
     reduce_dtype: str
@@ -64,7 +64,7 @@ def alone(plan: Plan) -> Plan:
     return replace(plan, num_ranks=1, **kept)
 
 
-def sending(plan: Plan, calibration: Calibration, shape: StepShape) -> Plan:
+def sending(plan: Plan, calibration: LinkCalibration, shape: StepShape) -> Plan:
     """Return the plan with the fastest predicted way to send gradients, if the saving justifies a change.
 
     Args:
@@ -83,7 +83,9 @@ def sending(plan: Plan, calibration: Calibration, shape: StepShape) -> Plan:
     return replace(plan, bucket_bytes=_choice("bucket_bytes", chosen, ways, _won(plan, chosen, usual)))
 
 
-def ways_to_send(plan: Plan, calibration: Calibration, shape: StepShape) -> Mapping[tuple[str, int | None], Sent]:
+def ways_to_send(
+    plan: Plan, calibration: LinkCalibration, shape: StepShape
+) -> Mapping[tuple[str, int | None], GradientCommunication]:
     """Return the cost of all ways to send gradients, by (reduce_dtype, bucket_bytes)."""
     stage, k, is_torch = int(plan.zero_stage.value or 0), plan.num_micro_batches, plan.engine.value == "torch"
     reduces_once = bool(plan.reduces_once.value)
@@ -93,18 +95,20 @@ def ways_to_send(plan: Plan, calibration: Calibration, shape: StepShape) -> Mapp
         how = Parallelism(plan.num_ranks, stage, dtype, bucket, overlaps=is_torch, reduces_once=reduces_once)
         cost = window_s(how, calibration.link, shape, k, overlap_share=calibration.overlap_share)
         casts = (1 if reduces_once else k) if dtype == "bf16" else 0
-        found[dtype, bucket] = Sent(dtype, bucket, cost, casts * _cast_s(how, calibration, shape))
+        found[dtype, bucket] = GradientCommunication(dtype, bucket, cost, casts * _cast_s(how, calibration, shape))
     return found
 
 
-def _cast_s(how: Parallelism, calibration: Calibration, shape: StepShape) -> float:
+def _cast_s(how: Parallelism, calibration: LinkCalibration, shape: StepShape) -> float:
     """Return the seconds of casting all gradients to bf16 and back; replicas use a hook per bucket."""
     size = sum(shape.block_bytes)
     hooks = len(bucket_sizes(size, how.bucket_bytes)) if how.zero_stage < 2 else 0
     return calibration.cast_s_per_byte * size + calibration.hook_s * hooks
 
 
-def _choice(name: str, chosen: Sent, ways: Mapping[tuple[str, int | None], Sent], reason: str) -> Choice:
+def _choice(
+    name: str, chosen: GradientCommunication, ways: Mapping[tuple[str, int | None], GradientCommunication], reason: str
+) -> Choice:
     value: Scalar = getattr(chosen, name)
     others: dict[Scalar, float] = {}
     for way in ways.values():
@@ -117,7 +121,7 @@ def _choice(name: str, chosen: Sent, ways: Mapping[tuple[str, int | None], Sent]
     )
 
 
-def _said(plan: Plan, calibration: Calibration, shape: StepShape, usual: Sent) -> str:
+def _said(plan: Plan, calibration: LinkCalibration, shape: StepShape, usual: GradientCommunication) -> str:
     link, size = calibration.link, format_bytes(sum(shape.block_bytes))
     gathered = ", with the parameters that are gathered," if int(plan.zero_stage.value or 0) >= 2 else ""
     return (
@@ -126,7 +130,7 @@ def _said(plan: Plan, calibration: Calibration, shape: StepShape, usual: Sent) -
     )
 
 
-def _won(plan: Plan, chosen: Sent, usual: Sent) -> str:
+def _won(plan: Plan, chosen: GradientCommunication, usual: GradientCommunication) -> str:
     if chosen is usual:
         return f"no way to send them is predicted to make a window {100 * WORTH:.0f}% shorter"
     before, after = format_seconds(usual.total_s), format_seconds(chosen.total_s)

@@ -8,9 +8,9 @@ from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.stateful import Load, Part, require_keys
-from trimtab.decide.batch_size_policy import Noise, Standing, could_save, is_known_well, most
-from trimtab.decide.overhead_budget import Account
+from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.decide.batch_size_policy import NoiseEstimate, PolicyInput, could_save, is_known_well, most
+from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.decide.step_time_model import WindowTimes
 
 # Frequency of probe steps while estimates are missing: for the first _EXPLORED steps of a run or after a pause, split
@@ -28,7 +28,7 @@ _UNFIT = 1_000  # steps without probe steps after an out-of-memory error in one
 _TIMED = 3
 
 
-class Probing(Part):
+class ProbeSelection(Stateful):
     """Selects probe steps: steps with more loader batches than chosen, or with a single batch split in two.
 
     Args:
@@ -45,7 +45,14 @@ class Probing(Part):
     """
 
     def __init__(
-        self, rule: BatchRule, unit: int, account: Account, times: WindowTimes, *, may_split: bool, shows_one: bool
+        self,
+        rule: BatchRule,
+        unit: int,
+        account: OverheadBudget,
+        times: WindowTimes,
+        *,
+        may_split: bool,
+        shows_one: bool,
     ) -> None:
         self._rule, self._unit, self._account, self._times = rule, unit, account, times
         self._may_split, self._shows_one = may_split, shows_one
@@ -75,7 +82,7 @@ class Probing(Part):
 
         return load
 
-    def told(self, standing: Standing) -> None:
+    def told(self, standing: PolicyInput) -> None:
         """Update the possible saving after a change of the estimates or of k."""
         self._could_save = could_save(self._rule, standing)
 
@@ -89,7 +96,7 @@ class Probing(Part):
         self._fits_from = self._account.windows + self._unfit
         self._unfit *= 2
 
-    def batches(self, decided: int, k: int, noise: Noise | None) -> int:
+    def batches(self, decided: int, k: int, noise: NoiseEstimate | None) -> int:
         """Return the loader batches of the next step: the chosen number, or that of a probe step."""
         if not self.is_due(k, noise):
             return decided
@@ -99,11 +106,11 @@ class Probing(Part):
             return self.timed
         return 2 if self._may_double and not self._may_split else decided
 
-    def splits(self, k: int, noise: Noise | None) -> bool:
+    def splits(self, k: int, noise: NoiseEstimate | None) -> bool:
         """Return True if the single micro-batch of the next step is to be split in two."""
         return self._may_split and self.is_due(k, noise)
 
-    def is_due(self, k: int, noise: Noise | None) -> bool:
+    def is_due(self, k: int, noise: NoiseEstimate | None) -> bool:
         """Return True if the next step is a probe step."""
         lacks_times, lacks_noise = self._lacks_times(k), k == 1 and not self._shows_one
         if not self.fits:
@@ -131,7 +138,7 @@ class Probing(Part):
         wait = (asked / decided - 1) / (_EXPLORING * max(self._could_save, _WORTH_EXPLORING))
         self._explores_at = self._account.windows + math.ceil(wait)
 
-    def explores(self, k: int, noise: Noise | None) -> bool:
+    def explores(self, k: int, noise: NoiseEstimate | None) -> bool:
         """Return True if the next step takes many batches, to measure noise that the chosen number does not show."""
         if self._shows_one or not self._may_double or self._account.is_paused or not self._times.is_known:
             return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core import validation
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 
 # LIMIT is the fraction of step time that measuring may take. At the start of a run, where nothing is known yet, EARLY
 # of the step time is allowed in addition, up to the time of ALLOWANCE steps.
@@ -28,7 +28,7 @@ PATIENCE = 50
 
 
 @dataclass(frozen=True)
-class Review:
+class OverheadReview:
     """Result of a review; price and gain are fractions of the step time."""
 
     technique: str
@@ -38,7 +38,7 @@ class Review:
     pause: int = 0
 
 
-class Account(Part):
+class OverheadBudget(Stateful):
     """Overhead account of a technique.
 
     All ranks pass the same figures, because they must agree on the steps that use the technique.
@@ -115,7 +115,7 @@ class Account(Part):
         self.used_s += window_s
         self.spent_s += spent_s
 
-    def review(self, gain: float | None, prospect: Callable[[], float] = lambda: 0.0) -> Review | None:
+    def review(self, gain: float | None, prospect: Callable[[], float] = lambda: 0.0) -> OverheadReview | None:
         """Return the result of a review; None if the next review is not due or the gain is unknown.
 
         Args:
@@ -133,12 +133,12 @@ class Account(Part):
         price = self.price / self.every
         if gain >= price:
             self.pause = PAUSE
-            return Review(self.technique, price, gain, True)
+            return OverheadReview(self.technique, price, gain, True)
         if prospect() >= price:
             return None
         pause, self.pause_left = self.pause, self.pause
         self.pause = min(2 * self.pause, MOST_PAUSE)
-        return Review(self.technique, price, gain, False, pause)
+        return OverheadReview(self.technique, price, gain, False, pause)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and times for a resumed run."""

@@ -83,7 +83,7 @@ class ShortPair:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PairedTrainingVerdict:
     """Verdict on the rival, its reason, and the ratio of the rival's to the incumbent's seconds per step."""
 
     is_gain: bool
@@ -100,7 +100,7 @@ def is_lost(pair: ShortPair) -> bool:
     return not falls_clearly(pair.stands.losses) or not pair.time > 1 or not pair.stays
 
 
-def judge(pairs: Sequence[ShortPair], rival: str) -> Verdict:
+def judge(pairs: Sequence[ShortPair], rival: str) -> PairedTrainingVerdict:
     """Return the verdict on a rival.
 
     Args:
@@ -111,16 +111,20 @@ def judge(pairs: Sequence[ShortPair], rival: str) -> Verdict:
     steps = len(last.stands.losses)
     where = f"raced over {steps} steps from the weights as they are"
     if not falls_clearly(last.stands.losses):
-        return Verdict(False, f"{where}: the loss did not fall clearly, and there is nothing to be raced to")
+        return PairedTrainingVerdict(
+            False, f"{where}: the loss did not fall clearly, and there is nothing to be raced to"
+        )
     if is_lost(last):
         slower = f"a step took {last.rival.step_s / last.stands.step_s:.2f}x the time"
         if last.samples == 0:
-            return Verdict(False, f"{where}, {rival} did not reach the loss that the loop's own ended at; {slower}")
+            return PairedTrainingVerdict(
+                False, f"{where}, {rival} did not reach the loss that the loop's own ended at; {slower}"
+            )
         if not last.stays and last.time > 1:
             there = "was sooner at the loss that the loop's own ended at, and ended above it"
-            return Verdict(False, f"{where}, in pair {count} {rival} {there}; {slower}")
+            return PairedTrainingVerdict(False, f"{where}, in pair {count} {rival} {there}; {slower}")
         told = f"needed {1 / last.samples:.2f}x the samples to the same loss, and {slower}"
-        return Verdict(False, f"{where}, in pair {count} {rival} {told}: later by {1 / last.time:.2f}x")
+        return PairedTrainingVerdict(False, f"{where}, in pair {count} {rival} {told}: later by {1 / last.time:.2f}x")
     effect = ratio_interval([pair.time for pair in pairs])
     controls = [again for pair in pairs if (again := pair.control) is not None]
     control = ratio_interval(controls) if len(controls) == count > 1 else None
@@ -128,8 +132,10 @@ def judge(pairs: Sequence[ShortPair], rival: str) -> Verdict:
     told += f"{_in_words(effect)} less time"
     ratio = statistics.median(pair.rival.step_s / pair.stands.step_s for pair in pairs)
     if not is_gain(effect, control):
-        return Verdict(False, f"{where} in {count} pairs, {rival} took {told}: {_unclear(effect, control, rival)}")
-    return Verdict(True, f"{where} in {count} pairs: {told}; what comes after them was not tried", ratio)
+        return PairedTrainingVerdict(
+            False, f"{where} in {count} pairs, {rival} took {told}: {_unclear(effect, control, rival)}"
+        )
+    return PairedTrainingVerdict(True, f"{where} in {count} pairs: {told}; what comes after them was not tried", ratio)
 
 
 def _unclear(effect: Interval, control: Interval | None, rival: str) -> str:

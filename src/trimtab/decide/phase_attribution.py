@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from trimtab.core.step_phases import PHASES, ArmPhases, Gain, Lap, Roof
+from trimtab.core.step_phases import PHASES, ArmPhases, RooflineBound, TimedGain, TimedRound
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, share_interval
 
 WHOLE, UNATTRIBUTED = "step", "unattributed"
@@ -27,7 +27,7 @@ BOUNDS = (COMPUTE, MEMORY, *_OTHERS.values(), UNBOUND)
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTime:
     """Time saved in one phase.
 
     Args:
@@ -60,16 +60,16 @@ class Attribution:
         is_distorted: result of `is_distorted`.
     """
 
-    phases: tuple[Saved, ...]
-    unattributed: Saved
-    whole: Saved
+    phases: tuple[SavedTime, ...]
+    unattributed: SavedTime
+    whole: SavedTime
     reference_clock: Interval
     plan_clock: Interval
-    parts: tuple[Saved, ...]
+    parts: tuple[SavedTime, ...]
     is_distorted: bool
 
 
-def attribute(gain: Gain) -> Attribution:
+def attribute(gain: TimedGain) -> Attribution:
     """Return the saving of each phase; phases and the unattributed rest sum to the whole."""
     theirs, ours = gain.reference.laps, gain.plan.laps
     whole_s = math.fsum(t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)) / len(ours)
@@ -77,16 +77,16 @@ def attribute(gain: Gain) -> Attribution:
     # A slowdown has no shares: the paper's shares are fractions of a gain.
     is_gain, distorted = _is_gain(interval), is_distorted(gain)
 
-    def saved(name: str, of: Callable[[Lap], float]) -> Saved:
+    def saved(name: str, of: Callable[[TimedRound], float]) -> SavedTime:
         pairs = [(of(t), of(o)) for t, o in zip(theirs, ours, strict=True)]
         found = mean_interval([t - o for t, o in pairs])
         reference_s, plan_s = (math.fsum(each) / len(each) for each in zip(*pairs, strict=True))
-        return Saved(name, reference_s, plan_s, found, found.mean / whole_s if is_gain and not distorted else None)
+        return SavedTime(name, reference_s, plan_s, found, found.mean / whole_s if is_gain and not distorted else None)
 
-    def of_phase(name: str, within: tuple[str, ...]) -> Saved:
+    def of_phase(name: str, within: tuple[str, ...]) -> SavedTime:
         return saved(name, lambda lap: math.fsum(lap.seconds.get(each, 0.0) for each in within))
 
-    def of_part(name: str) -> Saved:
+    def of_part(name: str) -> SavedTime:
         return saved(name, lambda lap: lap.parts.get(name, 0.0))
 
     parts = dict.fromkeys(name for lap in (*theirs, *ours) for name in lap.parts) if _are_told_apart(gain) else ()
@@ -105,7 +105,7 @@ def _is_gain(saved: Interval) -> bool:
     return saved.n >= MIN_PAIRS_FOR_VERDICT and saved.low > 0
 
 
-def _told(gain: Gain) -> dict[str, tuple[str, ...]]:
+def _told(gain: TimedGain) -> dict[str, tuple[str, ...]]:
     """Return reported phases and their constituents; phases hidden in one arm's rest are merged in both arms."""
     seen = [phase for phase in PHASES if phase in (*gain.reference.has, *gain.plan.has)]
     if ("forward" in gain.reference.has) == ("forward" in gain.plan.has):
@@ -113,7 +113,7 @@ def _told(gain: Gain) -> dict[str, tuple[str, ...]]:
     return {phase: (phase,) for phase in seen if phase not in (*_HIDDEN, "rest")} | {"rest": (*_HIDDEN, "rest")}
 
 
-def _are_told_apart(gain: Gain) -> bool:
+def _are_told_apart(gain: TimedGain) -> bool:
     """Return True if both arms time the same parts.
 
     Compiled models have no times by module class, and hidden forwards have no parts at all.
@@ -123,7 +123,7 @@ def _are_told_apart(gain: Gain) -> bool:
     return theirs == ours
 
 
-def is_distorted(gain: Gain) -> bool:
+def is_distorted(gain: TimedGain) -> bool:
     """Return True if timers lengthen a step so much that its phases do not represent a plain step."""
     return any(_clock_cost(arm).mean > DISTORTED for arm in (gain.reference, gain.plan))
 
@@ -133,7 +133,7 @@ def _clock_cost(arm: ArmPhases) -> Interval:
 
 
 @dataclass(frozen=True)
-class Share:
+class SavedFraction:
     """Fraction of a step's saved seconds that belongs to a phase or bound.
 
     Args:
@@ -147,7 +147,7 @@ class Share:
     each: tuple[float, ...]
 
 
-def shares(gain: Gain) -> tuple[Share, ...]:
+def shares(gain: TimedGain) -> tuple[SavedFraction, ...]:
     """Return the shares of phases, and of bounds (`BOUNDS`) unless a phase has an unknown bound.
 
     Empty if the saving is not significant or timers distort the step.
@@ -173,7 +173,7 @@ def shares(gain: Gain) -> tuple[Share, ...]:
             saved[bound] = [t.get(bound, 0.0) - o.get(bound, 0.0) for t, o in bounds]
     mean_s = math.fsum(wholes) / len(wholes)
     return tuple(
-        Share(name, share_interval(seconds, wholes), tuple(each / mean_s for each in seconds))
+        SavedFraction(name, share_interval(seconds, wholes), tuple(each / mean_s for each in seconds))
         for name, seconds in saved.items()
     )
 
@@ -197,7 +197,7 @@ def bound_seconds(arm: ArmPhases) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def _roof_over(phase: str, arm: ArmPhases) -> Roof | None:
+def _roof_over(phase: str, arm: ArmPhases) -> RooflineBound | None:
     return next((roof for key, roof in arm.roofs.items() if phase in _UNDER.get(key, ())), None)
 
 
@@ -207,6 +207,6 @@ def of_the_roof(arm: ArmPhases) -> Mapping[str, float]:
     return {key: arm.roofs[key].seconds / seconds for key, seconds in taken_s.items() if seconds > 0}
 
 
-def speedup(gain: Gain) -> Interval:
+def speedup(gain: TimedGain) -> Interval:
     """Return the ratio of reference to plan seconds per step without timers, paired by round."""
     return ratio_interval([t.plain_s / o.plain_s for t, o in zip(gain.reference.laps, gain.plan.laps, strict=True)])

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan
+from trimtab.core.plan import Choice, Effect, FrontPoint, MeasuredCost, Plan
 from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Profile, is_final
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide import explain, search_space, selection
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.recommendations import advice_of
-from trimtab.decide.search_space import Point
+from trimtab.decide.search_space import PricedCandidate
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.decide.trial_statistics import speed_ratio
 
@@ -27,7 +27,7 @@ class _Decision:
     """Chosen candidate and the result of the deciding final; None if no final decided."""
 
     winner: Candidate
-    outcome: selection.Outcome | None
+    outcome: selection.FinalOutcome | None
 
 
 def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
@@ -88,7 +88,7 @@ def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple
 
 
 def _plan(
-    profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget, rows: int | None = None
+    profile: Profile, found: Sequence[PricedCandidate], objective: Objective, budget: Budget, rows: int | None = None
 ) -> Plan:
     """Return the plan of the best point.
 
@@ -101,7 +101,7 @@ def _plan(
     """
     decision = _decide(profile, found, objective, budget, rows)
     winner, reference = decision.winner, profile.reference_candidate
-    told = explain.Told(profile, found, winner, decision.outcome, budget)
+    told = explain.Explanations(profile, found, winner, decision.outcome, budget)
     weighs = objective.energy > 0
     counts = weighs or budget.energy is not None
 
@@ -119,7 +119,7 @@ def _plan(
         loss_chunk=choice("loss_chunk"),
         recompute=choice("recompute"),
         compiled=choice("compiled"),
-        clip_norm=Choice(profile.reference.clip_norm, "as the loop has it", Mark.DYNAMICS),
+        clip_norm=Choice(profile.reference.clip_norm, "as the loop has it", Effect.DYNAMICS),
         recompute_blocks=_blocks_of(profile, winner),
         check=profile.check,
         proof=profile.proof_of(winner),
@@ -171,7 +171,7 @@ def choose_there(profile: Profile) -> Plan:
 
 
 def _decide(
-    profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget, rows: int | None = None
+    profile: Profile, found: Sequence[PricedCandidate], objective: Objective, budget: Budget, rows: int | None = None
 ) -> _Decision:
     rounds = profile.finals
     outcome, judged = _outcome(profile, rounds, objective, budget)
@@ -215,7 +215,7 @@ def _untold(profile: Profile, rounds: Sequence[str], objective: Objective) -> se
 
 
 def _still_wins(
-    profile: Profile, rounds: Sequence[str], outcome: selection.Outcome, objective: Objective, budget: Budget
+    profile: Profile, rounds: Sequence[str], outcome: selection.FinalOutcome, objective: Objective, budget: Budget
 ) -> bool:
     """Return True if the limits are tighter than the profile's own, and the final's winner is the same under both.
 
@@ -229,7 +229,7 @@ def _still_wins(
 
 def _outcome(
     profile: Profile, rounds: Sequence[str], objective: Objective, budget: Budget
-) -> tuple[selection.Outcome | None, set[Candidate]]:
+) -> tuple[selection.FinalOutcome | None, set[Candidate]]:
     """Return the result of the first final with a fitting candidate, and the candidates of that final.
 
     A later final ran only because no candidate of the earlier finals fitted, which may differ under new limits. If no
@@ -242,7 +242,7 @@ def _outcome(
     return None, {trial.candidate for name in rounds for trial in profile.stage(name)}
 
 
-def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> InfeasibleError:
+def _infeasible(profile: Profile, found: Sequence[PricedCandidate], budget: Budget) -> InfeasibleError:
     near, rounds = search_space.nearest(found, budget), profile.finals
     if near is None and budget.energy is not None and any(trial.block_s for trial in profile.trials):
         why = profile.meter.reason if profile.meter.is_absent else "its meter was lost in every trial"
@@ -275,12 +275,12 @@ def _blocks_of(profile: Profile, candidate: Candidate) -> tuple[str, ...]:
     return () if found is None else found.blocks
 
 
-def _verified(outcome: selection.Outcome | None) -> tuple[float, float] | None:
+def _verified(outcome: selection.FinalOutcome | None) -> tuple[float, float] | None:
     speed = None if outcome is None else outcome.speed
     return None if speed is None else (speed.low, speed.high)
 
 
-def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
+def _measured(profile: Profile, candidate: Candidate) -> MeasuredCost | None:
     """Return a candidate's cost as measured in its last final trial; without a final trial, in its first trial."""
     whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
     trials = [trial for trial in whole if trial.candidate == candidate and trial.step_s]
@@ -288,10 +288,10 @@ def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
         return None
     chosen = trials[-1] if is_final(trials[-1].stage) else trials[0]
     peaks = [trial.peak_bytes for trial in trials if trial.peak_bytes is not None]
-    return Measured(chosen.step_s or 0.0, peaks[-1] if peaks else None, energy_j=chosen.energy_j)
+    return MeasuredCost(chosen.step_s or 0.0, peaks[-1] if peaks else None, energy_j=chosen.energy_j)
 
 
-def _predicted(profile: Profile, candidate: Candidate) -> Measured | None:
+def _predicted(profile: Profile, candidate: Candidate) -> MeasuredCost | None:
     """Return the predicted cost of a candidate before the finals, with traced bytes if available.
 
     For a target device, bytes include the margin that the plan states.
@@ -301,9 +301,9 @@ def _predicted(profile: Profile, candidate: Candidate) -> Measured | None:
     cost, told = model.predict(candidate), model.traced_bytes(candidate) if before else None
     if cost.step_s is None:
         return None
-    return Measured(cost.step_s, told or cost.peak_bytes, model.between(cost.step_s), cost.energy_j)
+    return MeasuredCost(cost.step_s, told or cost.peak_bytes, model.between(cost.step_s), cost.energy_j)
 
 
-def _front_point(point: Point) -> FrontPoint:
+def _front_point(point: PricedCandidate) -> FrontPoint:
     cost, settings = point.cost, point.candidate.describe()
     return FrontPoint(settings, cost.step_s or 0.0, cost.peak_bytes or 0, point.refusal or "", cost.energy_j)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trimtab.core.compile_mode import is_recorded
-from trimtab.core.profile import Candidate, Profile, Recomputable, Traced, Trial
-from trimtab.core.rank_peak_memory import RankTrace
+from trimtab.core.profile import Candidate, Profile, RecomputableBlocks, TracedCandidate, Trial
+from trimtab.core.rank_peak_memory import RankPeakMemory
 
 _BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
 
@@ -48,11 +48,11 @@ def of_any_rank(profile: Profile) -> Profile:
     return replace(profile, trials=tuple(t for t in profile.trials if not is_recorded(t.candidate.compiled)))
 
 
-def _unfused(traced: Traced) -> Traced:
+def _unfused(traced: TracedCandidate) -> TracedCandidate:
     return replace(traced, candidate=replace(traced.candidate, fused_optimizer=False))
 
 
-def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:
+def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:
     """Return the profile of a rank: peaks are shifted by the difference between the rank's and the process's trace.
 
     Finals are left out, because they compared single-process loops.
@@ -62,7 +62,7 @@ def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:
         traces: traces of a rank with the same way to shard; candidates without a trace get no peak.
     """
 
-    def of(candidate: Candidate) -> tuple[Traced, RankTrace] | None:
+    def of(candidate: Candidate) -> tuple[TracedCandidate, RankPeakMemory] | None:
         alone = next((each for each in profile.traces if each.candidate.alike(candidate, *_BUT)), None)
         shared = next((each for each in traces if each.candidate.alike(candidate, *_BUT)), None)
         return None if alone is None or shared is None else (alone, shared)
@@ -81,13 +81,13 @@ def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:
         known = trial.peak_bytes is not None and more is not None
         return replace(trial, peak_bytes=(trial.peak_bytes or 0) + (more or 0) if known else None)
 
-    def shared(traced: Traced) -> Traced | None:
+    def shared(traced: TracedCandidate) -> TracedCandidate | None:
         pair = of(traced.candidate)
         if pair is None:
             return None
         return replace(traced, whole=pair[1].whole, sliced=traced.sliced and pair[1].sliced, step=None)
 
-    def chained(each: Recomputable) -> Recomputable:
+    def chained(each: RecomputableBlocks) -> RecomputableBlocks:
         wholly = difference(replace(each.candidate, micro_batch=profile.loop.batch_rows))
         slicing = difference(replace(each.candidate, micro_batch=max(1, profile.loop.batch_rows // 2)))
         if wholly is None or slicing is None or each.whole is None:

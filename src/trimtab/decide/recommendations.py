@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trimtab.core.plan import Measured
+from trimtab.core.plan import MeasuredCost
 from trimtab.core.profile import Candidate, Profile
 from trimtab.core.units import format_bytes
 from trimtab.decide.statistics import resolution
@@ -25,7 +25,7 @@ def padded(words: int) -> int:
 
 
 def advice_of(
-    profile: Profile, reference: Measured | None, chosen: Measured | None, winner: Candidate
+    profile: Profile, reference: MeasuredCost | None, chosen: MeasuredCost | None, winner: Candidate
 ) -> tuple[str, ...]:
     """Return the recommendations, with measured gains if available.
 
@@ -68,7 +68,7 @@ def _data(profile: Profile) -> Iterator[str]:
         yield f"the step waits {share} of its time for data: more loader workers, or pinned memory on a GPU"
 
 
-def _attention(profile: Profile, reference: Measured | None) -> Iterator[str]:
+def _attention(profile: Profile, reference: MeasuredCost | None) -> Iterator[str]:
     scores, peak = profile.loop.scores_bytes, reference and reference.peak_bytes
     if peak and scores > WORTH_ADVICE * peak:
         kept = f"{format_bytes(scores)}, {100 * scores / peak:.0f}% of its peak"
@@ -98,7 +98,7 @@ def _power_limit(profile: Profile) -> Iterator[str]:
             )
 
 
-def _vocabulary(profile: Profile, chosen: Measured | None) -> Iterator[str]:
+def _vocabulary(profile: Profile, chosen: MeasuredCost | None) -> Iterator[str]:
     logits, saves_s = profile.loop.logits, profile.loop.padding_saves_s or 0.0
     if logits and chosen and saves_s > WORTH_PADDING * chosen.step_s:
         words, share = logits[1], f"{100 * saves_s / chosen.step_s:.1f}%"

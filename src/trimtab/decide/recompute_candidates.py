@@ -5,14 +5,22 @@ from __future__ import annotations
 import functools
 import math
 
-from trimtab.core.block_costs import Chain, ChainModel
+from trimtab.core.block_costs import BlockChain, BlockChainModel
 from trimtab.core.objective import Budget
-from trimtab.core.profile import Candidate, Profile, Recomputable
-from trimtab.core.recompute_schedule import EVERY_BLOCK, Kept, Schedule, Segment, kept_in, schedule_of, written
+from trimtab.core.profile import Candidate, Profile, RecomputableBlocks
+from trimtab.core.recompute_schedule import (
+    EVERY_BLOCK,
+    KeptBlock,
+    RecomputedSegment,
+    Schedule,
+    kept_in,
+    schedule_of,
+    written,
+)
 from trimtab.decide.recompute_cost import keep_all, predict, sqrt_segments
 
 
-def chain_of(profile: Profile, candidate: Candidate) -> Chain | None:
+def chain_of(profile: Profile, candidate: Candidate) -> BlockChain | None:
     """Return the chain of a candidate's micro-batch; None if its blocks were not or cannot be measured."""
     found = profile.recomputable_of(candidate)
     if found is None or candidate.compiled:
@@ -23,7 +31,7 @@ def chain_of(profile: Profile, candidate: Candidate) -> Chain | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _at(model: ChainModel, rows: int) -> Chain:
+def _at(model: BlockChainModel, rows: int) -> BlockChain:
     return model.at(rows)
 
 
@@ -65,36 +73,36 @@ def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: fl
 
 
 @functools.lru_cache(maxsize=1024)
-def _schedules(chain: Chain, limit_bytes: int | None, known: tuple[str, ...]) -> tuple[str, ...]:
+def _schedules(chain: BlockChain, limit_bytes: int | None, known: tuple[str, ...]) -> tuple[str, ...]:
     stages, number = chain.stages, len(chain.stages) - 1
     found = [EVERY_BLOCK, written(sqrt_segments(number, [stage.is_linked for stage in stages[: number - 1]]))]
     if all(stage.part is not None for stage in stages[:-1]):
-        found.append(written(tuple(Kept(index, in_part=True) for index in range(number))))
+        found.append(written(tuple(KeptBlock(index, in_part=True) for index in range(number))))
     best = None if limit_bytes is None else _optimal(chain, limit_bytes)
     found += [*known] if best is None else [written(best[:-1]), *known]
     by_schedule = {schedule_of(each, number): each for each in reversed(found)}
     return tuple(text for schedule, text in by_schedule.items() if schedule != keep_all(number))
 
 
-def _optimal(chain: Chain, limit_bytes: int) -> Schedule | None:
+def _optimal(chain: BlockChain, limit_bytes: int) -> Schedule | None:
     # The import loads numpy, which plans without a memory limit do not need.
     from trimtab.decide.recompute_solver import optimal
 
     return optimal(chain.stages, limit_bytes - chain.held_bytes)
 
 
-def _whole(chain: Chain, candidate: Candidate) -> Schedule:
+def _whole(chain: BlockChain, candidate: Candidate) -> Schedule:
     """Return a candidate's schedule including the final stage after the blocks, which is kept."""
     number = len(chain.stages) - 1
     blocks = keep_all(number) if candidate.recompute is None else schedule_of(candidate.recompute, number)
-    return (*blocks, Kept(number))
+    return (*blocks, KeptBlock(number))
 
 
-def in_words(found: Recomputable, candidate: Candidate) -> str:
+def in_words(found: RecomputableBlocks, candidate: Candidate) -> str:
     """Return the recomputed blocks of a candidate in words."""
     number, said = len(found.blocks), []
     schedule = schedule_of(candidate.recompute or "", number)
-    again = sum(len(part.stages) for part in schedule if isinstance(part, Segment))
+    again = sum(len(part.stages) for part in schedule if isinstance(part, RecomputedSegment))
     in_part = sum(kept.in_part for kept in kept_in(schedule))
     said += [f"{again} of {number} blocks"] if again else []
     said += [f"of {in_part} of {number} blocks all but what matrix products and attention made"] if in_part else []

@@ -13,14 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.core.block_costs import Stage
+from trimtab.core.block_costs import BlockCost
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.recompute_schedule import (
     EVERY_BLOCK,
-    Kept,
+    KeptBlock,
     Part,
+    RecomputedSegment,
     Schedule,
-    Segment,
     check_schedule,
     kept_in,
     schedule_of,
@@ -29,7 +29,7 @@ from trimtab.core.recompute_schedule import (
 
 
 @dataclass(frozen=True)
-class Predicted:
+class ScheduleCost:
     """Predicted memory and recomputation of a schedule.
 
     Args:
@@ -45,12 +45,12 @@ class Predicted:
 
 def keep_all(num_stages: int) -> Schedule:
     """Return the schedule without recomputation."""
-    return tuple(map(Kept, range(num_stages)))
+    return tuple(map(KeptBlock, range(num_stages)))
 
 
 def every_block(num_stages: int) -> Schedule:
     """Return the schedule that recomputes every stage separately, except the last: its backward follows at once."""
-    return (*schedule_of(EVERY_BLOCK, num_stages - 1), Kept(num_stages - 1))
+    return (*schedule_of(EVERY_BLOCK, num_stages - 1), KeptBlock(num_stages - 1))
 
 
 def sqrt_segments(num_stages: int, links: Sequence[bool] = ()) -> Schedule:
@@ -63,11 +63,11 @@ def sqrt_segments(num_stages: int, links: Sequence[bool] = ()) -> Schedule:
     width = math.isqrt(num_stages - 1) + 1 if num_stages > 1 else 1
     cuts = {index for index, linked in enumerate(links, 1) if not linked}
     edges = sorted({*range(0, num_stages, width), *cuts, num_stages})
-    *segments, last = (tuple(map(Kept, range(begin, end))) for begin, end in itertools.pairwise(edges))
-    return (*map(Segment, segments), *last)
+    *segments, last = (tuple(map(KeptBlock, range(begin, end))) for begin, end in itertools.pairwise(edges))
+    return (*map(RecomputedSegment, segments), *last)
 
 
-def predict(chain: Sequence[Stage], schedule: Schedule) -> Predicted:
+def predict(chain: Sequence[BlockCost], schedule: Schedule) -> ScheduleCost:
     """Return the memory and recomputation of a schedule of a whole chain.
 
     Raises:
@@ -78,13 +78,13 @@ def predict(chain: Sequence[Stage], schedule: Schedule) -> Predicted:
         raise ValueGivenError("schedule", got="a stage kept in part", expected="one that has a dear part")
     step = _Step(chain)
     step.run(schedule)
-    return Predicted(step.peak, step.recompute_s, tuple(step.runs))
+    return ScheduleCost(step.peak, step.recompute_s, tuple(step.runs))
 
 
 class _Step:
     """Simulation of a step, stage by stage: memory held and its peak."""
 
-    def __init__(self, chain: Sequence[Stage]) -> None:
+    def __init__(self, chain: Sequence[BlockCost]) -> None:
         self._chain = chain
         self._held = self._gradients = self._cached = self.peak = 0
         self.recompute_s = 0.0
@@ -103,7 +103,7 @@ class _Step:
 
     def _passing(self, part: Part) -> int:
         """Return the bytes of a part that are held until the end of the whole forward."""
-        if isinstance(part, Segment):
+        if isinstance(part, RecomputedSegment):
             return sum(self._chain[index].cached_bytes for index in part.stages)
         stage = self._chain[part.index]
         return stage.part.passing_bytes if part.in_part and stage.part else stage.passing_bytes
@@ -119,7 +119,7 @@ class _Step:
             slope: bytes of the output's gradient.
         """
         for part in schedule:
-            if isinstance(part, Kept):
+            if isinstance(part, KeptBlock):
                 self._note(slope + self._chain[part.index].forward_bytes)
                 self._held += kept_bytes(self._chain[part.index], part)
                 self.runs[part.index] += 1
@@ -137,7 +137,7 @@ class _Step:
     def backward(self, schedule: Schedule) -> None:
         """Run backward and release the memory held for it."""
         for part in reversed(schedule):
-            if isinstance(part, Kept):
+            if isinstance(part, KeptBlock):
                 self._backward_of(part)
                 continue
             output = self._chain[part.stages[-1]].output_bytes
@@ -146,7 +146,7 @@ class _Step:
             self.forward(part.parts, output)
             self.backward(part.parts)
 
-    def _backward_of(self, part: Kept) -> None:
+    def _backward_of(self, part: KeptBlock) -> None:
         stage = self._chain[part.index]
         self._held -= kept_bytes(stage, part)
         self._note(backward_need(stage, part))
@@ -157,12 +157,12 @@ class _Step:
         self.peak = max(self.peak, self._held + self._gradients + self._cached + more)
 
 
-def kept_bytes(stage: Stage, kept: Kept) -> int:
+def kept_bytes(stage: BlockCost, kept: KeptBlock) -> int:
     """Return the bytes held by a stage between forward and backward."""
     return stage.part.saved_bytes if kept.in_part and stage.part else stage.saved_bytes
 
 
-def backward_need(stage: Stage, kept: Kept) -> int:
+def backward_need(stage: BlockCost, kept: KeptBlock) -> int:
     """Return the peak bytes of a stage's backward, including saved tensors and the output's gradient."""
     if kept.in_part and stage.part:
         return stage.part.saved_bytes + stage.output_bytes + stage.part.backward_bytes

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from trimtab.core.block_costs import Chain, Stage
-from trimtab.core.recompute_schedule import Kept, Part, Schedule, Segment, stages_of, written
+from trimtab.core.block_costs import BlockChain, BlockCost
+from trimtab.core.recompute_schedule import KeptBlock, Part, RecomputedSegment, Schedule, stages_of, written
 from trimtab.decide.recompute_cost import backward_need, keep_all, kept_bytes, predict
 
 # The limit is divided into SLOTS slots of bytes, and sizes are rounded up to slots. The table is solved for SLACKS
@@ -27,7 +27,7 @@ SHARES = (0.85, 0.7, 0.55, 0.4)
 MOST_STAGES = 250
 
 
-def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Schedule | None:
+def optimal(chain: Sequence[BlockCost], limit_bytes: int, slots: int = SLOTS) -> Schedule | None:
     """Return the schedule of least recomputation with a peak within the limit; None if none is found.
 
     Chains longer than `MOST_STAGES` return None, unless nothing needs recomputation.
@@ -61,7 +61,7 @@ def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Sch
     return None
 
 
-def by_shares(chain: Chain) -> tuple[str, ...]:
+def by_shares(chain: BlockChain) -> tuple[str, ...]:
     """Return the optimal schedules, as text, for the fractions `SHARES` of the memory without recomputation."""
     whole = chain.held_bytes + predict(chain.stages, keep_all(len(chain.stages))).peak_bytes
     found = (optimal(chain.stages, math.floor(share * whole) - chain.held_bytes) for share in SHARES)
@@ -77,7 +77,7 @@ class _Table:
         slots: number of slots.
     """
 
-    def __init__(self, chain: Sequence[Stage], most_bytes: float, slots: int) -> None:
+    def __init__(self, chain: Sequence[BlockCost], most_bytes: float, slots: int) -> None:
         self._chain, self._num = chain, len(chain)
         self._slot = max(1.0, most_bytes / slots)
         self._most = int(most_bytes / self._slot)
@@ -86,10 +86,10 @@ class _Table:
         self._gradients = growth[::-1][1:]  # gradients held after the backward of all later stages
         self._outputs = [self._slots(stage.output_bytes) for stage in chain]
         self._beside = [self._slots(stage.beside_bytes) for stage in chain]
-        self._kept = [self._slots(kept_bytes(stage, Kept(index))) for index, stage in enumerate(chain)]
+        self._kept = [self._slots(kept_bytes(stage, KeptBlock(index))) for index, stage in enumerate(chain)]
         self._always_held = np.array([self._always(last) for last in range(self._num)], float)
         self._forward = np.array([stage.forward_bytes for stage in chain], float)
-        needs = (held + backward_need(stage, Kept(0)) for stage, held in zip(chain, self._gradients, strict=True))
+        needs = (held + backward_need(stage, KeptBlock(0)) for stage, held in zip(chain, self._gradients, strict=True))
         self._backward = np.array([*needs], float)
         self._dropping = self._dropping_from()
         self._reach = np.array(self._furthest())  # last stage of a segment starting here
@@ -123,13 +123,13 @@ class _Table:
         """Return the bytes held while stages up to `last` run: gradients, and before the end the output's gradient."""
         return self._gradients[last] + (self._chain[last].output_bytes if last < self._num - 1 else 0)
 
-    def _options(self, index: int, last: int) -> list[tuple[Kept, int, int, float]]:
+    def _options(self, index: int, last: int) -> list[tuple[KeptBlock, int, int, float]]:
         """Return the ways to keep a stage: slots held, slots required, and recomputed seconds."""
         stage, found = self._chain[index], []
         forward, before = self._always(last) + stage.forward_bytes, self._gradients[index]
-        ways = [Kept(index)]
+        ways = [KeptBlock(index)]
         if stage.part is not None and last == self._num - 1:  # With an earlier last stage, this stage is in a segment.
-            ways.append(Kept(index, in_part=True))
+            ways.append(KeptBlock(index, in_part=True))
         for kept in ways:
             need = self._slots(max(forward, before + backward_need(stage, kept)))
             recompute_s = stage.part.recompute_s if kept.in_part and stage.part else 0.0
@@ -217,7 +217,7 @@ class _Table:
         if costs and min(costs) < least:
             end = ends[costs.index(min(costs))]
             left = slots - self._outputs[end] - self._held_beside(end, last)
-            return Segment(self._best(first, end, slots)), left
+            return RecomputedSegment(self._best(first, end, slots)), left
         _, part, left = min(found, key=lambda each: each[0])
         return part, left
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.operator_costs import Line, Operation, Seen, StepWork
-from trimtab.core.step_phases import Roof
+from trimtab.core.step_phases import RooflineBound
 
 # Fractions of the peaks that large operators reach, and least seconds per operator.
 COMPUTE, BANDWIDTH = 0.7, 0.8
@@ -49,7 +49,7 @@ def seconds_of(operations: Iterable[Operation], device: DeviceSpec, precision: s
     return total
 
 
-def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> Roof | None:
+def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> RooflineBound | None:
     """Return the roofline of measured operators; None if a peak of the device is unknown.
 
     Args:
@@ -69,7 +69,7 @@ def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> Roof | 
         else:
             memory_s += moving_s
         all_flops, all_moved = all_flops + flops, all_moved + moved
-    return Roof(compute_s, memory_s, all_flops, all_moved)
+    return RooflineBound(compute_s, memory_s, all_flops, all_moved)
 
 
 def _computing_s(flops: float, kind: str, device: DeviceSpec, precision: str) -> float | None:

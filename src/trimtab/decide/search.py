@@ -51,7 +51,7 @@ _CHUNK_SHARES, _SMALLEST_CHUNK, _MOST_BYTES = (4, 8), 64, 2**63
 
 
 @dataclass(frozen=True)
-class Stage:
+class SearchPhase:
     """Search phase: candidates to run interleaved; the first is the incumbent.
 
     Args:
@@ -91,7 +91,7 @@ class Stage:
         return not self.accepts and self.name not in ("graphs", "compile")
 
 
-def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
+def next_stage(profile: Profile, objective: Objective, budget: Budget) -> SearchPhase | None:
     """Return the next phase to measure, or None at the end of the search."""
     budget = profile.limits(budget)
     for name in _order(profile):
@@ -101,7 +101,7 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
                 accepts = name == ALONE  # a whole step in a final would not show its gain
                 is_brief = name in ("modes", SLICED) and compile_policy.takes_many_times_its_products(profile)
                 fits = (budget.memory_bytes or _MOST_BYTES) if name == "sizes" and objective.memory == 0 else None
-                return Stage(name, candidates, accepts, accepts, is_brief=is_brief, fits_bytes=fits)
+                return SearchPhase(name, candidates, accepts, accepts, is_brief=is_brief, fits_bytes=fits)
     return _next_final(profile, objective, budget)
 
 
@@ -178,7 +178,7 @@ def next_traces(
 
 
 def next_recomputables(
-    profile: Profile, stage: Stage | None, objective: Objective, budget: Budget, *, always: bool = False
+    profile: Profile, stage: SearchPhase | None, objective: Objective, budget: Budget, *, always: bool = False
 ) -> tuple[Candidate, ...]:
     """Return the candidates whose blocks must be measured before the next phase.
 
@@ -209,7 +209,7 @@ def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
     return next((replace(mode, loss_chunk=candidate.loss_chunk) for mode in alike), candidate)
 
 
-def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
+def _next_final(profile: Profile, objective: Objective, budget: Budget) -> SearchPhase | None:
     rounds = profile.finals
     last = [trial for trial in profile.stage(rounds[-1]) if not trial.control] if rounds else []
     was_refuted = any(profile.refutation_of(trial.candidate) for trial in last)
@@ -231,7 +231,7 @@ def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Stage
     cost = CostModel(profile).predict(reference)
     must_leave = reference in failed or over_budget(cost.step_s, cost.peak_bytes, budget, cost.energy_j) is not None
     drops = objective.time == 1.0 and not must_leave  # A slower candidate may win by memory or energy.
-    return Stage(name, (reference, *found), control=bool(found), accepts=True, drops=drops)
+    return SearchPhase(name, (reference, *found), control=bool(found), accepts=True, drops=drops)
 
 
 def base_candidate(profile: Profile) -> Candidate:

@@ -11,7 +11,7 @@ from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import SLICED, Candidate, Profile, is_final
 from trimtab.decide import recompute_candidates
 from trimtab.decide.compile_policy import paying, tried
-from trimtab.decide.cost_model import CostModel, Predicted
+from trimtab.decide.cost_model import CostModel, PredictedCost
 from trimtab.decide.micro_batch_sizes import halvings, is_in_chunks
 from trimtab.decide.statistics import is_gain
 from trimtab.decide.trial_statistics import (
@@ -36,7 +36,7 @@ _MOST_DOUBTED = 3
 
 
 @dataclass(frozen=True)
-class Point:
+class PricedCandidate:
     """A candidate with its predicted cost.
 
     Args:
@@ -47,12 +47,12 @@ class Point:
     """
 
     candidate: Candidate
-    cost: Predicted
+    cost: PredictedCost
     refusal: str | None = None
     has_failed: bool = False
 
 
-def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
+def points(profile: Profile, budget: Budget) -> tuple[PricedCandidate, ...]:
     """Return all candidates with known time."""
     model, reference = CostModel(profile), profile.reference_candidate
     tried = (trial.candidate for trial in profile.trials if trial.candidate.recompute is not None)
@@ -60,7 +60,7 @@ def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
     candidates = dict.fromkeys((*own, *tried, *_combined(profile, model, budget)))
     costs = {candidate: model.predict(candidate) for candidate in candidates}
     return tuple(
-        Point(c, cost, _refusal(profile, c, cost, budget), profile.error_of(c) is not None)
+        PricedCandidate(c, cost, _refusal(profile, c, cost, budget), profile.error_of(c) is not None)
         for c, cost in costs.items()
         if cost.step_s
     )
@@ -109,7 +109,7 @@ def fusing_share(profile: Profile) -> float:
     return model.saves("fused_optimizer", True) / (model.fastest(also) or 1.0)
 
 
-def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Budget) -> str | None:
+def _refusal(profile: Profile, candidate: Candidate, cost: PredictedCost, budget: Budget) -> str | None:
     if (died := profile.error_of(candidate)) is not None:
         return died
     final = [t for t in profile.trials if is_final(t.stage) and t.candidate == candidate and not t.control]
@@ -159,8 +159,8 @@ def lightest(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _without_recomputing(
-    fitting: Sequence[Point], scores: Mapping[Candidate, float], chosen: Sequence[Point]
-) -> list[Point]:
+    fitting: Sequence[PricedCandidate], scores: Mapping[Candidate, float], chosen: Sequence[PricedCandidate]
+) -> list[PricedCandidate]:
     """Return the best point without recomputation if the best overall recomputes, which may fail its proof."""
     plain = [point for point in fitting if point.candidate.recompute is None]
     if not plain or not chosen or chosen[0].candidate.recompute is None:
@@ -168,7 +168,7 @@ def _without_recomputing(
     return [min(plain, key=lambda point: scores[point.candidate])]
 
 
-def _with_head_whole(fitting: Sequence[Point], chosen: Sequence[Point]) -> list[Point]:
+def _with_head_whole(fitting: Sequence[PricedCandidate], chosen: Sequence[PricedCandidate]) -> list[PricedCandidate]:
     """Return the best point with a whole loss head, if the best overall is compiled and chunked.
 
     Chunks were tried uncompiled, and compilation without chunks; the compiler may achieve the same effect by itself.
@@ -180,8 +180,11 @@ def _with_head_whole(fitting: Sequence[Point], chosen: Sequence[Point]) -> list[
 
 
 def _of_sizes_that_ran(
-    fitting: Sequence[Point], scores: dict[Candidate, float], chosen: Sequence[Point], profile: Profile
-) -> list[Point]:
+    fitting: Sequence[PricedCandidate],
+    scores: dict[Candidate, float],
+    chosen: Sequence[PricedCandidate],
+    profile: Profile,
+) -> list[PricedCandidate]:
     """Return the best point at a size that ran, if no mode ran at the whole batch.
 
     The best point overall may not run.
@@ -193,7 +196,7 @@ def _of_sizes_that_ran(
     return [simplest(safe, {p.candidate: scores[p.candidate] for p in safe}, profile.reference_candidate)]
 
 
-def score(point: Point, objective: Objective, reference: Point) -> float:
+def score(point: PricedCandidate, objective: Objective, reference: PricedCandidate) -> float:
     """Return the score C relative to the reference; infinite if a weighted term is unknown."""
     costs = (p.cost for p in (point, reference))
     ours, theirs = (Cost(cost.step_s or math.inf, cost.peak_bytes, cost.energy_j) for cost in costs)
@@ -204,13 +207,13 @@ def score(point: Point, objective: Objective, reference: Point) -> float:
     return objective.score(ours, theirs)
 
 
-def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
+def nearest(found: Sequence[PricedCandidate], budget: Budget) -> PricedCandidate | None:
     """Return the refused point with the least excess over a limit, without failures; ties go to the fastest."""
     known = [p for p in found if budget.memory_bytes is None or p.cost.peak_bytes is not None]
     known = [p for p in known if unknown_energy(p.cost.energy_j, budget) is None]
     alive = [p for p in known if p.refusal is not None and not p.has_failed]
 
-    def excess(point: Point) -> tuple[float, float]:
+    def excess(point: PricedCandidate) -> tuple[float, float]:
         step_s, peak = point.cost.step_s or 0.0, point.cost.peak_bytes or 0
         memory = peak / budget.memory_bytes if budget.memory_bytes else 0.0
         limit_s, energy_j = point.cost.limit_s or 0.0, point.cost.energy_j or 0.0
@@ -220,7 +223,7 @@ def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
     return min(alive, key=excess, default=None)
 
 
-def front(found: Sequence[Point], *, with_energy: bool = False) -> tuple[Point, ...]:
+def front(found: Sequence[PricedCandidate], *, with_energy: bool = False) -> tuple[PricedCandidate, ...]:
     """Return the Pareto front in time and memory, and energy if relevant; the fastest first.
 
     Points with unknown values are excluded. Contains the front of all admissible points, and refused points on the
@@ -232,14 +235,14 @@ def front(found: Sequence[Point], *, with_energy: bool = False) -> tuple[Point, 
     return tuple(sorted((*fitting, *refused), key=_by_time))
 
 
-def _by_time(point: Point) -> tuple[float, int, float]:
+def _by_time(point: PricedCandidate) -> tuple[float, int, float]:
     return point.cost.step_s or 0.0, point.cost.peak_bytes or 0, point.cost.energy_j or 0.0
 
 
-def _unbeaten(found: Sequence[Point], with_energy: bool) -> tuple[Point, ...]:
+def _unbeaten(found: Sequence[PricedCandidate], with_energy: bool) -> tuple[PricedCandidate, ...]:
     known = [point for point in found if point.cost.step_s is not None and point.cost.peak_bytes is not None]
     known = [point for point in known if not with_energy or point.cost.energy_j is not None]
-    front: list[Point] = []
+    front: list[PricedCandidate] = []
     for point in sorted(known, key=_by_time):  # Later points are not faster.
         _, size, energy_j = _by_time(point)
         sparing = (each for each in front if not with_energy or (each.cost.energy_j or 0.0) <= energy_j)
@@ -248,7 +251,9 @@ def _unbeaten(found: Sequence[Point], with_energy: bool) -> tuple[Point, ...]:
     return tuple(front)
 
 
-def stands_between(found: Sequence[Point], chosen: Candidate, reference: Candidate) -> tuple[float, float] | None:
+def stands_between(
+    found: Sequence[PricedCandidate], chosen: Candidate, reference: Candidate
+) -> tuple[float, float] | None:
     """Return the range of memory weights at which no fitting point beats the choice.
 
     Weights are fractions of the total weight of time and memory. None if costs are unknown or the range is empty: a
@@ -274,19 +279,21 @@ def stands_between(found: Sequence[Point], chosen: Candidate, reference: Candida
     return (low, high) if low <= high else None
 
 
-def is_worth_a_change(best: Point, reference: Point, objective: Objective) -> bool:
+def is_worth_a_change(best: PricedCandidate, reference: PricedCandidate, objective: Objective) -> bool:
     """Return True if a point is predicted to be better than the reference by at least `WORTH_A_RUN`."""
     return score(best, objective, reference) < WORTH_A_RUN * score(reference, objective, reference)
 
 
-def simplest(fitting: Sequence[Point], scores: Mapping[Candidate, float], reference: Candidate) -> Point:
+def simplest(
+    fitting: Sequence[PricedCandidate], scores: Mapping[Candidate, float], reference: Candidate
+) -> PricedCandidate:
     """Return the point with the fewest changes among those nearly as good as the best."""
     limit = min(scores.values()) / WORTH_A_RUN
     near = [point for point in fitting if scores[point.candidate] <= limit]
     return min(near, key=lambda point: (len(point.candidate.differences(reference)), scores[point.candidate]))
 
 
-def _lightest(fitting: Sequence[Point], best: Point) -> Point | None:
+def _lightest(fitting: Sequence[PricedCandidate], best: PricedCandidate) -> PricedCandidate | None:
     """Return the point with the least memory among points as fast as the best; None if the saving is too small."""
     if best.cost.peak_bytes is None or best.cost.step_s is None:
         return None
@@ -296,13 +303,17 @@ def _lightest(fitting: Sequence[Point], best: Point) -> Point | None:
     return min(light, key=lambda point: (point.cost.peak_bytes or 0, point.cost.step_s), default=None)
 
 
-def _of_told_sizes(fitting: Sequence[Point], best: Point, profile: Profile) -> list[Point]:
+def _of_told_sizes(
+    fitting: Sequence[PricedCandidate], best: PricedCandidate, profile: Profile
+) -> list[PricedCandidate]:
     """Return the points of at least the best's size if no smaller size was tried, because its cost is unknown."""
     is_told = not profile.trials or bool(profile.stage("sizes"))
     return [point for point in fitting if is_told or point.candidate.micro_batch >= best.candidate.micro_batch]
 
 
-def _doubted(fitting: Sequence[Point], best: Point, scores: dict[Candidate, float], profile: Profile) -> list[Point]:
+def _doubted(
+    fitting: Sequence[PricedCandidate], best: PricedCandidate, scores: dict[Candidate, float], profile: Profile
+) -> list[PricedCandidate]:
     """Return variants of the best point without a single change, for changes with little predicted gain."""
     reference = profile.reference_candidate
     changed = [name for name in best.candidate.differences(reference) if name != "fused_optimizer"]

@@ -14,7 +14,7 @@ _UNREAD = "its meter was lost, and nobody's joules can be held against the loop'
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FinalOutcome:
     """Result of a final.
 
     Args:
@@ -46,7 +46,7 @@ def standing(profile: Profile) -> tuple[str, ...]:
     return tuple(unrefuted or names)
 
 
-def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -> Outcome | None:
+def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -> FinalOutcome | None:
     """Return the result of a final; None if no candidate fits the budget.
 
     Rivals are in predicted order. The first that is significantly better than the reference leads, until a rival is
@@ -62,7 +62,7 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
     if must_leave is not None and not fitting:
         return None
     if must_leave is None and unread is not None:
-        return Outcome(reference, reference, control, unread=_UNREAD)
+        return FinalOutcome(reference, reference, control, unread=_UNREAD)
     unit = reference if reference.block_s and unread is None else fitting[0]
 
     def is_better(ours: Trial, theirs: Trial) -> bool:
@@ -94,7 +94,7 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
     kept = [] if must_leave is not None or accepted else [reference]
     if objective.energy == 0:  # A candidate as fast, with less memory, might need more energy.
         winner = _lightest([*fitting, *kept], winner)
-    return Outcome(winner, reference, control, must_leave)
+    return FinalOutcome(winner, reference, control, must_leave)
 
 
 def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objective | None = None) -> str | None:

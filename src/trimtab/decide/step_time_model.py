@@ -9,8 +9,8 @@ from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.errors import FormatError
-from trimtab.core.stateful import Load, Part
-from trimtab.decide.goodput import Times
+from trimtab.core.stateful import Load, Stateful
+from trimtab.decide.goodput import StepTimes
 
 # Steps in the medians, and first steps to skip, in which kernels are selected and memory is allocated.
 MEMORY, SKIPPED = 50, 2
@@ -32,7 +32,7 @@ class UsualWindow:
         return max(0.0, seconds - num_batches * statistics.median(self._batch_s)) if self._batch_s else 0.0
 
 
-class WindowTimes(Part):
+class WindowTimes(Stateful):
     """Medians over the last steps, robust to disturbed steps."""
 
     def __init__(self, memory: int = MEMORY) -> None:
@@ -85,7 +85,7 @@ class WindowTimes(Part):
         """True if enough steps were added since a state was loaded, possibly from another machine."""
         return self.is_known and self._since_loaded is None
 
-    def times(self, micro_rows: float) -> Times | None:
+    def times(self, micro_rows: float) -> StepTimes | None:
         """Return the times for a micro-batch size; None while too few steps were added.
 
         Args:
@@ -93,7 +93,7 @@ class WindowTimes(Part):
         """
         if not self.is_known:
             return None
-        return Times(statistics.median(self._row_s) * micro_rows, statistics.median(self._fixed_s))
+        return StepTimes(statistics.median(self._row_s) * micro_rows, statistics.median(self._fixed_s))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recent times for a resumed run."""

@@ -16,7 +16,7 @@ from trimtab.core.profile import Candidate
 from trimtab.decide.trial_statistics import WORTH_SAVING, is_behind
 
 
-class Ran(Protocol):
+class RunningCandidate(Protocol):
     """Properties of a running candidate: settings, block times, peak memory, and True for the A/A control."""
 
     @property
@@ -29,7 +29,7 @@ class Ran(Protocol):
     def control(self) -> bool: ...
 
 
-Arm = TypeVar("Arm", bound=Ran)
+Arm = TypeVar("Arm", bound=RunningCandidate)
 
 
 def still_open(running: Sequence[Arm], incumbent: Arm, *, orders: bool) -> list[Arm]:
@@ -44,7 +44,7 @@ def still_open(running: Sequence[Arm], incumbent: Arm, *, orders: bool) -> list[
     return [arm for arm in running if arm.control or not has_lost(arm, rival)]
 
 
-def has_lost(arm: Ran, rival: Ran) -> bool:
+def has_lost(arm: RunningCandidate, rival: RunningCandidate) -> bool:
     """Return True if a candidate is behind a rival.
 
     Never True for a fused step alone, because its gain is too small to show in a whole step.

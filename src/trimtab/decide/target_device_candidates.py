@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from trimtab.core.operator_costs import Operation
-from trimtab.core.profile import Candidate, Profile, Recomputable, Traced, TracedBlocks
+from trimtab.core.profile import Candidate, Profile, RecomputableBlocks, TracedBlocks, TracedCandidate
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.roofline import seconds_of
 from trimtab.decide.search import chunk_candidates, mode_candidates, next_recomputables
 
-Trace = Callable[[Sequence[Candidate]], Sequence[Traced]]
+Trace = Callable[[Sequence[Candidate]], Sequence[TracedCandidate]]
 TraceBlocks = Callable[[Candidate], TracedBlocks | str]
 
 # precision -> precision with the same operators and bytes, in other kernels
@@ -57,13 +57,13 @@ def with_blocks(profile: Profile, trace: TraceBlocks) -> Profile:
     return replace(profile, recomputables=(*profile.recomputables, *found))
 
 
-def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks | str) -> Recomputable:
+def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks | str) -> RecomputableBlocks:
     # The import loads numpy, which plans without a memory limit do not need.
     from trimtab.decide.recompute_solver import by_shares
 
     step_s = CostModel(profile).predict(candidate).step_s
     if isinstance(traced, str) or not step_s:
-        return Recomputable(candidate, refusal=traced if isinstance(traced, str) else "its step cannot be told")
+        return RecomputableBlocks(candidate, refusal=traced if isinstance(traced, str) else "its step cannot be told")
     forwards = [_chord(profile, candidate, operations) for operations in traced.forwards]
     kept, in_part = (_chord(profile, candidate, operations) for operations in (traced.kept, traced.in_part))
 
@@ -76,7 +76,7 @@ def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks |
 
     whole, sliced = (chain.with_seconds(forward_s, part_s) for chain in (traced.whole, traced.sliced))
     schedules = by_shares(whole.at(profile.loop.batch_rows))
-    return Recomputable(candidate, traced.blocks, whole, sliced, step_s, schedules)
+    return RecomputableBlocks(candidate, traced.blocks, whole, sliced, step_s, schedules)
 
 
 def _chord(profile: Profile, candidate: Candidate, operations: tuple[Operation, ...]) -> Callable[[int], float]:
@@ -129,7 +129,7 @@ def recorded_candidates(profile: Profile) -> Iterator[tuple[Candidate, ...]]:
 def recorded(profile: Profile) -> Trace:
     """Return a function that looks up recorded CUDA traces in the profile."""
 
-    def trace(candidates: Sequence[Candidate]) -> list[Traced]:
+    def trace(candidates: Sequence[Candidate]) -> list[TracedCandidate]:
         has = {each.candidate: each for each in profile.elsewhere_traces}
         found = [(c, has.get(c) or has.get(_twin(c))) for c in candidates]
         return [replace(each, candidate=c) for c, each in found if each is not None]

@@ -14,12 +14,12 @@ from trimtab.core.plan import (
     KEEP_OPTIMIZER,
     KEEP_WARMUP,
     Choice,
-    Mark,
+    Effect,
     Plan,
     Rejected,
 )
 from trimtab.decide.learning_rate import RateChoice
-from trimtab.decide.paired_training_verdict import Verdict
+from trimtab.decide.paired_training_verdict import PairedTrainingVerdict
 from trimtab.decide.trial_statistics import over_budget
 
 _LATER = "later to the same loss"
@@ -57,14 +57,14 @@ def adapt_learning_rate(
         run_steps: steps of the run, if known: the warm-up is no shorter than the rise of the test, or 5% of the run.
     """
     plan = _searched(plan, search_s)
-    scale = Choice(rates.scale, rates.reason, Mark.DYNAMICS, rates.scale != 1.0, rates.losers)
+    scale = Choice(rates.scale, rates.reason, Effect.DYNAMICS, rates.scale != 1.0, rates.losers)
     if not scale.changed:
         kept = replace(plan.schedule, reason="as the loop has it: the rate is, and no schedule was tried on its own")
         return replace(plan, learning_rate_scale=scale, schedule=kept)
     schedule = Choice(
         "warmup_cosine",
         "a linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
-        Mark.DYNAMICS,
+        Effect.DYNAMICS,
         changed=True,
         losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
     )
@@ -73,7 +73,9 @@ def adapt_learning_rate(
     if not may_clip or not rates.norm or plan.clip_norm.value is not None:
         return plan
     reason = "the median norm of gradients at this rate, by its range test: one that is far larger goes no further"
-    clip = Choice(float(f"{rates.norm:.2g}"), reason, Mark.DYNAMICS, changed=True, losers=(Rejected(None, _UNCLIPPED),))
+    clip = Choice(
+        float(f"{rates.norm:.2g}"), reason, Effect.DYNAMICS, changed=True, losers=(Rejected(None, _UNCLIPPED),)
+    )
     return replace(plan, clip_norm=clip)
 
 
@@ -90,10 +92,10 @@ def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
     lowest = f"the loss of the range test was lowest after {rising_steps} steps of rising"
     reason = f"{lowest}, of the run's {run_steps}{bound}"
     losers = (Rejected(WARMUP_FRACTION, "not tried: a rise quicker than the test's was not seen to be safe"),)
-    return Choice(share, reason, Mark.DYNAMICS, changed=True, losers=losers)
+    return Choice(share, reason, Effect.DYNAMICS, changed=True, losers=losers)
 
 
-def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+def adapt_optimizer(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
     """Return the rival with Muon as a tuned plan if it won; otherwise the incumbent with the reason."""
     if not verdict.is_gain:
         kept = replace(KEEP_OPTIMIZER, reason=verdict.reason, losers=(Rejected("muon", verdict.reason),))
@@ -103,7 +105,7 @@ def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float
     return replace(_won(stands, rival, verdict, search_s), optimizer=won)
 
 
-def adapt_dropout(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+def adapt_dropout(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
     """Return the rival without dropout as a tuned plan if it won; otherwise the incumbent with the reason."""
     if not verdict.is_gain:
         kept = replace(KEEP_DROPOUT, reason=verdict.reason, losers=(Rejected(rival.dropout.value, verdict.reason),))
@@ -112,7 +114,7 @@ def adapt_dropout(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) 
     return replace(_won(stands, rival, verdict, search_s), dropout=won)
 
 
-def adapt_schedule(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+def adapt_schedule(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
     """Return the plan with the rival's schedule if it won; otherwise the incumbent with the rejected schedule.
 
     A schedule does not change a step's cost.
@@ -125,7 +127,7 @@ def adapt_schedule(stands: Plan, rival: Plan, verdict: Verdict, search_s: float)
     return replace(_searched(stands, search_s), schedule=won)
 
 
-def within(budget: Budget, rival: Plan, verdict: Verdict) -> Verdict:
+def within(budget: Budget, rival: Plan, verdict: PairedTrainingVerdict) -> PairedTrainingVerdict:
     """Return the verdict, with no gain if the rival's measured step exceeds a hard limit.
 
     Energy assumes the plan's power.
@@ -143,7 +145,7 @@ def _searched(plan: Plan, search_s: float) -> Plan:
     return replace(plan, search_s=plan.search_s + search_s, planning_s=plan.planning_s + search_s)
 
 
-def _won(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+def _won(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
     """Return the rival with the search time of both plans, and step times corrected by the comparison.
 
     Args:

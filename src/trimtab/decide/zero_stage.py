@@ -11,17 +11,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from trimtab.core.dry_run_result import Ran
+from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.interconnect import Calibration
+from trimtab.core.interconnect import LinkCalibration
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
-from trimtab.core.plan import Choice, Measured, Plan, Rejected
+from trimtab.core.plan import Choice, MeasuredCost, Plan, Rejected
 from trimtab.core.profile import Profile
-from trimtab.core.rank_peak_memory import WAYS, RankTrace, Way
+from trimtab.core.rank_peak_memory import WAYS, RankPeakMemory, Way
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.communication_cost import WindowCost
-from trimtab.decide.dry_run_selection import Rehearsed, saying_missed
+from trimtab.decide.dry_run_selection import CompletedDryRuns, saying_missed
 from trimtab.decide.multi_rank_plan import WORTH, sending, ways_to_send
 from trimtab.decide.planner import choose_each
 from trimtab.decide.rank_profile import at_stage, taken
@@ -44,10 +44,10 @@ class _Job:
     """Ranks to plan for; fields as in `choose_stage`."""
 
     ranks: int
-    calibration: Calibration
+    calibration: LinkCalibration
     shape_of: Callable[[Plan], StepShape | None]
     engine: str
-    rehearsed: Rehearsed = field(default_factory=Rehearsed)
+    rehearsed: CompletedDryRuns = field(default_factory=CompletedDryRuns)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StageCost:
     plan: Plan
     cost: WindowCost
     margin: float = 0.0
-    ran: Ran | None = None
+    ran: DryRunResult | None = None
     slower: float = 1.0
 
     @property
@@ -112,12 +112,12 @@ Stages = tuple[StageCost | RefusedStage, ...]
 
 def choose_stage(
     profile: Profile,
-    traces: Sequence[RankTrace],
+    traces: Sequence[RankPeakMemory],
     ranks: int,
-    calibration: Calibration,
+    calibration: LinkCalibration,
     shape_of: Callable[[Plan], StepShape | None],
     engine: str = "torch",
-    rehearsed: Rehearsed | None = None,
+    rehearsed: CompletedDryRuns | None = None,
 ) -> tuple[Plan, Stages]:
     """Return the plan for several ranks, and the cost of every way to shard the model.
 
@@ -133,7 +133,7 @@ def choose_stage(
     Raises:
         InfeasibleError: no stage meets the limits.
     """
-    job = _Job(ranks, calibration, shape_of, engine, rehearsed or Rehearsed())
+    job = _Job(ranks, calibration, shape_of, engine, rehearsed or CompletedDryRuns())
     each_way = [(way, _considered(profile, traces, job, way)) for way in ways_of(engine)]
     unit = next((costs[0] for _, costs in each_way if not isinstance(costs, RefusedStage)), None)
     found = tuple(
@@ -166,7 +166,9 @@ def held_with(device_kind: str, way: Way) -> float:
     return GLOO_ONCE if reduces_once else GLOO_EACH
 
 
-def _considered(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) -> list[StageCost] | RefusedStage:
+def _considered(
+    profile: Profile, traces: Sequence[RankPeakMemory], job: _Job, way: Way
+) -> list[StageCost] | RefusedStage:
     """Return the costs of a way's plans that meet the limits, the largest micro-batches first; or a refusal.
 
     A plan per micro-batch size, because communication depends on the number of micro-batches. If memory is weighed,
@@ -191,7 +193,7 @@ def _considered(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: W
     return in_time
 
 
-def _within(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) -> list[StageCost]:
+def _within(profile: Profile, traces: Sequence[RankPeakMemory], job: _Job, way: Way) -> list[StageCost]:
     """Return the costs of a way's plans predicted to meet the memory limit, the largest micro-batches first.
 
     Raises:
@@ -277,14 +279,14 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
     elif job.engine == "torch" and not job.rehearsed.as_usual:
         plan = sending(plan, job.calibration, shape)
     cost = _as_sent(plan, job.calibration, shape)
-    measured = None if ran is None or ran.refusal else Measured(ran.window_s, ran.peak_bytes)
+    measured = None if ran is None or ran.refusal else MeasuredCost(ran.window_s, ran.peak_bytes)
     bare = replace(plan, baseline=None, measured=measured, verified=None, front=(), stands_between=None)
-    told = replace(bare, predicted=Measured(cost.total_s, peak))
+    told = replace(bare, predicted=MeasuredCost(cost.total_s, peak))
     slower = 1.0 if ran is not None else job.rehearsed.slower(way)
     return StageCost(way, told, cost, margin, ran, slower)
 
 
-def _as_sent(plan: Plan, calibration: Calibration, shape: StepShape) -> WindowCost:
+def _as_sent(plan: Plan, calibration: LinkCalibration, shape: StepShape) -> WindowCost:
     """Return the cost of a step with the plan's own way to send gradients."""
     bucket = None if plan.bucket_bytes.value is None else int(plan.bucket_bytes.value)
     way = ways_to_send(plan, calibration, shape)[str(plan.reduce_dtype.value), bucket]
@@ -302,7 +304,7 @@ def _with_size(best: StageCost, costs: Sequence[StageCost]) -> StageCost:
     return replace(best, plan=replace(best.plan, micro_batch=chosen))
 
 
-def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration, *, is_limited: bool) -> Plan:
+def _with_stage(chosen: StageCost, found: Stages, calibration: LinkCalibration, *, is_limited: bool) -> Plan:
     stage, reduces_once = chosen.way
     others = [each for each in found if each.way[0] != stage]
     losers = tuple(Rejected(each.way[0], str(each)) for each in others if each.way[1])

@@ -14,9 +14,9 @@ from trimtab.core.plan import Plan
 from trimtab.distributed.host_gather import connect, has_peers
 from trimtab.distributed.rank_consistency import require_alike
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
-from trimtab.runtime.backend import Backend, Given
+from trimtab.runtime.backend import Backend, UserBackend
 from trimtab.runtime.gradient_sync import data_parallel
-from trimtab.runtime.metadata_exchange import Alone, Exchange
+from trimtab.runtime.metadata_exchange import MetadataExchange, SingleProcessExchange
 
 # Backend by ZeRO stage, imported on demand: torch's sharded optimizer alone takes a second to import.
 _BACKENDS = {
@@ -46,7 +46,9 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
         exchange = connect(model)
         if exchange is not None:
             require_one_plan(plan, options, exchange)
-        return Given(exchange or Alone(has_peers=has_peers()), in_step=exchange is not None and is_sharded(model))
+        return UserBackend(
+            exchange or SingleProcessExchange(has_peers=has_peers()), in_step=exchange is not None and is_sharded(model)
+        )
     ranks = dist.get_world_size() if has_peers() else 1
     if ranks != plan.num_ranks:
         raise ValueGivenError(
@@ -57,7 +59,7 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
             'a run that was saved on others goes on by it with Checkpoints(accepts=("ranks", "plan")).',
         )
     if ranks == 1:
-        return Given(Alone())
+        return UserBackend(SingleProcessExchange())
     if not is_to_share(model):
         raise ValueGivenError(
             "plan.zero_stage",
@@ -146,7 +148,7 @@ def require_plannable(model: nn.Module) -> None:
         )
 
 
-def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: Exchange) -> None:
+def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: MetadataExchange) -> None:
     """Raise `ValueGivenError` on every rank if plans or options differ between ranks."""
     values = {name: getattr(plan, name).value for name in Plan.marks()}
     values |= {"batch_rows": plan.batch_rows, "batch_rule": plan.batch_rule, "recompute_blocks": plan.recompute_blocks}

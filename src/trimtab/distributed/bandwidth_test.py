@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.core.interconnect import Calibration
+from trimtab.core.interconnect import LinkCalibration
 from trimtab.decide.collectives import fit
 from trimtab.distributed.ddp import mean_in_bf16
 from trimtab.distributed.process_group import backends, slowest
@@ -22,7 +22,7 @@ _TIMES, _CAST_BYTES, _SIDE = 5, 2**22, 256
 _LONGEST_S = 0.1  # seconds of an all-reduce after which larger sizes are skipped: a slow link is known by then
 
 
-def calibrate(device: torch.device) -> Calibration:
+def calibrate(device: torch.device) -> LinkCalibration:
     """Return the measured link of the job's process group; a collective. Takes about ten seconds on a slow link.
 
     Raises:
@@ -38,7 +38,7 @@ def calibrate(device: torch.device) -> Calibration:
     name = backends()[device.type]
     found = fit(points, ranks, f"{name} of {ranks} ranks", scatters=name != "gloo")
     cast_s = slowest(_cast_seconds(device)) / _CAST_BYTES
-    return Calibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
+    return LinkCalibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

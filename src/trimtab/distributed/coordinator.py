@@ -13,7 +13,7 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 
-class Pace:
+class BlockLength:
     """Length of a block in steps.
 
     Args:
@@ -32,7 +32,7 @@ class Pace:
         """Record the length of a finished block."""
 
 
-class Together:
+class Coordinator:
     """Coordinator of a single process.
 
     Attributes:
@@ -63,9 +63,9 @@ class Together:
         """Call `make` on rank 0 first, then on all ranks, so that rank 0's downloads are available to the rest."""
         return make()
 
-    def pace(self, least_steps: int, seconds: float) -> Pace:
+    def pace(self, least_steps: int, seconds: float) -> BlockLength:
         """Return the block length controller; block lengths agree on all ranks."""
-        return Pace(least_steps, seconds)
+        return BlockLength(least_steps, seconds)
 
     def draw_apart(self, seed: int) -> None:
         """Seed random generators differently per rank from here on."""
@@ -91,4 +91,4 @@ class Together:
         return error
 
 
-ALONE = Together()
+ALONE = Coordinator()

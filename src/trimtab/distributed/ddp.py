@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.core.plan import Plan
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.runtime.backend import Torch
+from trimtab.runtime.backend import TorchBackend
 from trimtab.runtime.gradient_sync import GradientSync
 
 _MIB = 2**20
@@ -29,7 +29,7 @@ _WHOLE_MIB = 2**30 // _MIB
 _WHOLE_WINDOWS = 10
 
 
-class DataParallel(Torch):
+class DataParallel(TorchBackend):
     """Backend that replicates the model.
 
     Buffers are local during the run, so that a rank can repeat a step alone; rank 0's buffers are broadcast at the end.

@@ -24,7 +24,7 @@ from trimtab.distributed.ddp import broadcast_buffers
 from trimtab.distributed.deepspeed_state import clean, put_state, take
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.runtime.precision import MixedPrecision
-from trimtab.runtime.used_parameters import EveryParameter
+from trimtab.runtime.used_parameters import AllParametersCheck
 
 
 class DeepSpeedZero:
@@ -60,7 +60,7 @@ class DeepSpeedZero:
                 model=model, optimizer=optimizer, config=self.config, dist_init_required=False
             )[0]
         self._zero: Any = self._engine.optimizer
-        self._used, self._is_last = EveryParameter(model, self.exchange), False
+        self._used, self._is_last = AllParametersCheck(model, self.exchange), False
         if had:
             put_state(self._zero, had)
 

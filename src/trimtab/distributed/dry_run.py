@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.calibrate.exception_text import describe
-from trimtab.core.dry_run_result import Ran
+from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.errors import RankError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.decide.dry_run_selection import by_default, settled
 from trimtab.decide.interleaving import turns
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
-from trimtab.distributed.dry_run_on_copies import DidNotFit, RehearsedRun, rehearsing
+from trimtab.distributed.dry_run_on_copies import DryRun, DryRunOutOfMemory, rehearsing
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.model_copies import copied_together
 from trimtab.distributed.process_group import slowest, time_limit_s, words_of_all
@@ -38,7 +38,7 @@ from trimtab.distributed.zero_stage_inputs import RankLoop
 from trimtab.measure.loop_state import unchanged_by
 from trimtab.measure.peak_memory import alive_between_steps, storage_bytes
 from trimtab.measure.process_state import ProcessState
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
 from trimtab.runtime.run import LossFn
 
 _PAIRS, _BLOCKS = 9, 5
@@ -48,7 +48,7 @@ _numbers = itertools.count()  # the same on all ranks, because they call in the 
 T = TypeVar("T")
 
 
-class Rehearsal:
+class DryRuns:
     """Dry runs on all ranks of a job; every method is a collective and returns the same value on all ranks.
 
     Args:
@@ -69,7 +69,7 @@ class Rehearsal:
         beside: Callable[[], Iterable[Tensor]] = tuple,
         unchanged: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
         progress: Callable[[str], None] = silent,
-        batching: Batching = BY_CONTAINERS,
+        batching: BatchSplitting = BY_CONTAINERS,
     ) -> None:
         self._batching = batching
         self._copied, self._clip_norm, self._beside = copied, clip_norm, beside
@@ -81,7 +81,7 @@ class Rehearsal:
         found = self._together(lambda: self._copied() is None)
         return found if isinstance(found, str) else ""
 
-    def of(self, plan: Plan, *, counts_memory: bool) -> Ran:
+    def of(self, plan: Plan, *, counts_memory: bool) -> DryRunResult:
         """Run a plan; if it changes gradient communication, interleaved with the default and an A/A control.
 
         The measurably better of the two plans is kept. The default runs twice, and the ratio of both is the resolution.
@@ -103,10 +103,10 @@ class Rehearsal:
         gc.collect()  # An error holds its frames, and the frames hold the run's tensors.
         took_s = slowest(time.perf_counter() - start)
         if isinstance(found, str):
-            return Ran(plan, refusal=found, took_s=took_s)
+            return DryRunResult(plan, refusal=found, took_s=took_s)
         return replace(found, took_s=took_s)
 
-    def _rehearsed(self, arms: Mapping[str, Plan], *, counts_memory: bool) -> Ran:
+    def _rehearsed(self, arms: Mapping[str, Plan], *, counts_memory: bool) -> DryRunResult:
         """Return the measurements of the plan that is kept."""
         block_s, plan = self._laps(arms, reopens=counts_memory and len(arms) > 1), arms["plan"]
         slower = None if plan.predicted is None else statistics.median(block_s["plan"]) / plan.predicted.step_s
@@ -114,7 +114,7 @@ class Rehearsal:
         if "usual" in arms:
             kept = settled(plan, arms["usual"], (block_s["plan"], block_s["usual"], block_s["control"]))
             of = "usual" if by_default(kept) is None else "plan"
-        return Ran(kept, tuple(block_s[of]), self._peaks(kept) if counts_memory else (), slower)
+        return DryRunResult(kept, tuple(block_s[of]), self._peaks(kept) if counts_memory else (), slower)
 
     def _laps(self, arms: Mapping[str, Plan], *, reopens: bool) -> dict[str, list[float]]:
         """Return the seconds per step of each arm, by block, in interleaved order.
@@ -128,7 +128,7 @@ class Rehearsal:
         block_s: dict[str, list[float]] = {name: [] for name in arms}
         last: str | None = None
         with contextlib.ExitStack() as open_until_the_end:
-            runs: dict[int, RehearsedRun] = {}
+            runs: dict[int, DryRun] = {}
             for plan in () if reopens else {id(each): each for each in arms.values()}.values():
                 runs[id(plan)] = open_until_the_end.enter_context(self._running(plan))
             for lap in range(laps):
@@ -152,7 +152,7 @@ class Rehearsal:
         # An accelerator run fails in the first step beyond the available memory, so the maximum counts.
         return (max(found),) if run.is_accelerated else found
 
-    def _running(self, plan: Plan) -> contextlib.AbstractContextManager[RehearsedRun]:
+    def _running(self, plan: Plan) -> contextlib.AbstractContextManager[DryRun]:
         return rehearsing(plan, self._copied, self._clip_norm, self._batching)
 
     def _together(self, make: Callable[[], T]) -> T | str:
@@ -208,7 +208,7 @@ def _process_unchanged() -> Iterator[None]:
 def _said(failure: Exception | None) -> str:
     if failure is None:
         return ""
-    return str(failure) if isinstance(failure, DidNotFit) else describe(failure)
+    return str(failure) if isinstance(failure, DryRunOutOfMemory) else describe(failure)
 
 
 def _left_over(rank: int, text: str) -> RankError:
@@ -229,14 +229,14 @@ def of_live(
     *,
     clip_norm: float | None = None,
     progress: Callable[[str], None] = silent,
-    batching: Batching = BY_CONTAINERS,
-) -> Rehearsal:
+    batching: BatchSplitting = BY_CONTAINERS,
+) -> DryRuns:
     """Return dry runs on copies of the user's own model and optimizer."""
 
     def copied() -> RankLoop:
         return *copied_together(model, optimizer), loss_fn, batch
 
     beside, unchanged = partial(alive_between_steps, model, optimizer), partial(unchanged_by, loss_fn, model, optimizer)
-    return Rehearsal(
+    return DryRuns(
         copied, beside=beside, unchanged=unchanged, clip_norm=clip_norm, progress=progress, batching=batching
     )

@@ -19,7 +19,7 @@ from trimtab.measure.sharded_norms import local
 from trimtab.measure.timing import time_call
 from trimtab.runtime.backend import Backend
 from trimtab.runtime.batch import tensors_in
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
 from trimtab.runtime.oom_retry import recovers_from
 from trimtab.runtime.optimizers import drop_gradients
 from trimtab.runtime.run import Run
@@ -30,14 +30,14 @@ _MOST_WARM = 20  # fp16 adjusts its loss scale
 _BLOCK_S, _MOST_WINDOWS = 0.25, 50
 
 
-class DidNotFit(Exception):
+class DryRunOutOfMemory(Exception):
     """A rank ran out of memory and had to split its micro-batches; known on every rank."""
 
 
 @contextlib.contextmanager
 def rehearsing(
-    plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | None, batching: Batching = BY_CONTAINERS
-) -> Iterator[RehearsedRun]:
+    plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | None, batching: BatchSplitting = BY_CONTAINERS
+) -> Iterator[DryRun]:
     """Run a plan on copies inside the block, as `trimtab.start` would; a collective.
 
     Args:
@@ -58,10 +58,10 @@ def rehearsing(
     )
     clip = None if plan.clip_norm.value is not None else clip_norm
     backend: Backend | None = backend_of(model, plan, {"clip_norm": clip})
-    ours: RehearsedRun | None = None
+    ours: DryRun | None = None
     try:
         with Run(model, optimizer, plan, clip_norm=clip, backend=backend, batching=batching, on_trial=True) as run:
-            ours = RehearsedRun(run, (model, optimizer, loss_fn, batch))
+            ours = DryRun(run, (model, optimizer, loss_fn, batch))
             del run
             ours.warm_up()
             yield ours
@@ -72,7 +72,7 @@ def rehearsing(
         gc.collect()  # DDP's reducer and its model refer to each other
 
 
-class RehearsedRun:
+class DryRun:
     """A started run with its loop; `is_accelerated`: the model is on an accelerator."""
 
     def __init__(self, run: Run, loop: RankLoop) -> None:
@@ -113,7 +113,9 @@ class RehearsedRun:
         _, _, loss_fn, batch = self._loop
         self._run.train_step(self._run.window(batch), loss_fn)
         if self._run.micro_batch_limit is not None:
-            raise DidNotFit(f"memory ran out on a rank, which had room for {self._run.micro_batch_limit} rows at once")
+            raise DryRunOutOfMemory(
+                f"memory ran out on a rank, which had room for {self._run.micro_batch_limit} rows at once"
+            )
 
     def _alive(self) -> Iterator[Tensor]:
         model, optimizer, _, batch = self._loop

@@ -25,7 +25,7 @@ _SIGNS = ("gloo", "nccl")
 _PREFIX = "trimtab/trouble"
 
 
-class Trouble:
+class ErrorStore:
     """Error messages of ranks in the job's store; `number` identifies the run, the same on every rank."""
 
     def __init__(self, number: int) -> None:

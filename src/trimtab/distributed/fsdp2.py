@@ -19,11 +19,11 @@ from trimtab.distributed.ddp import broadcast_first
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.rebind_optimizer import names_of, point_at
 from trimtab.measure.blocks import find_blocks
-from trimtab.runtime.backend import Torch
-from trimtab.runtime.used_parameters import ShardedUse
+from trimtab.runtime.backend import TorchBackend
+from trimtab.runtime.used_parameters import ShardedParameterUse
 
 
-class Shards:
+class FsdpShards:
     """Sharding of a model, and its behaviour within a step.
 
     Args:
@@ -106,7 +106,7 @@ def send_in_bf16(model: nn.Module) -> None:
             module.set_custom_reduce_scatter(_InBf16())  # type: ignore[arg-type]  # torch's base class is private
 
 
-class FullySharded(Torch):
+class FullySharded(TorchBackend):
     """Backend with FSDP2: every rank holds a shard of every parameter, gathered while a block runs.
 
     At stage 2, parameters stay gathered from a step's first forward to the last backward; at stage 3, only while the
@@ -129,7 +129,7 @@ class FullySharded(Torch):
         names, device = names_of(model, optimizer), next(model.parameters()).device
         broadcast_first((*model.parameters(), *model.buffers()))
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._shards = Shards(
+        self._shards = FsdpShards(
             int(plan.zero_stage.value or 0),
             mesh,
             reduces_once=bool(plan.reduces_once.value),
@@ -137,7 +137,7 @@ class FullySharded(Torch):
         )
         self._shards.make(model, plan.recompute_blocks)
         self.model = model
-        self._used = ShardedUse(model, self.exchange)
+        self._used = ShardedParameterUse(model, self.exchange)
         point_at(optimizer, names, dict(model.named_parameters()), _sharded_like)
         self.optimizer = optimizer
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from trimtab.core.errors import RankError
-from trimtab.distributed.heartbeat import Silence, awaited, beating, say
+from trimtab.distributed.heartbeat import HeartbeatTimeout, awaited, beating, say
 from trimtab.distributed.launched_rank import SILENT
 from trimtab.distributed.process_group import from_first, job_store, time_limit_s
 
@@ -46,7 +46,7 @@ def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
 def _word_of(store: Store, rank: int, key: str, limit_s: float) -> str:
     try:
         return awaited(store, key, limit_s)
-    except Silence as silence:
+    except HeartbeatTimeout as silence:
         raise RankError(
             f"rank {rank}",
             got=str(silence),

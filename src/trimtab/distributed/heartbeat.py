@@ -20,7 +20,7 @@ _HEAR_S = 4 * _LATEST_S
 _written: weakref.WeakKeyDictionary[Store, list[tuple[str, int]]] = weakref.WeakKeyDictionary()
 
 
-class Silence(Exception):
+class HeartbeatTimeout(Exception):
     """No heartbeat within the time limit."""
 
 
@@ -68,11 +68,11 @@ def awaited(store: Store, key: str, limit_s: float) -> str:
         while (found := news.get(timeout=limit_s)) is None:
             pass
     except queue.Empty:
-        raise Silence(f"no sign of life for {limit_s:g} s") from None
+        raise HeartbeatTimeout(f"no sign of life for {limit_s:g} s") from None
     finally:
         is_over.set()
     if isinstance(found, RuntimeError):
-        raise Silence("the end of what it talks through") from found
+        raise HeartbeatTimeout("the end of what it talks through") from found
     return found
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.distributed.error_propagation import Trouble
+from trimtab.distributed.error_propagation import ErrorStore
 from trimtab.distributed.process_group import time_limit_s
-from trimtab.distributed.unix_socket_gather import WIDEST, HostMesh, host_mesh
+from trimtab.distributed.unix_socket_gather import WIDEST, SocketMesh, host_mesh
 from trimtab.measure.sharded_norms import is_sharded
 from trimtab.runtime.gradient_sync import data_parallel
 from trimtab.runtime.metadata_exchange import Figures, Gathered
@@ -60,11 +60,11 @@ class RankExchange:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._timeout_s = time_limit_s()
-        self._trouble = Trouble(next(_numbers))
+        self._trouble = ErrorStore(next(_numbers))
         self.num_ranks = dist.get_world_size(group)
         self._of = group
         self._group: dist.ProcessGroup | None = None
-        self._mesh: HostMesh | None = None
+        self._mesh: SocketMesh | None = None
         self._put: Callable[[], Gathered] | None = None
 
     def ask(self, figures: Figures) -> Callable[[], Gathered]:

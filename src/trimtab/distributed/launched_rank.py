@@ -31,7 +31,7 @@ _DONE = "done"
 
 
 @dataclass(frozen=True)
-class Report:
+class ExitReport:
     """Report of a rank's end.
 
     Args:
@@ -52,7 +52,7 @@ class Report:
         return self.text == _DONE
 
 
-class Launched:
+class LaunchedRank:
     """This process as a possible rank of a launcher.
 
     Args:
@@ -89,16 +89,16 @@ class Launched:
 
     def done(self) -> None:
         """Report that the command finished."""
-        self._write(Report(self._rank, _DONE, time.time()))
+        self._write(ExitReport(self._rank, _DONE, time.time()))
 
     def failed(self, error: BaseException) -> None:
         """Report the error that ends this rank, before any slow cleanup."""
         text = str(error).partition("\n")[0]
         text = text if isinstance(error, TrimtabError) else f"{type(error).__name__}: {text}"
         is_echo = isinstance(error, RankError) and (error.is_echo or error.code in (ENDED, SILENT))
-        self._write(Report(self._rank, text, time.time(), is_echo))
+        self._write(ExitReport(self._rank, text, time.time(), is_echo))
 
-    def _write(self, report: Report) -> None:
+    def _write(self, report: ExitReport) -> None:
         if self._reports is None:
             return
         with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class Launched:
             partial.replace(self._reports / f"rank-{self._rank}.json")
 
 
-def reports_in(folder: Path) -> Mapping[int, Report]:
+def reports_in(folder: Path) -> Mapping[int, ExitReport]:
     """Return the reports of ranks, by rank; ranks without a report are left out."""
-    found = [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")]
+    found = [ExitReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")]
     return {each.rank: each for each in sorted(found, key=lambda each: each.rank)}

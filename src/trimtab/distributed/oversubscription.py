@@ -14,7 +14,7 @@ from trimtab.measure.cpu_affinity import node, own_cores, quotas
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankPlacement:
     """Placement of a rank.
 
     Args:
@@ -41,7 +41,7 @@ def crowded() -> str:
     return shared(seats)
 
 
-def shared(seats: Sequence[Seat]) -> str:
+def shared(seats: Sequence[RankPlacement]) -> str:
     """Return the oversubscribed resource for these placements: "cores", "devices", or ""."""
     nodes = {seat.node: [each for each in seats if each.node == seat.node] for seat in seats}
     if any(seat.device for seat in seats):
@@ -49,7 +49,7 @@ def shared(seats: Sequence[Seat]) -> str:
     return "cores" if any(_share_cores(own) for own in nodes.values()) else ""
 
 
-def _share_cores(seats: Sequence[Seat]) -> bool:
+def _share_cores(seats: Sequence[RankPlacement]) -> bool:
     """Return True if a machine has more threads than cores, within the allowed cores or a quota."""
     bound = [frozenset(seat.cores) for seat in seats]
     for room in {*bound, frozenset[int]().union(*bound)}:
@@ -59,9 +59,9 @@ def _share_cores(seats: Sequence[Seat]) -> bool:
     return any(sum(seat.threads for seat in seats if group in seat.quotas) > cores for group, cores in limits.items())
 
 
-def _own() -> Seat:
+def _own() -> RankPlacement:
     device = _device() if torch.cuda.is_available() else ""
-    return Seat(node(), tuple(sorted(own_cores())), torch.get_num_threads(), device, quotas())
+    return RankPlacement(node(), tuple(sorted(own_cores())), torch.get_num_threads(), device, quotas())
 
 
 def _device() -> str:

@@ -8,25 +8,25 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from trimtab.core.dry_run_result import Ran
+from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.errors import InfeasibleError, ValueGivenError
-from trimtab.core.interconnect import Calibration
+from trimtab.core.interconnect import LinkCalibration
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
-from trimtab.decide.dry_run_selection import MOST_REHEARSALS, Rehearsed, by_default, saying_unrehearsed
+from trimtab.decide.dry_run_selection import MOST_REHEARSALS, CompletedDryRuns, by_default, saying_unrehearsed
 from trimtab.decide.multi_rank_plan import replicated, sending
 from trimtab.distributed.bandwidth_test import calibrate
-from trimtab.distributed.dry_run import Rehearsal
+from trimtab.distributed.dry_run import DryRuns
 from trimtab.distributed.process_group import from_first
-from trimtab.distributed.zero_stage_inputs import Share, of_replicas
+from trimtab.distributed.zero_stage_inputs import StageMeasurements, of_replicas
 
 # Sent by rank 0 if the way to shard the model is chosen after the link is timed.
 _TO_CHOOSE = ""
 
 
 @dataclass(frozen=True)
-class Made:
+class BroadcastPlan:
     """Plan sent by rank 0 to all ranks, as JSON.
 
     Args:
@@ -41,7 +41,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _NextPlan:
     """Next plan of a job, as JSON; `is_last`: the final plan, otherwise to be tested in a dry run."""
 
     plan: Plan
@@ -49,7 +49,9 @@ class _Asked:
 
 
 def plan_together(
-    make: Callable[[], Made | Share], device: torch.device, rehearsal: Callable[[], Rehearsal] | None = None
+    make: Callable[[], BroadcastPlan | StageMeasurements],
+    device: torch.device,
+    rehearsal: Callable[[], DryRuns] | None = None,
 ) -> Plan:
     """Return the plan of a job, the same on every rank; a collective.
 
@@ -63,11 +65,11 @@ def plan_together(
         InfeasibleError: on rank 0, no plan meets the limits.
         RankError: rank 0 could not make a plan (on the remaining ranks), or a rank ended during a dry run.
     """
-    ranks, shares = dist.get_world_size(), list[Share]()
+    ranks, shares = dist.get_world_size(), list[StageMeasurements]()
 
     def made() -> str:
         found = make()
-        if isinstance(found, Share):
+        if isinstance(found, StageMeasurements):
             shares.append(found)
             return _TO_CHOOSE
         return to_json(replace(found, plan=replicated(found.plan, ranks, found.kept)))
@@ -75,21 +77,21 @@ def plan_together(
     text = from_first(made)
     if text == _TO_CHOOSE:
         calibration = _timed(device)
-        if isinstance(calibration, Calibration) and rehearsal is not None:
+        if isinstance(calibration, LinkCalibration) and rehearsal is not None:
             return _rehearsed(shares, ranks, calibration, rehearsal())
         return from_json(Plan, from_first(lambda: to_json(_chosen(shares[0], ranks, calibration))))
-    found = from_json(Made, text)
+    found = from_json(BroadcastPlan, text)
     if found.shape is None or found.plan.zero_stage.value != 0:
         return found.plan
     calibration = _timed(device)
-    if not isinstance(calibration, Calibration):
+    if not isinstance(calibration, LinkCalibration):
         return _as_by_default(found.plan, calibration)
     plan = sending(found.plan, calibration, found.shape)
     usual = by_default(plan)
     return plan if usual is None or rehearsal is None else _worth_it(plan, usual, rehearsal())
 
 
-def _worth_it(plan: Plan, usual: Plan, rehearsal: Rehearsal) -> Plan:
+def _worth_it(plan: Plan, usual: Plan, rehearsal: DryRuns) -> Plan:
     """Return the plan if its gradient communication is measurably better, otherwise the plan with torch's default."""
     refusal = rehearsal.refusal()
     ran = None if refusal else rehearsal.of(plan, counts_memory=False)
@@ -98,7 +100,9 @@ def _worth_it(plan: Plan, usual: Plan, rehearsal: Rehearsal) -> Plan:
     return replace(ran.plan, planning_s=plan.planning_s + ran.took_s)
 
 
-def _rehearsed(shares: Sequence[Share], ranks: int, calibration: Calibration, rehearsal: Rehearsal) -> Plan:
+def _rehearsed(
+    shares: Sequence[StageMeasurements], ranks: int, calibration: LinkCalibration, rehearsal: DryRuns
+) -> Plan:
     """Return the best plan by dry runs; rank 0 chooses the next plan for all ranks to run.
 
     Args:
@@ -107,19 +111,21 @@ def _rehearsed(shares: Sequence[Share], ranks: int, calibration: Calibration, re
         calibration: measured link.
         rehearsal: dry run.
     """
-    refusal, ran = rehearsal.refusal(), tuple[Ran, ...]()
+    refusal, ran = rehearsal.refusal(), tuple[DryRunResult, ...]()
 
     def asked() -> str:
         found = _next_plan(shares[0], ranks, calibration, ran, refusal)
         spent = replace(found.plan, planning_s=found.plan.planning_s + sum(each.took_s for each in ran))
         return to_json(replace(found, plan=spent) if found.is_last else found)
 
-    while not (next_one := from_json(_Asked, from_first(asked))).is_last:
+    while not (next_one := from_json(_NextPlan, from_first(asked))).is_last:
         ran += (_ran(next_one.plan, rehearsal),)
     return next_one.plan
 
 
-def _next_plan(share: Share, ranks: int, calibration: Calibration, ran: tuple[Ran, ...], refusal: str) -> _Asked:
+def _next_plan(
+    share: StageMeasurements, ranks: int, calibration: LinkCalibration, ran: tuple[DryRunResult, ...], refusal: str
+) -> _NextPlan:
     """Return the next plan for a dry run, or the final plan.
 
     Args:
@@ -134,18 +140,18 @@ def _next_plan(share: Share, ranks: int, calibration: Calibration, ran: tuple[Ra
     """
     if not refusal and len(ran) >= MOST_REHEARSALS:
         try:
-            return _Asked(share.plan(ranks, calibration, Rehearsed(ran, only=True)), is_last=True)
+            return _NextPlan(share.plan(ranks, calibration, CompletedDryRuns(ran, only=True)), is_last=True)
         except InfeasibleError:
             refusal = f"none of {len(ran)} plans that were could be run within the limits, and no more are tried"
-    found = Rehearsed(ran, as_usual=bool(refusal))
+    found = CompletedDryRuns(ran, as_usual=bool(refusal))
     plan = share.plan(ranks, calibration, found)
     if not refusal:
-        return _Asked(plan, is_last=found.of(plan) is not None)
+        return _NextPlan(plan, is_last=found.of(plan) is not None)
     stage = replace(plan.zero_stage, reason=f"{plan.zero_stage.reason}; not rehearsed: {refusal}")
-    return _Asked(replace(saying_unrehearsed(plan, refusal), zero_stage=stage), is_last=True)
+    return _NextPlan(replace(saying_unrehearsed(plan, refusal), zero_stage=stage), is_last=True)
 
 
-def _ran(plan: Plan, rehearsal: Rehearsal) -> Ran:
+def _ran(plan: Plan, rehearsal: DryRuns) -> DryRunResult:
     """Return the dry run of a plan; if refused, that of the same plan with torch's default gradient communication."""
     ran, usual = rehearsal.of(plan, counts_memory=True), by_default(plan)
     if not ran.refusal or usual is None:
@@ -155,7 +161,7 @@ def _ran(plan: Plan, rehearsal: Rehearsal) -> Ran:
     return replace(again, slower=None, took_s=ran.took_s + again.took_s)
 
 
-def _timed(device: torch.device) -> Calibration | str:
+def _timed(device: torch.device) -> LinkCalibration | str:
     """Return the measured link, or the reason why it is unknown; the same on every rank."""
     try:
         return calibrate(device)
@@ -163,8 +169,8 @@ def _timed(device: torch.device) -> Calibration | str:
         return f"the link could not be timed ({error})"
 
 
-def _chosen(share: Share, ranks: int, calibration: Calibration | str) -> Plan:
-    if isinstance(calibration, Calibration):
+def _chosen(share: StageMeasurements, ranks: int, calibration: LinkCalibration | str) -> Plan:
+    if isinstance(calibration, LinkCalibration):
         return share.plan(ranks, calibration)
     return _as_by_default(replicated(of_replicas(share.profile, calibration), ranks, calibration), calibration)
 

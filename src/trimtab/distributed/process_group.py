@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trimtab.core import validation
 from trimtab.core.errors import RankError, ValueGivenError
-from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words, say
+from trimtab.distributed.heartbeat import HeartbeatTimeout, awaited, beating, last_words, say
 from trimtab.distributed.launched_rank import ENDED, SILENT
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _LAUNCHERS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class JobPosition:
     """Position of this process in its job."""
 
     rank: int = 0
@@ -49,7 +49,7 @@ class Place:
     local_rank: int = 0
 
 
-def place(environment: Mapping[str, str] | None = None) -> Place:
+def place(environment: Mapping[str, str] | None = None) -> JobPosition:
     """Return the position of this process from launcher variables; rank 0 of 1 without a launcher.
 
     Raises:
@@ -58,10 +58,10 @@ def place(environment: Mapping[str, str] | None = None) -> Place:
     variables = os.environ if environment is None else environment
     for rank, number, local in _LAUNCHERS.values():
         if rank in variables and number in variables:
-            found = Place(*(_number(name, variables.get(name, "0")) for name in (rank, number, local)))
+            found = JobPosition(*(_number(name, variables.get(name, "0")) for name in (rank, number, local)))
             _require_rank(rank, number, found)
             return found
-    return Place()
+    return JobPosition()
 
 
 def is_launched(environment: Mapping[str, str] | None = None) -> bool:
@@ -71,7 +71,7 @@ def is_launched(environment: Mapping[str, str] | None = None) -> bool:
 
 
 @contextlib.contextmanager
-def joined(timeout_s: float | None = None) -> Iterator[Place]:
+def joined(timeout_s: float | None = None) -> Iterator[JobPosition]:
     """Join the job's process group inside the block: gloo for CPU tensors, NCCL for CUDA, one device per rank.
 
     Does nothing without a launcher. An existing process group is kept; the time limit then applies to trimtab's own
@@ -180,7 +180,7 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
-def _require_rank(rank: str, number: str, found: Place) -> None:
+def _require_rank(rank: str, number: str, found: JobPosition) -> None:
     if found.rank >= found.num_ranks:
         raise ValueGivenError(
             rank,
@@ -278,7 +278,7 @@ def from_first(make: Callable[[], str], topic: str = "") -> str:
         return made
     try:
         found = awaited(store, key, time_limit_s())
-    except Silence as silence:
+    except HeartbeatTimeout as silence:
         hint = "It was stopped, killed, or its machine is gone: look at its own log and its machine's."
         lost = RankError("rank 0", got=str(silence), expected=_MADE, hint=hint, code=SILENT)
         raise (lost if dist.get_rank() == 1 else lost.echoed()) from silence

@@ -15,7 +15,7 @@ from trimtab.core.errors import UsageError, ValueGivenError
 from trimtab.distributed.host_gather import RankExchange, has_peers
 from trimtab.measure.sharded_norms import is_sharded
 from trimtab.runtime.gradient_sync import data_parallel
-from trimtab.runtime.metadata_exchange import Exchange
+from trimtab.runtime.metadata_exchange import MetadataExchange
 
 DIFFER = "ranks.differ"
 KIND = "the optimizer's kind"
@@ -29,7 +29,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def require_alike(
     field: str,
     own: Mapping[str, Any],
-    exchange: Exchange,
+    exchange: MetadataExchange,
     *,
     what: str,
     expected: str,
@@ -66,7 +66,9 @@ def require_alike(
         raise error(field, got=given, expected=expected, hint=hint, code=DIFFER)
 
 
-def require_same_loop(model: nn.Module, optimizer: torch.optim.Optimizer, exchange: Exchange, *, spreads: bool) -> None:
+def require_same_loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, exchange: MetadataExchange, *, spreads: bool
+) -> None:
     """Raise if the model or optimizer differs between ranks; a collective.
 
     Args:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trimtab.core.errors import RankError, UsageError
 from trimtab.core.serialization import from_json, to_json
-from trimtab.distributed.coordinator import M, Pace, T, Together
+from trimtab.distributed.coordinator import BlockLength, Coordinator, M, T
 from trimtab.distributed.gather_with_heartbeat import words_at_work
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.launched_rank import ENDED
@@ -26,7 +26,7 @@ _STREAMS = 1_000_003
 _turns = itertools.count()  # the same on all ranks, because they call in the same order
 
 
-class _Ahead(Pace):
+class _FixedBlockLength(BlockLength):
     """Block length fixed before the block begins, from the slowest rank's time for the previous block."""
 
     def __init__(self, least_steps: int, seconds: float) -> None:
@@ -43,7 +43,7 @@ class _Ahead(Pace):
             self._steps = max(self._least_steps, math.ceil(self._seconds * steps / seconds))
 
 
-class Ranks(Together):
+class RankCoordinator(Coordinator):
     """Coordinator of several ranks.
 
     An error on a rank ends all ranks, except if all ranks refuse an arm with the same error while building the arm.
@@ -102,9 +102,9 @@ class Ranks(Together):
         _require_none_ended(said)
         return own[0]
 
-    def pace(self, least_steps: int, seconds: float) -> Pace:
+    def pace(self, least_steps: int, seconds: float) -> BlockLength:
         """Return the block length controller; block lengths agree on all ranks."""
-        return _Ahead(least_steps, seconds)
+        return _FixedBlockLength(least_steps, seconds)
 
     def draw_apart(self, seed: int) -> None:
         """Seed random generators differently per rank from here on."""

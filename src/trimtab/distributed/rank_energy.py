@@ -15,13 +15,13 @@ from trimtab.core.energy_reading import OTHER_RANKS, Energy, MeterFacts, Provena
 from trimtab.distributed.process_group import place
 from trimtab.measure.cpu_affinity import node
 from trimtab.measure.energy_meter import Meter
-from trimtab.measure.meter_selection import Metering, Reads, find_meter, reads_alone, uuid_of, with_idle
+from trimtab.measure.meter_selection import Metering, ReadCounters, find_meter, reads_alone, uuid_of, with_idle
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Seat:
+class MeterPlacement:
     """Placement of a rank: machine, local rank, and unique name of its GPU, or ""."""
 
     node: str
@@ -70,7 +70,7 @@ def meter_of_rank(device: torch.device, metering: Metering | None = None, *, idl
         idle: measure idle power during a second in which all ranks do nothing.
     """
     metering = metering or Metering()
-    seats = _of_ranks(Seat(node(), place().local_rank, _name(device)))
+    seats = _of_ranks(MeterPlacement(node(), place().local_rank, _name(device)))
     reads = reads_alone(device) if len(seats) == 1 else reads_of(seats, dist.get_rank(), metering)
     found = find_meter(device, metering, reads=reads)
     found = with_idle(found) if idle else found
@@ -82,7 +82,7 @@ def meter_of_rank(device: torch.device, metering: Metering | None = None, *, idl
     return RankMeter(found.meter, own, job, not reads.nothing)
 
 
-def reads_of(seats: Sequence[Seat], rank: int, metering: Metering | None = None) -> Reads:
+def reads_of(seats: Sequence[MeterPlacement], rank: int, metering: Metering | None = None) -> ReadCounters:
     """Return the counters to read on a rank: the lowest rank of a machine reads the CPU, the lowest of a GPU the GPU.
 
     A quantity of the whole machine, for instance given watts, is counted by the machine's lowest rank.
@@ -92,7 +92,7 @@ def reads_of(seats: Sequence[Seat], rank: int, metering: Metering | None = None)
     beside = [i for i in order if seats[i].node == own.node]
     same = [i for i in beside if seats[i].device == own.device]
     is_of_machine = metering is not None and metering.is_of_machine
-    return Reads(beside[0] == rank, bool(own.device) and not is_of_machine and same[0] == rank)
+    return ReadCounters(beside[0] == rank, bool(own.device) and not is_of_machine and same[0] == rank)
 
 
 def _name(device: torch.device) -> str:

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
 from trimtab.calibrate.candidate_traces import Batches, Sizes, applied, at_two_sizes, has_two_sizes
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.profile import Candidate
-from trimtab.core.rank_peak_memory import WAYS, RankTrace, Way
+from trimtab.core.rank_peak_memory import WAYS, RankPeakMemory, Way
 from trimtab.decide.rank_profile import steps_shards_fused
 from trimtab.distributed.fake_process_group import absent_ranks, mesh_of_all
 from trimtab.distributed.rebind_optimizer import names_of
@@ -40,7 +40,7 @@ def trace_rank(
     num_micro_batches: int = 1,
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
-) -> PeakModel:
+) -> PeakMemoryModel:
     """Return the peak memory of a rank's step as a function of its micro-batch size.
 
     Args:
@@ -78,7 +78,7 @@ def trace_ways(
     *,
     ways: Sequence[Way] = WAYS,
     counts_scratch: bool = False,
-) -> tuple[RankTrace, ...]:
+) -> tuple[RankPeakMemory, ...]:
     """Return a candidate's peaks for several ways to shard a model; empty if the batch has too few samples to split.
 
     Args:
@@ -99,24 +99,24 @@ def trace_ways(
     forward = functools.partial(autocast_of, candidate.precision, next(model.parameters()).device)
     seen: dict[str, Any] = {"autocast": forward, "counts_scratch": counts_scratch}
 
-    def peak(way: Way, number: int) -> PeakModel:
+    def peak(way: Way, number: int) -> PeakMemoryModel:
         stage, reduces_once = way
         how = Parallelism(ranks, stage, reduces_once=reduces_once)
 
-        def trace(rows: Sizes, batches: Batches) -> PeakModel:
+        def trace(rows: Sizes, batches: Batches) -> PeakMemoryModel:
             return trace_rank(model, optimizer, loss_fn, batches, rows, how, num_micro_batches=number, **seen)
 
         return at_two_sizes(batch, trace)
 
     @functools.cache
-    def whole(stage: int) -> PeakModel:  # with one micro-batch, gradients are reduced once in either way
+    def whole(stage: int) -> PeakMemoryModel:  # with one micro-batch, gradients are reduced once in either way
         return peak((stage, True), 1)
 
-    def of(way: Way) -> RankTrace:
+    def of(way: Way) -> RankPeakMemory:
         fuses = way[0] < 2 or steps_shards_fused(type(optimizer).__name__)
         own = candidate if fuses else replace(candidate, fused_optimizer=False)
         with applied(model, optimizer, own):
-            return RankTrace(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
+            return RankPeakMemory(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
 
     return tuple(map(of, ways))
 
@@ -165,10 +165,10 @@ class _Shard:
     """Rank with a shard of every parameter, by FSDP2."""
 
     def __init__(self, how: Parallelism, mesh: DeviceMesh) -> None:
-        from trimtab.distributed.fsdp2 import Shards
+        from trimtab.distributed.fsdp2 import FsdpShards
 
         dtypes = {"reduce_dtype": how.reduce_dtype, "gather_dtype": how.gather_dtype}
-        self._shards = Shards(how.zero_stage, mesh, reduces_once=how.reduces_once, **dtypes)
+        self._shards = FsdpShards(how.zero_stage, mesh, reduces_once=how.reduces_once, **dtypes)
         self.begin = self._shards.begin
 
     def spread(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -16,8 +16,8 @@ from trimtab.distributed.process_group import is_apart
 from trimtab.distributed.rank_consistency import DIFFER, dataset_facts, text_of, told
 from trimtab.measure.dataloader_state import is_stateful
 from trimtab.runtime.batch import iterate
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
-from trimtab.runtime.uneven_inputs import NoRows
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.runtime.uneven_inputs import EmptyBatch
 
 
 def rows_of_rank(rows: int, rank: int, num_ranks: int) -> slice:
@@ -27,10 +27,12 @@ def rows_of_rank(rows: int, rank: int, num_ranks: int) -> slice:
     return slice(start, start + each + (rank < more))
 
 
-class Dealt:
+class ShardedLoader:
     """Loader that splits whole batches and keeps this rank's samples."""
 
-    def __init__(self, loader: Iterable[Any], rank: int, num_ranks: int, batching: Batching = BY_CONTAINERS) -> None:
+    def __init__(
+        self, loader: Iterable[Any], rank: int, num_ranks: int, batching: BatchSplitting = BY_CONTAINERS
+    ) -> None:
         self.wrapped, self._rank, self._num_ranks, self._batching = loader, rank, num_ranks, batching
 
     def __len__(self) -> int:
@@ -44,10 +46,10 @@ class Dealt:
             whole = self._batching.require(batch)
             rows = rows_of_rank(whole, self._rank, self._num_ranks)
             is_some = rows.stop > rows.start
-            yield self._batching.part(batch, rows.start, rows.stop, whole) if is_some else NoRows()
+            yield self._batching.part(batch, rows.start, rows.stop, whole) if is_some else EmptyBatch()
 
 
-class _DealtWithPlace(Dealt):
+class _StatefulShardedLoader(ShardedLoader):
     """Sharded loader with a data position: `state_dict` and `load_state_dict` of the wrapped loader."""
 
     wrapped: Any
@@ -61,7 +63,7 @@ class _DealtWithPlace(Dealt):
         self.wrapped.load_state_dict(state)
 
 
-class _Share:
+class _RankBatchSampler:
     """Batch sampler that yields only this rank's indices."""
 
     def __init__(self, batches: Iterable[Sequence[int]], dataset: Any, rank: int, num_ranks: int) -> None:
@@ -88,10 +90,10 @@ class _Collate:
         self._collate = collate
 
     def __call__(self, rows: list[Any]) -> Any:
-        return self._collate(rows) if rows else NoRows()
+        return self._collate(rows) if rows else EmptyBatch()
 
 
-class _DrawApart:
+class _RankWorkerSeed:
     """The loader's `worker_init_fn`, preceded by a rank-dependent seed of the worker's random generators.
 
     With equally seeded ranks, torch seeds workers equally: sample j of a batch would get the same augmentation on all
@@ -138,7 +140,7 @@ def shard(
         ValueGivenError: `rank` is not below `num_ranks`, or the loader has a `DistributedSampler`.
         BatchError: while iterating, the order differs between ranks.
     """
-    batching = Batching(count, split)
+    batching = BatchSplitting(count, split)
     is_one_of_several = dist.is_available() and dist.is_initialized()
     ranks = num_ranks if num_ranks is not None else dist.get_world_size() if is_one_of_several else 1
     own = rank if rank is not None else dist.get_rank() if is_one_of_several else 0
@@ -158,16 +160,16 @@ def shard(
     is_known = getattr(type(loader), "__iter__", None) is DataLoader.__iter__ and not is_stateful(loader)
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not isinstance(loader, DataLoader) or not (is_known and has_indices) or loader.batch_sampler is None:
-        return (_DealtWithPlace if is_stateful(loader) else Dealt)(loader, own, ranks, batching)
+        return (_StatefulShardedLoader if is_stateful(loader) else ShardedLoader)(loader, own, ranks, batching)
     return DataLoader(
         loader.dataset,
         # torch declares lists of indices, and takes any sequence.
-        batch_sampler=_Share(loader.batch_sampler, loader.dataset, own, ranks),  # type: ignore[arg-type]
+        batch_sampler=_RankBatchSampler(loader.batch_sampler, loader.dataset, own, ranks),  # type: ignore[arg-type]
         num_workers=loader.num_workers,
         collate_fn=_Collate(loader.collate_fn),
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=_DrawApart(own, loader.worker_init_fn),
+        worker_init_fn=_RankWorkerSeed(own, loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,

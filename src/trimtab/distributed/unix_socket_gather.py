@@ -32,7 +32,7 @@ _MEETING_S = 10.0  # seconds for a rank to connect, once all are present
 _apart: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = WeakKeyDictionary()
 
 
-class HostMesh:
+class SocketMesh:
     """Sockets from a rank to the other ranks on a machine; all ranks send the same number of messages.
 
     Args:
@@ -47,10 +47,10 @@ class HostMesh:
             each.settimeout(timeout_s)
         self._read = {peer: each.makefile("rb") for peer, each in self._peers.items()}
         self._asked = 0
-        self._awaited: WeakValueDictionary[int, Answer] = WeakValueDictionary()
+        self._awaited: WeakValueDictionary[int, PendingGather] = WeakValueDictionary()
         self._lost: set[int] = set()
 
-    def ask(self, figures: Figures) -> Answer:
+    def ask(self, figures: Figures) -> PendingGather:
         """Send this rank's values without waiting; return a function that waits for the values of all ranks.
 
         A lost rank raises only in the returned function.
@@ -63,7 +63,7 @@ class HostMesh:
                 self._peers[peer].sendall(message)
             except OSError:
                 self._lost.add(peer)
-        answer = self._awaited[number] = Answer(self, number, {self._rank: own})
+        answer = self._awaited[number] = PendingGather(self, number, {self._rank: own})
         return answer
 
     def complete(self, number: int, said: dict[int, list[float]]) -> Gathered:
@@ -105,10 +105,10 @@ class HostMesh:
             peer.close()
 
 
-class Answer:
+class PendingGather:
     """Pending values of a message, with the values received so far."""
 
-    def __init__(self, mesh: HostMesh, number: int, said: dict[int, list[float]]) -> None:
+    def __init__(self, mesh: SocketMesh, number: int, said: dict[int, list[float]]) -> None:
         self._mesh, self._number, self.said = mesh, number, said
 
     def __call__(self) -> Gathered:
@@ -116,7 +116,7 @@ class Answer:
         return self._mesh.complete(self._number, self.said)
 
 
-def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> HostMesh | None:
+def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> SocketMesh | None:
     """Connect the ranks of a group on a single machine; None on all ranks if impossible. A collective.
 
     After a failure, the same ranks are not tried again in the job.
@@ -137,7 +137,7 @@ def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> HostMesh | None:
     if found is None:
         apart.add(ranks)
         return None
-    return HostMesh(found, dist.get_rank(group), timeout_s)
+    return SocketMesh(found, dist.get_rank(group), timeout_s)
 
 
 def _met(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:

@@ -18,7 +18,7 @@ from trimtab.runtime.memory_format import align_state
 from trimtab.runtime.precision import MixedPrecision
 
 
-class ShardedState(DataParallel):
+class Zero1Backend(DataParallel):
     """Backend with replicas of the model and torch's ZeroRedundancyOptimizer around the user's own optimizer.
 
     The user's optimizer steps this rank's parameters: during the run, groups hold only this rank's parameters, with the

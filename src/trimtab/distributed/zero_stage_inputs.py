@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from trimtab.calibrate.candidate_traces import MIN_ROWS, trace_here
 from trimtab.calibrate.communication_profile import step_shape
 from trimtab.core.errors import DependencyError, InfeasibleError, ModelError
-from trimtab.core.interconnect import Calibration
+from trimtab.core.interconnect import LinkCalibration
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
-from trimtab.core.profile import Candidate, Profile, Traced
-from trimtab.core.rank_peak_memory import WAYS, RankTrace, Way
-from trimtab.decide.dry_run_selection import Rehearsed
+from trimtab.core.profile import Candidate, Profile, TracedCandidate
+from trimtab.core.rank_peak_memory import WAYS, RankPeakMemory, Way
+from trimtab.decide.dry_run_selection import CompletedDryRuns
 from trimtab.decide.planner import choose
 from trimtab.decide.zero_stage import choose_stage
 from trimtab.distributed.rank_memory import trace_ways
@@ -36,7 +36,7 @@ _BUT = ("micro_batch", "allocator", "fused_optimizer")  # fields ignored in the 
 
 
 @dataclass(frozen=True)
-class Share:
+class StageMeasurements:
     """Rank 0's measurements for choosing the stage once the link is timed.
 
     Args:
@@ -46,10 +46,10 @@ class Share:
     """
 
     profile: Profile
-    traces: tuple[RankTrace, ...]
+    traces: tuple[RankPeakMemory, ...]
     shape_of: Callable[[Plan], StepShape | None]
 
-    def plan(self, ranks: int, calibration: Calibration, rehearsed: Rehearsed | None = None) -> Plan:
+    def plan(self, ranks: int, calibration: LinkCalibration, rehearsed: CompletedDryRuns | None = None) -> Plan:
         """Return the plan for several ranks.
 
         Args:
@@ -64,7 +64,9 @@ class Share:
         return choose_stage(*given, rehearsed=rehearsed)[0]
 
 
-def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], *, adapts: bool = False) -> Share | str:
+def share_of(
+    profile: Profile, loop: RankLoop, progress: Callable[[str], None], *, adapts: bool = False
+) -> StageMeasurements | str:
     """Return the inputs for choosing the stage, or the reason to replicate the model; "" if memory is ample.
 
     Traces are made only if memory is limited or weighed, or time per step is limited, because communication adds to it.
@@ -89,7 +91,7 @@ def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], 
     except (DependencyError, ModelError) as error:
         return f"what a rank holds at another stage is not known: {error.reason}"
     found = replace(found, profiling_s=found.profiling_s + time.perf_counter() - start)
-    return Share(found, traces, functools.partial(step_shape, model, found))
+    return StageMeasurements(found, traces, functools.partial(step_shape, model, found))
 
 
 def of_replicas(profile: Profile, why: str) -> Plan:
@@ -115,7 +117,7 @@ def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None
     Raises:
         ModelError: a step cannot be traced.
     """
-    traces = list[Traced]()
+    traces = list[TracedCandidate]()
     for candidate in _unlike(trial.candidate for trial in profile.trials if trial.block_s):
         progress(f"tracing: {candidate.describe()}")
         traced = trace_here(*loop, candidate)
@@ -125,7 +127,7 @@ def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None
 
 def traces_of_ranks(
     profile: Profile, loop: RankLoop, ranks: int, progress: Callable[[str], None], ways: Sequence[Way] = WAYS
-) -> tuple[RankTrace, ...]:
+) -> tuple[RankPeakMemory, ...]:
     """Return memory traces of a rank for each candidate with a single-process trace.
 
     Args:
@@ -139,7 +141,7 @@ def traces_of_ranks(
         ModelError: a step cannot be traced.
         DependencyError: torch has no fake process group.
     """
-    traces = list[RankTrace]()
+    traces = list[RankPeakMemory]()
     for candidate in _unlike(traced.candidate for traced in profile.traces):
         progress(f"tracing {ranks} ranks: {candidate.describe()}")
         traces += trace_ways(*loop, candidate, ranks, ways=ways, counts_scratch=profile.device.kind == "cpu")

@@ -12,22 +12,22 @@ from functools import partial
 from typing import Any, Protocol
 
 from trimtab.core.serialization import to_jsonable
-from trimtab.decide.carbon_remaining_work import Work
+from trimtab.decide.carbon_remaining_work import RemainingWork
 from trimtab.decide.carbon_schedule import CarbonSchedule, when_to_train
 from trimtab.experiments.sleep_until import Clock, heeded, wait_until
 from trimtab.experiments.train import Note
-from trimtab.experiments.train_summary import Part
+from trimtab.experiments.train_summary import TrainingPart
 from trimtab.integrations.carbon_intensity import IntensitySource, forecast_or_reason
 
 
 class TrainPart(Protocol):
     """Callback like `train_part`: trains to a pause or to the end; `is_first` is True before any training here."""
 
-    def __call__(self, *, notes: Sequence[Note], is_over: Callable[[], bool], is_first: bool) -> Part: ...
+    def __call__(self, *, notes: Sequence[Note], is_over: Callable[[], bool], is_first: bool) -> TrainingPart: ...
 
 
 @dataclass(frozen=True)
-class Wish:
+class CarbonRequest:
     """Forecast source, and deadline in seconds since 1970."""
 
     source: IntensitySource
@@ -35,10 +35,10 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Waited:
+class ScheduledTraining:
     """Result of scheduled training: the parts, the decision before every part, and the seconds waited."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TrainingPart, ...]
     decisions: tuple[CarbonSchedule, ...]
     waited_s: float
 
@@ -51,7 +51,7 @@ class Waited:
         }
 
 
-def decided(wish: Wish, work: Work, done: int, now_s: float) -> CarbonSchedule:
+def decided(wish: CarbonRequest, work: RemainingWork, done: int, now_s: float) -> CarbonSchedule:
     """Return the schedule of the remaining work after `done` steps; without a forecast, start now."""
     forecast, reason = forecast_or_reason(wish.source, now_s)
     how = {} if forecast is not None else {"unknown": reason}
@@ -59,8 +59,8 @@ def decided(wish: Wish, work: Work, done: int, now_s: float) -> CarbonSchedule:
 
 
 def train_when_clean(
-    wish: Wish, work: Work, done: int, train: TrainPart, say: Callable[[str], None], clock: Clock
-) -> Waited:
+    wish: CarbonRequest, work: RemainingWork, done: int, train: TrainPart, say: Callable[[str], None], clock: Clock
+) -> ScheduledTraining:
     """Wait, train and pause alternately until all steps are done.
 
     Args:
@@ -84,12 +84,12 @@ def train_when_clean(
         parts.append(part)
         decisions.append(found)
         if not part.is_paused:
-            return Waited(tuple(parts), tuple(decisions), waited_s)
+            return ScheduledTraining(tuple(parts), tuple(decisions), waited_s)
         work = replace(work, step_s=part.seconds / (part.done - done), seconds_by="as they took before the pause")
         done = part.done
 
 
-def _stretch(train: Callable[..., Part], found: CarbonSchedule, clock: Clock) -> Part:
+def _stretch(train: Callable[..., TrainingPart], found: CarbonSchedule, clock: Clock) -> TrainingPart:
     """Train the first time window of a decision; the last window ends only with the last step."""
     if len(found.stretches) == 1:
         return train(is_over=lambda: False)
@@ -97,6 +97,6 @@ def _stretch(train: Callable[..., Part], found: CarbonSchedule, clock: Clock) ->
         return train(is_over=lambda: signals.came is not None or clock.now() >= found.stretches[0].end_s)
 
 
-def _note(wish: Wish, work: Work, done: int, found: CarbonSchedule, waited_s: float) -> Note:
+def _note(wish: CarbonRequest, work: RemainingWork, done: int, found: CarbonSchedule, waited_s: float) -> Note:
     by = {"forecast": wish.source.name, "deadline_s": wish.deadline_s, "waited_s": waited_s}
     return "when_to_train", {**by, **work.describe(done), **to_jsonable(found)}

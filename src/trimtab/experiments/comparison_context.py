@@ -8,12 +8,12 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from trimtab.distributed.coordinator import ALONE, Together
-from trimtab.distributed.rank_coordinator import Ranks
+from trimtab.distributed.coordinator import ALONE, Coordinator
+from trimtab.distributed.rank_coordinator import RankCoordinator
 
 
 @contextlib.contextmanager
-def together() -> Iterator[Together]:
+def together() -> Iterator[Coordinator]:
     """Yield the ranks of the job, or a single process; an error on any rank is raised on all ranks.
 
     Raises:
@@ -22,7 +22,7 @@ def together() -> Iterator[Together]:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield ALONE
         return
-    ranks = Ranks()
+    ranks = RankCoordinator()
     try:
         yield ranks
     except BaseException as error:

@@ -22,7 +22,7 @@ _EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "ta
 
 
 @dataclass(frozen=True)
-class Finding:
+class DiagnosisLine:
     """A line of the diagnosis: subject, availability, and a figure or a hint."""
 
     name: str
@@ -30,16 +30,16 @@ class Finding:
     detail: str
 
 
-def examine() -> tuple[Finding, ...]:
+def examine() -> tuple[DiagnosisLine, ...]:
     """Return all findings; takes a second or two to time the CPU's peak FLOP/s."""
     return tuple(_findings())
 
 
-def energy_finding(meter: MeterFacts) -> Finding:
+def energy_finding(meter: MeterFacts) -> DiagnosisLine:
     """Return the energy meter with its devices' power limits (read, never set), or the reason for its absence."""
     limits = [f"{each.device} may draw {each.watts:.0f} W{_settable(each)}" for each in meter.limits]
     said = f"; {', '.join(limits)}, which trimtab reads and never sets" if limits else ""
-    return Finding("energy", not meter.is_absent, meter.describe() + said)
+    return DiagnosisLine("energy", not meter.is_absent, meter.describe() + said)
 
 
 def _settable(limit: PowerLimit) -> str:
@@ -49,36 +49,36 @@ def _settable(limit: PowerLimit) -> str:
     return f" (its driver allows {' to '.join(bounds)} W)"
 
 
-def _data(data_set: DataSet) -> Finding:
+def _data(data_set: DataSet) -> DiagnosisLine:
     """Return the location of a public data set; nothing is downloaded."""
     name = f"data {data_set.folder}"
     try:
         found = at_hand(data_set)
     except DataMissingError as error:
-        return Finding(name, False, str(error))
+        return DiagnosisLine(name, False, str(error))
     hint = f"not here: fetched when a task needs it, or TRIMTAB_DATA names a folder that has {data_set.folder}/"
-    return Finding(name, found is not None, hint if found is None else f"in {found}")
+    return DiagnosisLine(name, found is not None, hint if found is None else f"in {found}")
 
 
-def _findings() -> Iterator[Finding]:
+def _findings() -> Iterator[DiagnosisLine]:
     found = environment()
-    yield Finding("python", True, found["python"])
-    yield Finding("torch", True, found["torch"])
+    yield DiagnosisLine("python", True, found["python"])
+    yield DiagnosisLine("torch", True, found["torch"])
     device = device_here()
     spec = device_spec(device)
-    yield Finding("device", True, f"{spec.name}, {format_bytes(spec.memory_bytes)}")
+    yield DiagnosisLine("device", True, f"{spec.name}, {format_bytes(spec.memory_bytes)}")
     if device.type == "cpu":
-        yield Finding("cuda", False, "no CUDA device: tf32 and GPU memory are not measured here")
-        yield Finding("threads", True, f"{spec.num_threads} of {os.cpu_count()} cores")
+        yield DiagnosisLine("cuda", False, "no CUDA device: tf32 and GPU memory are not measured here")
+        yield DiagnosisLine("threads", True, f"{spec.num_threads} of {os.cpu_count()} cores")
     for precision in ("fp32", "tf32", "bf16", "fp16"):
         refusal = precision_refusal(spec, precision)
         peak = f"{format_count(spec.peak(precision))}FLOP/s peak ({spec.source})"
-        yield Finding(f"precision {precision}", refusal is None, peak if refusal is None else refusal)
+        yield DiagnosisLine(f"precision {precision}", refusal is None, peak if refusal is None else refusal)
     counted = "allocator statistics" if device.type == "cuda" else "bytes allocated, counted; repeats to about 1%"
-    yield Finding("memory figures", True, counted)
+    yield DiagnosisLine("memory figures", True, counted)
     yield energy_finding(with_idle(find_meter(device)).facts)
     for package, extra in _EXTRAS.items():
         there = importlib.util.find_spec(package) is not None
-        yield Finding(package, there, "installed" if there else f"missing: pip install 'trimtab[{extra}]'")
+        yield DiagnosisLine(package, there, "installed" if there else f"missing: pip install 'trimtab[{extra}]'")
     yield from map(_data, (CIFAR10, WIKITEXT2, GPT2_BPE))
-    yield Finding("compiler", shutil.which("g++") is not None, "for torch.compile on a CPU")
+    yield DiagnosisLine("compiler", shutil.which("g++") is not None, "for torch.compile on a CPU")

@@ -17,12 +17,12 @@ from trimtab.core.errors import ModelError, NonFiniteError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
-from trimtab.core.step_phases import ArmPhases, Gain, Lap, Roof
+from trimtab.core.step_phases import ArmPhases, RooflineBound, TimedGain, TimedRound
 from trimtab.decide.interleaving import turns
 from trimtab.decide.roofline import roof_of
-from trimtab.distributed.coordinator import ALONE, Together
+from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import rows_of_rank, shard
-from trimtab.experiments.paired_runs.instrumented_loop import Watch, by_part, by_phase
+from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, by_part, by_phase
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop, nonfinite_in, settling_steps
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory_trace import Prepare, as_it_is, trace_work
@@ -49,7 +49,7 @@ _SHARED = "parameters are shared out: what is sent amid the forward and the back
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TraceOptions:
     """Tracing options of an arm's step.
 
     Args:
@@ -63,7 +63,7 @@ class _Traced:
     prepare: Prepare = as_it_is
 
 
-class _Arm:
+class _TimedLoop:
     """A loop interleaved with another loop, with separate global modes and random generators.
 
     Args:
@@ -81,21 +81,21 @@ class _Arm:
         task: Task,
         data: TaskData,
         device: torch.device,
-        together: Together,
-        traced: _Traced,
+        together: Coordinator,
+        traced: _TraceOptions,
     ) -> None:
         own = rows_of_rank(task.batch_rows, together.rank, together.num_ranks)
         self._task, self._device, self._rows = task, device, own.stop - own.start
         self._together = together
         self._traced, self._micro_rows = traced, min(traced.micro_rows or self._rows, self._rows)
-        self._watch = Watch(task, device, self._rows, waits=together.num_ranks > 1)
+        self._watch = InstrumentedLoop(task, device, self._rows, waits=together.num_ranks > 1)
         torch.manual_seed(0)
         with together.entering():
             self._loop = make(self._watch.watched_task(), device)
         together.draw_apart(0)
         self._batches = self._watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # As in a paired run.
         self._is_compiled = is_compiled(self._loop.model)
-        self._laps: list[Lap] = []
+        self._laps: list[TimedRound] = []
         self._step(max(_WARM_STEPS, settling_steps(self._loop)))
         self.step_s = max(together.each(time_call(lambda: self._step(1), device)))
         self._state = ProcessState.capture()
@@ -106,7 +106,7 @@ class _Arm:
         halves = [self._clocked, self._plain]
         found = [half(steps) for half in (halves if clocked_first else halves[::-1])]
         (seconds, parts), plain_s = found if clocked_first else found[::-1]
-        self._laps.append(Lap(seconds, parts, plain_s))
+        self._laps.append(TimedRound(seconds, parts, plain_s))
         self._watch.counts.clear()
         self._state = ProcessState.capture()
 
@@ -128,7 +128,7 @@ class _Arm:
     def found(self, spec: DeviceSpec) -> ArmPhases:
         """Return the measured phases of all rounds, with roofline bounds from the operators."""
         notes = [*self._traced.notes, *([_HIDDEN] if "forward" not in self._laps[0].seconds else [])]
-        roofs: dict[str, Roof] = {}
+        roofs: dict[str, RooflineBound] = {}
         if self._is_compiled:
             notes.append(_COMPILED)
         elif _SHARED not in notes:
@@ -136,7 +136,7 @@ class _Arm:
             notes += [why] if why else []
         return ArmPhases(tuple(self._laps), roofs, tuple(notes))
 
-    def _roofs(self, spec: DeviceSpec) -> tuple[dict[str, Roof], str]:
+    def _roofs(self, spec: DeviceSpec) -> tuple[dict[str, RooflineBound], str]:
         """Return the roofline bound by phase and per batch, or ({}, reason) if unknown."""
         self._state.restore()
         loop, precision = self._loop, self._loop.precision
@@ -185,8 +185,8 @@ def measure_gain(
     *,
     rounds: int | None = None,
     progress: Progress = silent,
-    together: Together = ALONE,
-) -> Gain:
+    together: Coordinator = ALONE,
+) -> TimedGain:
     """Return the seconds by phase of the task's plain loop and of a plan. Collective: all ranks must call it.
 
     Args:
@@ -199,12 +199,12 @@ def measure_gain(
         together: the ranks of the job.
     """
     outside, data = ProcessState.capture(), placed(data, device)[0]
-    arms: list[_Arm] = []
+    arms: list[_TimedLoop] = []
     is_over = False
     try:
         for make, traced in _makes(task, plan, together.num_ranks):
             outside.restore()
-            arms.append(_Arm(make, task, data, device, together, traced))
+            arms.append(_TimedLoop(make, task, data, device, together, traced))
         step_s = max(arm.step_s for arm in arms)
         steps = min(_MOST_STEPS, max(1, math.ceil(_LAP_S / step_s)))
         fitting = int(_PASS_S / (2 * steps * sum(arm.step_s for arm in arms)))
@@ -223,10 +223,10 @@ def measure_gain(
             arm.close()
         outside.restore()
     how: dict[str, Any] = {"num_ranks": together.num_ranks, "environment": environment()}
-    return together.made(Gain, lambda: Gain(task.name, *found, plan.changes_in_words, spec, **how))
+    return together.made(TimedGain, lambda: TimedGain(task.name, *found, plan.changes_in_words, spec, **how))
 
 
-def _makes(task: Task, plan: Plan, num_ranks: int) -> list[tuple[MakeLoop, _Traced]]:
+def _makes(task: Task, plan: Plan, num_ranks: int) -> list[tuple[MakeLoop, _TraceOptions]]:
     """Return the plain loop and the plan's loop, with tracing options."""
     ours: MakeLoop = partial(PlanLoop, plan=plan, total_samples=task.budget_rows)
     told = (_ALONE,) if num_ranks == 1 else ()
@@ -234,7 +234,7 @@ def _makes(task: Task, plan: Plan, num_ranks: int) -> list[tuple[MakeLoop, _Trac
     rows = plan.micro_batch_of(rows_of_rank(task.batch_rows, 0, num_ranks).stop)
     prepare = as_it_is if plan.recompute.value is None else partial(use_plan, plan=plan)
     plain: MakeLoop = ReferenceLoop if num_ranks == 1 else ReplicaLoop
-    return [(plain, _Traced(told)), (ours, _Traced((*told, *shared), rows, prepare))]
+    return [(plain, _TraceOptions(told)), (ours, _TraceOptions((*told, *shared), rows, prepare))]
 
 
 def gain_in(
@@ -245,11 +245,11 @@ def gain_in(
     plan: Plan,
     *,
     progress: Progress = silent,
-    together: Together = ALONE,
-) -> Gain | None:
+    together: Coordinator = ALONE,
+) -> TimedGain | None:
     """Return the gain stored in a comparison's folder, or measure it; None if the measurement fails."""
     path = folder / "gain.json"
-    found = together.read(Gain, path)
+    found = together.read(TimedGain, path)
     if found is None:
         found = together.attempt(lambda: measure_gain(task, data, device, plan, progress=progress, together=together))
         if found is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.comparison.comparison_result import ThirdRow
 
 PAGE_SCHEMA = 1
@@ -13,14 +13,14 @@ FILE = "phases.json"  # File name in an evaluation's folder.
 
 
 @dataclass(frozen=True)
-class PhasePage:
+class PhaseResult:
     """Gains, each with its comparison by thirds of training if recorded; a JSON value."""
 
-    gains: tuple[Gain, ...]
+    gains: tuple[TimedGain, ...]
     thirds: tuple[tuple[ThirdRow, ...], ...]
     schema: int = PAGE_SCHEMA
 
 
-def merged(pages: Sequence[PhasePage]) -> PhasePage:
+def merged(pages: Sequence[PhaseResult]) -> PhaseResult:
     """Return the pages merged into a single page."""
-    return PhasePage(tuple(g for page in pages for g in page.gains), tuple(t for page in pages for t in page.thirds))
+    return PhaseResult(tuple(g for page in pages for g in page.gains), tuple(t for page in pages for t in page.thirds))

@@ -16,13 +16,13 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import read_json
 from trimtab.decide.multi_rank_plan import replicated
-from trimtab.distributed.coordinator import Together
+from trimtab.distributed.coordinator import Coordinator
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison_context import together
 from trimtab.experiments.gain_timing import measure_gain
-from trimtab.experiments.phase_result import PhasePage, merged
+from trimtab.experiments.phase_result import PhaseResult, merged
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.task_plans import given_plan, make_plans
 from trimtab.experiments.task_ranks import job_plans, ranks_of_job, refuse_on_ranks, require_same_task, task_of_rank
@@ -32,7 +32,7 @@ from trimtab.tasks.task import Task, TaskData
 
 
 @dataclass(frozen=True)
-class Asked:
+class PhasesRequest:
     """The command's options; `sources` are tasks, folders of comparisons, or files written with `--out`."""
 
     sources: tuple[str, ...]
@@ -68,7 +68,7 @@ class Asked:
             expected = "a task to measure: what was recorded is shown as it is"
             raise ValueGivenError(asked[0], got=f"with {' and '.join(self.sources)}", expected=expected)
 
-    def recorded(self) -> dict[str, PhasePage]:
+    def recorded(self) -> dict[str, PhaseResult]:
         """Return recorded results, by source.
 
         Raises:
@@ -79,17 +79,17 @@ class Asked:
         return {source: _recorded(path) for source, path in paths.items() if path.is_dir() or path.suffix == ".json"}
 
 
-def _recorded(path: Path) -> PhasePage:
+def _recorded(path: Path) -> PhaseResult:
     if not path.is_dir():
-        return read_json(PhasePage, path)
+        return read_json(PhaseResult, path)
     found = read_json(Comparison, path / "report.json")
     if found.gain is None:
         given, hint = f"{path}, a comparison that clocked no steps", "Compare without --quick, or name the task."
         raise ValueGivenError("source", got=given, expected="one with the seconds of its phases", hint=hint)
-    return PhasePage((found.gain,), (found.thirds,))
+    return PhaseResult((found.gain,), (found.thirds,))
 
 
-def phases_of(asked: Asked) -> PhasePage | None:
+def phases_of(asked: PhasesRequest) -> PhaseResult | None:
     """Return the gains of all sources by phase; None if another process returns them."""
     given, here, recorded = asked.given(), place(), asked.recorded()
     tasks = {source: load_task(source) for source in asked.sources if source not in recorded}
@@ -110,12 +110,14 @@ def phases_of(asked: Asked) -> PhasePage | None:
     return merged(pages) if here.rank == 0 else None
 
 
-def _measured(task: Task, asked: Asked, given: Plan | None, progress: Progress, ranks: Together) -> PhasePage:
+def _measured(
+    task: Task, asked: PhasesRequest, given: Plan | None, progress: Progress, ranks: Coordinator
+) -> PhaseResult:
     device, data = device_here(), ranks.in_turn(task.load_data)
     require_same_task(task, data)
     plan = _plan(task, data, device, Budget(asked.memory), given, progress, ranks)
     how: dict[str, Any] = {"rounds": asked.rounds, "progress": progress, "together": ranks}
-    return PhasePage((measure_gain(task, data, device, plan, **how),), ((),))
+    return PhaseResult((measure_gain(task, data, device, plan, **how),), ((),))
 
 
 def _plan(
@@ -125,7 +127,7 @@ def _plan(
     budget: Budget,
     given: Plan | None,
     progress: Progress,
-    ranks: Together,
+    ranks: Coordinator,
 ) -> Plan:
     """Return the equivalent plan to measure, on all ranks."""
     number = ranks.num_ranks

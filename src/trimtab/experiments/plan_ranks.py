@@ -11,7 +11,7 @@ import torch
 
 from trimtab.calibrate.communication_profile import step_shape
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.interconnect import Calibration, ring_link
+from trimtab.core.interconnect import LinkCalibration, ring_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
@@ -20,7 +20,7 @@ from trimtab.distributed.zero_stage_inputs import traces_of_ranks, with_traces
 from trimtab.experiments.task_plans import loop_of, profile_here, profile_there
 from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.experiments.zero_stage_values import stage_figures
-from trimtab.measure.fake_cuda import AsCuda
+from trimtab.measure.fake_cuda import FakeCudaMode
 from trimtab.measure.machine import device_name
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task
@@ -65,9 +65,9 @@ def plan_ranks(
         found = with_traces(found, loop_of(share, found.device.kind), progress)
     else:
         found = profile_there(share, device, budget=budget, objective=objective, progress=progress)
-    calibration = Calibration(ring_link(link, found.device.name, ranks))
+    calibration = LinkCalibration(ring_link(link, found.device.name, ranks))
     loop = loop_of(share, "cpu" if device is not None else found.device.kind)
-    with contextlib.nullcontext() if device is None else AsCuda():
+    with contextlib.nullcontext() if device is None else FakeCudaMode():
         traces = traces_of_ranks(found, loop, ranks, progress, ways_of(engine))
     with torch.device("meta"):
         model = task.make_model()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # Imports torch, which is not needed for a recorded profile.
 
 
 @dataclass(frozen=True)
-class Decided:
+class PlanWithProfile:
     """A plan with the profile, budget and objective behind it."""
 
     plan: Plan
@@ -62,7 +62,7 @@ def decided(
     adapt: Collection[str] = (),
     metering: Metering | None = None,
     progress: Callable[[str], None],
-) -> Decided:
+) -> PlanWithProfile:
     """Return a plan with its profile.
 
     Args:
@@ -79,7 +79,7 @@ def decided(
     if task.endswith(".json"):
         found = recorded_profile(task, budget, objective, device)
         plan = choose(found, objective, budget if device is None else found.budget)
-        return Decided(plan, found, budget if device is None else found.budget, objective)
+        return PlanWithProfile(plan, found, budget if device is None else found.budget, objective)
 
     # These modules import torch, which is not needed to decide from a recorded profile.
     from trimtab.experiments.task_plans import make_plans, profile_there
@@ -88,9 +88,9 @@ def decided(
 
     if device is not None:
         found = profile_there(load_task(task), device, budget=budget, objective=objective, progress=progress)
-        return Decided(choose_there(found), found, found.budget, objective)
+        return PlanWithProfile(choose_there(found), found, found.budget, objective)
     loaded = load_task(task)
     how = {"strong": False, "budget": budget, "objective": objective, "metering": metering, "progress": progress}
     plans = make_plans(loaded, loaded.load_data(), device_here(), adapt=adapt, **how)
     found = plans.profiles["S"]
-    return Decided(plans.plans.get("F", plans.plans["S"]), found, budget, found.objective)
+    return PlanWithProfile(plans.plans.get("F", plans.plans["S"]), found, budget, found.objective)

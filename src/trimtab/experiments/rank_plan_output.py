@@ -24,7 +24,7 @@ from trimtab.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class RanksAsked:
+class RankPlanOptions:
     """Validated options: number of ranks, link, sharding backend and target device.
 
     Raises:
@@ -47,7 +47,7 @@ class RanksAsked:
 
 
 @dataclass(frozen=True)
-class RankPage:
+class RankPlanResult:
     """Plan for several ranks, costs of all ways to shard the model, and DeepSpeed's configuration if used."""
 
     plan: Plan
@@ -84,8 +84,8 @@ class RankPage:
 
 
 def rank_page(
-    name: str, asked: RanksAsked, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
-) -> RankPage:
+    name: str, asked: RankPlanOptions, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
+) -> RankPlanResult:
     """Return the plan of a task for several ranks.
 
     Raises:
@@ -98,10 +98,10 @@ def rank_page(
     how = {"device": asked.device, "engine": asked.engine, "budget": budget, "objective": objective}
     plan, stages, _ = plan_ranks(task, asked.ranks, asked.link, progress=progress, **how)
     if asked.engine != "deepspeed":
-        return RankPage(plan, stages, None)
+        return RankPlanResult(plan, stages, None)
     with torch.device("meta"):
         model = task.make_model()
-    return RankPage(plan, stages, config_for(model, plan))
+    return RankPlanResult(plan, stages, config_for(model, plan))
 
 
 def _check_precision(task: Task) -> None:

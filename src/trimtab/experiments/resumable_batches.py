@@ -16,7 +16,7 @@ from trimtab.tasks.placement import ahead
 from trimtab.tasks.task import TaskData
 
 
-class KeptBatches:
+class ResumableBatches:
     """This rank's shard of a run's batches, as a resumable loader of a single epoch.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from trimtab import api
 from trimtab.api import FREED, Metering, default_rule, profile
 from trimtab.calibrate.candidate_traces import MIN_ROWS
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.calibrate.training_settings_search import TRAINED, RunLength, adapted, require_rate
 from trimtab.core.energy_reading import Energy, summed
 from trimtab.core.errors import InfeasibleError, ValueGivenError
@@ -125,7 +125,7 @@ def make_plans(
     require_rate(adapt)
     meter = PlanningMeter(device, metering)
     progress = meter.heard(progress)
-    limits = _Limits(budget or Budget(), objective or Objective(), meter.metering, progress)
+    limits = _PlanningLimits(budget or Budget(), objective or Objective(), meter.metering, progress)
     subject, batches = _subject(task, data, device, adapt)
     how = {"frees_batch": "batch" in adapt, "traces": traces}
     (base, found), spent = meter.counted(lambda: _same_maths(task, data, subject, limits, **how))
@@ -141,7 +141,7 @@ def make_plans(
 
 
 @dataclass(frozen=True)
-class _Limits:
+class _PlanningLimits:
     """Budget, objective, metering and progress shared by all plans of a comparison."""
 
     budget: Budget
@@ -149,7 +149,7 @@ class _Limits:
     metering: Metering | None
     progress: Callable[[str], None]
 
-    def profile(self, subject: Subject, reference: Reference, **how: Any) -> Profile:
+    def profile(self, subject: TrainingLoop, reference: Reference, **how: Any) -> Profile:
         """Return the profile of a loop."""
         loop = (subject.model, subject.optimizer, subject.loss_fn, subject.batch)
         under = {"budget": self.budget, "objective": self.objective, "metering": self.metering}
@@ -160,7 +160,9 @@ class _Limits:
         return choose(found, found.objective, self.budget)
 
 
-def _subject(task: Task, data: TaskData, device: torch.device, adapt: Collection[str]) -> tuple[Subject, Iterator[Any]]:
+def _subject(
+    task: Task, data: TaskData, device: torch.device, adapt: Collection[str]
+) -> tuple[TrainingLoop, Iterator[Any]]:
     """Return the task's loop with a first batch for planning, and the iterator of further batches.
 
     Raises:
@@ -172,7 +174,7 @@ def _subject(task: Task, data: TaskData, device: torch.device, adapt: Collection
     if "optimizer" in adapt:
         hidden_matrices(model, optimizer)
     batches = data.batches(PLANNING_SEED, task.batch_rows)
-    return Subject(model, optimizer, task.loss_fn, move(next(batches), device)), batches
+    return TrainingLoop(model, optimizer, task.loss_fn, move(next(batches), device)), batches
 
 
 class _Epochs:
@@ -186,7 +188,7 @@ class _Epochs:
 
 
 def _same_maths(
-    task: Task, data: TaskData, subject: Subject, limits: _Limits, *, frees_batch: bool, traces: bool
+    task: Task, data: TaskData, subject: TrainingLoop, limits: _PlanningLimits, *, frees_batch: bool, traces: bool
 ) -> tuple[Plan, Profile]:
     """Return the equivalent plan with its profile."""
     how = {
@@ -200,7 +202,7 @@ def _same_maths(
 
 
 def _freed(
-    subject: Subject,
+    subject: TrainingLoop,
     base: Plan,
     adapt: Collection[str],
     batches: Iterator[Any],
@@ -219,7 +221,7 @@ def _length(task: Task, data: TaskData) -> RunLength:
     return RunLength(-(-rows // task.batch_rows), task.planned_steps * task.batch_rows / data.num_rows)
 
 
-def _for_strong(task: Task, device: torch.device, batch: Any, limits: _Limits) -> tuple[Plan, Profile]:
+def _for_strong(task: Task, device: torch.device, batch: Any, limits: _PlanningLimits) -> tuple[Plan, Profile]:
     """Return the plan for the hand-tuned recipe, under the same limits; the recipe itself is unchanged.
 
     Raises:
@@ -229,7 +231,7 @@ def _for_strong(task: Task, device: torch.device, batch: Any, limits: _Limits) -
     assert recipe is not None
     steps = -(-(task.planned_rows or recipe.budget_rows) // task.batch_rows)
     with closing(StrongLoop(task, device)) as peer:  # The loop sets the process-wide precision; closing restores it.
-        subject = Subject(peer.model, peer.optimizer, peer.loss_fn, batch)
+        subject = TrainingLoop(peer.model, peer.optimizer, peer.loss_fn, batch)
         found = limits.profile(subject, Reference(recipe.precision, recipe.clip_norm), total_steps=steps)
     try:
         return limits.chosen(found), found

@@ -16,12 +16,12 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.decide.rank_profile import of_any_rank
-from trimtab.distributed.coordinator import Together
-from trimtab.distributed.dry_run import Rehearsal
-from trimtab.distributed.plan_on_ranks import Made, plan_together
+from trimtab.distributed.coordinator import Coordinator
+from trimtab.distributed.dry_run import DryRuns
+from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
 from trimtab.distributed.process_group import place
 from trimtab.distributed.rank_consistency import digest, optimizer_facts, require_same_over_job
-from trimtab.distributed.zero_stage_inputs import ADAPTS, RankLoop, Share, of_replicas, share_of
+from trimtab.distributed.zero_stage_inputs import ADAPTS, RankLoop, StageMeasurements, of_replicas, share_of
 from trimtab.experiments.task_plans import PLANNING_SEED, Plans, loop_of, make_plans, profile_here
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
@@ -114,7 +114,7 @@ def plan_on_ranks(
         given, expected = f"{raced[0]}, on {ranks} ranks", "one process: its race trains alone"
         raise ValueGivenError("--adapt", got=given, expected=expected)
 
-    def made() -> Made | Share:
+    def made() -> BroadcastPlan | StageMeasurements:
         share, asks = task_of_rank(task, ranks), budget.memory_bytes is not None or weights.memory > 0
         if adapt or not asks:
             plans = plans_of(share)
@@ -123,17 +123,17 @@ def plan_on_ranks(
         found = profile_here(share, budget, weights, progress, share.planned_steps)
         seen(found)
         weighed = share_of(found, loop_of(share, device.type), progress)
-        if isinstance(weighed, Share):
+        if isinstance(weighed, StageMeasurements):
             return weighed
         return _made(share, of_replicas(of_any_rank(found), weighed), found, weighed)
 
-    def rehearsal() -> Rehearsal:
+    def rehearsal() -> DryRuns:
         return rehearsal_of(task_of_rank(task, ranks), device, progress)
 
     return plan_together(made, device, rehearsal if rehearse else None)
 
 
-def rehearsal_of(share: Task, device: torch.device, progress: Callable[[str], None]) -> Rehearsal:
+def rehearsal_of(share: Task, device: torch.device, progress: Callable[[str], None]) -> DryRuns:
     """Return the dry run of plans on a rank's shard of a task, with fresh models. All ranks must call it."""
     batch = next(share.load_data().batches(PLANNING_SEED, share.batch_rows))
 
@@ -142,17 +142,17 @@ def rehearsal_of(share: Task, device: torch.device, progress: Callable[[str], No
         model = share.make_model().to(device.type).train()
         return model, share.make_optimizer(model), share.loss_fn, batch
 
-    return Rehearsal(copied, clip_norm=share.reference.clip_norm, progress=progress)
+    return DryRuns(copied, clip_norm=share.reference.clip_norm, progress=progress)
 
 
-def _made(task: Task, plan: Plan, profile: Profile, kept: str) -> Made:
+def _made(task: Task, plan: Plan, profile: Profile, kept: str) -> BroadcastPlan:
     with torch.device("meta"):
         model = task.make_model()
-    return Made(plan, step_shape(model, profile, plan), kept)
+    return BroadcastPlan(plan, step_shape(model, profile, plan), kept)
 
 
 def job_plans(
-    task: Task, budget: Budget, objective: Objective, progress: Callable[[str], None], together: Together
+    task: Task, budget: Budget, objective: Objective, progress: Callable[[str], None], together: Coordinator
 ) -> Plans:
     """Return the plan of a comparison's job with rank 0's profile, on all ranks."""
     own: list[Profile] = []  # Rank 0's profile.

@@ -22,10 +22,10 @@ from trimtab.core.serialization import to_jsonable
 from trimtab.distributed.process_group import place, total
 from trimtab.distributed.rank_energy import meter_of_rank
 from trimtab.experiments.loss_term_counter import CountedTerms
-from trimtab.experiments.resumable_batches import KeptBatches
+from trimtab.experiments.resumable_batches import ResumableBatches
 from trimtab.experiments.task_ranks import require_same_task
 from trimtab.experiments.train_record import record_of
-from trimtab.experiments.train_summary import Part, figures_of, told_carbon
+from trimtab.experiments.train_summary import TrainingPart, figures_of, told_carbon
 from trimtab.measure.energy_meter import EnergyClock
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.machine import environment
@@ -38,7 +38,7 @@ Note = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingOptions:
     """Options of a training run.
 
     Args:
@@ -80,7 +80,7 @@ class Training:
             raise FormatError("plan.batch_rows", got=given, expected=f"{rows}")
 
 
-def train_whole(asked: Training, progress: Progress) -> dict[str, Any]:
+def train_whole(asked: TrainingOptions, progress: Progress) -> dict[str, Any]:
     """Train all batches and evaluate; return the final figures. Throughput excludes evaluation.
 
     A resumed run continues its record, and its throughput covers only the resumed part. Terms are counted in the loss;
@@ -90,8 +90,12 @@ def train_whole(asked: Training, progress: Progress) -> dict[str, Any]:
 
 
 def train_part(
-    asked: Training, progress: Progress, *, notes: Sequence[Note] = (), is_over: Callable[[], bool] = lambda: False
-) -> Part:
+    asked: TrainingOptions,
+    progress: Progress,
+    *,
+    notes: Sequence[Note] = (),
+    is_over: Callable[[], bool] = lambda: False,
+) -> TrainingPart:
     """Train from the start or the newest checkpoint to the end and evaluate, or stop at a pause.
 
     Args:
@@ -116,7 +120,7 @@ def train_part(
     counted, rows = CountedTerms(task), asked.steps * task.batch_rows
     may_differ = asked.checkpoints is not None and "data" in asked.checkpoints.accepts
     of = {"seed": asked.seed, "batch_rows": task.batch_rows, "steps": asked.steps, "may_differ": may_differ}
-    batches = KeptBatches(data, device, **of)
+    batches = ResumableBatches(data, device, **of)
     clock = EnergyClock(metered.meter)
     recorded = None if writer is None or metered.own.is_absent else clock
     begin = time.perf_counter()
@@ -139,10 +143,10 @@ def train_part(
         _check_parameters(run)
         said = (seconds, counted.terms(run.consumed_rows - before), energy, carbon, float(run.loss))
         value = _paused(run) if is_paused else _evaluated(run, task, model, data.held_out)
-    return Part(before, ended, *said, value, data.source, where)
+    return TrainingPart(before, ended, *said, value, data.source, where)
 
 
-def _trained(run: Run, batches: Any, asked: Training, counted: CountedTerms, before: int) -> Iterator[int]:
+def _trained(run: Run, batches: Any, asked: TrainingOptions, counted: CountedTerms, before: int) -> Iterator[int]:
     """Train step by step, and yield the number of batches done after every step."""
     done = -(-before // asked.task.batch_rows)
     for window in run.windows(batches):

@@ -13,20 +13,20 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import read_json
-from trimtab.decide.carbon_remaining_work import Work, power_of, step_seconds
+from trimtab.decide.carbon_remaining_work import RemainingWork, power_of, step_seconds
 from trimtab.decide.multi_rank_plan import replicated
 from trimtab.distributed.process_group import place
-from trimtab.experiments.carbon_aware_training import Wish, decided, train_when_clean
+from trimtab.experiments.carbon_aware_training import CarbonRequest, decided, train_when_clean
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.sleep_until import Clock
 from trimtab.experiments.task_ranks import plan_on_ranks
-from trimtab.experiments.train import Note, Training, train_part, train_whole
-from trimtab.experiments.train_summary import Part, figures_of
+from trimtab.experiments.train import Note, TrainingOptions, train_part, train_whole
+from trimtab.experiments.train_summary import TrainingPart, figures_of
 from trimtab.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class CleanHours:
+class LowCarbonOptions:
     """Options of low-carbon scheduling.
 
     Args:
@@ -37,17 +37,17 @@ class CleanHours:
         is_dry: True for a dry run that only computes the schedule.
     """
 
-    wish: Wish
+    wish: CarbonRequest
     pause_s: float | None = None
     takes_s: float | None = None
     watts: float | None = None
     idle_watts: float | None = None
     is_dry: bool = False
 
-    def work(self, plan: Plan | None, steps: int) -> Work:
+    def work(self, plan: Plan | None, steps: int) -> RemainingWork:
         """Return the work of a run of `steps` steps."""
         step_s, seconds_by = step_seconds(plan, steps, self.takes_s)
-        return Work(steps, step_s, seconds_by, power_of(plan, self.watts, self.idle_watts), self.pause_s)
+        return RemainingWork(steps, step_s, seconds_by, power_of(plan, self.watts, self.idle_watts), self.pause_s)
 
 
 def plan_of_run(
@@ -121,7 +121,7 @@ def train_or_tell(
     task: Task,
     steps: int,
     make_plan: Callable[[], Plan],
-    hours: CleanHours | None,
+    hours: LowCarbonOptions | None,
     say: Callable[[str], None],
     **options: Any,
 ) -> dict[str, Any]:
@@ -133,16 +133,16 @@ def train_or_tell(
         make_plan: makes the plan, called if a plan is needed.
         hours: options of low-carbon scheduling; None to train now.
         say: receives every scheduling decision.
-        options: further fields of `Training`.
+        options: further fields of `TrainingOptions`.
     """
     if hours is not None and hours.is_dry:
         plan = make_plan() if hours.takes_s is None else None
         return outlook(task, steps, plan, options.get("checkpoints"), hours)
-    asked = Training(task, make_plan(), steps, **options)
+    asked = TrainingOptions(task, make_plan(), steps, **options)
     return train_now(asked) if hours is None else train_clean(asked, hours, say)
 
 
-def train_clean(asked: Training, hours: CleanHours, say: Callable[[str], None]) -> dict[str, Any]:
+def train_clean(asked: TrainingOptions, hours: LowCarbonOptions, say: Callable[[str], None]) -> dict[str, Any]:
     """Train in low-carbon hours and evaluate; return the figures of `train_now` with the scheduling decisions.
 
     Args:
@@ -151,7 +151,7 @@ def train_clean(asked: Training, hours: CleanHours, say: Callable[[str], None]) 
         say: receives every decision, before the wait.
     """
 
-    def train(*, notes: Sequence[Note], is_over: Callable[[], bool], is_first: bool) -> Part:
+    def train(*, notes: Sequence[Note], is_over: Callable[[], bool], is_first: bool) -> TrainingPart:
         kept = asked.checkpoints
         next_one = asked if is_first or kept is None else replace(asked, checkpoints=replace(kept, resume="always"))
         with ProgressBar() as progress:
@@ -165,13 +165,15 @@ def train_clean(asked: Training, hours: CleanHours, say: Callable[[str], None]) 
     return figures_of(asked.task, asked.steps, waited.parts) | waited.figures()
 
 
-def train_now(asked: Training) -> dict[str, Any]:
+def train_now(asked: TrainingOptions) -> dict[str, Any]:
     """Train and evaluate; return the final figures."""
     with ProgressBar() as progress:
         return train_whole(asked, progress)
 
 
-def outlook(task: Task, steps: int, plan: Plan | None, kept: Checkpoints | None, hours: CleanHours) -> dict[str, Any]:
+def outlook(
+    task: Task, steps: int, plan: Plan | None, kept: Checkpoints | None, hours: LowCarbonOptions
+) -> dict[str, Any]:
     """Return the schedule of a run: remaining work, power and time windows.
 
     Raises:

@@ -17,7 +17,7 @@ from trimtab.tasks.task import DataSource, Task
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainingPart:
     """Training from a start to a pause, or to the end.
 
     Args:
@@ -50,7 +50,7 @@ class Part:
         return self.value is None
 
 
-def figures_of(task: Task, steps: int, parts: Sequence[Part]) -> dict[str, Any]:
+def figures_of(task: Task, steps: int, parts: Sequence[TrainingPart]) -> dict[str, Any]:
     """Return the named figures of a run, summed over parts.
 
     For a resumed run, throughput covers only the resumed part.

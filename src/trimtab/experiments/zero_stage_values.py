@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from trimtab.core.zero_stage_cost import RankStage
+from trimtab.core.zero_stage_cost import ZeroStageCost
 from trimtab.decide.zero_stage import RefusedStage, StageCost, Stages
 
 
-def stage_figures(stages: Stages) -> tuple[RankStage, ...]:
+def stage_figures(stages: Stages) -> tuple[ZeroStageCost, ...]:
     """Return the costs of all ways to shard the model, in table order."""
     return tuple(map(_figures, stages))
 
 
-def _figures(each: StageCost | RefusedStage) -> RankStage:
+def _figures(each: StageCost | RefusedStage) -> ZeroStageCost:
     stage, reduces_once = each.way
     if isinstance(each, RefusedStage):
-        return RankStage(stage, reduces_once, each.refusal)
-    return RankStage(
+        return ZeroStageCost(stage, reduces_once, each.refusal)
+    return ZeroStageCost(
         stage,
         reduces_once,
         peak_bytes=each.peak_bytes,

@@ -38,7 +38,7 @@ ENVIRONMENT = (
 _MOST_CHARACTERS = 500  # Largest text length that all trackers accept.
 
 
-class Row(NamedTuple):
+class TrackedLine(NamedTuple):
     """Values of a record line.
 
     Args:
@@ -57,18 +57,18 @@ def parameters(header: Header) -> dict[str, str]:
     return dict(_leaves("", given))
 
 
-def row(step: int, line: Line) -> Row:
+def row(step: int, line: Line) -> TrackedLine:
     """Return the values to send for a record line written after `step` windows."""
     match line:
         case StepRecord():
-            return Row(step, dict(_figures(line)))
+            return TrackedLine(step, dict(_figures(line)))
         case Evaluation():
             found = {"rows": line.rows, "train_s": line.train_s} | dict(line.metrics)
-            return Row(step, {f"evaluation/{name}": float(value) for name, value in found.items()})
+            return TrackedLine(step, {f"evaluation/{name}": float(value) for name, value in found.items()})
         case Event():
-            return Row(step, {f"event/{line.name}": _text(line.detail)})
+            return TrackedLine(step, {f"event/{line.name}": _text(line.detail)})
         case _:
-            return Row(step, {})
+            return TrackedLine(step, {})
 
 
 def _figures(line: StepRecord) -> Iterator[tuple[str, float]]:

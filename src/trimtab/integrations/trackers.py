@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from trimtab.core.errors import DependencyError, ValueGivenError
-from trimtab.integrations.tracked_values import Row
+from trimtab.integrations.tracked_values import TrackedLine
 
 CUT_OFF = "cut off"
 _FAILED = ("error", CUT_OFF)
@@ -43,7 +43,7 @@ class Tracker(Protocol):
     def begin(self, name: str, parameters: Mapping[str, str]) -> None:
         """Open a run; `parameters` are its plan and environment, by dotted names."""
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[TrackedLine]) -> None:
         """Take the values of at least one record line."""
 
     def end(self, reason: str) -> None:
@@ -72,7 +72,7 @@ class TensorBoard:
         lines = "\n".join(f"    {key}: {value}" for key, value in parameters.items())
         self._writer.add_text("parameters", lines, 0)
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[TrackedLine]) -> None:
         """Add metrics as scalars and texts as texts, then flush."""
         for row in rows:
             for name, value in row.values.items():
@@ -117,7 +117,7 @@ class MLflow:
         for some in _parts(given, _MLFLOW_PARAMETERS):
             self._client.log_batch(self._run_id, params=some)
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[TrackedLine]) -> None:
         """Log metrics in batches, and texts as tags."""
         now_ms, metrics, tags = int(time.time() * 1000), [], {}
         for row in rows:
@@ -164,7 +164,7 @@ class WandB:
             ours["settings"] = self._wandb.Settings(**_WANDB_QUIET)
         self._run: Any = self._wandb.init(**ours | self._options)
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[TrackedLine]) -> None:
         """Log each row at its step."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)
@@ -194,7 +194,7 @@ class Trackio:
         """Begin a run, with the parameters as its config."""
         self._run: Any = self._trackio.init(**{"name": name, "config": dict(parameters)} | self._options)
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[TrackedLine]) -> None:
         """Log each row at its step."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)

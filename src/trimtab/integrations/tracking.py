@@ -60,11 +60,11 @@ class TrackedRecord(RecordWriter):
         capacity = validation.integer("capacity", capacity)
         self._wait_s = validation.number("wait_s", wait_s, low=0)
         self._process, self._step, self._reason = os.getpid(), 0, CUT_OFF
-        self._feeds: tuple[Feed, ...] = ()
-        self._troubles: dict[Feed, str] = {}
+        self._feeds: tuple[TrackerQueue, ...] = ()
+        self._troubles: dict[TrackerQueue, str] = {}
         super().__init__(path, header, continues=continues)
         if _rank() == 0:
-            self._feeds = tuple(Feed(each, header, capacity) for each in given)
+            self._feeds = tuple(TrackerQueue(each, header, capacity) for each in given)
         if self._feeds:  # A hanging thread keeps objects alive, so that an unclosed file would not be flushed.
             weakref.finalize(self, self._file.close)
 
@@ -93,7 +93,7 @@ class TrackedRecord(RecordWriter):
         for feed in self._feeds:
             feed.offer(step, line)
 
-    def _note(self, feed: Feed, trouble: str) -> None:
+    def _note(self, feed: TrackerQueue, trouble: str) -> None:
         if not trouble or feed in self._troubles:
             return
         self._troubles[feed] = trouble
@@ -117,7 +117,7 @@ class TrackedRecord(RecordWriter):
             lost = f"it did not take {feed.num_lost} of {feed.num_offered} lines, which are in the record"
             warnings.warn(f"{feed.name}: {trouble}; {lost}", RuntimeWarning, stacklevel=2)
 
-    def _leave(self, feeds: tuple[Feed, ...]) -> None:
+    def _leave(self, feeds: tuple[TrackerQueue, ...]) -> None:
         try:
             self.flush()  # Written lines are safe, whatever interrupts the wait.
         finally:  # Even with a full disk, trackers must receive the end of the run.
@@ -132,7 +132,7 @@ class TrackedRecord(RecordWriter):
             self._note(feed, feed.failure or late or slow)
 
 
-class Feed:
+class TrackerQueue:
     """Queue and thread of one tracker. A single other thread may offer lines; only `wait` blocks.
 
     Attributes:

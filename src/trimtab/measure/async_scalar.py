@@ -8,7 +8,7 @@ from torch import Tensor
 from trimtab.measure.overhead_timer import stamp
 
 
-class Late:
+class AsyncScalar:
     """Asynchronous host copy of a small tensor (pinned memory, non-blocking)."""
 
     def __init__(self, values: Tensor) -> None:

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.measure.blocks import find_blocks
-from trimtab.measure.dispatch_mode import Watching
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.dispatch_mode import EagerDispatchMode
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import LossFn, cannot_trace
 
 
 @dataclass(frozen=True)
-class LinkedBlocks:
+class BlockGraph:
     """Blocks in execution order.
 
     Args:
@@ -35,14 +35,14 @@ class LinkedBlocks:
     links: tuple[bool, ...]
 
 
-def find_linked_blocks(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> LinkedBlocks:
+def find_linked_blocks(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> BlockGraph:
     """Return the blocks that run exactly once in a forward, with their links. Nothing is computed.
 
     Raises:
         ModelError: The forward cannot be traced, for example because it reads a tensor's value. Includes torch's
             reason.
     """
-    fakes, watch = Fakes(), _Watch()
+    fakes, watch = FakeTensors(), _Watch()
     try:
         model, batch = fakes.copy((model, batch))
         with fakes, watch.hooked(model, blocks), watch:
@@ -52,7 +52,7 @@ def find_linked_blocks(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Se
     return watch.found()
 
 
-def blocks_of(model: nn.Module, loss_fn: LossFn, batch: Any, named: tuple[str, ...] = ()) -> LinkedBlocks:
+def blocks_of(model: nn.Module, loss_fn: LossFn, batch: Any, named: tuple[str, ...] = ()) -> BlockGraph:
     """Return a model's blocks that run exactly once in a forward, with their links.
 
     Args:
@@ -86,7 +86,7 @@ class _Call:
     result: Any = None
 
 
-class _Watch(Watching):
+class _Watch(EagerDispatchMode):
     """Dispatch mode that records the calls of blocks, and the outputs used outside the following block."""
 
     def __init__(self) -> None:
@@ -136,12 +136,12 @@ class _Watch(Watching):
             for handle in handles:
                 handle.remove()
 
-    def found(self) -> LinkedBlocks:
+    def found(self) -> BlockGraph:
         """Return the recorded blocks and links."""
         names = [call.name for call in self._calls]
         once = [index for index, name in enumerate(names) if names.count(name) == 1]
         links = (self._links(before, after) for before, after in itertools.pairwise(once))
-        return LinkedBlocks(tuple(names[index] for index in once), tuple(links))
+        return BlockGraph(tuple(names[index] for index in once), tuple(links))
 
     def _links(self, before: int, after: int) -> bool:
         if after != before + 1 or before in self._shared:

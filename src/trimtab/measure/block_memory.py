@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from trimtab.core.block_costs import Chain, ChainModel, Stage
+from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost
 from trimtab.core.operator_costs import Seen
 from trimtab.losses import mean_of
-from trimtab.measure.block_graph import LinkedBlocks
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.block_graph import BlockGraph
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import Prepare, as_it_is
-from trimtab.measure.operator_workspace import Call, Taken, TooLarge, measured
+from trimtab.measure.operator_workspace import CallMemory, OperatorCall, WorkspaceTooLarge, measured
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, cannot_trace
-from trimtab.measure.storage_tracker import Storages
+from trimtab.measure.storage_tracker import StorageTracker
 
 
-class Stages(NamedTuple):
+class BlockMemoryTrace(NamedTuple):
     """Memory of a chain's stages in bytes, without optimizer state. All times are 0.
 
     Attributes:
@@ -38,13 +38,13 @@ class Stages(NamedTuple):
         work: Operators of the complete forward and backward of the first micro-batch.
     """
 
-    first: Chain
-    later: Chain
+    first: BlockChain
+    later: BlockChain
     forwards: list[list[Seen]]
     work: list[Seen]
 
 
-def chains_through(few: Stages, many: Stages, rows: tuple[int, int]) -> list[ChainModel]:
+def chains_through(few: BlockMemoryTrace, many: BlockMemoryTrace, rows: tuple[int, int]) -> list[BlockChainModel]:
     """Return the chain models of a first and of a later micro-batch, fitted through two micro-batch sizes.
 
     Args:
@@ -52,21 +52,21 @@ def chains_through(few: Stages, many: Stages, rows: tuple[int, int]) -> list[Cha
         many: Trace with the larger micro-batch.
         rows: The two micro-batch sizes in samples, smaller first.
     """
-    return [ChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
+    return [BlockChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
 
 
 def trace_stages(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    blocks: LinkedBlocks,
+    blocks: BlockGraph,
     *,
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
     drops: bool = True,
     twice: bool = True,
-) -> Stages:
+) -> BlockMemoryTrace:
     """Return the memory and operators of each block, and of the part after the last block.
 
     Args:
@@ -84,7 +84,7 @@ def trace_stages(
     Raises:
         ModelError: The step cannot be traced, for example because it reads a tensor's value. Includes torch's reason.
     """
-    fakes, storages = Fakes(), Storages()
+    fakes, storages = FakeTensors(), StorageTracker()
     try:
         model, batch = fakes.copy((model, batch))
         prepare(model)
@@ -106,21 +106,23 @@ def trace_stages(
         if counts_scratch:
             for each in (dropping, *passes):
                 each.count_scratch()
-    except TooLarge:
+    except WorkspaceTooLarge:
         raise
     except Exception as error:  # an arbitrary model may use operators without a fake implementation
         raise cannot_trace(error) from error
     held = sum(storages.sizes[number] for number in known)
     first = _chain(dropping, passes[0], blocks, held)
     held += sum(stage.gradient_bytes for stage in first.stages)
-    return Stages(first, _chain(dropping, passes[-1], blocks, held), passes[0].work_of_forwards(), passes[0].work)
+    return BlockMemoryTrace(
+        first, _chain(dropping, passes[-1], blocks, held), passes[0].work_of_forwards(), passes[0].work
+    )
 
 
 def require_runs(
     model: nn.Module, loss_fn: LossFn, batch: Any, *, autocast: Autocast = contextlib.nullcontext, prepare: Prepare
 ) -> None:
     """Raise `ModelError` if a forward and backward, prepared by `prepare`, do not run on fake tensors."""
-    fakes = Fakes()
+    fakes = FakeTensors()
     try:
         model, batch = fakes.copy((model, batch))
         prepare(model)
@@ -132,11 +134,11 @@ def require_runs(
         raise cannot_trace(error) from error
 
 
-def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: int) -> Chain:
+def _chain(dropping: _Pass, keeping: _Pass, blocks: BlockGraph, held_bytes: int) -> BlockChain:
     dropped = list(dropping.forwards())
     links = [*blocks.links, False, False]  # neither the last block nor the part after it is linked to a following block
     stages = (
-        Stage(
+        BlockCost(
             forward_s=0.0,
             output_bytes=span.output_bytes,
             saved_bytes=span.left - span.passing,
@@ -152,7 +154,7 @@ def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: in
         )
         for span, after, drop, is_linked in zip(keeping.forwards(), keeping.backwards(), dropped, links, strict=True)
     )
-    return Chain(tuple(stages), held_bytes + keeping.before)
+    return BlockChain(tuple(stages), held_bytes + keeping.before)
 
 
 @dataclass
@@ -198,9 +200,9 @@ class _Span:
 class _Pass:
     """A forward with its backward."""
 
-    def __init__(self, storages: Storages) -> None:
+    def __init__(self, storages: StorageTracker) -> None:
         self._storages, self._seen, self._marks = storages, storages.begin(), list[_Mark]()
-        self._taken: dict[Call, Taken] = {}
+        self._taken: dict[OperatorCall, CallMemory] = {}
 
     def forward(self, model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Tensor:
         """Run the forward and return the mean loss."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trimtab.measure.dataloader_state import borrowed, has_lasting_workers, is_stateful
-from trimtab.measure.object_snapshots import HeldContainer, HeldTensor, is_container
+from trimtab.measure.object_snapshots import ContainerSnapshot, TensorSnapshot, is_container
 
 # Limits: objects in total, items of a container, distance from the root.
 _MOST_OBJECTS, _MOST_ITEMS, _DEPTH = 20_000, 1_000, 12
@@ -93,14 +93,14 @@ class DataState:
         if self._bytes > _MOST_BYTES:
             return
         if isinstance(value, Tensor):
-            self._undo.append(HeldTensor(value).restore)
+            self._undo.append(TensorSnapshot(value).restore)
         elif value.flags.writeable:
             copied = value.copy()
             self._undo.append(lambda: numpy.copyto(value, copied))
 
     def _container(self, value: Any, path: str, depth: int) -> None:
         if is_container(value):
-            self._undo.append(functools.partial(_refill, HeldContainer(value), value, _parts(value)))
+            self._undo.append(functools.partial(_refill, ContainerSnapshot(value), value, _parts(value)))
         if len(value) <= _MOST_ITEMS:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 self._push(item, f"{path}[{key!r:.40}]", depth)
@@ -222,7 +222,7 @@ def _parts(container: Any) -> list[Any]:
     return [part for pair in container.items() for part in pair] if isinstance(container, dict) else list(container)
 
 
-def _refill(held: HeldContainer, container: Any, before: list[Any]) -> None:
+def _refill(held: ContainerSnapshot, container: Any, before: list[Any]) -> None:
     """Restore a container only after a change: clearing an unchanged container could disturb the owner's threads."""
     now = _parts(container)
     if len(now) != len(before) or not all(map(operator.is_, now, before)):

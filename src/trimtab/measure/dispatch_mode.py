@@ -54,7 +54,7 @@ def come_back() -> None:
             _stance = None
 
 
-class Watching(TorchDispatchMode):
+class EagerDispatchMode(TorchDispatchMode):
     """Dispatch mode that switches compiled code to eager mode while active."""
 
     def __init__(self) -> None:

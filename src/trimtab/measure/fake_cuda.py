@@ -38,7 +38,7 @@ def _everywhere(names: str) -> frozenset[Any]:
 _IN_FP32, _TO_FP32 = _everywhere(_COMPUTED), _everywhere(_RETURNED)
 
 
-class AsCuda(TorchFunctionMode):
+class FakeCudaMode(TorchFunctionMode):
     """Torch function mode for fake CPU tensors, under which calls take the same memory and time as on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

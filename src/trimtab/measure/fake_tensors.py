@@ -14,7 +14,7 @@ from trimtab.measure.dispatch_mode import come_back, stand_back
 T = TypeVar("T")
 
 
-class Fakes:
+class FakeTensors:
     """Context for fake tensors: operators return the correct shape, dtype and aliasing without computing values.
 
     Inside the context, new models and optimizers take no memory.
@@ -41,7 +41,7 @@ class Fakes:
         with self._copies(self.mode):
             return copy.deepcopy(values)
 
-    def __enter__(self) -> Fakes:
+    def __enter__(self) -> FakeTensors:
         self.mode.__enter__()
         stand_back()
         self._level = self._log.level

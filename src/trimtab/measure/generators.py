@@ -52,16 +52,16 @@ def same_state(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-class HeldGenerator:
+class GeneratorSnapshot:
     """Snapshot of a random generator's state."""
 
     def __init__(self, generator: Any, state: Any = None) -> None:
         self.owner, self.key = generator, id(generator)
         self.state = state_of(generator) if state is None else state
 
-    def again(self) -> HeldGenerator:
+    def again(self) -> GeneratorSnapshot:
         """Return a new snapshot of the generator."""
-        return HeldGenerator(self.owner)
+        return GeneratorSnapshot(self.owner)
 
     def has_changed(self) -> bool:
         """Return True if numbers were drawn."""
@@ -72,7 +72,7 @@ class HeldGenerator:
         set_state_of(self.owner, self.state)
 
 
-class _Peeked(HeldGenerator):
+class _Peeked(GeneratorSnapshot):
     """Snapshot compared through the raw words in 1 us; reading the state through its API takes 10 to 100 us."""
 
     def __init__(self, of: GlobalGenerator, raw: Any, state: Any) -> None:

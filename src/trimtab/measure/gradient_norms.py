@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trimtab.measure.overhead_timer import Spent
+from trimtab.measure.overhead_timer import OverheadTimer
 
 # Maximum bytes of gradients whose accumulation or release is delayed.
 CHUNK_BYTES = 32 * 2**20
@@ -39,13 +39,13 @@ class GradientNorms:
         self._total: Tensor | None = None
         self._seen: set[int] = set()
         self._in_parts = False
-        self.spent = Spent()
+        self.spent = OverheadTimer()
 
     def on(self) -> None:
         """Install the hooks for the backwards of a window."""
         start = time.perf_counter()
         self.forget()
-        self.spent = Spent()
+        self.spent = OverheadTimer()
         self._most_bytes = CHUNK_BYTES
         if not self._remove:
             leaves = [p for p in self._parameters if p.requires_grad]

@@ -172,7 +172,7 @@ def exchanged(value: Any, old: Any, new: Any) -> Any:
     return getattr(new, value.__name__) if isinstance(value, _BOUND) and value.__self__ is old else value
 
 
-class HeldIterator:
+class IteratorSnapshot:
     """Snapshot of the position of an iterator or queue, restored by binding a copy to all its variables.
 
     Attributes:

@@ -17,16 +17,16 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from trimtab.measure.generators import NUMPYS, PYTHONS, HeldGenerator, is_generator, same_state
-from trimtab.measure.iterators import HeldIterator, has_position, inside
-from trimtab.measure.object_paths import ChangeKind, Place, Reached
+from trimtab.measure.generators import NUMPYS, PYTHONS, GeneratorSnapshot, is_generator, same_state
+from trimtab.measure.iterators import IteratorSnapshot, has_position, inside
+from trimtab.measure.object_paths import ChangeKind, ObjectPath, ReachableObject
 from trimtab.measure.object_snapshots import (
     MISSING,
-    HeldArray,
-    HeldBinding,
-    HeldContainer,
-    HeldGradient,
-    HeldTensor,
+    ArraySnapshot,
+    ContainerSnapshot,
+    GradientSnapshot,
+    TensorSnapshot,
+    VariableSnapshot,
     device_copy,
     host_copy,
     reachable,
@@ -34,18 +34,18 @@ from trimtab.measure.object_snapshots import (
 )
 from trimtab.measure.peak_memory import most_bytes
 from trimtab.measure.process_state import ProcessState
-from trimtab.measure.raw_memory import HeldMemory, is_raw_memory
-from trimtab.measure.reachable_objects import Walk
+from trimtab.measure.raw_memory import MemorySnapshot, is_raw_memory
+from trimtab.measure.reachable_objects import ObjectWalk
 
-__all__ = ["Change", "ChangeKind", "LoopState", "unchanged_by"]
+__all__ = ["ChangeKind", "LoopState", "StateChange", "unchanged_by"]
 
-# Paths of torch's global generators in `Change`.
+# Paths of torch's global generators in `StateChange`.
 TORCH_GENERATORS = ("torch's generator", "torch's CUDA generator")
 _ROOM = 3  # copies stay on a GPU only if this multiple of their size is free above the peak; trials need memory too
 _MOST_BESIDE = 2**30  # limit for copies of tensors outside the model; beyond it only checksums are stored
 
-Other = HeldBinding | HeldArray | HeldGenerator | HeldIterator | HeldMemory
-Held = HeldTensor | HeldGradient | HeldContainer | Other
+Other = VariableSnapshot | ArraySnapshot | GeneratorSnapshot | IteratorSnapshot | MemorySnapshot
+Held = TensorSnapshot | GradientSnapshot | ContainerSnapshot | Other
 
 _TEXTS = {
     ChangeKind.FROZEN_PARAMETER: "parameter without gradient",
@@ -58,7 +58,7 @@ _TEXTS = {
 
 
 @dataclass(frozen=True)
-class Change:
+class StateChange:
     """An object that differs from its snapshot.
 
     Attributes:
@@ -115,11 +115,11 @@ class LoopState:
         self._process = ProcessState.capture(wakes_cuda=False)
         self._copied = host_copy if peak_bytes is None or not _has_room(model, optimizer, peak_bytes) else device_copy
         self._most_bytes, self._beside = most_bytes_copied, 0
-        self._tensors: list[tuple[HeldTensor, Place]] = []
-        self._gradients: list[tuple[HeldGradient, Place]] = []
-        self._containers: list[tuple[HeldContainer, Reached]] = []
-        self._others: list[tuple[Other, Place]] = []
-        self._logs: list[HeldContainer] = []
+        self._tensors: list[tuple[TensorSnapshot, ObjectPath]] = []
+        self._gradients: list[tuple[GradientSnapshot, ObjectPath]] = []
+        self._containers: list[tuple[ContainerSnapshot, ReachableObject]] = []
+        self._others: list[tuple[Other, ObjectPath]] = []
+        self._logs: list[ContainerSnapshot] = []
         self._of_forwards, self._held_elsewhere = of_forwards, held_elsewhere
         self._of_loss: set[int] = set()
         found, of_loss, added_to = _walked(model, optimizer, loss_fn, batch, modules, logs=logs)
@@ -130,8 +130,8 @@ class LoopState:
             if iterators or not _is_positioned(each):
                 self._of_loss.add(id(self._hold(each)))
         if not of_forwards:
-            self._logs += [HeldContainer(each.value) for each in added_to]
-        self._iterators = [(each, place) for each, place in self._others if isinstance(each, HeldIterator)]
+            self._logs += [ContainerSnapshot(each.value) for each in added_to]
+        self._iterators = [(each, place) for each, place in self._others if isinstance(each, IteratorSnapshot)]
         if self._iterators:
             self._name_iterators()
 
@@ -139,28 +139,28 @@ class LoopState:
         """Return True if an object was reached only through the loss."""
         return id(held) in self._of_loss
 
-    def _hold(self, reached: Reached) -> Held:
+    def _hold(self, reached: ReachableObject) -> Held:
         """Take a snapshot of an object and return it."""
         value, place = reached.value, reached.place
         if reached.get is not None and reached.put is not None:
-            held: Other = HeldBinding(reached.get, reached.put)
+            held: Other = VariableSnapshot(reached.get, reached.put)
         elif isinstance(value, Tensor):
-            tensor = HeldTensor(value, self._copier(value, reached))
+            tensor = TensorSnapshot(value, self._copier(value, reached))
             self._tensors.append((tensor, place))
             if value.is_leaf and not self._of_forwards:
                 copied = _by_version if self._is_large(value) else self._copied
-                self._gradients.append((HeldGradient(value, copied), place.then("", ChangeKind.GRADIENT)))
+                self._gradients.append((GradientSnapshot(value, copied), place.then("", ChangeKind.GRADIENT)))
             return tensor
         elif isinstance(value, numpy.ndarray):
-            held = HeldArray(value)
+            held = ArraySnapshot(value)
         elif not isinstance(value, dict) and is_generator(value):
-            held = HeldGenerator(value)
+            held = GeneratorSnapshot(value)
         elif has_position(value):
-            held = HeldIterator(value)
+            held = IteratorSnapshot(value)
         elif is_raw_memory(value):
-            held = HeldMemory(value)
+            held = MemorySnapshot(value)
         else:
-            container = HeldContainer(value)
+            container = ContainerSnapshot(value)
             self._containers.append((container, reached))
             return container
         self._others.append((held, place))
@@ -170,7 +170,7 @@ class LoopState:
         """Link each iterator with the variables and container items that refer to it."""
         known = {held.key: held for held, _ in self._iterators}
         for other, _ in self._others:
-            if isinstance(other, HeldBinding):
+            if isinstance(other, VariableSnapshot):
                 for index, each in enumerate(inside(other.value)):
                     if (held := known.get(id(each))) is not None:
                         held.held_by.append(other.exchange)
@@ -185,12 +185,12 @@ class LoopState:
                         held.held_by.append(functools.partial(container.exchange, key))
                         held.get = held.get or functools.partial(_inside_of, container.reader(key), index)
 
-    def not_restorable(self) -> list[Change]:
+    def not_restorable(self) -> list[StateChange]:
         """Return the changed iterators and queues that cannot be restored."""
-        found = (Change(place.path(), place.kind) for held, place in self._iterators if _is_lost(held))
+        found = (StateChange(place.path(), place.kind) for held, place in self._iterators if _is_lost(held))
         return list(dict.fromkeys(found))
 
-    def _copier(self, tensor: Tensor, reached: Reached) -> Callable[[Tensor], Tensor | None] | None:
+    def _copier(self, tensor: Tensor, reached: ReachableObject) -> Callable[[Tensor], Tensor | None] | None:
         if id(tensor) in self._held_elsewhere:
             return _by_version
         if self._of_forwards and self._is_large(tensor):
@@ -215,29 +215,29 @@ class LoopState:
         for other, place in self._others:
             yield other, place.path()
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StateChange]:
         """Return the current differences from the snapshot, compared by value, in the order of discovery."""
         return list(dict.fromkeys(change for change, _ in self.changed()))
 
-    def changed(self) -> Iterator[tuple[Change, Held | None]]:
+    def changed(self) -> Iterator[tuple[StateChange, Held | None]]:
         """Yield each change with the snapshot that undoes it, or None for torch's global generators."""
         for tensor, place in self._tensors:
             if tensor.has_changed():
-                yield Change(place.path(), place.kind), tensor
+                yield StateChange(place.path(), place.kind), tensor
         for container, reached in self._containers:
             for key in container.changes():
                 more = "" if key is MISSING else f".{key}" if reached.is_named else f"[{key!r:.40}]"
-                yield Change(reached.place.path(more), reached.place.kind), container
+                yield StateChange(reached.place.path(more), reached.place.kind), container
         for gradient, place in self._gradients:
             if gradient.has_changed():
-                yield Change(place.path(), place.kind), gradient
+                yield StateChange(place.path(), place.kind), gradient
         for other, place in self._others:
             if other.has_changed():
-                yield Change(place.path(), place.kind), other
+                yield StateChange(place.path(), place.kind), other
         for name, generator in self._drawn():
-            yield Change(name, ChangeKind.GENERATOR), generator
+            yield StateChange(name, ChangeKind.GENERATOR), generator
 
-    def _drawn(self) -> Iterator[tuple[str, HeldGenerator | None]]:
+    def _drawn(self) -> Iterator[tuple[str, GeneratorSnapshot | None]]:
         """Yield the global random generators whose state has changed."""
         before, now = self._process, ProcessState.capture(wakes_cuda=False)
         if not same_state(before.cpu_rng, now.cpu_rng):
@@ -245,18 +245,18 @@ class LoopState:
         if len(before.cuda_rng) == len(now.cuda_rng) and not all(map(same_state, before.cuda_rng, now.cuda_rng)):
             yield TORCH_GENERATORS[1], None
         if not same_state(before.python_rng, now.python_rng):
-            yield "Python's random", HeldGenerator(PYTHONS, before.python_rng)
+            yield "Python's random", GeneratorSnapshot(PYTHONS, before.python_rng)
         if not same_state(before.numpy_rng, now.numpy_rng):
-            yield "numpy.random", HeldGenerator(NUMPYS, before.numpy_rng)
+            yield "numpy.random", GeneratorSnapshot(NUMPYS, before.numpy_rng)
 
     def holder_of(self, held: Held) -> tuple[Any, Callable[[], Any]] | None:
         """Return (key, getter) of a variable that refers to an object, or None if there is none.
 
         The getter returns the variable's current value.
         """
-        value = getattr(held, {HeldContainer: "container", HeldTensor: "tensor"}.get(type(held), "owner"), None)
+        value = getattr(held, {ContainerSnapshot: "container", TensorSnapshot: "tensor"}.get(type(held), "owner"), None)
         for other, _ in self._others:
-            if isinstance(other, HeldBinding) and other.value is value:
+            if isinstance(other, VariableSnapshot) and other.value is value:
                 return other.key, other.get
         for container, _ in self._containers:
             if isinstance(container.container, dict):
@@ -280,12 +280,14 @@ class LoopState:
         for gradient, _ in self._gradients:
             gradient.restore()
         for other, _ in self._others:
-            if not isinstance(other, HeldIterator):
+            if not isinstance(other, IteratorSnapshot):
                 other.restore()
         self._process.restore()
 
-    def _warn_of(self, place: Place) -> None:
-        text = f"{Change(place.path(), place.kind)} was changed and cannot be restored: it is too large to be copied."
+    def _warn_of(self, place: ObjectPath) -> None:
+        text = (
+            f"{StateChange(place.path(), place.kind)} was changed and cannot be restored: it is too large to be copied."
+        )
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def __enter__(self) -> LoopState:
@@ -303,9 +305,9 @@ def _walked(
     modules: Sequence[Any] | Mapping[str, Any],
     *,
     logs: bool,
-) -> tuple[list[Reached], list[Reached], list[Reached]]:
+) -> tuple[list[ReachableObject], list[ReachableObject], list[ReachableObject]]:
     """Return objects reached from the loop, objects reached only through the loss, and append-only containers."""
-    walk = Walk(skips_logs=not logs)
+    walk = ObjectWalk(skips_logs=not logs)
     walk.enter(model, "", ChangeKind.ATTRIBUTE)
     named = modules if isinstance(modules, Mapping) else {_name_of(each, i): each for i, each in enumerate(modules)}
     for name, module in named.items():
@@ -319,11 +321,11 @@ def _walked(
     return walk.found[:number], walk.found[number:], walk.logs()
 
 
-def _is_positioned(reached: Reached) -> bool:
+def _is_positioned(reached: ReachableObject) -> bool:
     return reached.get is None and has_position(reached.value)
 
 
-def _is_lost(held: HeldIterator) -> bool:
+def _is_lost(held: IteratorSnapshot) -> bool:
     return not held.is_restorable and held.has_changed()
 
 

@@ -15,13 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.operator_costs import Seen, StepWork, operations
 from trimtab.core.step_memory import StepMemory
 from trimtab.core.trace_alignment import aligned_peaks
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, Marks, TracedStep, cannot_trace, make_state
-from trimtab.measure.storage_tracker import Storages
+from trimtab.measure.storage_tracker import StorageTracker
 
 Prepare = Callable[[nn.Module], object]
 _CUDA_GRANULE = 512  # granularity of torch's caching allocator, in bytes
@@ -133,11 +133,11 @@ def _sizes(few: TracedStep, many: TracedStep, rows: tuple[int, int], *, counts_s
         for pairs in (zip(*phases, strict=True), zip(*again, strict=True))
     )
     whole, sliced = (
-        PeakModel.through([v for part, _ in chosen for v in part], [v for _, part in chosen for v in part], rows)
+        PeakMemoryModel.through([v for part, _ in chosen for v in part], [v for _, part in chosen for v in part], rows)
         for chosen in (parts, parts + more)
     )
     work = StepWork(operations(few.first_work, many.first_work, rows), operations(few.step_work, many.step_work, rows))
-    return SizeTrace(whole, sliced, work, PeakModel.through(*parts[-1], rows))
+    return SizeTrace(whole, sliced, work, PeakMemoryModel.through(*parts[-1], rows))
 
 
 class SizeTrace(NamedTuple):
@@ -151,10 +151,10 @@ class SizeTrace(NamedTuple):
         step: Peak of the optimizer step alone.
     """
 
-    whole: PeakModel
-    sliced: PeakModel
+    whole: PeakMemoryModel
+    sliced: PeakMemoryModel
     work: StepWork
-    step: PeakModel
+    step: PeakMemoryModel
 
 
 def _traced(
@@ -170,9 +170,9 @@ def _traced(
     prepare: Prepare,
 ) -> tuple[list[TracedStep], Marks]:
     """Trace a step for each batch and autocast. All use the same copies, whose optimizer state is created once."""
-    fakes, steps = Fakes(), list[TracedStep]()
+    fakes, steps = FakeTensors(), list[TracedStep]()
     device = next(model.parameters()).device.type
-    storages = Storages(granule or (_CUDA_GRANULE if device == "cuda" else 1))
+    storages = StorageTracker(granule or (_CUDA_GRANULE if device == "cuda" else 1))
     try:
         model, optimizer = fakes.copy((model, optimizer))
         prepare(model)
@@ -195,7 +195,7 @@ def trace_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     Raises:
         ModelError: The optimizer step cannot be traced.
     """
-    fakes, storages = Fakes(), Storages()
+    fakes, storages = FakeTensors(), StorageTracker()
     try:
         _, optimizer = fakes.copy((model, optimizer))
         with fakes, storages:
@@ -207,7 +207,7 @@ def trace_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 @contextlib.contextmanager
-def _block_marks(model: nn.Module, blocks: Iterable[str], storages: Storages) -> Iterator[Marks]:
+def _block_marks(model: nn.Module, blocks: Iterable[str], storages: StorageTracker) -> Iterator[Marks]:
     """Record the storages born in each block's forward."""
     marks: Marks = {}
     entered: list[int] = []

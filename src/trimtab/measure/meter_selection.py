@@ -20,7 +20,7 @@ from trimtab.measure.rapl import ROOT, rapl
 
 
 @dataclass(frozen=True)
-class Reads:
+class ReadCounters:
     """Counters read by this process: its machine's CPU, and its own device.
 
     With several ranks on a machine, whole-machine meters are read by the rank that reads the CPU.
@@ -73,21 +73,21 @@ class Metering:
 
 
 @dataclass(frozen=True)
-class Found:
+class SelectedMeter:
     """A meter with its facts for reports."""
 
     meter: Meter
     facts: MeterFacts
 
 
-def reads_alone(device: torch.device) -> Reads:
+def reads_alone(device: torch.device) -> ReadCounters:
     """Return the counters read by a process that trains alone on a device."""
-    return Reads(device=device.type == "cuda")
+    return ReadCounters(device=device.type == "cuda")
 
 
 def find_meter(
-    device: torch.device, metering: Metering | None = None, *, reads: Reads | None = None, library: Any = None
-) -> Found:
+    device: torch.device, metering: Metering | None = None, *, reads: ReadCounters | None = None, library: Any = None
+) -> SelectedMeter:
     """Return the meter for training on a device.
 
     A GPU needs its own counter, to which the CPU's is added if available. A CPU needs its counter.
@@ -112,13 +112,13 @@ def find_meter(
     return _of_device(device, reads, rapl(metering.root) if reads.processor else None, library)
 
 
-def elsewhere_meter(device: str) -> Found:
+def elsewhere_meter(device: str) -> SelectedMeter:
     """Return the absent meter of a target device that is not in this machine."""
     return _as_found(NoMeter(f"{device} is not here, and no data sheet tells what a step takes"))
 
 
 def measurable(
-    objective: Objective, budget: Budget, found: Found, without: str = "refuse"
+    objective: Objective, budget: Budget, found: SelectedMeter, without: str = "refuse"
 ) -> tuple[Objective, MeterFacts]:
     """Return the objective that the meter can score, and the meter's facts.
 
@@ -142,7 +142,7 @@ def measurable(
 _BY_OTHERS = "another rank reads it"
 
 
-def _of_device(device: torch.device, reads: Reads, processor: Any, library: Any) -> Found:
+def _of_device(device: torch.device, reads: ReadCounters, processor: Any, library: Any) -> SelectedMeter:
     if not reads.device:
         return _as_found(processor)
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -161,11 +161,11 @@ def uuid_of(index: int) -> str:
     return "" if found is None else str(found)
 
 
-def _as_found(meter: Meter, limits: tuple[PowerLimit, ...] | None = None) -> Found:
+def _as_found(meter: Meter, limits: tuple[PowerLimit, ...] | None = None) -> SelectedMeter:
     reason = meter.reason if isinstance(meter, NoMeter) else ""
     limits = _limits(meter) if limits is None else limits
     uncounted = tuple(getattr(meter, "uncounted", ()))
-    return Found(meter, MeterFacts(meter.provenance, tuple(meter.sources), None, reason, uncounted, limits))
+    return SelectedMeter(meter, MeterFacts(meter.provenance, tuple(meter.sources), None, reason, uncounted, limits))
 
 
 def _limits(meter: Any) -> tuple[PowerLimit, ...]:
@@ -180,7 +180,7 @@ def _checked(meter: Meter) -> Meter:
     return meter
 
 
-def with_idle(found: Found, sleep: Callable[[float], None] = time.sleep) -> Found:
+def with_idle(found: SelectedMeter, sleep: Callable[[float], None] = time.sleep) -> SelectedMeter:
     """Return the meter with the idle power in watts, measured while this process sleeps for `WINDOW_S`.
 
     Returned unchanged unless the meter is a measured one.

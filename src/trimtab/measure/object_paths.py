@@ -23,7 +23,7 @@ class ChangeKind(StrEnum):
     BATCH = "batch"
 
 
-class Place:
+class ObjectPath:
     """Location of an object: a label appended to its parent's path, and the object's kind.
 
     Args:
@@ -37,7 +37,7 @@ class Place:
     __slots__ = ("depth", "function", "kind", "label", "parent")
 
     def __init__(
-        self, label: str, kind: ChangeKind, parent: Place | None = None, function: str = "", depth: int = 0
+        self, label: str, kind: ChangeKind, parent: ObjectPath | None = None, function: str = "", depth: int = 0
     ) -> None:
         self.label, self.kind, self.parent, self.function, self.depth = label, kind, parent, function, depth
 
@@ -53,12 +53,12 @@ class Place:
         path = "".join(reversed(labels)).removeprefix(".") or "model"
         return f"{path} in {function}" if function else path
 
-    def then(self, label: str, kind: ChangeKind | None = None, *, deeper: bool = False) -> Place:
+    def then(self, label: str, kind: ChangeKind | None = None, *, deeper: bool = False) -> ObjectPath:
         """Return the location of an object that this one refers to."""
-        return Place(label, kind or self.kind, self, "", self.depth + deeper)
+        return ObjectPath(label, kind or self.kind, self, "", self.depth + deeper)
 
 
-class Reached(NamedTuple):
+class ReachableObject(NamedTuple):
     """A found object: a tensor, container, array or generator, or a variable.
 
     Attributes:
@@ -72,7 +72,7 @@ class Reached(NamedTuple):
     """
 
     value: Any
-    place: Place
+    place: ObjectPath
     is_beside: bool
     is_named: bool = False
     is_log: bool = False

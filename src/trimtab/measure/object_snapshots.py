@@ -54,7 +54,7 @@ def device_copy(tensor: Tensor) -> Tensor:
     return tensor.data.clone()
 
 
-class HeldTensor:
+class TensorSnapshot:
     """Snapshot of a tensor: storage, strides, values and `requires_grad`.
 
     Args:
@@ -102,7 +102,7 @@ class HeldTensor:
             self.tensor.requires_grad_(self._wants_grad)
 
 
-class HeldGradient:
+class GradientSnapshot:
     """Snapshot of a tensor's gradient; also of a missing gradient.
 
     Args:
@@ -133,7 +133,7 @@ class HeldGradient:
 _NO_KEYS: dict[Any, Any] = {}
 
 
-class HeldContainer:
+class ContainerSnapshot:
     """Snapshot of a container's items, restored in order into the same object.
 
     Methods of the built-in base class are called directly, to restore subclasses that refuse changes.
@@ -151,9 +151,9 @@ class HeldContainer:
         """Identity of the container."""
         return id(self.container)
 
-    def again(self) -> HeldContainer:
+    def again(self) -> ContainerSnapshot:
         """Return a new snapshot of the container."""
-        return HeldContainer(self.container)
+        return ContainerSnapshot(self.container)
 
     def _items(self) -> Any:
         if not self.container:  # the common case: empty dicts of hooks
@@ -222,7 +222,7 @@ def _is(left: Any, right: Any) -> bool:
     return left is right
 
 
-class HeldBinding:
+class VariableSnapshot:
     """Snapshot of a variable: a closure cell, a global, a class attribute or a slot.
 
     Args:
@@ -236,9 +236,9 @@ class HeldBinding:
         self.key = (id(getattr(get.func, "__self__", None)), *ids)  # identity of the variable
         self.value = get()
 
-    def again(self) -> HeldBinding:
+    def again(self) -> VariableSnapshot:
         """Return a new snapshot of the variable."""
-        return HeldBinding(self.get, self._put)
+        return VariableSnapshot(self.get, self._put)
 
     def has_changed(self) -> bool:
         """Return True if the value differs."""
@@ -254,7 +254,7 @@ class HeldBinding:
             self._put(self.value)
 
 
-class HeldArray:
+class ArraySnapshot:
     """Snapshot of a NumPy array's values."""
 
     def __init__(self, array: numpy.ndarray[Any, Any]) -> None:
@@ -265,9 +265,9 @@ class HeldArray:
         """Size of the values in bytes."""
         return self._copy.nbytes
 
-    def again(self) -> HeldArray:
+    def again(self) -> ArraySnapshot:
         """Return a new snapshot of the array."""
-        return HeldArray(self.owner)
+        return ArraySnapshot(self.owner)
 
     def has_changed(self) -> bool:
         """Return True if shape, dtype or values differ."""

@@ -33,7 +33,7 @@ _TRAINED = 5  # of a recurrent layer's tensors: the input and four weights
 MOST_BYTES = 2**31
 
 
-class TooLarge(ModelError):
+class WorkspaceTooLarge(ModelError):
     """The tensors of a call exceed the limit for measuring its workspace. A smaller micro-batch may suffice."""
 
 
@@ -50,7 +50,7 @@ class _Like:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """An operator with its arguments, in which tensors are replaced by their layout. Comparable and hashable.
 
     Args:
@@ -70,14 +70,14 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Taken:
+class CallMemory:
     """Memory of a call: workspace in bytes, and sizes of its results if fake tensors do not show them."""
 
     scratch_bytes: int
     result_bytes: tuple[int, ...] = ()
 
 
-def call_of(operator: Any, args: Any, kwargs: Any) -> Call | None:
+def call_of(operator: Any, args: Any, kwargs: Any) -> OperatorCall | None:
     """Return the call to measure, or None for an operator without known workspace."""
     name = name_of(operator)
     if name not in _OPERATORS and name not in _OPERATORS_OF_HALF:
@@ -85,7 +85,7 @@ def call_of(operator: Any, args: Any, kwargs: Any) -> Call | None:
     leaves, structure = tree_flatten((args, kwargs or {}))
     if name in _OPERATORS_OF_HALF and not any(isinstance(leaf, Tensor) and leaf.itemsize == 2 for leaf in leaves):
         return None
-    return Call(operator, tuple(map(_like, leaves)), structure)
+    return OperatorCall(operator, tuple(map(_like, leaves)), structure)
 
 
 def name_of(operator: Any) -> str:
@@ -100,7 +100,7 @@ def _like(value: Any) -> Any:
     return _Like(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
-def measured(calls: Iterable[Call]) -> dict[Call, Taken]:
+def measured(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemory]:
     """Return the memory of each call. Only the tensors of a single call are allocated at a time.
 
     Raises:
@@ -110,7 +110,9 @@ def measured(calls: Iterable[Call]) -> dict[Call, Taken]:
     for call in each:
         if (size := _size(call)) > MOST_BYTES:
             given = f"{name_of(call.operator)} of {format_bytes(size)}"
-            raise TooLarge("model", got=given, expected=f"{format_bytes(MOST_BYTES)} at the most, to be tried out")
+            raise WorkspaceTooLarge(
+                "model", got=given, expected=f"{format_bytes(MOST_BYTES)} at the most, to be tried out"
+            )
     modes = _modes()
     return {call: _taken(call, modes) for call in each}
 
@@ -123,12 +125,12 @@ def _modes() -> tuple[object, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _taken(call: Call, modes: tuple[object, ...]) -> Taken:
+def _taken(call: OperatorCall, modes: tuple[object, ...]) -> CallMemory:
     """Return the memory of a call. Cached, because the traces of a search share most calls."""
     return _measured_backward(call) if call.is_backward else _measured(call)
 
 
-def _size(call: Call) -> int:
+def _size(call: OperatorCall) -> int:
     """Return the bytes of a call's arguments and results; without the results if the operator has no meta kernel."""
     given = [leaf.make("meta") if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(given, call.structure)
@@ -140,24 +142,24 @@ def _size(call: Call) -> int:
 
 
 @torch.enable_grad()  # a recurrent layer prepares its backward if gradients are enabled, even if no input requires one
-def _measured(call: Call) -> Taken:
+def _measured(call: OperatorCall) -> CallMemory:
     leaves = [leaf.make() if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.structure)
     result = call.operator(*args, **kwargs)  # one-time preparations happen here
     sizes = tuple(storage_bytes([each]) for each in tree_iter(result) if isinstance(each, Tensor))
     del result
-    return Taken(_beyond_results(lambda: call.operator(*args, **kwargs)), sizes)
+    return CallMemory(_beyond_results(lambda: call.operator(*args, **kwargs)), sizes)
 
 
 @torch.enable_grad()
-def _measured_backward(call: Call) -> Taken:
+def _measured_backward(call: OperatorCall) -> CallMemory:
     leaves = [leaf.make() if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
     floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     trained = [leaf.requires_grad_() for leaf in floats[:_TRAINED]]
     args, kwargs = tree_unflatten(leaves, call.structure)
     output = call.operator(*args, **kwargs)[0]
     slope = torch.zeros_like(output)
-    return Taken(_beyond_results(lambda: torch.autograd.grad(output, trained, slope, retain_graph=True)))
+    return CallMemory(_beyond_results(lambda: torch.autograd.grad(output, trained, slope, retain_graph=True)))
 
 
 def _beyond_results(function: Callable[[], Any]) -> int:

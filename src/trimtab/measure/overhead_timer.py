@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 
-class Spent:
+class OverheadTimer:
     """Overhead timer, read when the device has finished.
 
     Attributes:

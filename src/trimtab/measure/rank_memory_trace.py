@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import DependencyError
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.trace_alignment import aligned_peaks
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, Phase, TracedStep, cannot_trace, make_state
-from trimtab.measure.storage_tracker import Storages
+from trimtab.measure.storage_tracker import StorageTracker
 
 
-class Share(Protocol):
+class ShardingMethod(Protocol):
     """A sharding method: distributes a model over ranks and announces micro-batches."""
 
     def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -36,11 +36,11 @@ def trace_replica(
     batches: tuple[Any, Any],
     rows: tuple[int, int],
     *,
-    share: Share,
+    share: ShardingMethod,
     num_micro_batches: int = 1,
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
-) -> PeakModel:
+) -> PeakMemoryModel:
     """Return the peak of a rank that holds the complete model (DDP, ZeRO-1).
 
     The gradient buckets are held all the time. With a single micro-batch, each gradient is copied into a bucket when
@@ -60,7 +60,7 @@ def trace_replica(
     Raises:
         ModelError: The step cannot be traced.
     """
-    steps = _traced(model, optimizer, loss_fn, batches, autocast, share, Storages())
+    steps = _traced(model, optimizer, loss_fn, batches, autocast, share, StorageTracker())
     phases = [step.by_phase(counts_scratch=counts_scratch) for step in steps]
     few, many = ([*step.again(found), found[-1]] for step, found in zip(steps, phases, strict=True))
     peak = _through(few, many, rows)
@@ -74,11 +74,11 @@ def trace_shard(
     batches: tuple[Any, Any],
     rows: tuple[int, int],
     *,
-    share: Share,
+    share: ShardingMethod,
     num_micro_batches: int = 1,
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
-) -> PeakModel:
+) -> PeakMemoryModel:
     """Return the peak of a rank that holds shards of the parameters (FSDP2).
 
     Other arguments are those of `trace_replica`.
@@ -93,12 +93,12 @@ def trace_shard(
     return _through(few, many, rows)
 
 
-def _through(few: list[Phase], many: list[Phase], rows: tuple[int, int]) -> PeakModel:
+def _through(few: list[Phase], many: list[Phase], rows: tuple[int, int]) -> PeakMemoryModel:
     parts = [
         aligned_peaks(ours, theirs, our_kinds, their_kinds)
         for (ours, our_kinds), (theirs, their_kinds) in zip(few, many, strict=True)
     ]
-    return PeakModel.through([v for part, _ in parts for v in part], [v for _, part in parts for v in part], rows)
+    return PeakMemoryModel.through([v for part, _ in parts for v in part], [v for _, part in parts for v in part], rows)
 
 
 def _traced(
@@ -107,8 +107,8 @@ def _traced(
     loss_fn: LossFn,
     batches: tuple[Any, Any],
     autocast: Autocast,
-    share: Share,
-    storages: Storages,
+    share: ShardingMethod,
+    storages: StorageTracker,
     num_micro_batches: int = 1,
     *,
     warms: bool = False,
@@ -118,7 +118,7 @@ def _traced(
     Args:
         warms: True to run a step first, which creates the memory that is kept from then on.
     """
-    fakes, steps = Fakes(), list[TracedStep]()
+    fakes, steps = FakeTensors(), list[TracedStep]()
     try:
         model, optimizer = fakes.copy((model, optimizer))
         left = [fakes.copy(batch) for batch in batches]
@@ -138,7 +138,7 @@ def _traced(
     return steps
 
 
-class ShardStorages(Storages):
+class ShardStorages(StorageTracker):
     """Storages of FSDP2 models, including unsharded parameters: FSDP2 frees their storage but keeps the tensors.
 
     Args:

@@ -22,7 +22,7 @@ _READABLE = "since 2020 Linux lets root alone read it: `chmod a+r`, by root, on 
 
 
 @dataclass(frozen=True)
-class Zone:
+class RaplZone:
     """A counter: name such as "package-0" or "package-0 dram", sysfs folder, and wrap-around range in joules."""
 
     name: str
@@ -38,7 +38,7 @@ class Zone:
         return _microjoules(self.name, self.folder / "energy_uj") / 1e6
 
 
-def zones(root: Path = ROOT) -> tuple[Zone, ...]:
+def zones(root: Path = ROOT) -> tuple[RaplZone, ...]:
     """Return the counters that add up to the machine's CPUs and memory without double counting.
 
     Raises:
@@ -61,11 +61,11 @@ def zones(root: Path = ROOT) -> tuple[Zone, ...]:
     return tuple(found)
 
 
-def _with_memory(name: str, folder: Path) -> Iterator[Zone]:
-    yield Zone(name, folder, _range_j(name, folder))
+def _with_memory(name: str, folder: Path) -> Iterator[RaplZone]:
+    yield RaplZone(name, folder, _range_j(name, folder))
     for part in sorted(folder.glob(f"{folder.name}:*")):
         if _name(part) == "dram":
-            yield Zone(f"{name} dram", part, _range_j(f"{name} dram", part))
+            yield RaplZone(f"{name} dram", part, _range_j(f"{name} dram", part))
 
 
 def _name(folder: Path) -> str:
@@ -135,7 +135,7 @@ class Rapl:
         return tuple(_limits(self._zones))
 
 
-def _limits(found: tuple[Zone, ...]) -> Iterator[PowerLimit]:
+def _limits(found: tuple[RaplZone, ...]) -> Iterator[PowerLimit]:
     for zone in found:
         watts, highest = (
             _watts_or_none(zone, name) for name in ("constraint_0_power_limit_uw", "constraint_0_max_power_uw")
@@ -144,7 +144,7 @@ def _limits(found: tuple[Zone, ...]) -> Iterator[PowerLimit]:
             yield PowerLimit(zone.name, watts, None, highest)
 
 
-def _watts_or_none(zone: Zone, name: str) -> float | None:
+def _watts_or_none(zone: RaplZone, name: str) -> float | None:
     """Return the watts in a zone's file; None if the file is unreadable or contains 0."""
     try:
         watts = _microjoules(zone.name, zone.folder / name) / 1e6

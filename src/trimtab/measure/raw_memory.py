@@ -29,7 +29,7 @@ def bytes_of(value: Any) -> int:
     return len(value) * value.itemsize if isinstance(value, array.array) else ctypes.sizeof(value)
 
 
-class HeldMemory:
+class MemorySnapshot:
     """Snapshot of the bytes of an `array.array` or ctypes object."""
 
     def __init__(self, owner: Any) -> None:
@@ -41,9 +41,9 @@ class HeldMemory:
         """Size of the values in bytes."""
         return len(self._bytes)
 
-    def again(self) -> HeldMemory:
+    def again(self) -> MemorySnapshot:
         """Return a new snapshot of the object."""
-        return HeldMemory(self.owner)
+        return MemorySnapshot(self.owner)
 
     def has_changed(self) -> bool:
         """Return True if the bytes differ."""

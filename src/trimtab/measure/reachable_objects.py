@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trimtab.measure.generators import is_generator
 from trimtab.measure.iterators import has_position, inside, is_positioned, parts_of
-from trimtab.measure.object_paths import ChangeKind, Place, Reached
+from trimtab.measure.object_paths import ChangeKind, ObjectPath, ReachableObject
 from trimtab.measure.object_snapshots import MISSING, is_container
 from trimtab.measure.raw_memory import MEMORY, bytes_of, is_raw_memory
 from trimtab.measure.variables import (
@@ -61,7 +61,7 @@ _Get = functools.partial[Any]
 _Put = Callable[[Any], None]
 
 
-class Walk:
+class ObjectWalk:
     """Graph walk that finds each object once, the model's own objects first.
 
     Args:
@@ -75,20 +75,20 @@ class Walk:
 
     def __init__(self, *, skips_logs: bool = False) -> None:
         self._skips_logs = skips_logs
-        self.found: list[Reached] = []
+        self.found: list[ReachableObject] = []
         self.modules: list[nn.Module] = []
-        self._logs: dict[int, Reached] = {}
+        self._logs: dict[int, ReachableObject] = {}
         self._of_packages = 0
         self._seen: set[int] = set()
         self._followed: set[Any] = set()  # ids of functions and cells, and keys of globals
         self._alive: list[Any] = []  # references that keep ids from being reused
-        self._pending: deque[tuple[Any, Place, bool]] = deque()
+        self._pending: deque[tuple[Any, ObjectPath, bool]] = deque()
         # Followed last, so that objects are found under attribute names first.
-        self._functions: deque[tuple[Any, Place]] = deque()
+        self._functions: deque[tuple[Any, ObjectPath]] = deque()
 
     def enter(self, root: Any, label: str, kind: ChangeKind, *, is_beside: bool = False) -> None:
         """Add all objects reachable from a root."""
-        self._pending.append((root, Place(label, kind), is_beside))
+        self._pending.append((root, ObjectPath(label, kind), is_beside))
         self._drain()
 
     def _drain(self) -> None:
@@ -102,12 +102,12 @@ class Walk:
     def enter_optimizer(self, optimizer: Any) -> None:
         """Add all objects reachable from an optimizer of any class."""
         self._seen.add(id(optimizer))
-        self._optimizer(optimizer, Place("optimizer", ChangeKind.OPTIMIZER), False)
+        self._optimizer(optimizer, ObjectPath("optimizer", ChangeKind.OPTIMIZER), False)
         self._drain()
 
     def enter_function(self, function: Any) -> None:
         """Add all objects reachable from a loss: a function, method, partial or callable object, from any package."""
-        place = Place("loss_fn", ChangeKind.CLOSURE)
+        place = ObjectPath("loss_fn", ChangeKind.CLOSURE)
         inner = function.__func__ if isinstance(function, types.MethodType) else function
         if isinstance(inner, types.FunctionType):
             self._function(inner, 0, always=True)
@@ -115,7 +115,7 @@ class Walk:
             self._object(function, place, True)
         self.enter(function, "loss_fn", ChangeKind.CLOSURE, is_beside=True)
 
-    def logs(self) -> list[Reached]:
+    def logs(self) -> list[ReachableObject]:
         """Return the containers to which functions only append and that cannot affect a step.
 
         A container that the walk also found elsewhere, such as in a module's attribute, may be read there, and is
@@ -123,7 +123,7 @@ class Walk:
         """
         return [each for each in self._logs.values() if id(each.value) not in self._seen]
 
-    def _visit(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _visit(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -133,54 +133,54 @@ class Walk:
             with contextlib.suppress(Exception):  # an attribute access may run user code that raises
                 handler(self, value, place, is_beside)
 
-    def _push(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _push(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         if type(value) not in _IGNORED:
             self._pending.append((value, place, is_beside))
 
     # Handlers for the types of values.
 
-    def _tensor(self, tensor: Tensor, place: Place, is_beside: bool) -> None:
-        self.found.append(Reached(tensor, place, is_beside))
+    def _tensor(self, tensor: Tensor, place: ObjectPath, is_beside: bool) -> None:
+        self.found.append(ReachableObject(tensor, place, is_beside))
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if hooks := getattr(tensor, name, None):
                 self._push(hooks, place.then(f".{name}", ChangeKind.ATTRIBUTE), is_beside)
         if isinstance(tensor, nn.Parameter):
             self._names(vars(tensor), place.then("", ChangeKind.ATTRIBUTE), is_beside)
 
-    def _names(self, held: dict[str, Any], place: Place, is_beside: bool, *, deeper: bool = False) -> None:
+    def _names(self, held: dict[str, Any], place: ObjectPath, is_beside: bool, *, deeper: bool = False) -> None:
         """Add the attributes of an object."""
         self._seen.add(id(held))
-        self.found.append(Reached(held, place, is_beside, is_named=True))
+        self.found.append(ReachableObject(held, place, is_beside, is_named=True))
         for name, each in held.items():
             if type(each) not in _IGNORED:
                 self._pending.append((each, place.then(f".{name}", deeper=deeper), is_beside))
 
-    def _container(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _container(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         size = len(value)
         if is_beside and size > _MOST_HELD:
             return
-        self.found.append(Reached(value, place, is_beside))
+        self.found.append(ReachableObject(value, place, is_beside))
         if is_beside and size > _MOST_ITEMS:
             return
         self._items(value, place, is_beside)
 
-    def _items(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _items(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         kind = ChangeKind.CONTAINER if place.kind is ChangeKind.ATTRIBUTE else place.kind
         pairs = dict.items(value) if isinstance(value, dict) else enumerate(tuple(value))
         for key, item in pairs:
             if type(item) not in _IGNORED:
                 self._pending.append((item, place.then(f"[{key!r:.40}]", kind), is_beside))
 
-    def _tuple(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _tuple(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         if not is_beside or len(value) <= _MOST_ITEMS:
             self._items(value, place, is_beside)
 
-    def _module(self, module: nn.Module, place: Place, is_beside: bool) -> None:
+    def _module(self, module: nn.Module, place: ObjectPath, is_beside: bool) -> None:
         self.modules.append(module)
         held = vars(module)
         # Depth restarts at 0: objects of modules are followed to any depth.
-        here = Place("", ChangeKind.ATTRIBUTE, place)
-        self.found.append(Reached(held, here, is_beside, is_named=True))
+        here = ObjectPath("", ChangeKind.ATTRIBUTE, place)
+        self.found.append(ReachableObject(held, here, is_beside, is_named=True))
         self._seen.add(id(held))
         for name, value in held.items():
             if type(value) in _IGNORED:
@@ -190,7 +190,7 @@ class Walk:
             # Fast path for empty hook tables, which saves milliseconds in total.
             elif not _is_full(value) and id(value) not in self._seen:
                 self._seen.add(id(value))
-                self.found.append(Reached(value, here.then(f".{name}"), is_beside))
+                self.found.append(ReachableObject(value, here.then(f".{name}"), is_beside))
             else:
                 self._pending.append((value, here.then(f".{name}"), is_beside))
         if isinstance(module, torch.jit.ScriptModule):
@@ -200,22 +200,22 @@ class Walk:
             return
         self._methods(type(module), here)
 
-    def _named(self, name: str, value: dict[str, Any], here: Place, is_beside: bool) -> None:
+    def _named(self, name: str, value: dict[str, Any], here: ObjectPath, is_beside: bool) -> None:
         kind = _TABLES[name]
         self._seen.add(id(value))
-        self.found.append(Reached(value, here.then("", kind), is_beside, is_named=True))
+        self.found.append(ReachableObject(value, here.then("", kind), is_beside, is_named=True))
         for key, each in value.items():
             if each is not None:
                 of_it = _kind_of(each) if kind is ChangeKind.PARAMETER else kind
                 self._pending.append((each, here.then(f".{key}", of_it), is_beside))
 
-    def _optimizer(self, optimizer: Any, place: Place, is_beside: bool) -> None:
-        here = Place(place.label, ChangeKind.OPTIMIZER, place.parent, place.function, place.depth)
+    def _optimizer(self, optimizer: Any, place: ObjectPath, is_beside: bool) -> None:
+        here = ObjectPath(place.label, ChangeKind.OPTIMIZER, place.parent, place.function, place.depth)
         self._object(optimizer, here, is_beside)
         for name in ("state", "param_groups"):  # a wrapped optimizer may provide these as properties
             self._push(getattr(optimizer, name, None), here.then(f".{name}"), is_beside)
 
-    def _object(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _object(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         if place.depth > _DEPTH:
             return
         held = getattr(value, "__dict__", None)
@@ -226,7 +226,7 @@ class Walk:
             self._binding(get, functools.partial(put_slot, value, name), place.then(f".{name}"), is_beside)
         self._methods(type(value), place)
 
-    def _package_object(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _package_object(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         """Follow an object of an installed package: completely if all its attributes are data, else these only."""
         held = getattr(value, "__dict__", None)
         self._of_packages += 1
@@ -238,68 +238,68 @@ class Walk:
         is_full = self._of_packages > _MOST_OF_PACKAGES
         if not is_full:
             self._seen.add(id(held))
-            self.found.append(Reached(held, place, is_beside, is_named=True))
+            self.found.append(ReachableObject(held, place, is_beside, is_named=True))
         for name, each in held.items():
             is_trained = isinstance(each, nn.Module | Optimizer | Tensor)
             if is_trained or not (is_full or isinstance(each, _FUNCTIONS) or _is_long(each)):
                 self._push(each, place.then(f".{name}", deeper=True), is_beside)
 
-    def _iterator(self, value: Any, place: Place, is_beside: bool) -> None:
-        self.found.append(Reached(value, place, is_beside))
+    def _iterator(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
+        self.found.append(ReachableObject(value, place, is_beside))
         for each in parts_of(value):
             self._push(each, place.then(f".{getattr(each, '__name__', type(each).__name__)}", deeper=True), is_beside)
 
-    def _memory(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _memory(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         if is_raw_memory(value) and not (is_beside and bytes_of(value) > _MOST_HELD):
-            self.found.append(Reached(value, place, is_beside))
+            self.found.append(ReachableObject(value, place, is_beside))
 
-    def _view(self, value: memoryview, place: Place, is_beside: bool) -> None:
+    def _view(self, value: memoryview, place: ObjectPath, is_beside: bool) -> None:
         self._push(value.obj, place, is_beside)
 
-    def _shared(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _shared(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         self._push(value.get_obj(), place, is_beside)
 
-    def _context_variable(self, value: contextvars.ContextVar[Any], place: Place, is_beside: bool) -> None:
+    def _context_variable(self, value: contextvars.ContextVar[Any], place: ObjectPath, is_beside: bool) -> None:
         self._binding(functools.partial(value.get, MISSING), functools.partial(put_context, value), place, is_beside)
 
-    def _loader(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _loader(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         """Add the random generators of a data loader or sampler, but no data."""
         for name in ("generator", "sampler", "batch_sampler"):
             if (each := getattr(value, name, None)) is not None:
                 self._push(each, place.then(f".{name}", deeper=True), is_beside)
 
-    def _generator(self, value: Any, place: Place, is_beside: bool) -> None:
-        self.found.append(Reached(value, place.then("", ChangeKind.GENERATOR), is_beside))
+    def _generator(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
+        self.found.append(ReachableObject(value, place.then("", ChangeKind.GENERATOR), is_beside))
 
-    def _array(self, value: Any, place: Place, is_beside: bool) -> None:
-        self.found.append(Reached(value, place, is_beside))
+    def _array(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
+        self.found.append(ReachableObject(value, place, is_beside))
 
-    def _class(self, value: type, place: Place, is_beside: bool) -> None:
+    def _class(self, value: type, place: ObjectPath, is_beside: bool) -> None:
         self._seen.discard(id(value))  # a class seen as a value was marked as visited without being entered
         self._methods(value, place)
 
-    def _callable(self, value: Any, place: Place, is_beside: bool) -> None:
+    def _callable(self, value: Any, place: ObjectPath, is_beside: bool) -> None:
         self._functions.append((value, place))
 
-    def _variable(self, function: types.FunctionType, key: Any, get: _Get, put: _Put, place: Place) -> None:
+    def _variable(self, function: types.FunctionType, key: Any, get: _Get, put: _Put, place: ObjectPath) -> None:
         if key in self._followed:
             return
         value = get()
         if self._skips_logs and is_container(value) and is_log(function.__code__, place.label):
-            self._logs.setdefault(id(value), Reached(value, place, True, is_log=True))
+            self._logs.setdefault(id(value), ReachableObject(value, place, True, is_log=True))
             return
         self._followed.add(key)
         self._binding(get, put, place, True)
 
-    def _binding(self, get: _Get, put: _Put, place: Place, is_beside: bool) -> None:
+    def _binding(self, get: _Get, put: _Put, place: ObjectPath, is_beside: bool) -> None:
         value = get()
         if not isinstance(value, _CODE):
-            self.found.append(Reached(value, place, is_beside, get=get, put=put))
+            self.found.append(ReachableObject(value, place, is_beside, get=get, put=put))
         self._push(value, place, is_beside)
 
     # Functions.
 
-    def _methods(self, kind: type, place: Place) -> None:
+    def _methods(self, kind: type, place: ObjectPath) -> None:
         """Follow methods and class attributes of a user class.
 
         For a class of an installed package, follow only `forward`.
@@ -318,10 +318,10 @@ class Walk:
                     self._functions.append((value, place))
                 elif not (name.startswith("__") and name.endswith("__")) and not isinstance(value, _DESCRIPTORS):
                     get = functools.partial(_of_class, each, name)
-                    here = Place(f"{each.__name__}.{name}", ChangeKind.CLOSURE, depth=place.depth)
+                    here = ObjectPath(f"{each.__name__}.{name}", ChangeKind.CLOSURE, depth=place.depth)
                     self._binding(get, functools.partial(put_attribute, each, name), here, True)
 
-    def _follow(self, value: Any, place: Place) -> None:
+    def _follow(self, value: Any, place: ObjectPath) -> None:
         self._alive.append(value)
         if place.depth > _DEPTH or value is None:
             return
@@ -332,7 +332,7 @@ class Walk:
             self._parts(value.func, positional | value.keywords, place)
             # An iterator argument is restored by replacing the arguments.
             if inside((value.args, *value.keywords.values())):
-                here = Place("arguments", ChangeKind.CLOSURE, depth=place.depth + 1)
+                here = ObjectPath("arguments", ChangeKind.CLOSURE, depth=place.depth + 1)
                 get, put = functools.partial(getattr, value, "args"), functools.partial(put_arguments, value)
                 self._binding(get, put, here, True)
                 self._push(value.keywords, here, True)
@@ -348,11 +348,11 @@ class Walk:
         elif (wrapped := getattr(value, "__wrapped__", None)) is not None:  # functools.cache and other decorators
             self._functions.append((wrapped, place))
 
-    def _parts(self, function: Any, others: Mapping[str, Any], place: Place) -> None:
+    def _parts(self, function: Any, others: Mapping[str, Any], place: ObjectPath) -> None:
         self._functions.append((function, place))
         name = getattr(function, "__qualname__", "")
         for label, each in others.items():
-            self._push(each, Place(label, ChangeKind.CLOSURE, function=name, depth=place.depth + 1), True)
+            self._push(each, ObjectPath(label, ChangeKind.CLOSURE, function=name, depth=place.depth + 1), True)
 
     def _function(self, function: types.FunctionType, depth: int, *, always: bool = False) -> None:
         if id(function) in self._followed:
@@ -361,12 +361,14 @@ class Walk:
         if not always and is_library(
             function.__globals__.get("__name__", "")
         ):  # a decorator's wrapper, such as torch.no_grad
-            self._functions.append((getattr(function, "__wrapped__", None), Place("", ChangeKind.CLOSURE, depth=depth)))
+            self._functions.append(
+                (getattr(function, "__wrapped__", None), ObjectPath("", ChangeKind.CLOSURE, depth=depth))
+            )
             return
         name = function.__qualname__
 
-        def at(label: str) -> Place:
-            return Place(label, ChangeKind.CLOSURE, function=name, depth=depth)
+        def at(label: str) -> ObjectPath:
+            return ObjectPath(label, ChangeKind.CLOSURE, function=name, depth=depth)
 
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             get = functools.partial(value_of, cell)
@@ -386,7 +388,7 @@ class Walk:
 
 def modules_of(function: Any) -> list[nn.Module]:
     """Return the modules reachable from a function, including submodules."""
-    walk = Walk()
+    walk = ObjectWalk()
     walk.enter_function(function)
     return walk.modules
 
@@ -422,7 +424,7 @@ _NEVER = (
     types.ModuleType,
     torch.jit.ScriptFunction,
 )
-_Handler = Callable[[Walk, Any, Place, bool], None]
+_Handler = Callable[[ObjectWalk, Any, ObjectPath, bool], None]
 
 
 def _is_long(value: Any) -> bool:
@@ -440,23 +442,28 @@ def _is_data(value: Any) -> bool:
 
 @functools.cache
 def _handler_of(kind: type) -> _Handler | None:
-    """Return the method of `Walk` that enters objects of a class, or None for an ignored class."""
+    """Return the method of `ObjectWalk` that enters objects of a class, or None for an ignored class."""
     if kind in _IGNORED or issubclass(kind, _NEVER) or issubclass(kind, numpy.generic):
         return None
     handlers: Mapping[Any, _Handler] = {
-        Tensor: Walk._tensor,
-        nn.Module: Walk._module,
-        Optimizer: Walk._optimizer,
-        (torch.Generator, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator): Walk._generator,
-        (tuple, frozenset): Walk._tuple,
-        numpy.ndarray: Walk._array,
-        (types.FunctionType, types.MethodType, functools.partial, *_BOUND): Walk._callable,
-        type: Walk._class,
-        (DataLoader, Sampler): Walk._loader,
-        (LRScheduler, SobolEngine, threading.local, queue.Queue, *_WEAK): Walk._object,
-        contextvars.ContextVar: Walk._context_variable,
-        memoryview: Walk._view,
-        SynchronizedBase: Walk._shared,
+        Tensor: ObjectWalk._tensor,
+        nn.Module: ObjectWalk._module,
+        Optimizer: ObjectWalk._optimizer,
+        (
+            torch.Generator,
+            numpy.random.Generator,
+            numpy.random.RandomState,
+            numpy.random.BitGenerator,
+        ): ObjectWalk._generator,
+        (tuple, frozenset): ObjectWalk._tuple,
+        numpy.ndarray: ObjectWalk._array,
+        (types.FunctionType, types.MethodType, functools.partial, *_BOUND): ObjectWalk._callable,
+        type: ObjectWalk._class,
+        (DataLoader, Sampler): ObjectWalk._loader,
+        (LRScheduler, SobolEngine, threading.local, queue.Queue, *_WEAK): ObjectWalk._object,
+        contextvars.ContextVar: ObjectWalk._context_variable,
+        memoryview: ObjectWalk._view,
+        SynchronizedBase: ObjectWalk._shared,
     }
     for kinds, handler in handlers.items():
         if issubclass(kind, kinds):
@@ -466,18 +473,18 @@ def _handler_of(kind: type) -> _Handler | None:
 
 def _handler_of_object(kind: type) -> _Handler | None:
     if issubclass(kind, random.Random):
-        return None if issubclass(kind, random.SystemRandom) else Walk._generator
+        return None if issubclass(kind, random.SystemRandom) else ObjectWalk._generator
     if issubclass(kind, (dict, list, set, deque, bytearray)):
-        return Walk._container
+        return ObjectWalk._container
     if is_positioned(kind):  # type: ignore[arg-type]  # a class is hashable
-        return Walk._iterator
+        return ObjectWalk._iterator
     if issubclass(kind, MEMORY):
-        return Walk._memory
+        return ObjectWalk._memory
     if hasattr(kind, "__wrapped__"):
         return None
     module = kind.__module__
     if module.startswith("torch.amp") or kind in (types.SimpleNamespace,) or module in ("argparse", "collections"):
-        return Walk._object
+        return ObjectWalk._object
     if is_library(module):
         return None
-    return Walk._package_object if is_package(module) else Walk._object
+    return ObjectWalk._package_object if is_package(module) else ObjectWalk._object

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.measure.gradient_norms import squared_norm
-from trimtab.measure.overhead_timer import Spent
+from trimtab.measure.overhead_timer import OverheadTimer
 
 _HOOK = "set_all_reduce_hook"
 
@@ -59,14 +59,14 @@ class ShardedNorms:
     def __init__(self, model: nn.Module) -> None:
         self._total: Tensor | None = None
         self.is_on = False
-        self.spent = Spent()
+        self.spent = OverheadTimer()
         self._modules = [module for module in model.modules() if is_sharded_itself(module)]
         self._undo: list[Callable[[], None]] = []
 
     def on(self) -> None:
         """Start observing reductions."""
         self._undo = self._undo or [_hooked(module, self._see) for module in self._modules]
-        self.is_on, self._total, self.spent = True, None, Spent()
+        self.is_on, self._total, self.spent = True, None, OverheadTimer()
 
     def at_once(self) -> None:
         """Do nothing: reductions are processed immediately."""
@@ -125,11 +125,11 @@ class PartialNorms:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = parameters
-        self.spent = Spent()
+        self.spent = OverheadTimer()
 
     def on(self) -> None:
         """Start a window."""
-        self.spent = Spent()
+        self.spent = OverheadTimer()
 
     def at_once(self) -> None:
         """Do nothing: no references are kept."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from trimtab.measure.dispatch_mode import Watching
+from trimtab.measure.dispatch_mode import EagerDispatchMode
 
 _SMALLEST = 16  # minimum size of two equal dimensions to count as attention scores
 
 
-class SoftmaxesSeen(Watching):
+class SoftmaxDetector(EagerDispatchMode):
     """Dispatch mode that records softmaxes.
 
     Attributes:

@@ -20,7 +20,7 @@ _Stamp = float | torch.cuda.Event
 
 
 @dataclass(frozen=True)
-class WindowSeconds:
+class StepSeconds:
     """Times of a window in seconds.
 
     Attributes:
@@ -34,7 +34,7 @@ class WindowSeconds:
     drawing_s: float
 
 
-class WindowClock:
+class StepTimer:
     """Time stamps of a window; on CUDA, events that are read later."""
 
     def __init__(self, device: torch.device) -> None:
@@ -70,19 +70,19 @@ class WindowClock:
         for stamps in (self._stamps, self._aside, self._drawing):
             stamps.clear()
 
-    def end(self) -> Stamped:
+    def end(self) -> StepTimeStamps:
         """Mark the end of the step, and return the stamps for later reading."""
         stamps, self._stamps = [*self._stamps, self._now()], []
         aside, self._aside = self._aside, []
         drawing, self._drawing = self._drawing, []
-        return Stamped(stamps, aside, drawing)
+        return StepTimeStamps(stamps, aside, drawing)
 
     def _now(self) -> _Stamp:
         event = stamp(self._device)
         return time.perf_counter() if event is None else event
 
 
-class Stamped:
+class StepTimeStamps:
     """Time stamps of a completed window."""
 
     def __init__(self, stamps: list[_Stamp], *others: list[_Stamp]) -> None:
@@ -92,12 +92,12 @@ class Stamped:
         """Wait for the end of the window on the device."""
         wait_for(self._stamps[-1])
 
-    def read(self) -> WindowSeconds:
+    def read(self) -> StepSeconds:
         """Return the times; waits only for the end of this window."""
         self.wait()
         each = [seconds_between(before, after) for before, after in itertools.pairwise(self._stamps)]
         aside_s, drawing_s = (seconds_between(*both) if both else 0.0 for both in self._others)
-        return WindowSeconds(tuple(each[1:-1]), sum(each) - aside_s, drawing_s)
+        return StepSeconds(tuple(each[1:-1]), sum(each) - aside_s, drawing_s)
 
 
 def wait_for(stamp: _Stamp) -> None:

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from trimtab.core.errors import ModelError
 from trimtab.core.operator_costs import Seen
-from trimtab.core.step_memory import PARTS, BlockMemory, Moment, StepMemory
+from trimtab.core.step_memory import PARTS, BlockMemory, MemorySample, StepMemory
 from trimtab.losses import mean_of
-from trimtab.measure.operator_workspace import Call, Taken, TooLarge, measured
-from trimtab.measure.storage_tracker import Storages
+from trimtab.measure.operator_workspace import CallMemory, OperatorCall, WorkspaceTooLarge, measured
+from trimtab.measure.storage_tracker import StorageTracker
 
 LossFn = Callable[[nn.Module, Any], Any]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -26,14 +26,14 @@ Phase = tuple[list[int], list[int]]  # bytes held at each moment, and births (1)
 _MOMENTS = 200
 
 
-def make_state(optimizer: Optimizer, storages: Storages) -> None:
+def make_state(optimizer: Optimizer, storages: StorageTracker) -> None:
     """Create the optimizer's state by a step with uninitialized gradients."""
     for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
         p.grad = torch.empty_like(p) if p.requires_grad else None
     _step(optimizer, storages)
 
 
-def _step(optimizer: Optimizer, storages: Storages) -> None:
+def _step(optimizer: Optimizer, storages: StorageTracker) -> None:
     storages.answers_ones = True
     optimizer.step()
     storages.answers_ones = False
@@ -69,7 +69,7 @@ class TracedStep:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        storages: Storages,
+        storages: StorageTracker,
         batch: Any,
         first: TracedStep | None = None,
     ) -> None:
@@ -144,11 +144,11 @@ class TracedStep:
         self._phases.append((len(self._seen.events), phase))
         self._work_before.append(len(self._seen.work))
 
-    def scratch(self) -> dict[Call, Taken]:
+    def scratch(self) -> dict[OperatorCall, CallMemory]:
         """Return the workspace of each operator with workspace, by running it."""
         try:
             return measured(call for call, *_ in self._seen.calls)
-        except TooLarge:
+        except WorkspaceTooLarge:
             raise
         except Exception as error:  # real tensors are used, so memory may run out
             raise cannot_trace(error) from error
@@ -214,7 +214,7 @@ class TracedStep:
         work = self._seen.work
         return {"forward": work[:backward], "backward": work[backward:end], "optimizer": self.step_work}
 
-    def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[Call, Taken]) -> StepMemory:
+    def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[OperatorCall, CallMemory]) -> StepMemory:
         """Return peak and timeline of the step, by kind of memory."""
         moments = list(self._moments(scratch))
         width = max(1, -(-len(moments) // _MOMENTS))
@@ -222,11 +222,11 @@ class TracedStep:
             max(moments[begin : begin + width], key=lambda moment: sum(moment[1].values()))
             for begin in range(0, len(moments), width)
         ]
-        timeline = tuple(Moment(index / len(moments), self._phase_at(index), parts) for index, parts in largest)
+        timeline = tuple(MemorySample(index / len(moments), self._phase_at(index), parts) for index, parts in largest)
         most = {part: max(parts[part] for _, parts in moments) for part in PARTS}
         return StepMemory(max(timeline, key=lambda moment: moment.total_bytes), timeline, most, blocks)
 
-    def _moments(self, scratch: Mapping[Call, Taken]) -> Iterator[tuple[int, dict[str, int]]]:
+    def _moments(self, scratch: Mapping[OperatorCall, CallMemory]) -> Iterator[tuple[int, dict[str, int]]]:
         sizes, part_of = list(self._storages.sizes), self._parts()
         extra = [0] * (len(self._seen.events) + 1)
         for call, begin, end, numbers in self._seen.calls:

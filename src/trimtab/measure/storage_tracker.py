@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.core.operator_costs import Seen
 from trimtab.measure.chunked_loss import python_of
-from trimtab.measure.dispatch_mode import Watching
+from trimtab.measure.dispatch_mode import EagerDispatchMode
 from trimtab.measure.flops import flops_of
-from trimtab.measure.operator_workspace import PREPARED, Call, call_of, name_of
+from trimtab.measure.operator_workspace import PREPARED, OperatorCall, call_of, name_of
 from trimtab.measure.process_state import convolves_in_tf32
 
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass
-class Happened:
+class StorageEvents:
     """Events recorded in a span of time.
 
     Attributes:
@@ -34,11 +34,11 @@ class Happened:
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
-    calls: list[tuple[Call, int, int, tuple[int, ...]]] = field(default_factory=list)
+    calls: list[tuple[OperatorCall, int, int, tuple[int, ...]]] = field(default_factory=list)
     work: list[Seen] = field(default_factory=list)
 
 
-class Storages(Watching):
+class StorageTracker(EagerDispatchMode):
     """Dispatch mode that numbers the storages returned by operators, and records when each is freed.
 
     Args:
@@ -55,10 +55,10 @@ class Storages(Watching):
         super().__init__()
         self.sizes: list[int] = []
         self.counts_work = False
-        self._now = Happened()
+        self._now = StorageEvents()
         self.answers_ones = False
         self._granule = granule
-        self._forwards: list[Call] = []
+        self._forwards: list[OperatorCall] = []
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +92,7 @@ class Storages(Watching):
         moved = float(sum(t.numel() * t.element_size() for t in tensors))
         self._now.work.append((kind, flops_of(func, args, kwargs, result), moved))
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
+    def _call(self, func: Any, args: Any, kwargs: Any) -> OperatorCall | None:
         name = name_of(func)
         if name in PREPARED:  # backwards run in reverse order of their forwards
             return replace(self._forwards.pop(), is_backward=True) if self._forwards else None
@@ -101,9 +101,9 @@ class Storages(Watching):
             self._forwards.append(call)
         return call
 
-    def begin(self) -> Happened:
+    def begin(self) -> StorageEvents:
         """Start a new span and return the object that collects its events."""
-        self._now = Happened()
+        self._now = StorageEvents()
         return self._now
 
     def number_of(self, tensor: Tensor) -> int:

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from trimtab.core import validation
 from trimtab.core.errors import LossError
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.losses import Count, checked_count
 
 
-class WindowWeights(Part):
+class WindowWeights(Stateful):
     """Loss weights of successive windows; `open` begins a window."""
 
     def __init__(self) -> None:

@@ -18,10 +18,10 @@ from torch import nn
 
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.core.recompute_schedule import Kept, Part, Schedule, Segment, schedule_of
+from trimtab.core.recompute_schedule import KeptBlock, Part, RecomputedSegment, Schedule, schedule_of
 from trimtab.measure.block_graph import Arguments, same_arguments
 from trimtab.measure.blocks import find_blocks
-from trimtab.runtime.forward_state import Forwards
+from trimtab.runtime.forward_state import RecomputedForwards
 from trimtab.runtime.recomputed_function import keeps_activations, recomputed
 
 _PART = "_trimtab_part"
@@ -168,7 +168,7 @@ def _swaps(
 ) -> Iterator[tuple[int, _Alone | _Head | _Follower]]:
     """Yield the index of each block that changes, with its new behaviour."""
     for part in schedule:
-        if isinstance(part, Kept):
+        if isinstance(part, KeptBlock):
             if part.in_part:
                 yield part.index, _Alone(names[part.index], modules[part.index], in_part=True)
         elif len(part.stages) == 1:
@@ -221,18 +221,18 @@ class _Alone:
     """A block checkpointed by itself, entirely or except for its expensive operations."""
 
     def __init__(self, name: str, module: nn.Module, *, in_part: bool) -> None:
-        self._forwards, self._in_part = Forwards({name: module}), in_part
+        self._forwards, self._in_part = RecomputedForwards({name: module}), in_part
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the block's output."""
         return recomputed(forward, self._forwards, args, kwargs, in_part=self._in_part)
 
 
-def _segments(segment: Segment) -> Iterator[tuple[int, ...]]:
+def _segments(segment: RecomputedSegment) -> Iterator[tuple[int, ...]]:
     """Yield the stages of a segment and of all nested segments."""
     yield tuple(segment.stages)
     for part in segment.parts:
-        if isinstance(part, Segment):
+        if isinstance(part, RecomputedSegment):
             yield from _segments(part)
 
 
@@ -244,11 +244,13 @@ class _Head:
         made: the segment's output; None if the segment did not run (gradients disabled) and each block runs by itself.
     """
 
-    def __init__(self, segment: Segment, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
+    def __init__(self, segment: RecomputedSegment, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
         named = dict(zip(segment.stages, zip(names, modules, strict=True), strict=True))
         self._stages = tuple(segment.stages)
         # Created here, because torch.compile cannot add dictionary keys while tracing.
-        self._forwards = {stages: Forwards(dict(named[each] for each in stages)) for stages in _segments(segment)}
+        self._forwards = {
+            stages: RecomputedForwards(dict(named[each] for each in stages)) for stages in _segments(segment)
+        }
         self._parts = segment.parts
         self._modules = dict(zip(segment.stages, modules, strict=True))
         self._plain = {index: functools.partial(type(m).forward, m) for index, m in self._modules.items()}
@@ -296,7 +298,7 @@ class _Head:
         return x
 
     def _of(self, part: Part) -> Callable[..., Any]:
-        if isinstance(part, Segment):
+        if isinstance(part, RecomputedSegment):
             forwards = self._forwards[tuple(part.stages)]
             return lambda *args, **kwargs: recomputed(self._run, forwards, (part.parts, *args), kwargs)
         return self._plain[part.index]

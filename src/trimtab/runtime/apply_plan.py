@@ -21,9 +21,9 @@ from trimtab.runtime import (
     optimizers,
     precision,
 )
-from trimtab.runtime.call_order import ForwardSeen
+from trimtab.runtime.call_order import ForwardRecorder
 from trimtab.runtime.compile_check import CompileCheck, Note
-from trimtab.runtime.cuda_graphs import Recorder
+from trimtab.runtime.cuda_graphs import GraphReplayer
 from trimtab.runtime.global_flags import retained_memory
 from trimtab.runtime.weight_decay import use_weight_decay
 
@@ -80,7 +80,7 @@ def apply_plan(
     called: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    forward: ForwardSeen,
+    forward: ForwardRecorder,
     note: Note | None,
     *,
     make_state: bool = False,
@@ -137,7 +137,7 @@ def _compiled(plan: Plan) -> Compiled:
     return value if isinstance(value, str) else bool(value)
 
 
-def _note_launches(recorder: Recorder, note: Note) -> None:
+def _note_launches(recorder: GraphReplayer, note: Note) -> None:
     """Record the number of graph replays, and the reason if there were none."""
     why = recorder.refusal or ("" if recorder.launches else recorder.left)
     note("cuda_graphs", {"launches": recorder.launches, "refusal": why or None})

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from trimtab.core.plan import Plan
 from trimtab.runtime import gradient_clipping
 from trimtab.runtime.gradient_sync import GradientSync
-from trimtab.runtime.metadata_exchange import Alone, Exchange
+from trimtab.runtime.metadata_exchange import MetadataExchange, SingleProcessExchange
 from trimtab.runtime.precision import MixedPrecision
-from trimtab.runtime.used_parameters import ShardedUse
+from trimtab.runtime.used_parameters import ShardedParameterUse
 
 
 class Backend(Protocol):
@@ -27,7 +27,7 @@ class Backend(Protocol):
         optimizer: the optimizer to step, whose groups contain all trained parameters; available after `spread`.
     """
 
-    exchange: Exchange
+    exchange: MetadataExchange
     in_step: bool
     may_retry: bool
     model: nn.Module
@@ -79,7 +79,7 @@ def may_retry(backend: Backend, plan: Plan) -> bool:
     return backend.may_retry and (plan.batch_rule is None or backend.exchange.num_ranks == 1)
 
 
-class Torch:
+class TorchBackend:
     """Base class of backends whose gradients are in `Parameter.grad`."""
 
     optimizer: torch.optim.Optimizer
@@ -115,12 +115,12 @@ class Torch:
         return contextlib.nullcontext()
 
 
-class Given(Torch):
+class UserBackend(TorchBackend):
     """Backend for a model as the user made it: on one device, or wrapped by the user (DDP, FSDP)."""
 
-    def __init__(self, exchange: Exchange | None = None, *, in_step: bool = False) -> None:
+    def __init__(self, exchange: MetadataExchange | None = None, *, in_step: bool = False) -> None:
         self.in_step = in_step
-        self.exchange = exchange or Alone()
+        self.exchange = exchange or SingleProcessExchange()
         self.may_retry = self.exchange.num_ranks == 1
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -128,7 +128,7 @@ class Given(Torch):
         self.model, self.optimizer, self._sync = model, optimizer, GradientSync(model, self.exchange)
         self._sync.require_no_static_graph(plan)
         self._sync.require_all(optimizer, of_user=True)
-        self._used = ShardedUse(model, self.exchange)
+        self._used = ShardedParameterUse(model, self.exchange)
 
     def settle(self) -> None:
         """Let DDP rebuild its buckets if needed."""
@@ -145,7 +145,7 @@ class Given(Torch):
 
     def backward(self, loss: Tensor) -> None:
         """Run a micro-batch's backward pass; after the last one of a window every gradient is reduced."""
-        self._used.backward(lambda: super(Given, self).backward(loss))
+        self._used.backward(lambda: super(UserBackend, self).backward(loss))
         self._sync.complete()
 
     def end(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trimtab.core.errors import BatchError
 from trimtab.runtime import sample_count as of_batch
-from trimtab.runtime.nested_lists import InnerLists
+from trimtab.runtime.nested_lists import NestedLists
 from trimtab.runtime.sample_count import flat_samples, is_leaf, leaf_samples, set_fields
 
 Batch = Any
@@ -117,7 +117,7 @@ def _moved(leaf: Any, device: torch.device) -> Any:
         ) from error
 
 
-def fresh(batch: Batch, inner: InnerLists | None = None, contents: Contents | None = None) -> Batch:
+def fresh(batch: Batch, inner: NestedLists | None = None, contents: BatchContents | None = None) -> Batch:
     """Return the same tensors in new containers, so that a loss may remove items from its batch.
 
     Immutable containers of tensors are returned as they are.
@@ -134,7 +134,7 @@ def fresh(batch: Batch, inner: InnerLists | None = None, contents: Contents | No
     return _renewed(batch, inner, shared)
 
 
-def _renewed(value: Any, inner: InnerLists | None, shared: Container[int]) -> Any:
+def _renewed(value: Any, inner: NestedLists | None, shared: Container[int]) -> Any:
     """Return new containers with the same leaves, avoiding a visit of each constant for most batches."""
     kind = type(value)
     if kind is dict:
@@ -180,7 +180,7 @@ def _copy(leaf: Any) -> Any:
         return leaf
 
 
-class Contents(NamedTuple):
+class BatchContents(NamedTuple):
     """Tensors and other contents of a batch.
 
     Args:
@@ -213,9 +213,9 @@ class Contents(NamedTuple):
             return *(-1 if tensor.is_inference() else tensor._version for tensor in tensors), *sizes
 
 
-def contents_of(batch: Batch) -> Contents:
+def contents_of(batch: Batch) -> BatchContents:
     """Return the tensors, objects and long lists of a batch."""
-    contents = Contents([], [], {})
+    contents = BatchContents([], [], {})
     _collect(batch, contents)
     return contents
 
@@ -237,7 +237,7 @@ def _collect_of(objects: Iterable[Any], tensors: list[Tensor], depth: int) -> No
                 _collect_of(contents.others, tensors, depth - 1)
 
 
-def _collect(value: Any, contents: Contents) -> None:
+def _collect(value: Any, contents: BatchContents) -> None:
     kind = type(value)
     if kind is dict:
         items: Iterable[Any] = value.values()

@@ -17,33 +17,38 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.core.plan import Plan
-from trimtab.core.stateful import Load, Part, loading_parts
-from trimtab.decide.batch_size_decider import BatchDecider, Note
-from trimtab.decide.batch_size_policy import Noise
-from trimtab.decide.noise_probes import Probing
+from trimtab.core.stateful import Load, Stateful, loading_parts
+from trimtab.decide.batch_size_decider import BatchSizeDecider, Note
+from trimtab.decide.batch_size_policy import NoiseEstimate
+from trimtab.decide.noise_probes import ProbeSelection
 from trimtab.runtime import compiled_call
 from trimtab.runtime.batch_size_validation import check_rule, require_alike
-from trimtab.runtime.checkpoint_hooks import Decided, Keeper, NotKept
-from trimtab.runtime.fixed_batch_size import FixedBatch
+from trimtab.runtime.checkpoint_hooks import CheckpointHooks, NoCheckpoints, WindowDecision
+from trimtab.runtime.fixed_batch_size import FixedBatchSize
 from trimtab.runtime.lr_schedule import RateFollower, normalises
-from trimtab.runtime.metadata_exchange import Exchange
+from trimtab.runtime.metadata_exchange import MetadataExchange
 from trimtab.runtime.split_conditions import keeps_maths
 from trimtab.runtime.window import Window
-from trimtab.runtime.window_measurements import NUM_SECONDS, Measured, Nothing
-from trimtab.runtime.window_monitor import WindowWatch
+from trimtab.runtime.window_measurements import NUM_SECONDS, NoMeasurements, WindowMeasurements
+from trimtab.runtime.window_monitor import WindowMonitor
 
 
 def control_of(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note, keeper: Keeper | None = None
-) -> BatchControl | FixedBatch:
-    """Return the batch size controller of a run; arguments as for `BatchControl`."""
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    exchange: MetadataExchange,
+    note: Note,
+    keeper: CheckpointHooks | None = None,
+) -> BatchSizeController | FixedBatchSize:
+    """Return the batch size controller of a run; arguments as for `BatchSizeController`."""
     if plan.batch_rule is None:
-        return FixedBatch()
-    return BatchControl(plan, model, optimizer, exchange, note, keeper or NotKept())
+        return FixedBatchSize()
+    return BatchSizeController(plan, model, optimizer, exchange, note, keeper or NoCheckpoints())
 
 
 @dataclass(frozen=True)
-class _Role:
+class _WindowRole:
     """Purpose of a window besides training.
 
     Args:
@@ -61,11 +66,11 @@ class _Role:
     num_micro_batches: int = 0
 
 
-_TRAINS, _NOBODY = _Role(), FixedBatch()  # Role and observer of a window that is not measured.
+_TRAINS, _NOBODY = _WindowRole(), FixedBatchSize()  # Role and observer of a window that is not measured.
 
 
 @dataclass(frozen=True)
-class _Next:
+class _NextWindow:
     """Composition of the next window.
 
     Args:
@@ -79,7 +84,7 @@ class _Next:
     num_batches: int
 
 
-class BatchControl(Part):
+class BatchSizeController(Stateful):
     """Batch size controller of a run with an adaptive batch size.
 
     Args:
@@ -94,7 +99,13 @@ class BatchControl(Part):
     """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note, keeper: Keeper
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: Optimizer,
+        exchange: MetadataExchange,
+        note: Note,
+        keeper: CheckpointHooks,
     ) -> None:
         assert plan.batch_rule is not None
         self._keeper = keeper
@@ -109,7 +120,7 @@ class BatchControl(Part):
         facts = {"splitting the batch": may_split, "compiling": is_compiled, "the optimizer's kind": divides}
         require_alike(exchange, facts)
         check_rule(plan, may_split=may_split)
-        self._decider = BatchDecider(
+        self._decider = BatchSizeDecider(
             self._rule,
             plan.num_micro_batches,
             plan.batch_rows / plan.num_micro_batches,
@@ -118,8 +129,8 @@ class BatchControl(Part):
             normalises=self._follower.rule == "sqrt" and divides,
         )
         self._account = self._decider.account
-        self._watch = WindowWatch(model, optimizer, exchange.num_ranks)
-        self._probing = Probing(
+        self._watch = WindowMonitor(model, optimizer, exchange.num_ranks)
+        self._probing = ProbeSelection(
             self._rule,
             plan.num_micro_batches,
             self._account,
@@ -127,10 +138,10 @@ class BatchControl(Part):
             may_split=may_split and not is_compiled,  # Half a batch would cause a recompilation.
             shows_one=self._watch.seen_apart > 1 or not self._measures,
         )
-        self._measured: Measured | Nothing | None = None
+        self._measured: WindowMeasurements | NoMeasurements | None = None
         self._deciding_s, self._is_under_way = 0.0, False
         self._role = _TRAINS  # Of the open window, or of the last one.
-        self._next: _Next | None = None  # Computed once per window.
+        self._next: _NextWindow | None = None  # Computed once per window.
         self._tell(watched=False)
         self._is_cut = self._retries_probe = False
 
@@ -142,7 +153,7 @@ class BatchControl(Part):
         return self._decider.k
 
     @property
-    def noise(self) -> Noise | None:
+    def noise(self) -> NoiseEstimate | None:
         """Gradient noise measured so far."""
         return self._decider.noise
 
@@ -151,16 +162,18 @@ class BatchControl(Part):
         """Loader batches of the next window: the decided number, or more if that number does not show the noise."""
         return self._look_ahead().num_batches
 
-    def _look_ahead(self) -> _Next:
+    def _look_ahead(self) -> _NextWindow:
         if self._next is None and (before := self._keeper.decided_before(self._account.windows)) is not None:
             self._decider.repeat(before.k)
             is_probe = before.is_cut or before.num_batches > self._decider.num_batches
-            self._next = _Next(self._measures and self._account.is_due(), is_probe, before.num_batches)
+            self._next = _NextWindow(self._measures and self._account.is_due(), is_probe, before.num_batches)
         if self._next is None:
             k, noise, decided = self.k, self.noise, self._decider.num_batches
             is_probe = self._probing.is_due(k, noise)
             is_due = self._measures and (is_probe or self._account.is_due())
-            self._next = _Next(is_due, is_probe, self._probing.batches(decided, k, noise) if is_probe else decided)
+            self._next = _NextWindow(
+                is_due, is_probe, self._probing.batches(decided, k, noise) if is_probe else decided
+            )
         return self._next
 
     def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
@@ -189,7 +202,7 @@ class BatchControl(Part):
         num_batches, num_micro_batches = window.num_batches, window.num_micro_batches
         ahead = self._look_ahead()
         if self._keeper.keeps:
-            self._keeper.decided(self._account.windows, Decided(ahead.num_batches, self.k, is_cut=self._is_cut))
+            self._keeper.decided(self._account.windows, WindowDecision(ahead.num_batches, self.k, is_cut=self._is_cut))
         watched = False
         if ahead.is_due or self._retries_probe:
             watched = self._measures and not window.num_padding
@@ -200,13 +213,13 @@ class BatchControl(Part):
         self._tell(watched=watched)
         self._watch.opened(watched=watched)
 
-    def _role_of(self, num_batches: int, num_micro_batches: int, *, watched: bool) -> _Role:
+    def _role_of(self, num_batches: int, num_micro_batches: int, *, watched: bool) -> _WindowRole:
         ahead = self._look_ahead()
         is_larger = num_batches > self._decider.num_batches or (self._is_cut and num_micro_batches > 1)
         # All ranks exchange values in the same windows: the schedule is common knowledge, the number of batches left on
         # a rank is not.
         owes = self._exchange.num_ranks > 1 and ahead.is_due
-        return _Role(
+        return _WindowRole(
             is_probe=self._retries_probe or (is_larger and ahead.is_probe),
             asked=ahead.num_batches if self._probing.explores(self.k, self.noise) else 0,
             owes=owes,
@@ -239,7 +252,7 @@ class BatchControl(Part):
         else:
             self._took(measured, num_batches, start)
 
-    def _took(self, measured: Measured | Nothing | None, num_batches: int, start: float) -> None:
+    def _took(self, measured: WindowMeasurements | NoMeasurements | None, num_batches: int, start: float) -> None:
         """End a window that was measured, or in which values of an earlier window arrive."""
         waiting = time.perf_counter()
         shared = self._exchange.take()
@@ -266,7 +279,7 @@ class BatchControl(Part):
         self._account.pass_window()
         self._deciding_s += time.perf_counter() - start - waited_s
 
-    def _told(self, num_batches: int, *, applied: bool) -> Measured | Nothing | None:
+    def _told(self, num_batches: int, *, applied: bool) -> WindowMeasurements | NoMeasurements | None:
         """Return the window's values to exchange with all ranks, or None."""
         told = None
         if applied:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.runtime.metadata_exchange import Exchange
+from trimtab.runtime.metadata_exchange import MetadataExchange
 
 
 def check_rule(plan: Plan, *, may_split: bool) -> None:
@@ -30,7 +30,7 @@ def check_rule(plan: Plan, *, may_split: bool) -> None:
         )
 
 
-def require_alike(exchange: Exchange, facts: Mapping[str, object]) -> None:
+def require_alike(exchange: MetadataExchange, facts: Mapping[str, object]) -> None:
     """Raise `ValueGivenError` on every rank if ranks differ in facts that decisions about k depend on.
 
     Args:

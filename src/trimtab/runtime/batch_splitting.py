@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.runtime import sample_count as of_batch
 from trimtab.runtime.batch import not_splittable, part
-from trimtab.runtime.sample_count import Reading
+from trimtab.runtime.sample_count import SampleCount
 
 Count = Callable[[Any], int]
 Split = Callable[[Any, int, int], Any]
@@ -18,7 +18,7 @@ _WAY_OUT = "Pass count=function, with count(batch) -> number of samples."
 
 
 @dataclass(frozen=True)
-class Batching:
+class BatchSplitting:
     """Counts the samples of a batch and splits it.
 
     Args:
@@ -39,7 +39,7 @@ class Batching:
                 given = f"a {type(value).__name__}"
                 raise ValueGivenError(name, got=given, expected=f"a function {expected}", code=f"{name}.not_callable")
 
-    def read(self, batch: Any) -> Reading:
+    def read(self, batch: Any) -> SampleCount:
         """Return the number of samples of a batch and whether the batch can be split.
 
         Raises:
@@ -50,7 +50,7 @@ class Batching:
             samples = self._counted(self.count, batch)
             if reading.samples != samples:
                 reason = f"count= returned {samples}, and the containers show {reading.samples}"
-                reading = Reading(samples, reason=f"{reason}: pass split=function")
+                reading = SampleCount(samples, reason=f"{reason}: pass split=function")
         if reading.samples == 0:
             raise BatchError(
                 "batch",
@@ -60,7 +60,7 @@ class Batching:
                 code="batch.no_samples",
             )
         if self.split is not None and reading.samples is not None:
-            return Reading(reading.samples, is_splittable=True)
+            return SampleCount(reading.samples, is_splittable=True)
         return reading
 
     def require(self, batch: Any, field: str = "batch") -> int:
@@ -132,7 +132,7 @@ class Batching:
         return found
 
 
-BY_CONTAINERS = Batching()
+BY_CONTAINERS = BatchSplitting()
 
 
 def samples_unknown(field: str, reason: str) -> BatchError:
@@ -142,7 +142,7 @@ def samples_unknown(field: str, reason: str) -> BatchError:
     return BatchError(field, got=given, expected=expected, hint=_WAY_OUT, code=UNKNOWN)
 
 
-def of_same_size(longest: Any, example: Any, batching: Batching = BY_CONTAINERS) -> Any:
+def of_same_size(longest: Any, example: Any, batching: BatchSplitting = BY_CONTAINERS) -> Any:
     """Return `longest`, a batch with the longest sequences, after checking its number of samples.
 
     Raises:

@@ -23,11 +23,11 @@ _STEPPED = (
 _GIVE_UP = "Finish it, or give it up with run.discard()."
 
 
-class LoopOrder:
+class CallOrder:
     """State of a run within its window."""
 
     def __init__(self) -> None:
-        self.forward = ForwardSeen()
+        self.forward = ForwardRecorder()
         self.reset()
 
     def reset(self) -> None:
@@ -114,7 +114,7 @@ class LoopOrder:
         return self.window
 
 
-class ForwardSeen:
+class ForwardRecorder:
     """Forward pre-hook that records calls of the watched model, but not of copies such as an EMA."""
 
     def __init__(self) -> None:
@@ -129,11 +129,11 @@ class ForwardSeen:
         """Record a forward of the model."""
         self.seen = True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSeen:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardRecorder:
         return self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return ForwardSeen, ()
+        return ForwardRecorder, ()
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
         """Install the hook, or wrap the call of a compiled model; return a function that removes it."""

@@ -9,7 +9,7 @@ from trimtab.core.errors import ValueGivenError
 
 
 @dataclass(frozen=True)
-class Decided:
+class WindowDecision:
     """Composition of a window with an adaptive batch size. It depends on measured times, so a resumed run replays it.
 
     Args:
@@ -23,7 +23,7 @@ class Decided:
     is_cut: bool = False
 
 
-class Keeper(Protocol):
+class CheckpointHooks(Protocol):
     """Checkpoint manager. All ranks call its methods in the same windows."""
 
     keeps: bool
@@ -31,10 +31,10 @@ class Keeper(Protocol):
     def between(self) -> None:
         """Save a checkpoint or end the run if due; called between two windows."""
 
-    def decided(self, index: int, window: Decided) -> None:
+    def decided(self, index: int, window: WindowDecision) -> None:
         """Store the composition of window number `index`, before its first micro-batch."""
 
-    def decided_before(self, index: int) -> Decided | None:
+    def decided_before(self, index: int) -> WindowDecision | None:
         """Return the stored composition of window `index` from before a resume; None for later windows."""
 
     def save(self) -> None:
@@ -47,7 +47,7 @@ class Keeper(Protocol):
         """Close the manager; `error` is the exception that ended the run, or None."""
 
 
-class NotKept:
+class NoCheckpoints:
     """Null object for runs without checkpoints."""
 
     keeps = False
@@ -55,7 +55,7 @@ class NotKept:
     def between(self) -> None:
         """Do nothing."""
 
-    def decided(self, index: int, window: Decided) -> None:
+    def decided(self, index: int, window: WindowDecision) -> None:
         """Do nothing."""
 
     def decided_before(self, index: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.core.compile_mode import Compiled, is_by_compiler, is_recorded
 from trimtab.core.errors import ValueGivenError
-from trimtab.runtime.cuda_graphs import Recorder
+from trimtab.runtime.cuda_graphs import GraphReplayer
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -88,7 +88,7 @@ class CompiledCall:
         if is_by_compiler(compiled):
             model.compile(options={"fallback_random": True})
             called = model._compiled_call_impl
-        self.recorder = Recorder(model, called) if is_recorded(compiled) else None
+        self.recorder = GraphReplayer(model, called) if is_recorded(compiled) else None
         self._model, self._called, self._saw = model, self.recorder or called, saw
         self.is_on = True
         self.shapes: list[torch.Size] | None = None

@@ -24,11 +24,11 @@ from trimtab.core.errors import LoopError
 _MOST_GAPS = 2  # Largest ratio of memory to values for which a copy keeps the strides of a tensor.
 
 
-class Unrecordable(Exception):
+class UncapturableModel(Exception):
     """The model cannot be captured; the message is the reason."""
 
 
-class Token:
+class ReplayToken:
     """Marker for a replayed forward, alive while its backward may come.
 
     Attributes:
@@ -41,7 +41,7 @@ class Token:
         self.is_open = True
 
 
-class Recording:
+class CapturedGraphs:
     """Captured forward and backward of a model for one kind of input.
 
     Args:
@@ -63,7 +63,7 @@ class Recording:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        beside: Recording | None = None,
+        beside: CapturedGraphs | None = None,
     ) -> None:
         self.parameters = tuple(p for p in model.parameters() if p.requires_grad)
         leaves, spec = tree_flatten((args, kwargs))
@@ -104,11 +104,11 @@ class Recording:
             _end(self.pool, self._stream)
             raise
 
-    def launch(self, tensors: Sequence[Tensor], token: Token) -> Any:
+    def launch(self, tensors: Sequence[Tensor], token: ReplayToken) -> Any:
         """Replay the forward on new input tensors and return its output."""
         for ours, theirs in zip(self._inputs, tensors, strict=True):
             ours.copy_(written(theirs), non_blocking=True)
-        found = iter(_Launch.apply(self, token, *self.parameters))  # type: ignore[no-untyped-call]
+        found = iter(_Replay.apply(self, token, *self.parameters))  # type: ignore[no-untyped-call]
         return tree_unflatten([None if is_none else next(found) for is_none in self._is_none], self._spec)
 
     def forward(self) -> list[Tensor]:
@@ -172,11 +172,11 @@ def written(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Launch(torch.autograd.Function):
+class _Replay(torch.autograd.Function):
     """Autograd function for a replay."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, token: Token, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, recording: CapturedGraphs, token: ReplayToken, *_: Tensor) -> tuple[Tensor, ...]:
         found = recording.forward()
         ctx.recording, ctx.token = recording, token
         ctx.mark_non_differentiable(*recording.constant(found))
@@ -211,18 +211,18 @@ def _reached(
         Unrecordable: an output is not a tensor, no output requires a gradient, or a gradient reaches another tensor.
     """
     if (other := next((each for each in outputs if not isinstance(each, Tensor)), None)) is not None:
-        raise Unrecordable(f"its forward returns a {type(other).__name__} beside tensors")
+        raise UncapturableModel(f"its forward returns a {type(other).__name__} beside tensors")
     own, stood_for = {id(each): index for index, each in enumerate(trained)}, set(map(id, parameters))
     found = []
     for each in outputs:
         leaves = list(_leaves(each))
         if any(id(leaf) in stood_for for leaf in leaves):
-            raise Unrecordable("it holds parameters in another place too, as torch's recurrent layers do")
+            raise UncapturableModel("it holds parameters in another place too, as torch's recurrent layers do")
         if any(id(leaf) not in own for leaf in leaves):
-            raise Unrecordable("its forward trains a tensor that is none of its parameters")
+            raise UncapturableModel("its forward trains a tensor that is none of its parameters")
         found.append(frozenset(own[id(leaf)] for leaf in leaves))
     if not any(found):
-        raise Unrecordable("its output has no gradient")
+        raise UncapturableModel("its output has no gradient")
     return found
 
 
@@ -271,11 +271,11 @@ def _casting_anew() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Raise `Unrecordable` if the block draws random numbers on the host, which a replay would not draw again."""
+    """Raise `UncapturableModel` if the block draws random numbers on the host, which a replay would not draw again."""
     before = _host_states()
     yield
     if any(ours != theirs for ours, theirs in zip(before, _host_states(), strict=True)):
-        raise Unrecordable("its forward draws random numbers on the host")
+        raise UncapturableModel("its forward draws random numbers on the host")
 
 
 def _host_states() -> list[Any]:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 from trimtab.core.compile_mode import Compiled, is_recorded
 from trimtab.runtime.captured_module_state import ModuleState
-from trimtab.runtime.cuda_graph_capture import Recording, Token, Unrecordable
+from trimtab.runtime.cuda_graph_capture import CapturedGraphs, ReplayToken, UncapturableModel
 
 LAUNCHES_FROM = 3  # Number of the first call of a kind that is replayed.
 MOST_KINDS = 3  # Each kind holds memory. Micro-batches usually have one or two sizes.
@@ -36,15 +36,15 @@ def steps_to_launch(compiled: Compiled) -> int:
 
 
 @dataclass
-class _Seen:
+class _CapturedCall:
     """A kind of call, the number of such calls, and the captured graphs."""
 
     kind: Kind
     calls: int = 0
-    recording: Recording | None = None
+    recording: CapturedGraphs | None = None
 
 
-class Recorder:
+class GraphReplayer:
     """Calls a model, replaying CUDA graphs where possible.
 
     Args:
@@ -60,13 +60,13 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, forward: Callable[..., Any], record: Callable[..., Recording] = Recording
+        self, model: nn.Module, forward: Callable[..., Any], record: Callable[..., CapturedGraphs] = CapturedGraphs
     ) -> None:
         self._model, self._forward, self._record = model, forward, record
         self._state = ModuleState(model)
         self._device = next(model.parameters()).device
-        self._kinds: list[_Seen] = []
-        self._last: Callable[[], Token | None] = lambda: None
+        self._kinds: list[_CapturedCall] = []
+        self._last: Callable[[], ReplayToken | None] = lambda: None
         self.is_on, self.refusal, self.left, self.launches = True, "", "", 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class Recorder:
             seen.recording = self._recorded(args, kwargs)
         if seen.recording is None:
             return self._called(args, kwargs)
-        token = Token()
+        token = ReplayToken()
         self._last = weakref.ref(token)
         self.launches, self.left = self.launches + 1, ""
         return seen.recording.launch(tensors, token)
@@ -92,7 +92,7 @@ class Recorder:
             recording.close()
         self._kinds = []
 
-    def _made(self) -> list[Recording]:
+    def _made(self) -> list[CapturedGraphs]:
         return [seen.recording for seen in self._kinds if seen.recording is not None]
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,7 +147,7 @@ class Recorder:
     def _may_be_copied(self, tensor: Tensor) -> bool:
         return type(tensor) is Tensor and tensor.device == self._device and not tensor.requires_grad
 
-    def _seen(self, kind: Kind) -> _Seen | None:
+    def _seen(self, kind: Kind) -> _CapturedCall | None:
         """Count a call and return the entry of its kind; None if the limit of kinds is reached."""
         if self._state.has_changed():  # Captured graphs refer to the old parameters and the old module state.
             if self._kinds:
@@ -162,7 +162,7 @@ class Recorder:
             waiting = [each for each in self._kinds if each.recording is None]
             if len(self._kinds) >= MOST_KINDS:  # A kind that has not been captured is replaced.
                 self._kinds.remove(waiting[0])
-            seen = _Seen(kind)
+            seen = _CapturedCall(kind)
             self._kinds.append(seen)
         seen.calls += 1
         return seen
@@ -180,18 +180,18 @@ class Recorder:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         return found
 
-    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraphs | None:
         beside = next(iter(self._made()), None)
         try:
             found = self._record(self._model, self._forward, args, kwargs, beside)
             if self._state.has_changed():
                 found.close()
-                raise Unrecordable("its forward changes what its modules hold beside the values of tensors")
+                raise UncapturableModel("its forward changes what its modules hold beside the values of tensors")
             return found
         except torch.cuda.OutOfMemoryError:
             self._give_up("memory ran out while it was recorded")
         except Exception as error:  # A forward may do many things that cannot be captured; it then runs eagerly.
-            is_said = isinstance(error, Unrecordable)
+            is_said = isinstance(error, UncapturableModel)
             self._give_up(str(error) if is_said else f"it cannot be recorded ({_first_said(error)})")
         return None
 

@@ -14,16 +14,16 @@ from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.dataloader_state import borrowed, generators_of, has_lasting_workers, is_stateful
 from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
 from trimtab.runtime.batch import holds_nan, iterate
-from trimtab.runtime.uneven_inputs import NoRows
+from trimtab.runtime.uneven_inputs import EmptyBatch
 
 _RANDOM = ("random", "generators")
 
 
-class DataPosition(Part):
+class DataPosition(Stateful):
     """Position in the data drawn by `run.windows`, with the random generator states at that position.
 
     Args:
@@ -251,7 +251,7 @@ class DataPosition(Part):
 
 def _is_fit(batch: Any) -> bool:
     """Return True if a batch can serve as padding: it has samples and no NaN, which would cause a skipped step."""
-    return not isinstance(batch, NoRows) and not holds_nan(batch)
+    return not isinstance(batch, EmptyBatch) and not holds_nan(batch)
 
 
 def _is_stream(loader: Any) -> bool:

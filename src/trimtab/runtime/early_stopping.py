@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.core import validation
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.core.stopping_rule import Stop, StopReason
-from trimtab.measure.async_scalar import Late
+from trimtab.measure.async_scalar import AsyncScalar
 
 # Decay of the moving average per window. No decision before the average has two thirds of its final weight.
 _KEEP = 0.9
@@ -20,7 +20,7 @@ _MIN_WINDOWS = 10
 _STATE = ("average", "weight", "seen", "pending", "reason", "conditions")
 
 
-class StopTest(Part):
+class EarlyStopping(Stateful):
     """Stop conditions of a run.
 
     Attributes:
@@ -30,7 +30,7 @@ class StopTest(Part):
 
     def __init__(self, stop: Stop | None) -> None:
         self._stop = stop
-        self._norm: Late | float | None = None  # Norm of the last window.
+        self._norm: AsyncScalar | float | None = None  # Norm of the last window.
         self._average, self._weight, self._seen = 0.0, 0.0, 0
         self.reason: StopReason | None = None
         self.asked: StopReason | None = None
@@ -51,7 +51,7 @@ class StopTest(Part):
         pending = self._pending()
         if pending is not None:
             self._add(pending)
-        self._norm = Late(norm)
+        self._norm = AsyncScalar(norm)
 
     def evaluated(self, value: float) -> None:
         """Check an evaluation's value."""
@@ -64,7 +64,7 @@ class StopTest(Part):
 
     def _pending(self) -> float | None:
         """Return the norm that the next window will count, or None. Synchronises."""
-        if isinstance(self._norm, Late):
+        if isinstance(self._norm, AsyncScalar):
             self._norm = self._norm.read()[0]
         return self._norm if self._norm is not None and math.isfinite(self._norm) else None
 

@@ -9,7 +9,7 @@ from trimtab.losses import Count
 from trimtab.runtime.window import Window
 
 
-class FixedBatch:
+class FixedBatchSize:
     """Null object with the interface of `BatchControl`.
 
     Args:

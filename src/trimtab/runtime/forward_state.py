@@ -21,21 +21,27 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError
-from trimtab.measure.generators import GLOBAL_GENERATORS, HeldGenerator, is_generator
-from trimtab.measure.loop_state import Change, LoopState
-from trimtab.measure.object_snapshots import HeldArray, HeldBinding, HeldContainer, HeldTensor, is_container
-from trimtab.measure.raw_memory import HeldMemory, is_raw_memory
+from trimtab.measure.generators import GLOBAL_GENERATORS, GeneratorSnapshot, is_generator
+from trimtab.measure.loop_state import LoopState, StateChange
+from trimtab.measure.object_snapshots import (
+    ArraySnapshot,
+    ContainerSnapshot,
+    TensorSnapshot,
+    VariableSnapshot,
+    is_container,
+)
+from trimtab.measure.raw_memory import MemorySnapshot, is_raw_memory
 
 _NO_MODEL = nn.Module()  # LoopState needs a model; the blocks are its other modules.
 _MOST_LOOKED_AT = 100  # Number of objects compared around every forward.
 _MOST_ITEMS = 10_000  # Number of items in a container that is copied at every forward.
 _SMALL = 2**20  # Bytes of a tensor copied by later watched forwards; the first watched forward copies all.
-Replayed = HeldArray | HeldBinding | HeldContainer | HeldGenerator | HeldMemory
+Replayed = ArraySnapshot | VariableSnapshot | ContainerSnapshot | GeneratorSnapshot | MemorySnapshot
 _REFUSED = "a forward whose recomputation changes nothing but buffers, attributes, containers and random generators"
 
 
 @dataclass
-class _Seen:
+class _ObservedChanges:
     """Changes observed in forwards of a mode (training or evaluation), independent of the schedule.
 
     Attributes:
@@ -48,7 +54,7 @@ class _Seen:
 
 
 @dataclass
-class _LookedAt:
+class _ComparedObjects:
     """Objects compared around every forward, because only some calls may change the objects.
 
     Attributes:
@@ -61,10 +67,10 @@ class _LookedAt:
 
 
 # By first module, then by mode and remaining modules, so that a schedule tried again is not watched again.
-_seen: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Seen]] = weakref.WeakKeyDictionary()
+_seen: weakref.WeakKeyDictionary[nn.Module, dict[Any, _ObservedChanges]] = weakref.WeakKeyDictionary()
 
 
-class Forwards:
+class RecomputedForwards:
     """Forwards of modules that run as one recomputed function.
 
     Attributes:
@@ -78,7 +84,7 @@ class Forwards:
         self._named = named
         self._first, *others = named.values()
         self._others = tuple(map(id, others))
-        self._looked_at: _LookedAt | None = None
+        self._looked_at: _ComparedObjects | None = None
         self._list_modules()
 
     def _list_modules(self) -> None:
@@ -98,7 +104,7 @@ class Forwards:
 
     def begin(self) -> ForwardState:
         """Return the state at the start of a forward, watched in calls 1, 2, 4, 8, ..."""
-        seen = _seen.setdefault(self._first, {}).setdefault((self._first.training, *self._others), _Seen())
+        seen = _seen.setdefault(self._first, {}).setdefault((self._first.training, *self._others), _ObservedChanges())
         # True for calls 1, 3, 7, ..., counted from 0.
         is_due = not _recomputing and (self._looked_at is None or not seen.calls & (seen.calls + 1))
         if is_due and is_traced(self.modules):
@@ -117,11 +123,11 @@ class Forwards:
         return LoopState(_NO_MODEL, modules=self._named, most_bytes_copied=most_bytes, logs=True, iterators=False)
 
     @property
-    def looked_at(self) -> _LookedAt:
+    def looked_at(self) -> _ComparedObjects:
         """Objects compared around every forward."""
-        return self._looked_at or _LookedAt()
+        return self._looked_at or _ComparedObjects()
 
-    def _reached(self, watch: LoopState) -> _LookedAt:
+    def _reached(self, watch: LoopState) -> _ComparedObjects:
         """Return the watched objects that a forward may change in only some calls."""
         own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
         own |= {id(tensor) for table in self.parameters for tensor in table.values()}
@@ -136,17 +142,17 @@ class Forwards:
         holds: dict[Any, Callable[[], Replayed | None]] = {}
         tensors = []
         for held, path in watch.held():
-            if isinstance(held, HeldTensor):
+            if isinstance(held, TensorSnapshot):
                 if id(held.tensor) not in own and not held.tensor.is_inference():
                     tensors.append((held.tensor, path))
-            elif isinstance(held, HeldContainer) and id(held.container) in own | tables:
+            elif isinstance(held, ContainerSnapshot) and id(held.container) in own | tables:
                 continue  # Names of modules, recorded at every forward.
             elif isinstance(held, Replayed) and len(holds) < _MOST_LOOKED_AT and _is_small(held):
                 key, hold = holding(held, watch.holder_of(held))
                 holds[key] = hold
-        return _LookedAt(holds, tensors[:_MOST_LOOKED_AT])
+        return _ComparedObjects(holds, tensors[:_MOST_LOOKED_AT])
 
-    def judge(self, watch: LoopState, seen: _Seen) -> list[Replayed]:
+    def judge(self, watch: LoopState, seen: _ObservedChanges) -> list[Replayed]:
         """Return the state, from before the watched forward, of objects that no earlier forward changed.
 
         Raises:
@@ -155,11 +161,11 @@ class Forwards:
         own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
         own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values() if buffer is not None}
         found: list[Replayed] = []
-        refused: list[Change] = []
+        refused: list[StateChange] = []
         for change, held in watch.changed():
-            if isinstance(held, HeldContainer) and id(held.container) in own:
+            if isinstance(held, ContainerSnapshot) and id(held.container) in own:
                 continue  # Names and buffers of modules, recorded at every forward.
-            if isinstance(held, HeldTensor) and id(held.tensor) in own:
+            if isinstance(held, TensorSnapshot) and id(held.tensor) in own:
                 continue  # Buffers.
             if isinstance(held, Replayed) and _is_small(held):
                 key, hold = holding(held, watch.holder_of(held))
@@ -173,7 +179,7 @@ class Forwards:
             raise self.refusal(refused)
         return found
 
-    def refusal(self, changes: Sequence[Change | str]) -> ModelError:
+    def refusal(self, changes: Sequence[StateChange | str]) -> ModelError:
         """Return the error for a forward whose changes cannot be undone."""
         names = self.names
         what = ", ".join(map(str, changes[:3])) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
@@ -194,7 +200,7 @@ class ForwardState:
             forward.
     """
 
-    def __init__(self, forwards: Forwards, seen: _Seen, watch: LoopState | None) -> None:
+    def __init__(self, forwards: RecomputedForwards, seen: _ObservedChanges, watch: LoopState | None) -> None:
         self._forwards, self._seen, self._watch = forwards, seen, watch
         self.is_watched = watch is not None
         self._tables, self._parameters = forwards.tables, forwards.parameters
@@ -210,7 +216,7 @@ class ForwardState:
         self._replayed = [held for hold in self._seen.holds.values() if (held := hold()) is not None]
         self._versions = self._current_versions()
         generators = [each.peek() for each in GLOBAL_GENERATORS if id(each.generator) not in self._seen.holds]
-        looked_at = _LookedAt() if self._watch is not None else self._forwards.looked_at
+        looked_at = _ComparedObjects() if self._watch is not None else self._forwards.looked_at
         others = [
             (k, hold, now) for k, hold in looked_at.holds.items() if k not in self._seen.holds and (now := hold())
         ]
@@ -278,31 +284,31 @@ def _put(tables: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> 
 
 
 def _has_changed(held: Replayed) -> bool:
-    return any(True for _ in held.changes()) if isinstance(held, HeldContainer) else held.has_changed()
+    return any(True for _ in held.changes()) if isinstance(held, ContainerSnapshot) else held.has_changed()
 
 
 def _is_small(held: Replayed) -> bool:
-    if isinstance(held, HeldArray | HeldMemory):
+    if isinstance(held, ArraySnapshot | MemorySnapshot):
         return held.nbytes <= _SMALL
-    return not isinstance(held, HeldContainer) or len(held.items) <= _MOST_ITEMS
+    return not isinstance(held, ContainerSnapshot) or len(held.items) <= _MOST_ITEMS
 
 
 def holding(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Replayed | None]]:
     """Return a key for a recorded object, and a function that records the current state of the object or its
     replacement."""
-    if holder is None or isinstance(held, HeldBinding):
+    if holder is None or isinstance(held, VariableSnapshot):
         return held.key, held.again
     where, get = holder
 
     def hold() -> Replayed | None:
         value = get()
         if is_generator(value):
-            return HeldGenerator(value)
+            return GeneratorSnapshot(value)
         if isinstance(value, numpy.ndarray):
-            return HeldArray(value)
+            return ArraySnapshot(value)
         if is_raw_memory(value):
-            return HeldMemory(value)
-        return HeldContainer(value) if is_container(value) and len(value) <= _MOST_ITEMS else None
+            return MemorySnapshot(value)
+        return ContainerSnapshot(value) if is_container(value) and len(value) <= _MOST_ITEMS else None
 
     return where, hold
 

@@ -10,7 +10,7 @@ from torch.nn.utils import get_total_norm
 
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.core.plan import Choice, Effect, Plan
 from trimtab.measure.gradient_norms import squared_norm
 
 
@@ -71,7 +71,7 @@ def with_own_limit(plan: Plan, clip_norm: float | None) -> Plan:
         return plan
     validation.number("clip_norm", clip_norm, low=0, open_low=True)
     said = f"the loop's own, which goes before {plan.clip_norm.value:g}, found by a range test"
-    return replace(plan, clip_norm=Choice(float(clip_norm), said, Mark.DYNAMICS))
+    return replace(plan, clip_norm=Choice(float(clip_norm), said, Effect.DYNAMICS))
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

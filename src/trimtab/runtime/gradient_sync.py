@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.core.errors import ModelError, OptimizerError, RankError
 from trimtab.core.plan import Plan
-from trimtab.runtime.metadata_exchange import Exchange, Figures, Gathered
+from trimtab.runtime.metadata_exchange import Figures, Gathered, MetadataExchange
 from trimtab.runtime.optimizers import drop_gradients
 
 UNREDUCED = "ranks.gradient_unreduced"
@@ -43,7 +43,7 @@ class GradientSync:
         exchange: metadata exchange with the other ranks.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, model: nn.Module, exchange: MetadataExchange) -> None:
         self._model, self._exchange = data_parallel(model), exchange
         self._skipping = contextlib.ExitStack()
         self._has_begun = self._is_settled = self._is_last = False

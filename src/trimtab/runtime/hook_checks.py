@@ -28,7 +28,7 @@ _ON_TENSORS = {
 }
 
 
-class HooksOfForward(TorchFunctionMode):
+class ForwardHookCollector(TorchFunctionMode):
     """Collects hooks registered on tensors while the mode is active.
 
     Attributes:
@@ -48,7 +48,7 @@ class HooksOfForward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class HookWatch:
+class HookChecks:
     """Gradient hooks of a run, checked at the start, before the first step and in the first forward.
 
     Attributes:
@@ -82,7 +82,7 @@ class HookWatch:
             yield
             return
         self._is_watched = True
-        with HooksOfForward() as watch:
+        with ForwardHookCollector() as watch:
             yield
         if watch.found:
             self._of_forward = tuple(watch.found)

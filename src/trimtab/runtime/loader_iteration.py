@@ -17,39 +17,39 @@ from trimtab.core.plan import Plan
 from trimtab.core.stopping_rule import StopReason
 from trimtab.runtime.backend import Backend
 from trimtab.runtime.batch import tensors_in
-from trimtab.runtime.batch_size_controller import BatchControl
-from trimtab.runtime.batch_splitting import UNKNOWN, Batching
-from trimtab.runtime.call_order import LoopOrder
-from trimtab.runtime.checkpoint_hooks import Keeper
+from trimtab.runtime.batch_size_controller import BatchSizeController
+from trimtab.runtime.batch_splitting import UNKNOWN, BatchSplitting
+from trimtab.runtime.call_order import CallOrder
+from trimtab.runtime.checkpoint_hooks import CheckpointHooks
 from trimtab.runtime.data_position import DataPosition, length_of, require_state_kept
-from trimtab.runtime.fixed_batch_size import FixedBatch
-from trimtab.runtime.nested_lists import InnerLists
-from trimtab.runtime.oom_retry import Recovery
-from trimtab.runtime.rank_sync import Peers
+from trimtab.runtime.fixed_batch_size import FixedBatchSize
+from trimtab.runtime.nested_lists import NestedLists
+from trimtab.runtime.oom_retry import OutOfMemoryRetry
+from trimtab.runtime.rank_sync import RankSync
 from trimtab.runtime.run_view import RunView
-from trimtab.runtime.step_recorder import Recorder
-from trimtab.runtime.training_progress import Consumed
-from trimtab.runtime.uneven_inputs import Joining, NoRows
+from trimtab.runtime.step_recorder import StepRecorder
+from trimtab.runtime.training_progress import TrainingProgress
+from trimtab.runtime.uneven_inputs import EmptyBatch, UnevenInputs
 from trimtab.runtime.window import Window
-from trimtab.runtime.window_iterator import Windows
+from trimtab.runtime.window_iterator import WindowIterator
 
 
-class Passes(RunView):
+class LoaderIteration(RunView):
     """Base class of `Run` that draws windows from a loader."""
 
     _backend: Backend
-    _batching: Batching
-    _consumed: Consumed
-    _control: BatchControl | FixedBatch
+    _batching: BatchSplitting
+    _consumed: TrainingProgress
+    _control: BatchSizeController | FixedBatchSize
     _device: torch.device
-    _joining: Joining
-    _inner_lists: InnerLists | None
-    _keeper: Keeper
-    _order: LoopOrder
-    _peers: Peers
-    _recorder: Recorder | None
+    _joining: UnevenInputs
+    _inner_lists: NestedLists | None
+    _keeper: CheckpointHooks
+    _order: CallOrder
+    _peers: RankSync
+    _recorder: StepRecorder | None
     _position: DataPosition
-    _recovery: Recovery
+    _recovery: OutOfMemoryRetry
     _num_stopped = 0  # Epochs that a stop condition ended or prevented.
     _warned_whole = False
     _is_first_window = True
@@ -70,7 +70,7 @@ class Passes(RunView):
         return self._position
 
     @property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> StepRecorder | None:
         """Writer of the run's record; None without a record."""
         return self._recorder
 
@@ -112,7 +112,7 @@ class Passes(RunView):
         if self._peers.num_ranks == 1:
             self._stopping.adopt(StopReason.INTERRUPTED)
 
-    def windows(self, loader: Iterable[Any]) -> Windows:
+    def windows(self, loader: Iterable[Any]) -> WindowIterator:
         """Return an iterator over the windows of a loader, one optimizer step each.
 
         A window has one batch, or several if the plan allows adaptive batch sizes or `of_batches` set their number. The
@@ -131,7 +131,7 @@ class Passes(RunView):
                 raise TypeError(f"a {type(loader).__name__} has no length")
             return 0 if has_ended else -(-max(0, number - before) // self.num_batches)
 
-        return Windows(self._pass_over(loader), length)
+        return WindowIterator(self._pass_over(loader), length)
 
     def _pass_over(self, loader: Iterable[Any]) -> Generator[Window, None, None]:
         if self._keeper.keeps:
@@ -163,7 +163,7 @@ class Passes(RunView):
             if drawn is None:
                 continue
             self._trained_before(self._position.taken_first())
-            if own := [batch for batch in drawn if not isinstance(batch, NoRows)]:
+            if own := [batch for batch in drawn if not isinstance(batch, EmptyBatch)]:
                 yield self._window(*own)
             elif self._joining.goes_on(self.stop_reason):
                 if not self._joining.is_able:
@@ -198,10 +198,10 @@ class Passes(RunView):
         num_batches = validation.integer("num_batches", num_batches)
         self._require_open()
         self._order.require_idle("run.of_batches")
-        if isinstance(self._control, BatchControl):
+        if isinstance(self._control, BatchSizeController):
             given, expected = "a plan that freed the batch", "one that leaves it, or windows of what it says"
             raise LoopError("run.of_batches", got=given, expected=expected)
-        self._control = FixedBatch(num_batches)
+        self._control = FixedBatchSize(num_batches)
 
     def window(self, *batches: Any) -> Window:
         """Make one window of the given batches. Pass `num_batches` batches to follow the plan.
@@ -271,7 +271,7 @@ class Passes(RunView):
         """Warn in the first window if its number of samples differs from the accumulated step that was planned."""
         is_first, self._is_first_window = self._is_first_window, False
         accumulate, planned = self.plan.reference.accumulate, self.plan.batch_rows
-        if not is_first or not is_counted or accumulate == 1 or isinstance(self._control, BatchControl):
+        if not is_first or not is_counted or accumulate == 1 or isinstance(self._control, BatchSizeController):
             return
         step = f"The plan is for steps of {planned} samples, {accumulate} batches of the loader each"
         if sum(rows) <= planned / accumulate:
@@ -322,7 +322,7 @@ def _unshared(batches: Iterator[Any]) -> Iterator[Any]:
     """
     seen: list[tuple[Tensor, int]] = []
     for batch in batches:
-        held = [] if isinstance(batch, NoRows) else [*filter(_is_written_noted, tensors_in(batch))]
+        held = [] if isinstance(batch, EmptyBatch) else [*filter(_is_written_noted, tensors_in(batch))]
         again = {each.data_ptr() for each in held}
         if any(each.data_ptr() in again and each._version != version for each, version in seen):
             raise BatchError(

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 from trimtab.core.errors import LossError, ModelError
 from trimtab.core.plan import Plan
 from trimtab.measure.object_snapshots import version_of
-from trimtab.runtime.call_order import LoopOrder
+from trimtab.runtime.call_order import CallOrder
 from trimtab.runtime.window import Window
 
 _MOST_NODES = 20_000  # Largest number of nodes of the autograd graph to visit.
@@ -34,14 +34,14 @@ _LINEAR = (
 _TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
-class OwnStep:
+class LeftoverStep:
     """Warns once if the loop steps the optimizer itself, which would step parameters twice per window.
 
     Args:
         order: state of the loop; shows if the run itself is stepping the optimizer.
     """
 
-    def __init__(self, order: LoopOrder) -> None:
+    def __init__(self, order: CallOrder) -> None:
         self._order, self._has_warned = order, False
 
     def watch(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -70,7 +70,7 @@ class OwnStep:
         )
 
 
-class OwnGradients:
+class LeftoverGradientChanges:
     """Warns once if leftover lines of a plain loop change gradients.
 
     In the first window, gradients are compared with their recorded state before each backward and before the step. The

@@ -16,7 +16,7 @@ from trimtab.core import validation
 from trimtab.core.errors import OptimizerError
 from trimtab.core.lr_factors import factor_of
 from trimtab.core.plan import Plan
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 
 
 def rate_factor(plan: Plan, progress: float | None) -> float:
@@ -66,7 +66,7 @@ def normalises(optimizer: torch.optim.Optimizer) -> bool:
     return not isinstance(getattr(optimizer, "optim", optimizer), torch.optim.SGD | torch.optim.ASGD)
 
 
-class RateFollower(Part):
+class RateFollower(Stateful):
     """Learning rate factor that follows the batch size relative to the user's batch size (`ratio`).
 
     The rule "linear" uses the ratio (SGD; paper eq. 11), "sqrt" its square root (Adam family; Malladi et al. 2022,

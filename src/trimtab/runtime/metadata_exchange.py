@@ -14,7 +14,7 @@ Figures = Sequence[float]
 Gathered = list[list[float]]
 
 
-class Exchange(Protocol):
+class MetadataExchange(Protocol):
     """Metadata exchange between ranks.
 
     Attributes:
@@ -57,7 +57,7 @@ class Exchange(Protocol):
         """End the exchange."""
 
 
-class Alone:
+class SingleProcessExchange:
     """Exchange of a single process.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import FormatError, ModelError, OptimizerError
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
 from trimtab.runtime.optimizer_self_test import muon_difference
@@ -80,7 +80,7 @@ def use_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
     """
     matrices = hidden_matrices(model, optimizer)
     require_muon(matrices)
-    return _Beside(matrices, optimizer).end
+    return _MuonHooks(matrices, optimizer).end
 
 
 def require_muon(matrices: Iterable[nn.Parameter]) -> None:
@@ -95,7 +95,7 @@ def require_muon(matrices: Iterable[nn.Parameter]) -> None:
         )
 
 
-class _Beside:
+class _MuonHooks:
     """Muon steps attached to an AdamW optimizer by hooks."""
 
     def __init__(self, matrices: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -171,7 +171,7 @@ class _Beside:
         self._optimizer.state.update(self._before)
 
 
-class Momentum(Part):
+class Momentum(Stateful):
     """Momentum of Muon in a run's state, in the order of the optimizer's parameters."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

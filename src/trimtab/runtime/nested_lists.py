@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class InnerLists:
+class NestedLists:
     """Decides on copying nested lists for the loss, by checking for in-place changes.
 
     A batch of texts may hold thousands of word lists, and copying them may take longer than a small step. Micro-batches

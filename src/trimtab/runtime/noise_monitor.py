@@ -18,9 +18,9 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.decide import sharded_noise_scale
 from trimtab.decide.gradient_noise_scale import WindowNoise, window_noise
 from trimtab.losses import Count
-from trimtab.measure.async_scalar import Late
+from trimtab.measure.async_scalar import AsyncScalar
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
-from trimtab.measure.overhead_timer import Spent
+from trimtab.measure.overhead_timer import OverheadTimer
 from trimtab.measure.sharded_norms import (
     PartialNorms,
     ShardedNorms,
@@ -74,7 +74,7 @@ class NoiseSums:
 
 
 @dataclass(frozen=True)
-class Figures:
+class NoiseFigures:
     """Values measured in a window.
 
     Args:
@@ -83,9 +83,9 @@ class Figures:
         closing: overhead after the last backward pass.
     """
 
-    said: Late
-    watching: Spent
-    closing: Spent
+    said: AsyncScalar
+    watching: OverheadTimer
+    closing: OverheadTimer
 
 
 class NoiseMonitor:
@@ -103,14 +103,14 @@ class NoiseMonitor:
             )
         self._optimizer = optimizer
         self.is_sharded = is_sharded(model)
-        if self.is_sharded and not all(is_shard(p) for p in _Stepped(optimizer)):
+        if self.is_sharded and not all(is_shard(p) for p in _SteppedParameters(optimizer)):
             raise ValueGivenError(
                 "plan.batch_rule",
                 got="a model of which FSDP2 holds a part, and the optimizer steps another",
                 expected="all of what is stepped under FSDP2: a norm is added up from every rank's shards",
                 hint="fully_shard(model) holds what its parts do not.",
             )
-        if any(map(has_replicas, _Stepped(optimizer))):
+        if any(map(has_replicas, _SteppedParameters(optimizer))):
             raise ValueGivenError(
                 "plan.batch_rule",
                 got="a model sharded over a mesh of several dimensions, or of some of the ranks",
@@ -151,7 +151,7 @@ class NoiseMonitor:
         self.drop()
         self._norms.close()
 
-    def close(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Figures:
+    def close(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> NoiseFigures:
         """Stop observing; return the window's values.
 
         Args:
@@ -159,12 +159,12 @@ class NoiseMonitor:
             correction: factor still to be applied to the window's gradient.
             scale: loss scale.
         """
-        closing = Spent()
+        closing = OverheadTimer()
         with closing.span(self._seen[0][0].device):
             says = self._each if self.is_sharded else self._sums
-            late = Late(says(divisor, correction, scale))
+            late = AsyncScalar(says(divisor, correction, scale))
         self.drop()
-        return Figures(late, self._norms.spent, closing)
+        return NoiseFigures(late, self._norms.spent, closing)
 
     def num_figures(self, num_micro_batches: int) -> int:
         """Return the number of values per rank for a window, equal on all ranks."""
@@ -203,16 +203,16 @@ class NoiseMonitor:
         return torch.stack([part.double() for part in parts])
 
     def _norm2(self) -> Tensor:
-        return squared_norm([local(p.grad) for p in _Stepped(self._optimizer) if p.grad is not None]).double()
+        return squared_norm([local(p.grad) for p in _SteppedParameters(self._optimizer) if p.grad is not None]).double()
 
 
 def _norms_of(model: nn.Module, optimizer: Optimizer) -> GradientNorms | ShardedNorms | PartialNorms:
     if not is_sharded(model):
-        return GradientNorms(_Stepped(optimizer))
-    return ShardedNorms(model) if shows_reductions(model) else PartialNorms(_Stepped(optimizer))
+        return GradientNorms(_SteppedParameters(optimizer))
+    return ShardedNorms(model) if shows_reductions(model) else PartialNorms(_SteppedParameters(optimizer))
 
 
-class _Stepped:
+class _SteppedParameters:
     """Iterable over the parameters that an optimizer currently steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:

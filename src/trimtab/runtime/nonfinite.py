@@ -21,8 +21,8 @@ from torch import Tensor
 
 from trimtab.core import validation
 from trimtab.core.errors import NonFiniteError
-from trimtab.core.stateful import Load, Part, require_keys
-from trimtab.measure.async_scalar import Late
+from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.measure.async_scalar import AsyncScalar
 
 POLICIES = ("warn", "error", "skip", "stop", "continue")
 BEFORE_THE_STEP = ("skip", "stop")
@@ -46,7 +46,7 @@ _BEYOND = "a value of the forward may be beyond fp16's 65504"
 Note = Callable[[str, Mapping[str, Any]], None]
 
 
-class Voids(Part):
+class NonFinitePolicy(Stateful):
     """Counts skipped steps of a run and applies the non-finite policy.
 
     Args:
@@ -62,7 +62,7 @@ class Voids(Part):
         before_the_step = policy if policy in BEFORE_THE_STEP else None
         self._own, self._policy, self._is_alone = before_the_step, before_the_step, is_alone
         self._asked, self._note, self._has_warned = policy or "warn", note, False
-        self._late: tuple[int, Late] | None = None
+        self._late: tuple[int, AsyncScalar] | None = None
         self.in_a_row = self.total = 0
         self._windows = self._share = self._lost = 0.0
         self._lost_in_a_row = 0
@@ -156,7 +156,7 @@ class Voids(Part):
         """
         if loss.device.type == "meta" or (self._asked != "error" and (self._asked != "warn" or self._has_warned)):
             return
-        before, self._late = self._late, (step, Late(loss))
+        before, self._late = self._late, (step, AsyncScalar(loss))
         if loss.device.type == "cpu":
             before, self._late = self._late, None
         self._look_at(before)
@@ -170,7 +170,7 @@ class Voids(Part):
         before, self._late = self._late, None
         self._look_at(before if error is None else None)
 
-    def _look_at(self, before: tuple[int, Late] | None) -> None:
+    def _look_at(self, before: tuple[int, AsyncScalar] | None) -> None:
         if before is not None and not math.isfinite(value := before[1].read()[0]):
             self.report(f"a loss of {value:g} in step {before[0]}")
 

@@ -15,7 +15,7 @@ from trimtab.core.plan import Plan
 from trimtab.runtime.out_of_memory import MicroBatchLimit, free_memory, is_out_of_memory, out_of_memory_in_step
 from trimtab.runtime.split_conditions import has_batch_statistics, keeps_maths
 from trimtab.runtime.window import Window
-from trimtab.runtime.window_snapshot import WindowStart
+from trimtab.runtime.window_snapshot import WindowSnapshot
 
 POLICIES = ("split", "stop")
 # Added to errors that are not handled.
@@ -55,7 +55,7 @@ def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry
     return policy == "split"
 
 
-class Recovery:
+class OutOfMemoryRetry:
     """State needed to repeat a window.
 
     Attributes:
@@ -75,7 +75,7 @@ class Recovery:
         self._assumed = _OTHERWISE if not keeps_maths(plan, model) else _UNPROVED if plan.check is None else ""
         self._has_statistics = has_batch_statistics(model)
         self.is_on, self.limit = is_on, MicroBatchLimit()
-        self._start, self._note = WindowStart(model, watches=watches), note
+        self._start, self._note = WindowSnapshot(model, watches=watches), note
         self._device = next(model.parameters()).device
         self._rows_before: int | None = None
         self._has_warned = False

@@ -34,7 +34,7 @@ def fused_difference(optimizer: torch.optim.Optimizer) -> str:
     """
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
-        test = _Test(type(optimizer), options, _samples(group["params"]), _rate_dtype(group))
+        test = _SelfTest(type(optimizer), options, _samples(group["params"]), _rate_dtype(group))
         if found := test.found(_fused_difference):
             return found
     return ""
@@ -42,10 +42,10 @@ def fused_difference(optimizer: torch.optim.Optimizer) -> str:
 
 def muon_difference(matrices: Iterable[Tensor]) -> str:
     """Return the difference between Muon's step in the matrices' dtype and in double precision, or "" if none."""
-    return _Test(torch.optim.Muon, _MUON, _samples(matrices), None).found(_muon_difference)
+    return _SelfTest(torch.optim.Muon, _MUON, _samples(matrices), None).found(_muon_difference)
 
 
-class _Test:
+class _SelfTest:
     """Copies of parameters, one per kind, and the options of their group."""
 
     def __init__(
@@ -54,7 +54,7 @@ class _Test:
         self.cls, self.options, self.parameters, self.rate_dtype = cls, options, tuple(samples.values()), rate_dtype
         self._key = cls, tuple(sorted((n, repr(v)) for n, v in options.items())), tuple(samples), rate_dtype
 
-    def found(self, difference: Callable[[_Test], str]) -> str:
+    def found(self, difference: Callable[[_SelfTest], str]) -> str:
         """Return the result of a comparison, from the cache if possible."""
         key = (difference, *self._key)
         if key not in _results:
@@ -87,7 +87,7 @@ class _Test:
 _results: dict[Key, str] = {}
 
 
-def _fused_difference(test: _Test) -> str:
+def _fused_difference(test: _SelfTest) -> str:
     """Return the difference between the fused and the plain step of a class, or "" if none."""
     try:
         plain = test.stepped({"fused": False, "foreach": None})
@@ -99,7 +99,7 @@ def _fused_difference(test: _Test) -> str:
     )
 
 
-def _muon_difference(test: _Test) -> str:
+def _muon_difference(test: _SelfTest) -> str:
     """Return the difference between a step in the parameters' dtype and in double precision, or "" if none."""
     try:
         exact, own = test.stepped({}, torch.float64), test.stepped({})
@@ -116,7 +116,7 @@ def _failure(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}"
 
 
-def _first_difference(test: _Test, plain: Sequence[Tensor], others: Sequence[Tensor], eps: float) -> str:
+def _first_difference(test: _SelfTest, plain: Sequence[Tensor], others: Sequence[Tensor], eps: float) -> str:
     for parameter, one, other in zip(test.parameters, plain, others, strict=True):
         if why := _difference(_copy(parameter), one, other, eps):
             return _where(parameter, why)

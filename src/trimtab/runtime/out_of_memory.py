@@ -10,7 +10,7 @@ import torch
 
 from trimtab.core import validation
 from trimtab.core.errors import MemoryLimitError
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 
 # Messages of allocators and libraries, compared in lower case.
 _SAYINGS = (
@@ -52,7 +52,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class MicroBatchLimit(Part):
+class MicroBatchLimit(Stateful):
     """Limit on the samples per micro-batch after memory ran out; None before, and after all sizes fit again."""
 
     def __init__(self) -> None:

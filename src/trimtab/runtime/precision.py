@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Choice, Mark, Plan
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.plan import Choice, Effect, Plan
+from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.process_state import hold_tf32
 from trimtab.runtime.global_flags import SharedMode
 
@@ -49,7 +49,7 @@ def wider(device: torch.device) -> str:
     return "bf16" if any("bf16" in name and found is True for name, found in capabilities.items()) else "fp32"
 
 
-class MixedPrecision(Part):
+class MixedPrecision(Stateful):
     """Precision of a run: autocast, and torch's dynamic loss scaler for fp16.
 
     Raises:
@@ -160,7 +160,7 @@ class MixedPrecision(Part):
 
 def in_place(plan: Plan, name: str, reason: str) -> Plan:
     """Return a plan with its precision replaced."""
-    choice = Choice(name, f"in place of {plan.precision.value}: {reason}", Mark.ROUNDING, changed=True)
+    choice = Choice(name, f"in place of {plan.precision.value}: {reason}", Effect.ROUNDING, changed=True)
     return replace(plan, precision=choice)
 
 

@@ -23,15 +23,15 @@ from trimtab.core.stopping_rule import StopReason
 from trimtab.decide.batch_size_decider import Note
 from trimtab.losses import Count
 from trimtab.runtime.batch import checksum
-from trimtab.runtime.metadata_exchange import Exchange, Gathered
-from trimtab.runtime.straggler import Late, Straggler
+from trimtab.runtime.metadata_exchange import Gathered, MetadataExchange
+from trimtab.runtime.straggler import SlowRank, StragglerDetector
 
 _NOTHING, _MEAN, _SUM = 0.0, 1.0, 2.0  # Kinds of loss.
 _ASKS = 3.0  # A request for the maximum of one value.
 _REASONS = tuple(StopReason)
 
 
-class _Said(NamedTuple):
+class _RankMessage(NamedTuple):
     """Message of a rank, of the same width for all kinds, because a rank does not know the other ranks' kinds.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Said(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Agreed:
+class AgreedWindow:
     """A window summed over all ranks.
 
     Args:
@@ -82,7 +82,7 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """This rank's part of a window.
 
     Args:
@@ -104,7 +104,7 @@ class Share:
     samples: int | None = None
 
 
-class Peers:
+class RankSync:
     """Metadata exchange of a run with the other ranks.
 
     Args:
@@ -113,17 +113,17 @@ class Peers:
         in_step: True if every micro-batch has collectives (FSDP2), so that all ranks need equally many.
     """
 
-    def __init__(self, exchange: Exchange, note: Note, *, in_step: bool = False) -> None:
+    def __init__(self, exchange: MetadataExchange, note: Note, *, in_step: bool = False) -> None:
         self._exchange, self.in_step = exchange, in_step and exchange.num_ranks > 1
         self.num_ranks = exchange.num_ranks
         self._answer: Callable[[], Gathered] | None = None
-        self._agreed: Agreed | None = None
-        self._straggler, self._note = Straggler(), note
+        self._agreed: AgreedWindow | None = None
+        self._straggler, self._note = StragglerDetector(), note
         self._began = time.perf_counter()  # Start of this rank's own work on the window.
         self._first_batch: float | None = None  # Checksum of the first batch; 0 from the second window on.
         self._counted = 0  # Windows stepped by this rank.
         self._steps: int | None = None  # Micro-batches of the window, if equal on all ranks.
-        self._absent: _Said | None = None  # Message of a rank without data for the window it joins.
+        self._absent: _RankMessage | None = None  # Message of a rank without data for the window it joins.
         self._asked: float | None = None  # Maximum received by a rank without data.
         self._on_device: Tensor | None = None
         self._kept_on: torch.device | None = None  # Device of counts that stay on the device.
@@ -143,12 +143,14 @@ class Peers:
         if self._first_batch is None and self.num_ranks > 1:
             self._first_batch = float(checksum(batch))
 
-    def tell(self, share: Share) -> None:
+    def tell(self, share: RankShare) -> None:
         """Send this rank's part of the window, once, without waiting."""
         if self.has_told:
             return
         if self.num_ranks == 1:
-            self._agreed = Agreed(share.rows, share.terms, share.num_batches, reason=share.stop, samples=share.samples)
+            self._agreed = AgreedWindow(
+                share.rows, share.terms, share.num_batches, reason=share.stop, samples=share.samples
+            )
             return
         if self._absent is not None:
             self._sum_nothing()
@@ -159,7 +161,7 @@ class Peers:
             self._on_device, self._kept_on, terms = self._exchange.sum(terms.double()), terms.device, 0.0
         kind = _SUM if share.is_sum else _MEAN
         took_s = time.perf_counter() - self._began
-        said = _Said(
+        said = _RankMessage(
             kind, self._counted, share.rows, share.num_batches, float(terms), _code_of(share.stop), took_s=took_s
         )
         said = said._replace(unknown=float(share.samples is None))
@@ -173,7 +175,7 @@ class Peers:
         Args:
             reason: stop reason of this rank, adopted by all ranks after the window; None at the end of the data.
         """
-        absent = _Said(_NOTHING, self._counted, stop=_code_of(reason))
+        absent = _RankMessage(_NOTHING, self._counted, stop=_code_of(reason))
         if self.in_step:
             self._steps = int(self.most(0.0))
             self._absent = absent if self._steps else None  # Sent when the other ranks send their parts.
@@ -199,7 +201,7 @@ class Peers:
             self._steps = int(self.most(own))
         return self._steps
 
-    def agreed(self) -> Agreed:
+    def agreed(self) -> AgreedWindow:
         """Return the window summed over all ranks. Waits for the other ranks' parts.
 
         Raises:
@@ -210,7 +212,7 @@ class Peers:
             self._agreed, self._answer = self._read(_all(self._answer())), None
         return self._agreed
 
-    def _read(self, said: list[_Said]) -> Agreed:
+    def _read(self, said: list[_RankMessage]) -> AgreedWindow:
         kinds = _kinds(said)
         _require_one_kind(kinds)
         _require_together([int(each.stepped) for each in said])
@@ -219,7 +221,7 @@ class Peers:
         if _NOTHING not in kinds:
             self._say(self._straggler.add([each.took_s for each in said]))
         code, limit = int(max(each.stop for each in said)), min(each.limit for each in said)
-        return Agreed(
+        return AgreedWindow(
             rows,
             terms if self._on_device is None else self._on_device,
             statistics.fmean(each.num_batches for each in said),
@@ -238,7 +240,7 @@ class Peers:
             text = f"ranks {ranks} train on the same samples. Use trimtab.shard(loader), or a DistributedSampler."
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
-    def _say(self, late: Late | None) -> None:
+    def _say(self, late: SlowRank | None) -> None:
         """Warn about a slow rank that the other ranks wait for."""
         if late is not None:
             self._note("straggler", {"rank": late.rank, "window_s": late.seconds, "others_s": late.others_s})
@@ -257,7 +259,7 @@ class Peers:
             return value
         if self._asked is not None:
             return self._asked
-        said = _all(self._exchange.share(_Said(_ASKS, self._counted, asked=value)))
+        said = _all(self._exchange.share(_RankMessage(_ASKS, self._counted, asked=value)))
         _require_one_kind(_kinds(said))
         return max(each.asked for each in said)
 
@@ -284,11 +286,11 @@ def _code_of(reason: StopReason | None) -> float:
     return 0.0 if reason is None else 1.0 + _REASONS.index(reason)
 
 
-def _all(gathered: Gathered) -> list[_Said]:
-    return [_Said(*figures) for figures in gathered]
+def _all(gathered: Gathered) -> list[_RankMessage]:
+    return [_RankMessage(*figures) for figures in gathered]
 
 
-def _kinds(said: list[_Said]) -> list[float]:
+def _kinds(said: list[_RankMessage]) -> list[float]:
     return [each.kind for each in said]
 
 

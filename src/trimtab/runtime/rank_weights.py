@@ -14,7 +14,7 @@ from torch import Tensor
 from trimtab.core.plan import Plan
 from trimtab.losses import Count
 from trimtab.runtime.accumulation import WindowWeights, or_one, power_of_two
-from trimtab.runtime.rank_sync import Peers
+from trimtab.runtime.rank_sync import RankSync
 
 
 class RankWeights(WindowWeights):
@@ -25,7 +25,7 @@ class RankWeights(WindowWeights):
         batch_rows: samples of a full loader batch, equal on all ranks.
     """
 
-    def __init__(self, peers: Peers, batch_rows: int) -> None:
+    def __init__(self, peers: RankSync, batch_rows: int) -> None:
         self._peers, self._batch_rows = peers, batch_rows
         self._planned = batch_rows
         self._is_padding = False
@@ -102,6 +102,6 @@ class RankWeights(WindowWeights):
         return self._peers.agreed().terms if self._is_sum else None
 
 
-def weights_of(peers: Peers, plan: Plan) -> WindowWeights:
+def weights_of(peers: RankSync, plan: Plan) -> WindowWeights:
     """Return the loss weights for a single process or for one of several ranks."""
     return WindowWeights() if peers.num_ranks == 1 else RankWeights(peers, plan.batch_rows)

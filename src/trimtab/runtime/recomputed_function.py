@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 
 from trimtab.measure.object_snapshots import version_of
 from trimtab.measure.recompute_listeners import recomputing
-from trimtab.runtime.forward_state import Forwards, ForwardState
+from trimtab.runtime.forward_state import ForwardState, RecomputedForwards
 from trimtab.runtime.recomputation_check import RecomputationCheck, argument_changed, buffer_changed
 
 _SMALL = 2**16  # Bytes of a buffer that is copied at every forward.
@@ -44,7 +44,7 @@ def keeps_activations() -> bool:
 
 
 def recomputed(
-    function: Callable[..., Any], forwards: Forwards, args: Any, kwargs: Any, *, in_part: bool = False
+    function: Callable[..., Any], forwards: RecomputedForwards, args: Any, kwargs: Any, *, in_part: bool = False
 ) -> Any:
     """Call a function with activation checkpointing and return its result.
 
@@ -122,18 +122,18 @@ def _of_device(modules: Sequence[nn.Module]) -> Tensor | None:
     return None if parameter is None else torch.empty(0, device=parameter.device)
 
 
-def _contexts(forwards: Forwards, in_part: bool, state: ForwardState) -> tuple[_Context, _Context]:
+def _contexts(forwards: RecomputedForwards, in_part: bool, state: ForwardState) -> tuple[_Context, _Context]:
     first: _Context
     again: _Context
     first = again = contextlib.nullcontext()
     if in_part:
         first, again = create_selective_checkpoint_contexts(_policy)
-    buffers = _Buffers(forwards.buffered)
-    noting = _All(buffers.noting, state.noting, lambda: first)
-    return noting, _All(recomputing, state.as_it_was, buffers.as_they_were, lambda: again)
+    buffers = _SavedBuffers(forwards.buffered)
+    noting = _CombinedContexts(buffers.noting, state.noting, lambda: first)
+    return noting, _CombinedContexts(recomputing, state.as_it_was, buffers.as_they_were, lambda: again)
 
 
-class _All:
+class _CombinedContexts:
     """Several contexts combined, outermost first; can be entered repeatedly."""
 
     def __init__(self, *make: Callable[[], _Context]) -> None:
@@ -159,7 +159,7 @@ def _moved_by(module: nn.Module, mode: bool) -> set[str] | None:
     return _moving.get(module, {}).get(mode)
 
 
-class _Buffers:
+class _SavedBuffers:
     """Buffers of some modules from before a forward."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

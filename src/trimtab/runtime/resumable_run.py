@@ -11,25 +11,25 @@ from torch import nn
 from trimtab.core.plan import Plan
 from trimtab.core.stateful import Load, loading_parts
 from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.batch_size_controller import BatchControl
-from trimtab.runtime.early_stopping import StopTest
-from trimtab.runtime.fixed_batch_size import FixedBatch
+from trimtab.runtime.batch_size_controller import BatchSizeController
+from trimtab.runtime.early_stopping import EarlyStopping
+from trimtab.runtime.fixed_batch_size import FixedBatchSize
 from trimtab.runtime.muon import Momentum
-from trimtab.runtime.nonfinite import Voids
-from trimtab.runtime.oom_retry import Recovery
+from trimtab.runtime.nonfinite import NonFinitePolicy
+from trimtab.runtime.oom_retry import OutOfMemoryRetry
 from trimtab.runtime.precision import MixedPrecision, in_place
-from trimtab.runtime.training_progress import Consumed
+from trimtab.runtime.training_progress import TrainingProgress
 
 
-class Resumable:
+class ResumableRun:
     """Base class of `Run` with its `state_dict` and `load_state_dict`."""
 
-    _consumed: Consumed
-    _voids: Voids
-    _stopping: StopTest
+    _consumed: TrainingProgress
+    _voids: NonFinitePolicy
+    _stopping: EarlyStopping
     _weights: WindowWeights
-    _recovery: Recovery
-    _control: BatchControl | FixedBatch
+    _recovery: OutOfMemoryRetry
+    _control: BatchSizeController | FixedBatchSize
     _precision: MixedPrecision
     plan: Plan
     model: nn.Module
@@ -79,7 +79,7 @@ class Resumable:
     def _parts(self) -> Iterator[tuple[str, Any]]:
         yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))
         yield from (("weights", self._weights), ("memory", self._recovery.limit))
-        if isinstance(self._control, BatchControl):
+        if isinstance(self._control, BatchSizeController):
             yield "batch", self._control
         if self.plan.optimizer.value == "muon":
             yield "muon", Momentum(self.model, self._optimizer)

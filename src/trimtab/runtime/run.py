@@ -20,34 +20,40 @@ from trimtab.core.stopping_rule import Stop
 from trimtab.losses import as_loss, detached, require_unscaled
 from trimtab.runtime import gradient_clipping, optimizers
 from trimtab.runtime.apply_plan import apply_plan, lay_out, require_free
-from trimtab.runtime.backend import Backend, Given, may_retry
+from trimtab.runtime.backend import Backend, UserBackend, may_retry
 from trimtab.runtime.batch_size_controller import control_of
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
-from trimtab.runtime.call_order import LoopOrder
-from trimtab.runtime.checkpoint_hooks import Keeper, NotKept
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.runtime.call_order import CallOrder
+from trimtab.runtime.checkpoint_hooks import CheckpointHooks, NoCheckpoints
 from trimtab.runtime.data_position import DataPosition
-from trimtab.runtime.early_stopping import StopTest
-from trimtab.runtime.hook_checks import HookWatch
-from trimtab.runtime.loader_iteration import Passes
-from trimtab.runtime.loop_warnings import OwnGradients, OwnStep, UnequalBatches, explained, warn_of_own_functions
+from trimtab.runtime.early_stopping import EarlyStopping
+from trimtab.runtime.hook_checks import HookChecks
+from trimtab.runtime.loader_iteration import LoaderIteration
+from trimtab.runtime.loop_warnings import (
+    LeftoverGradientChanges,
+    LeftoverStep,
+    UnequalBatches,
+    explained,
+    warn_of_own_functions,
+)
 from trimtab.runtime.lr_schedule import applied_rate, rate_factor, require_rates, scaled_rates
-from trimtab.runtime.nested_lists import InnerLists
-from trimtab.runtime.nonfinite import Voids
-from trimtab.runtime.oom_retry import Recovery, recovers_from
+from trimtab.runtime.nested_lists import NestedLists
+from trimtab.runtime.nonfinite import NonFinitePolicy
+from trimtab.runtime.oom_retry import OutOfMemoryRetry, recovers_from
 from trimtab.runtime.precision import MixedPrecision
-from trimtab.runtime.rank_sync import Agreed, Peers, Share
+from trimtab.runtime.rank_sync import AgreedWindow, RankShare, RankSync
 from trimtab.runtime.rank_weights import weights_of
-from trimtab.runtime.resumable_run import Resumable
+from trimtab.runtime.resumable_run import ResumableRun
 from trimtab.runtime.split_conditions import for_model
-from trimtab.runtime.step_recorder import Recorder, Step
-from trimtab.runtime.training_progress import Consumed
-from trimtab.runtime.uneven_inputs import Joining
+from trimtab.runtime.step_recorder import PendingStep, StepRecorder
+from trimtab.runtime.training_progress import TrainingProgress
+from trimtab.runtime.uneven_inputs import UnevenInputs
 from trimtab.runtime.window import Window, check_call
 
 LossFn = Callable[[nn.Module, Any], Any]
 
 
-class Run(Passes, Resumable):
+class Run(LoaderIteration, ResumableRun):
     """A plan applied to a model and optimizer. Made by `trimtab.start`; also a context manager.
 
     Attributes:
@@ -70,10 +76,10 @@ class Run(Passes, Resumable):
         out_of_memory: str | None = None,
         stop: Stop | None = None,
         backend: Backend | None = None,
-        recorder: Recorder | None = None,
-        keeper: Keeper | None = None,
+        recorder: StepRecorder | None = None,
+        keeper: CheckpointHooks | None = None,
         modules: tuple[nn.Module, ...] = (),
-        batching: Batching = BY_CONTAINERS,
+        batching: BatchSplitting = BY_CONTAINERS,
         on_trial: bool = False,
     ) -> None:
         optimizers.check_ownership(model, optimizer, modules)
@@ -82,32 +88,32 @@ class Run(Passes, Resumable):
         self._clip_norm = gradient_clipping.resolve_clip(plan, clip_norm)
         self._device, self._closed = next(model.parameters()).device, False
         self._precision = MixedPrecision(str(plan.precision.value), self._device)
-        self._backend = backend = backend or Given()
+        self._backend = backend = backend or UserBackend()
         exchange = backend.exchange
-        self._consumed = Consumed(plan, total_samples, total_tokens, exchange)
-        self._voids = Voids("continue" if on_trial else nonfinite, self.note, is_alone=not exchange.has_peers)
+        self._consumed = TrainingProgress(plan, total_samples, total_tokens, exchange)
+        self._voids = NonFinitePolicy("continue" if on_trial else nonfinite, self.note, is_alone=not exchange.has_peers)
         require_free(model)
         trained = optimizers.whole(model, modules)
-        self._hooks = HookWatch(trained, plan, self._clip_norm, nonfinite, out_of_memory)
+        self._hooks = HookChecks(trained, plan, self._clip_norm, nonfinite, out_of_memory)
         self.plan, self._recorder = for_model(plan, model), recorder
-        self._keeper = keeper or NotKept()
+        self._keeper = keeper or NoCheckpoints()
         self._position = DataPosition(is_kept=self._keeper.keeps)
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
-        self._peers = Peers(exchange, self.note, in_step=backend.in_step)
+        self._peers = RankSync(exchange, self.note, in_step=backend.in_step)
         self._batching, self._unequal = batching, UnequalBatches(plan)
         # Trials reuse one batch, so a loss always gets full copies there.
-        self._inner_lists = None if on_trial else InnerLists()
-        self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers, batching)
-        self._order, self._stopping = LoopOrder(), StopTest(stop)
+        self._inner_lists = None if on_trial else NestedLists()
+        self._weights, self._joining = weights_of(self._peers, plan), UnevenInputs(self._peers, batching)
+        self._order, self._stopping = CallOrder(), EarlyStopping(stop)
         may_look = not on_trial and not self._hooks.found and plan.zero_stage.value is None
-        self._gradients = OwnGradients(optimizer, is_on=may_look)
+        self._gradients = LeftoverGradientChanges(optimizer, is_on=may_look)
         self._auxiliary: list[Any] = []
         self._has_auxiliary = False
         self._is_loss_checked = on_trial  # Planning has checked the loss already.
         can_retry = may_retry(backend, plan) and not self._hooks.found  # A user's hook would run twice in a retry.
         recovers = recovers_from(out_of_memory, plan, model, may_retry=can_retry)
-        self._recovery = Recovery(trained, plan, self.note, is_on=recovers, watches=not on_trial)
+        self._recovery = OutOfMemoryRetry(trained, plan, self.note, is_on=recovers, watches=not on_trial)
         with contextlib.ExitStack() as undo:
             undo.push(lay_out(model, optimizer, plan))
             backend.spread(model, optimizer, plan)
@@ -116,7 +122,7 @@ class Run(Passes, Resumable):
             self._control = control_of(plan, model, self._optimizer, exchange, self.note, self._keeper)
             note = None if on_trial else self.note
             undo.push(apply_plan(model, self.model, optimizer, plan, self._order.forward, note, make_state=recovers))
-            undo.callback(OwnStep(self._order).watch(optimizer))
+            undo.callback(LeftoverStep(self._order).watch(optimizer))
             self._undo = undo.pop_all()
 
     # The methods of the loop, in the order of their calls.
@@ -166,7 +172,7 @@ class Run(Passes, Resumable):
         window, weights, limit = self._order.window, self._weights, self._recovery.limit.rows
         assert window is not None
         stop, samples = self._stopping.asked, window.samples
-        share = Share(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, stop, samples)
+        share = RankShare(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, stop, samples)
         self._peers.tell(share)
         if not weights.is_sum:
             self._unequal.look(window)
@@ -278,10 +284,12 @@ class Run(Passes, Resumable):
         if applied and window.rows:
             self._voids.applied(self._consumed.windows - 1, self.loss)
 
-    def _record_of(self, agreed: Agreed, k: int, factor: float, applied: bool) -> Step:
+    def _record_of(self, agreed: AgreedWindow, k: int, factor: float, applied: bool) -> PendingStep:
         rate = applied_rate(self._optimizer, factor)
         noise = None if self.noise is None else self.noise.scale
-        return Step(agreed.samples, k, agreed.terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise)
+        return PendingStep(
+            agreed.samples, k, agreed.terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise
+        )
 
     def discard(self) -> None:
         """Drop the open window and its gradients, so that the next window can be opened.

@@ -7,27 +7,27 @@ from typing import Any, Self
 from torch import Tensor
 
 from trimtab.core.stopping_rule import StopReason
-from trimtab.decide.batch_size_policy import Noise
+from trimtab.decide.batch_size_policy import NoiseEstimate
 from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.batch_size_controller import BatchControl
-from trimtab.runtime.call_order import LoopOrder
-from trimtab.runtime.early_stopping import StopTest
-from trimtab.runtime.fixed_batch_size import FixedBatch
-from trimtab.runtime.oom_retry import Recovery
+from trimtab.runtime.batch_size_controller import BatchSizeController
+from trimtab.runtime.call_order import CallOrder
+from trimtab.runtime.early_stopping import EarlyStopping
+from trimtab.runtime.fixed_batch_size import FixedBatchSize
+from trimtab.runtime.oom_retry import OutOfMemoryRetry
 from trimtab.runtime.precision import MixedPrecision
-from trimtab.runtime.training_progress import Consumed
+from trimtab.runtime.training_progress import TrainingProgress
 
 
 class RunView:
     """Base class of `Run` with its read-only properties. Leaving the `with` block closes the run."""
 
     _auxiliary: list[Any]
-    _consumed: Consumed
-    _control: BatchControl | FixedBatch
-    _order: LoopOrder
+    _consumed: TrainingProgress
+    _control: BatchSizeController | FixedBatchSize
+    _order: CallOrder
     _precision: MixedPrecision
-    _recovery: Recovery
-    _stopping: StopTest
+    _recovery: OutOfMemoryRetry
+    _stopping: EarlyStopping
     _weights: WindowWeights
 
     @property
@@ -80,7 +80,7 @@ class RunView:
         return self._recovery.limit.rows
 
     @property
-    def noise(self) -> Noise | None:
+    def noise(self) -> NoiseEstimate | None:
         """Gradient noise scale over the last windows; None if the batch size is fixed or nothing was measured yet."""
         return self._control.noise
 

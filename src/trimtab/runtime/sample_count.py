@@ -40,7 +40,7 @@ _CHANNELS, _IMAGE_DIMENSIONS = (1, 3, 4), 3
 _MOST_LEAVES = 1000  # Largest number of leaves inspected to explain an unknown number.
 
 
-class Reading(NamedTuple):
+class SampleCount(NamedTuple):
     """Number of samples of a batch.
 
     Args:
@@ -54,7 +54,7 @@ class Reading(NamedTuple):
     reason: str = ""
 
 
-class _Fit(NamedTuple):
+class _CountAgreement(NamedTuple):
     """Agreement of a part of a batch with a number of samples.
 
     Args:
@@ -78,31 +78,31 @@ class _Fit(NamedTuple):
     unsliceable: frozenset[str] = frozenset()
 
 
-_NO = _Fit(False)
-_FREE = _Fit(True, is_free=True)
-_FIRM = _Fit(True, firm=1)
-_TENSOR = _Fit(True, firm=1, tensors=1)
-_TEXTS = _Fit(True)
-_ROWS = _Fit(True, row_lists=1)
+_NO = _CountAgreement(False)
+_FREE = _CountAgreement(True, is_free=True)
+_FIRM = _CountAgreement(True, firm=1)
+_TENSOR = _CountAgreement(True, firm=1, tensors=1)
+_TEXTS = _CountAgreement(True)
+_ROWS = _CountAgreement(True, row_lists=1)
 
 
-def read(batch: Any) -> Reading:
+def read(batch: Any) -> SampleCount:
     """Return the number of samples of a batch, and whether the batch can be split."""
     if samples := quick_samples(batch):
-        return Reading(samples, is_splittable=True)
+        return SampleCount(samples, is_splittable=True)
     numbers = [number for number in _candidates(batch) if _may_fit(batch, number)]
     fits = {number: _fit(batch, number, is_root=True) for number in numbers}
     confirmed = [number for number, fit in fits.items() if _confirms(fit)]
     rivals = [number for number, fit in fits.items() if fit.weak and number not in confirmed]
     if len(confirmed) != 1 or rivals:
-        return Reading(None, reason=_why_unknown(batch, confirmed + rivals if confirmed else []))
+        return SampleCount(None, reason=_why_unknown(batch, confirmed + rivals if confirmed else []))
     (samples,) = confirmed
     fit = fits[samples]
     if fit.is_ambiguous:
-        return Reading(samples, reason=f"{samples} samples and a list that could hold samples or columns")
+        return SampleCount(samples, reason=f"{samples} samples and a list that could hold samples or columns")
     if fit.unsliceable:
-        return Reading(samples, reason=f"{' and '.join(sorted(fit.unsliceable))} tensors cannot be sliced")
-    return Reading(samples, is_splittable=True)
+        return SampleCount(samples, reason=f"{' and '.join(sorted(fit.unsliceable))} tensors cannot be sliced")
+    return SampleCount(samples, is_splittable=True)
 
 
 def flat_samples(batch: Any) -> int:
@@ -253,7 +253,7 @@ def levels_of_constants(value: list[Any] | tuple[Any, ...], most: int = 8) -> in
     return 1 + max(inner) if all(inner) else 0
 
 
-class _Possible(NamedTuple):
+class _PossibleCounts(NamedTuple):
     """Numbers of samples that a part of a batch allows.
 
     Args:
@@ -265,37 +265,37 @@ class _Possible(NamedTuple):
     hints: frozenset[int] = frozenset()
 
 
-def _possible(value: Any) -> _Possible:
+def _possible(value: Any) -> _PossibleCounts:
     if is_leaf(value):
         found = leaf_samples(value)
-        return _Possible(None if found is None else {found})
+        return _PossibleCounts(None if found is None else {found})
     if is_record(value):
         return _common(parts(value))
     if not is_sequence(value):
-        return _Possible(set())
+        return _PossibleCounts(set())
     columns = _common(value)
     if columns.only is None:
-        return _Possible(None, columns.hints | {len(value)})
-    return _Possible({len(value)} | columns.only)
+        return _PossibleCounts(None, columns.hints | {len(value)})
+    return _PossibleCounts({len(value)} | columns.only)
 
 
-def _common(values: Sequence[Any]) -> _Possible:
+def _common(values: Sequence[Any]) -> _PossibleCounts:
     """Return candidate numbers common to all values: those of a tensor, or of the first value that has samples.
 
     Each candidate is compared with every value afterwards.
     """
     for value in values:
         if type(value) is Tensor and value.ndim:
-            return _Possible({value.size(0)})
+            return _PossibleCounts({value.size(0)})
     if len(values) > _FEW and _are_constants(values, None):
-        return _Possible(None)
+        return _PossibleCounts(None)
     hints: frozenset[int] = frozenset()
     for value in values:
         found = _possible(value)
         if found.only is not None:
             return found
         hints |= found.hints
-    return _Possible(None, hints)
+    return _PossibleCounts(None, hints)
 
 
 def _candidates(batch: Any) -> list[int]:
@@ -315,7 +315,7 @@ def _may_fit(value: Any, samples: int) -> bool:
     return True
 
 
-def _fit(value: Any, samples: int, *, is_root: bool = False) -> _Fit:
+def _fit(value: Any, samples: int, *, is_root: bool = False) -> _CountAgreement:
     """Return the agreement of a part of a batch with a number of samples."""
     kind = type(value)
     if kind is Tensor or isinstance(value, Tensor):
@@ -336,7 +336,7 @@ def _fit(value: Any, samples: int, *, is_root: bool = False) -> _Fit:
     return _fit_sequence(value, samples, is_root=is_root) if is_sequence(value) else _NO
 
 
-def _fit_tensor(value: Tensor, samples: int) -> _Fit:
+def _fit_tensor(value: Tensor, samples: int) -> _CountAgreement:
     if not value.ndim:
         return _FREE
     if value.size(0) != samples:
@@ -347,7 +347,7 @@ def _fit_tensor(value: Tensor, samples: int) -> _Fit:
     return _TENSOR._replace(unsliceable=frozenset([layout]))
 
 
-def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
+def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _CountAgreement:
     columns = _columns(value, samples)
     is_rows = len(value) == samples and not is_root and _are_of_one_kind(value)
     if not columns.fits or columns.is_free:
@@ -369,7 +369,7 @@ def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Fit:
     return columns._replace(firm=0, weak=0 if is_columns else columns.weak + columns.tensors)
 
 
-def _columns(value: Sequence[Any], samples: int) -> _Fit:
+def _columns(value: Sequence[Any], samples: int) -> _CountAgreement:
     """Return the agreement of a list's items with a number of samples if read as columns."""
     if len(value) > _FEW:
         if not _fit(value[0], samples).fits:
@@ -393,7 +393,7 @@ def _values_of(dicts: Sequence[dict[Any, Any]]) -> Iterable[Any]:
     return itertools.chain.from_iterable(map(dict.values, dicts))
 
 
-def _combined(values: Sequence[Any], samples: int) -> _Fit:
+def _combined(values: Sequence[Any], samples: int) -> _CountAgreement:
     """Return the joint agreement of all values with a number of samples. Tensors are checked first."""
     others: list[Any] = []
     tensors = 0
@@ -417,10 +417,10 @@ def _combined(values: Sequence[Any], samples: int) -> _Fit:
         unsliceable |= fit.unsliceable
     if is_free and not is_ambiguous:
         return _FREE
-    return _Fit(True, is_free, is_ambiguous, firm, row_lists, tensors, weak, unsliceable)
+    return _CountAgreement(True, is_free, is_ambiguous, firm, row_lists, tensors, weak, unsliceable)
 
 
-def _confirms(fit: _Fit) -> bool:
+def _confirms(fit: _CountAgreement) -> bool:
     return fit.fits and (fit.firm > 0 or fit.row_lists > 1)
 
 

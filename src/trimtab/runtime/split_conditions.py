@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from trimtab.core.plan import Mark, Plan
+from trimtab.core.plan import Effect, Plan
 
 
 class UnprovedSplitWarning(UserWarning):
@@ -59,4 +59,4 @@ def for_model(plan: Plan, model: nn.Module) -> Plan:
         return plan
     split = plan.micro_batch
     reason = f"{split.reason}; batch statistics are those of micro-batches"
-    return replace(plan, micro_batch=replace(split, mark=Mark.DYNAMICS, reason=reason))
+    return replace(plan, micro_batch=replace(split, mark=Effect.DYNAMICS, reason=reason))

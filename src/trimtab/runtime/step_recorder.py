@@ -15,7 +15,7 @@ from trimtab.core import validation
 from trimtab.core.energy_reading import Energy
 from trimtab.core.errors import SaveError, ValueGivenError
 from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.core.stopping_rule import StopReason
 from trimtab.measure.energy_meter import EnergyClock
 
@@ -26,7 +26,7 @@ _ENERGY_S = 10.0
 
 
 @dataclass(frozen=True)
-class Step:
+class PendingStep:
     """One window, with scalars still on the device; fields as in `StepRecord`."""
 
     rows: int | None
@@ -56,7 +56,7 @@ class Step:
         )
 
 
-class Recorder(Part):
+class StepRecorder(Stateful):
     """Collects lines for a `RecordWriter`, in order; reads device scalars every 50 steps and at close.
 
     Energy is read between windows, without waiting for the device, and excludes evaluations. At the end of a resumed
@@ -78,7 +78,7 @@ class Recorder(Part):
                 "record", got=f"a {type(writer).__name__}", expected="a trimtab.RecordWriter(path, header)"
             )
         self._writer = writer
-        self._pending: deque[tuple[Step, float] | Event | Evaluation] = deque()
+        self._pending: deque[tuple[PendingStep, float] | Event | Evaluation] = deque()
         self._index = self._num_pending = 0
         self._train_s, self._last = 0.0, time.perf_counter()
         self._energy, self._energy_from = energy, 0
@@ -94,7 +94,7 @@ class Recorder(Part):
         """Leave an unfinished file unchanged at close, after the run was refused."""
         self._is_refused = self._writer.is_open_ended
 
-    def step(self, step: Step) -> None:
+    def step(self, step: PendingStep) -> None:
         """Record one window."""
         now = time.perf_counter()
         self._pending.append((step, now - self._last))
@@ -178,7 +178,7 @@ class Recorder(Part):
         while self._pending:
             self._write(self._pending.popleft())
 
-    def _write(self, line: tuple[Step, float] | Event | Evaluation) -> None:
+    def _write(self, line: tuple[PendingStep, float] | Event | Evaluation) -> None:
         if not isinstance(line, tuple):
             self._writer.write(line)
             return

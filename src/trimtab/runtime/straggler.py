@@ -12,7 +12,7 @@ _SHARE, _LEAST_S = 1.5, 0.002
 
 
 @dataclass(frozen=True)
-class Late:
+class SlowRank:
     """A slow rank.
 
     Args:
@@ -26,14 +26,14 @@ class Late:
     others_s: float
 
 
-class Straggler:
+class StragglerDetector:
     """Finds a rank that is the slowest in many consecutive windows; reports each rank once."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[int, float, float]] = []
         self._named: set[int] = set()
 
-    def add(self, seconds: Sequence[float]) -> Late | None:
+    def add(self, seconds: Sequence[float]) -> SlowRank | None:
         """Add a window's time in seconds of each rank; return a newly detected slow rank, else None."""
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         others = statistics.median(each for rank, each in enumerate(seconds) if rank != slowest)
@@ -47,4 +47,4 @@ class Straggler:
             return None
         self._named.add(slowest)
         _, own, their = zip(*self._seen, strict=True)
-        return Late(slowest, statistics.median(own), statistics.median(their))
+        return SlowRank(slowest, statistics.median(own), statistics.median(their))

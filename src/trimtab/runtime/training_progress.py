@@ -10,16 +10,16 @@ from torch import Tensor
 from trimtab.core import validation
 from trimtab.core.errors import LossError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.core.stateful import Load, Part, require_keys
+from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.losses import Count
-from trimtab.measure.async_scalar import Late
+from trimtab.measure.async_scalar import AsyncScalar
 from trimtab.runtime.batch_splitting import samples_unknown
-from trimtab.runtime.metadata_exchange import Exchange
+from trimtab.runtime.metadata_exchange import MetadataExchange
 
 _COUNTS = ("rows", "windows", "applied")
 
 
-class Consumed(Part):
+class TrainingProgress(Stateful):
     """Counters of samples, tokens, windows and applied steps. Skipped steps count as windows but not as applied steps.
 
     Token counts on an accelerator are read one window late, except for the first; until then the tokens per sample of
@@ -40,7 +40,9 @@ class Consumed(Part):
             given.
     """
 
-    def __init__(self, plan: Plan, total_samples: int | None, total_tokens: int | None, exchange: Exchange) -> None:
+    def __init__(
+        self, plan: Plan, total_samples: int | None, total_tokens: int | None, exchange: MetadataExchange
+    ) -> None:
         self._total_samples = None if total_samples is None else validation.integer("total_samples", total_samples)
         self._total_tokens = None if total_tokens is None else validation.integer("total_tokens", total_tokens)
         if self._total_samples is not None and self._total_tokens is not None:
@@ -56,7 +58,7 @@ class Consumed(Part):
         self.rows = self.applied = self.windows = 0
         self._scheduled = self._next = 0.0  # Samples counted by the schedule so far, and samples of the current window.
         self._tokens = self._per_row = 0.0
-        self._late: tuple[Late, int] | None = None
+        self._late: tuple[AsyncScalar, int] | None = None
 
     def require_counted(self, samples: int | None, reason: str) -> None:
         """Raise `BatchError` if the schedule depends on the number of samples, which is unknown."""
@@ -111,7 +113,7 @@ class Consumed(Part):
             return
         if isinstance(tokens, Tensor) and tokens.is_cuda:
             self._read()
-            self._late = Late(tokens), rows
+            self._late = AsyncScalar(tokens), rows
         else:
             self._tokens += float(tokens)
 

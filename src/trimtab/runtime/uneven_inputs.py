@@ -11,22 +11,22 @@ import torch
 
 from trimtab.core.errors import BatchError
 from trimtab.core.stopping_rule import StopReason
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
-from trimtab.runtime.rank_sync import Peers
-from trimtab.runtime.window import Loop, Window
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.runtime.rank_sync import RankSync
+from trimtab.runtime.window import Window, WindowCallbacks
 
 
-class NoRows:
+class EmptyBatch:
     """Placeholder that a loader yields instead of a batch on a rank without samples of that batch."""
 
 
-class Joining:
+class UnevenInputs:
     """Keeps a micro-batch for padding, and asks other ranks whether they have more windows.
 
     The padding is the first usable micro-batch of an epoch, because a resumed run can draw it again.
     """
 
-    def __init__(self, peers: Peers, batching: Batching = BY_CONTAINERS) -> None:
+    def __init__(self, peers: RankSync, batching: BatchSplitting = BY_CONTAINERS) -> None:
         self._peers, self._batching = peers, batching
         self._kept: Any = None
         self._at_hand: Any = None
@@ -67,7 +67,7 @@ class Joining:
         self._wanted = self._peers.others_go_on(reason)
         return bool(self._wanted)
 
-    def window(self, loop: Loop, device: torch.device) -> Window:
+    def window(self, loop: WindowCallbacks, device: torch.device) -> Window:
         """Return a padding window.
 
         Raises:

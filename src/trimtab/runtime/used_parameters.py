@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import RankError
 from trimtab.measure.sharded_norms import is_sharded_itself
 from trimtab.runtime.gradient_sync import UNREDUCED, listed, packed, unpacked
-from trimtab.runtime.metadata_exchange import Exchange
+from trimtab.runtime.metadata_exchange import MetadataExchange
 
 # In the first windows, ranks also compare before each collective, so that different layers raise instead of hanging.
 _CHECKED_WINDOWS = 3
@@ -27,7 +27,7 @@ UNLIKE = "which some ranks used in this window and others did not"
 _IN_DEEPSPEED = "Use every trainable parameter in every window on every rank, or use zero_stage=0."
 
 
-class Reached:
+class ReachedParameters:
     """The parameters reached by a window's backward passes.
 
     Args:
@@ -63,7 +63,9 @@ class Reached:
         """Return the indices of parameters that no backward of the window reached."""
         return [index for index in range(len(self.names)) if index not in self.in_window]
 
-    def require_alike(self, loss: Tensor, exchange: Exchange, hint: str, groups: Sequence[int] | None = None) -> None:
+    def require_alike(
+        self, loss: Tensor, exchange: MetadataExchange, hint: str, groups: Sequence[int] | None = None
+    ) -> None:
         """Check before a backward that every rank will reach the same parameters; walks the autograd graph.
 
         Args:
@@ -110,12 +112,12 @@ def _leaves(loss: Tensor) -> set[int]:
     return found
 
 
-class EveryParameter:
+class AllParametersCheck:
     """Check that every window reaches every trainable parameter, since DeepSpeed reduces and steps all of them."""
 
-    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, model: nn.Module, exchange: MetadataExchange) -> None:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._exchange, self._reached = exchange, Reached([name for name, _ in trained])
+        self._exchange, self._reached = exchange, ReachedParameters([name for name, _ in trained])
         for index, (_, parameter) in enumerate(trained):
             self._reached.watch(index, parameter)
         self._windows = 0
@@ -156,7 +158,7 @@ class EveryParameter:
         self._reached.close()
 
 
-class ShardedUse:
+class ShardedParameterUse:
     """The parameters reached in a window of a model under FSDP2.
 
     If a rank ran a block without using one of the block's parameters, zeros are reduced with the other ranks'
@@ -169,14 +171,14 @@ class ShardedUse:
         exchange: metadata exchange with the other ranks.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, model: nn.Module, exchange: MetadataExchange) -> None:
         self._exchange = exchange
         self._modules: list[Any] = [module for module in model.modules() if is_sharded_itself(module)]
         self._groups = _groups_of(self._modules) if exchange.num_ranks > 1 else []
         held = [(number, each) for number, group in enumerate(self._groups) for each in group.fsdp_params]
         names = {p: name for name, p in model.named_parameters()}
         self._held = [(number, each) for number, each in held if each.sharded_param.requires_grad]
-        self._reached = Reached([names.get(each.sharded_param, "a parameter") for _, each in self._held])
+        self._reached = ReachedParameters([names.get(each.sharded_param, "a parameter") for _, each in self._held])
         self._unwatched = list(range(len(self._held)))
         self._blocks: list[list[int]] = []
         self._is_last = self._in_forward = False

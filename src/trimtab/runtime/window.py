@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.core.errors import LoopError, LossError
-from trimtab.runtime.batch import Contents, contents_of, fresh, holds_nan, to_device, versions_of
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
-from trimtab.runtime.nested_lists import InnerLists
+from trimtab.runtime.batch import BatchContents, contents_of, fresh, holds_nan, to_device, versions_of
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.runtime.nested_lists import NestedLists
 
 
-class Loop(Protocol):
+class WindowCallbacks(Protocol):
     """Callbacks from a window to the run."""
 
     def open_window(self, window: Window) -> None:
@@ -56,21 +56,21 @@ class Window:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: WindowCallbacks,
         batches: Sequence[Any],
         rows: Sequence[int],
         micro_batches: Sequence[int],
         device: torch.device,
         *,
-        batching: Batching = BY_CONTAINERS,
+        batching: BatchSplitting = BY_CONTAINERS,
         samples: int | None = None,
         may_split: bool = True,
-        inner_lists: InnerLists | None = None,
+        inner_lists: NestedLists | None = None,
     ) -> None:
         self.rows, self.num_batches = sum(rows), len(batches)
         self.samples, self.may_split = samples, may_split
         self._batching, self._inner_lists = batching, inner_lists
-        self._contents: tuple[Contents | None, ...] = (None,) * len(batches)
+        self._contents: tuple[BatchContents | None, ...] = (None,) * len(batches)
         self._versions: tuple[tuple[int, ...], ...] | None = None
         self._loop, self._device = loop, device
         self._batches, self._batch_rows = tuple(batches), tuple(rows)
@@ -140,7 +140,7 @@ class Window:
             micro_batch, _ = next(self._batching.slices(self._batches[0], self._batch_rows[0], self._micro_batches[0]))
             self.pad(micro_batch, num - self.num_micro_batches)
 
-    def is_of(self, loop: Loop) -> bool:
+    def is_of(self, loop: WindowCallbacks) -> bool:
         """Return True if `loop` made this window."""
         return loop is self._loop
 
@@ -172,14 +172,14 @@ class Window:
                     self._inner_lists.returned()
                 of_next = False
 
-    def _given(self, micro: Any, contents: Contents | None) -> Any:
+    def _given(self, micro: Any, contents: BatchContents | None) -> Any:
         """Return the micro-batch on the device, in new containers."""
         given = fresh(micro, self._inner_lists, contents)
         is_there = contents is not None and contents.are_on(self._device)
         return given if is_there else to_device(given, self._device)
 
 
-def check_call(loop: Loop, window: Any, loss_fn: Any) -> None:
+def check_call(loop: WindowCallbacks, window: Any, loss_fn: Any) -> None:
     """Raise `LoopError` if `loop` did not make the window, and `LossError` if `loss_fn` is not callable."""
     if not isinstance(window, Window) or not window.is_of(loop):
         given = "a window of another run" if isinstance(window, Window) else f"a {type(window).__name__}"

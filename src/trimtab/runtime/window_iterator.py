@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from trimtab.runtime.window import Window
 
 
-class Windows(Iterator[Window]):
+class WindowIterator(Iterator[Window]):
     """Windows of one epoch.
 
     Args:
@@ -18,7 +18,7 @@ class Windows(Iterator[Window]):
     def __init__(self, windows: Generator[Window, None, None], length: Callable[[], int]) -> None:
         self._windows, self._length = windows, length
 
-    def __iter__(self) -> Windows:
+    def __iter__(self) -> WindowIterator:
         return self
 
     def __next__(self) -> Window:

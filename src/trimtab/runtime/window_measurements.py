@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trimtab.measure.step_timer import Stamped
-from trimtab.runtime.noise_monitor import Figures
+from trimtab.measure.step_timer import StepTimeStamps
+from trimtab.runtime.noise_monitor import NoiseFigures
 
 NUM_SECONDS = 4  # Number of time values at the end of a window's measurements.
 
 
 @dataclass(frozen=True)
-class Measured:
+class WindowMeasurements:
     """Measurements of a window that have not been read yet.
 
     Args:
@@ -24,8 +24,8 @@ class Measured:
         windows: ratio of the window's number of batches to the decided number.
     """
 
-    said: Figures
-    stamps: Stamped
+    said: NoiseFigures
+    stamps: StepTimeStamps
     rows: tuple[int, ...]
     first: int
     extra_s: float
@@ -61,7 +61,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NoMeasurements:
     """Placeholder for a window that other ranks measure but this rank, for example with fewer batches, does not.
 
     Args:

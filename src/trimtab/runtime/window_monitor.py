@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from trimtab.decide.gradient_noise_scale import WindowNoise
 from trimtab.decide.step_time_model import UsualWindow
 from trimtab.losses import Count
-from trimtab.measure.step_timer import WindowClock
+from trimtab.measure.step_timer import StepTimer
 from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.noise_monitor import Figures, NoiseMonitor
-from trimtab.runtime.window_measurements import NUM_SECONDS, Measured, Nothing
+from trimtab.runtime.noise_monitor import NoiseFigures, NoiseMonitor
+from trimtab.runtime.window_measurements import NUM_SECONDS, NoMeasurements, WindowMeasurements
 
 
-class WindowWatch:
+class WindowMonitor:
     """Measures selected windows, and the host time of all other windows.
 
     `begun`, `backward_begins`, `backward_done` and `stepping` are called only in measured windows.
@@ -32,12 +32,12 @@ class WindowWatch:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, num_ranks: int) -> None:
         self._monitor = NoiseMonitor(model, optimizer)
-        self._clock = WindowClock(next(model.parameters()).device)
+        self._clock = StepTimer(next(model.parameters()).device)
         self._usual = UsualWindow()
         self.seen_apart = 1 if self._monitor.is_sharded else num_ranks
         self._rows: list[int] = []  # Samples of each loader batch.
         self._opened_s = 0.0
-        self._said: Figures | None = None
+        self._said: NoiseFigures | None = None
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that measures the time to draw the next window's batches."""
@@ -80,7 +80,7 @@ class WindowWatch:
         with self._clock.aside():
             self._said = self._monitor.close(weights.divisor, weights.correction, scale)
 
-    def stepped(self, num_batches: int, decided: int, *, is_probe: bool, first: int) -> Measured | None:
+    def stepped(self, num_batches: int, decided: int, *, is_probe: bool, first: int) -> WindowMeasurements | None:
         """End an applied window; return its measurements, or None if it was not measured.
 
         Args:
@@ -96,15 +96,15 @@ class WindowWatch:
             return None
         extra_s = self._usual.extra(seconds, num_batches) if is_probe else 0.0
         windows = max(1.0, num_batches / decided)
-        return Measured(self._said, self._clock.end(), tuple(self._rows), first, extra_s, windows)
+        return WindowMeasurements(self._said, self._clock.end(), tuple(self._rows), first, extra_s, windows)
 
-    def nothing(self, num_micro_batches: int) -> Nothing:
+    def nothing(self, num_micro_batches: int) -> NoMeasurements:
         """Return the placeholder for a window that this rank does not measure.
 
         Args:
             num_micro_batches: micro-batches of the window, equal on all ranks.
         """
-        return Nothing(self._monitor.num_figures(num_micro_batches) + NUM_SECONDS)
+        return NoMeasurements(self._monitor.num_figures(num_micro_batches) + NUM_SECONDS)
 
     def drop(self) -> None:
         """Stop measuring the window, after it ended or was dropped."""

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trimtab.measure.generators import HeldGenerator
-from trimtab.measure.loop_state import Change, ChangeKind, LoopState
-from trimtab.measure.object_snapshots import HeldArray, HeldBinding, HeldContainer, HeldTensor, checksum
-from trimtab.measure.raw_memory import HeldMemory
+from trimtab.measure.generators import GeneratorSnapshot
+from trimtab.measure.loop_state import ChangeKind, LoopState, StateChange
+from trimtab.measure.object_snapshots import (
+    ArraySnapshot,
+    ContainerSnapshot,
+    TensorSnapshot,
+    VariableSnapshot,
+    checksum,
+)
+from trimtab.measure.raw_memory import MemorySnapshot
 from trimtab.runtime.forward_state import Replayed, holding, is_traced
 
 _LARGE = 2**20  # Bytes of a buffer that is copied only after it changed.
@@ -22,7 +28,7 @@ _SMALL = 2**16  # Bytes of a tensor that later watched windows copy.
 _FULLY_WATCHED = 2  # Number of watched windows that copy all tensors; later ones copy small tensors only.
 
 
-class WindowStart:
+class WindowSnapshot:
     """Snapshot taken before a window, restored if the window is repeated or skipped.
 
     Small buffers and batch statistics are copied before every window. Large buffers (frozen weights, masks, codebooks,
@@ -52,13 +58,13 @@ class WindowStart:
         self._buffers: list[Tensor | None] = []
         self._always: tuple[list[Tensor], list[Tensor]] = [], []  # Copies, and the tensors copied.
         self._shapes: list[torch.Size] = []
-        self._large: list[_Large] = []
+        self._large: list[_LargeBuffer] = []
         self._generators: Any = None
         self._watch: LoopState | None = None
         self._holds: dict[Any, Callable[[], Replayed | None]] = {}  # By the key of each object.
         self._moving: dict[Any, Callable[[], Any]] = {}  # Tensors other than buffers, by the key of their names.
         self._held: list[Replayed] = []
-        self._learned: list[HeldTensor] = []  # Tensors that changed for the first time in this window.
+        self._learned: list[TensorSnapshot] = []  # Tensors that changed for the first time in this window.
 
     def _list_places(self) -> None:
         self._places = [
@@ -110,7 +116,7 @@ class WindowStart:
         own |= {id(buffer) for buffer in self._buffers}
         unheld = []
         for change, held in watch.changed():
-            if isinstance(held, HeldTensor):
+            if isinstance(held, TensorSnapshot):
                 if id(held.tensor) in own or change.kind is ChangeKind.GRADIENT:
                     continue
                 if held.is_checked_only or not can_be_written(held.tensor) or change.kind is ChangeKind.PARAMETER:
@@ -120,7 +126,7 @@ class WindowStart:
                     self._moving[key] = get
                     self._learned.append(held)
             elif isinstance(held, Replayed):
-                is_own = isinstance(held, HeldContainer) and id(held.container) in own
+                is_own = isinstance(held, ContainerSnapshot) and id(held.container) in own
                 if not is_own and not (watch.is_of_loss(held) and _is_plain(change, held)):
                     key, hold = holding(held, watch.holder_of(held))
                     if key not in self._holds:
@@ -144,7 +150,7 @@ class WindowStart:
     def _sort(self, buffers: list[Tensor | None]) -> None:
         """Divide buffers into those copied before every window, with memory for the copies, and large buffers."""
         always: list[Tensor] = []
-        large: list[_Large] = []
+        large: list[_LargeBuffer] = []
         known = {id(each.buffer): each for each in self._large}
         moved = {each.place for each in self._large if each.has_moved}
         number = len(self._places)
@@ -161,7 +167,7 @@ class WindowStart:
                 large.append(known[id(buffer)])
             else:
                 place = id(module), name
-                large.append(_Large(buffer, place, is_persistent=is_persistent, has_moved=place in moved))
+                large.append(_LargeBuffer(buffer, place, is_persistent=is_persistent, has_moved=place in moved))
         self._always, self._large = ([torch.empty_like(each) for each in always], always), large
         self._buffers, self._shapes = buffers, [each.shape for each in always]
 
@@ -176,7 +182,7 @@ class WindowStart:
         """Restore buffers, random generators and everything else that forwards changed."""
         self.restore_skipped()
         for each in self._held:
-            if isinstance(each, HeldGenerator):
+            if isinstance(each, GeneratorSnapshot):
                 each.restore()
         cpu, cuda = self._generators
         torch.set_rng_state(cpu)
@@ -187,7 +193,7 @@ class WindowStart:
         """Restore all but random generators, which a skipped step advances in a plain loop too."""
         self.learn()
         for each in self._held:
-            if not isinstance(each, HeldGenerator):
+            if not isinstance(each, GeneratorSnapshot):
                 each.restore()
         for tensor in self._learned:
             tensor.restore()
@@ -223,11 +229,11 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _is_plain(change: Change, held: Replayed) -> bool:
+def _is_plain(change: StateChange, held: Replayed) -> bool:
     """Return True for a number or a container without tensors that is not a module's attribute."""
-    if change.kind is not ChangeKind.CLOSURE or isinstance(held, HeldGenerator | HeldArray | HeldMemory):
+    if change.kind is not ChangeKind.CLOSURE or isinstance(held, GeneratorSnapshot | ArraySnapshot | MemorySnapshot):
         return False
-    if isinstance(held, HeldBinding):
+    if isinstance(held, VariableSnapshot):
         values = [held.value, held.get()]
     else:
         values = [*_values(held.items), *_values(held.container)]
@@ -240,12 +246,12 @@ def _values(container: Any) -> Iterable[Any]:
 
 def bytes_to_begin_anew(model: nn.Module) -> int:
     """Return the bytes that a run of the model keeps to repeat a window."""
-    start = WindowStart(model)
+    start = WindowSnapshot(model)
     start.note()
     return start.kept_bytes
 
 
-class _Large:
+class _LargeBuffer:
     """A large buffer, copied before a window only after it has changed once.
 
     Args:

@@ -13,11 +13,11 @@ from torch import nn
 import trimtab
 from trimtab.calibrate import profiler, recompute_timing
 from trimtab.calibrate.block_profile import measure_recomputable
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
-from trimtab.core.recompute_schedule import Kept, written
+from trimtab.core.recompute_schedule import KeptBlock, written
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide import search
 from trimtab.decide.planner import choose
@@ -45,7 +45,7 @@ def test_recurrent_layers_whose_memory_no_tensor_shows_recompute_nothing():
     """A chain of them was told 30% too little."""
     model = Recurrent()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    subject = Subject(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4, 8))
+    subject = TrainingLoop(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4, 8))
     found = measure_recomputable(subject, Candidate("fp32", "keep", False, 8))
     assert "LSTM keeps more" in found.refusal
     assert found.whole is None
@@ -73,7 +73,7 @@ def subject_of(rows=512, blocks=L, **block):
     def loss_fn(model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    return Subject(model, torch.optim.AdamW(model.parameters()), loss_fn, batch)
+    return TrainingLoop(model, torch.optim.AdamW(model.parameters()), loss_fn, batch)
 
 
 def measured(micro_batch=512, **block):
@@ -89,7 +89,7 @@ def test_peaks_are_those_that_are_counted(micro_batch):
     assert found.blocks == tuple(str(index) for index in range(L))
     model = found.whole if micro_batch == 512 else found.sliced
     chain = model.at(micro_batch)
-    in_part = (*(Kept(index, in_part=True) for index in range(L)), Kept(L))
+    in_part = (*(KeptBlock(index, in_part=True) for index in range(L)), KeptBlock(L))
     whole = predict(chain.stages, keep_all(L + 1)).peak_bytes
     limited = optimal(chain.stages, int(0.8 * whole))
     assert limited is not None
@@ -141,11 +141,13 @@ def test_blocks_with_batch_statistics_may_be_kept_in_part():
 
     model = nn.Sequential(*(block() for _ in range(L)), nn.Linear(32, 3)).train()
     batch = (torch.randn(512, 32),)
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).square().mean(), batch)
+    subject = TrainingLoop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).square().mean(), batch
+    )
     found = measure_recomputable(subject, Candidate("fp32", "keep", False, 512), splits=False)
     chain = found.whole.at(512)
     assert all(stage.part is not None for stage in chain.stages[:-1])
-    schedule = (*(Kept(index, in_part=True) for index in range(L)), Kept(L))
+    schedule = (*(KeptBlock(index, in_part=True) for index in range(L)), KeptBlock(L))
     with subject.start(Candidate("fp32", "keep", False, 512, recompute=written(schedule[:-1]))) as run:
 
         def step():
@@ -165,7 +167,7 @@ def test_a_block_that_writes_over_what_is_kept_is_not_kept_in_part():
 
 def test_what_cannot_be_recomputed_says_why():
     def refusal(model, rows=8, loss=lambda m, b: m(b).sum()):
-        subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, torch.randn(rows, 4))
+        subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, torch.randn(rows, 4))
         return measure_recomputable(subject, Candidate("fp32", "keep", False, rows)).refusal
 
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))

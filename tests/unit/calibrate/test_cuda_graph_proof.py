@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.cuda_graph_proof import replay_refusal
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import Candidate
 from trimtab.runtime.compiled_call import CompiledCall
 
@@ -37,7 +37,7 @@ def refusal(
         return launch(model, rows)
 
     call._called, call.recorder.refusal = launched, refused
-    subject = Subject(
+    subject = TrainingLoop(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         lambda model, rows: scale * loss(model(rows)) + of_model(model),
@@ -194,5 +194,7 @@ def test_what_is_never_launched_is_not_taken():
 
 def test_a_model_that_was_compiled_before_is_not_proved():
     model = nn.Linear(6, 1)
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean(), torch.randn(8, 6))
+    subject = TrainingLoop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean(), torch.randn(8, 6)
+    )
     assert replay_refusal(subject, CANDIDATE) == "the model was compiled before"

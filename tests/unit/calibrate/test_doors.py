@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import trimtab
 from trimtab.calibrate.forward_check import require_own_forward
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import LoopError, LossError, ModelError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.distributed import backend_selection
@@ -32,7 +32,7 @@ def never(model, batch):
 
 
 DOORS = {
-    "Subject": Subject,
+    "Subject": TrainingLoop,
     "profile": trimtab.profile,
     "plan": trimtab.plan,
     "adapt": lambda *given: trimtab.plan(*given, adapt="learning_rate", data=[BATCH]),
@@ -56,9 +56,9 @@ def test_a_device_that_cannot_be_measured_is_refused(door, devices, given, expec
 
 @pytest.mark.parametrize("device", ["mps", "xpu:1"])
 def test_the_refusal_names_the_device_and_the_way_out(monkeypatch, device):
-    monkeypatch.setattr(Subject, "device", torch.device(device))
+    monkeypatch.setattr(TrainingLoop, "device", torch.device(device))
     with raises(ModelError, code="model.unsupported", field="model"):
-        Subject(*loop("cpu"), never, BATCH)
+        TrainingLoop(*loop("cpu"), never, BATCH)
 
 
 def test_what_is_only_applied_is_not_measured():
@@ -92,7 +92,7 @@ def test_a_model_with_an_active_run_is_refused_as_by_start(window, door):
         for micro in micros:
             run.backward(mean_square(model, micro))
         assert run.step()
-    Subject(model, optimizer, mean_square, BATCH)  # free again
+    TrainingLoop(model, optimizer, mean_square, BATCH)  # free again
 
 
 # What a loss does with the model.
@@ -144,7 +144,7 @@ def fails_to_measure(line):
 def test_an_autocast_of_the_loops_own_is_refused_whatever_is_declared(precision, around):
     """Every precision that is tried would run in it, fp16 without its loss scale among them."""
     model, optimizer = loop("cpu")
-    subject = Subject(model, optimizer, mean_square if around else cast_by_the_loop, BATCH)
+    subject = TrainingLoop(model, optimizer, mean_square if around else cast_by_the_loop, BATCH)
     cast = torch.autocast("cpu", torch.bfloat16) if around else contextlib.nullcontext()
     with cast, raises(LossError, code="loss.invalid", field="loss_fn"):
         require_own_forward(subject, precision)
@@ -152,7 +152,7 @@ def test_an_autocast_of_the_loops_own_is_refused_whatever_is_declared(precision,
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_a_loss_that_leaves_the_precision_to_the_plan_passes(precision):
-    require_own_forward(Subject(*loop("cpu"), mean_square, BATCH), precision)
+    require_own_forward(TrainingLoop(*loop("cpu"), mean_square, BATCH), precision)
 
 
 def test_a_loop_that_runs_in_half_precision_alone_passes():
@@ -160,7 +160,7 @@ def test_a_loop_that_runs_in_half_precision_alone_passes():
         assert torch.is_autocast_enabled("cpu")
         return mean_square(model, batch)
 
-    require_own_forward(Subject(*loop("cpu"), half_alone, BATCH), "bf16")
+    require_own_forward(TrainingLoop(*loop("cpu"), half_alone, BATCH), "bf16")
 
 
 def test_what_a_model_casts_inside_is_its_own():
@@ -170,7 +170,7 @@ def test_what_a_model_casts_inside_is_its_own():
                 return self.layer(x).float()
 
     model = Casts()
-    require_own_forward(Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), cast_inside, BATCH), "fp32")
+    require_own_forward(TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), cast_inside, BATCH), "fp32")
     assert not model._forward_pre_hooks
 
 

@@ -14,14 +14,14 @@ from torch import nn
 import trimtab
 from trimtab import Metering
 from trimtab.calibrate import trial_power, trials
-from trimtab.calibrate.training_loop import Subject
-from trimtab.calibrate.trial_power import Power
+from trimtab.calibrate.training_loop import TrainingLoop
+from trimtab.calibrate.trial_power import TrialPower
 from trimtab.core.energy_reading import Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import ALONE, Candidate
 from trimtab.decide.planner import choose
-from trimtab.decide.search import Stage
+from trimtab.decide.search import SearchPhase
 from trimtab.measure import energy_meter, machine, meter_selection
 from trimtab.measure.energy_meter import MeterLost
 
@@ -92,9 +92,9 @@ FUSED = replace(WHOLE, fused_optimizer=True)
 def run_stage(name: str, meter, *, is_asked: bool = True, patient: bool = True) -> list:
     """Return the trials of a stage of two candidates, and the first again."""
     model, optimizer, batch = loop()
-    stage = Stage(name, (WHOLE, FUSED), control=True, drops=False)
-    how = {"power": Power(meter, is_asked), "patient": patient}
-    return list(trials.run_stage(Subject(model, optimizer, mean_loss, batch), stage, 3, lambda text: None, **how))
+    stage = SearchPhase(name, (WHOLE, FUSED), control=True, drops=False)
+    how = {"power": TrialPower(meter, is_asked), "patient": patient}
+    return list(trials.run_stage(TrainingLoop(model, optimizer, mean_loss, batch), stage, 3, lambda text: None, **how))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.planner import choose
-from trimtab.measure.softmax_detector import SoftmaxesSeen
+from trimtab.measure.softmax_detector import SoftmaxDetector
 
 ROWS = 16
 
@@ -68,7 +68,7 @@ LIMITED = {"budget": trimtab.Budget(memory="1GiB")}
 STAGES = {
     "proof": (plain_step, "check_splitting", "splitting.not_checked", {}, lambda p: not p.check.splittable),
     "flops": (step_counts, "count_flops", "flops.not_counted", {}, lambda p: p.loop.flops_per_step is None),
-    "attention": (SoftmaxesSeen, "__torch_dispatch__", "attention.not_watched", {}, lambda p: p.loop.logits is None),
+    "attention": (SoftmaxDetector, "__torch_dispatch__", "attention.not_watched", {}, lambda p: p.loop.logits is None),
     "head": (profiler, "watched", "loss_head.not_watched", {}, lambda p: p.loop.head_tokens is None),
     "layout": (profiler, "channels_last_hazard", "memory_layout.not_checked", {}, lambda p: p.loop.layout_hazard),
     "phases": (profiler, "measure_phases", "phases.not_timed", {}, lambda p: p.phases_s == {}),

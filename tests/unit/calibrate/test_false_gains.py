@@ -10,9 +10,9 @@ import pytest
 from trimtab.calibrate import trials
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Check
+from trimtab.core.plan import SplitCheck
 from trimtab.core.profile import Candidate, LoopFacts, Profile
-from trimtab.decide.search import Stage
+from trimtab.decide.search import SearchPhase
 from trimtab.decide.selection import decide
 
 CPU = DeviceSpec("a processor", "cpu", None, {}, None, "made up", 4)
@@ -35,20 +35,20 @@ class Still:
 
 def stage_of(rng, monkeypatch, *, noise, step_s, rivals, speed=1.0, num_blocks=5, patient=True):
     """Run one stage on a clock of nothing but noise, and `speed` of the rivals; returns its winner."""
-    stage = Stage("final", (WHOLE, *rivals), control=True, accepts=True)
+    stage = SearchPhase("final", (WHOLE, *rivals), control=True, accepts=True)
 
     def time_block(subject, stage, candidate, steps):
         return step_s * rng.lognormvariate(0, noise) / (1.0 if candidate == WHOLE else speed)
 
     monkeypatch.setattr(trials, "_time_block", time_block)
-    arms = [trials._Arm(candidate, first_s=step_s) for candidate in stage.candidates]
-    arms.append(trials._Arm(WHOLE, control=True, first_s=step_s))
+    arms = [trials._TrialArm(candidate, first_s=step_s) for candidate in stage.candidates]
+    arms.append(trials._TrialArm(WHOLE, control=True, first_s=step_s))
     steps = max(1, round(trials.BLOCK_S / step_s))
     run_s = 0.0 if patient else 1e9  # a run so long that every second look pays
     blocks = trials._Blocks(None, stage, steps, step_s, num_blocks, patient, Still(), lambda text: None, run_s)
     trials._run_blocks(blocks, arms, list(arms))
     found = tuple(trials._trial(stage, arm, step_s) for arm in arms)
-    profile = Profile(CPU, FACTS, Check(False, "one row"), trials=found)
+    profile = Profile(CPU, FACTS, SplitCheck(False, "one row"), trials=found)
     outcome = decide(profile, "final", Objective(), Budget())
     assert outcome is not None
     return outcome.winner.candidate

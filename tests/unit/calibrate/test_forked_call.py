@@ -15,7 +15,7 @@ from torch import nn
 import trimtab
 from trimtab.calibrate import smoke_test
 from trimtab.calibrate.forked_call import DONE, LATE, RAISED, can_fork, end_of
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import Candidate
 from trimtab.measure.state_digest import fingerprint
 
@@ -77,9 +77,11 @@ def test_where_the_incumbents_own_rows_do_not_come_to_their_end_nothing_is_told_
     seen = []
     monkeypatch.setattr(smoke_test, "end_of", lambda function: seen.append(1) or ends[len(seen) - 1])
     model = nn.Linear(4, 1)
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).mean(), torch.randn(8, 4))
+    subject = TrainingLoop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).mean(), torch.randn(8, 4)
+    )
     candidates = [Candidate(precision, "keep", False, 8) for precision in ("bf16", "fp16", "tf32")]
-    guard = smoke_test.Guard(subject, Candidate("fp32", "keep", False, 8))
+    guard = smoke_test.CrashTest(subject, Candidate("fp32", "keep", False, 8))
     said = [guard.refusal(each) for each in candidates]  # after a late one nobody is waited for any more
     told = "SIGSEGV ended a process that stepped through 2 of 8 rows"
     assert said == ([told, None, None] if of_incumbent == DONE else [None] * 3)
@@ -97,8 +99,8 @@ def test_a_batch_that_cannot_be_split_goes_whole():
     batch = Batch(torch.randn(8, 4))
     batch.number = torch.tensor(8)
     model = nn.Linear(4, 1)
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b.rows).mean(), batch)
-    assert smoke_test.Guard(subject, Candidate("fp32", "keep", False, 8))._few.rows == 8
+    subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b.rows).mean(), batch)
+    assert smoke_test.CrashTest(subject, Candidate("fp32", "keep", False, 8))._few.rows == 8
 
 
 def test_what_it_changes_and_says_is_its_own(capfd):

@@ -17,7 +17,7 @@ import trimtab
 from trimtab import Summed
 from trimtab.calibrate import plan_proof
 from trimtab.calibrate.plan_proof import SETTINGS, prove, refuted_settings
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.profile import Candidate
 from trimtab.measure.loop_state import LoopState
@@ -87,7 +87,7 @@ def text(loss_fn=counted_loss):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, WORDS, (ROWS, 12), generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Subject(model, optimizer, loss_fn, (ids, ids.roll(1, 1)))
+    return TrainingLoop(model, optimizer, loss_fn, (ids, ids.roll(1, 1)))
 
 
 def images():
@@ -95,7 +95,7 @@ def images():
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(ROWS, 3, 8, 8, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Subject(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
+    return TrainingLoop(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
 
 
 REFERENCE = Candidate("fp32", "keep", False, ROWS)
@@ -426,7 +426,7 @@ def test_gradients_left_scaled_are_caught(monkeypatch):
 def test_a_proof_holds_one_copy_of_the_training_state():
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
     optimizer = torch.optim.AdamW(model.parameters())
-    subject = Subject(model, optimizer, lambda model, batch: model(batch).square().mean(), torch.randn(ROWS, 512))
+    subject = TrainingLoop(model, optimizer, lambda model, batch: model(batch).square().mean(), torch.randn(ROWS, 512))
     state = 4 * sum(p.nbytes for p in model.parameters())  # with gradients and two moments
     with LoopState(model, optimizer) as start:
         grown = peak_growth(lambda: prove(subject, candidate_of("fused_optimizer"), REFERENCE, None, start))
@@ -460,7 +460,7 @@ def masked(loss_fn):
     torch.manual_seed(1)
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e20)
-    return Subject(model, optimizer, loss_fn, torch.rand(ROWS, 8))
+    return TrainingLoop(model, optimizer, loss_fn, torch.rand(ROWS, 8))
 
 
 @pytest.mark.parametrize("setting", [None, "micro_batch", "fused_optimizer", "precision"])

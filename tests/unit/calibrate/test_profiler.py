@@ -15,7 +15,7 @@ from trimtab.calibrate import profiler, trials
 from trimtab.calibrate.measurement_notes import Notes
 from trimtab.calibrate.sample_batches import waiting_s
 from trimtab.calibrate.step_counts import count_step
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.decide import search
@@ -105,7 +105,9 @@ def test_data_too_short_to_time_is_no_data(batches):
 def test_an_iterator_is_left_whole_for_the_range_test(monkeypatch, make, adapt, drawn):
     model, optimizer, batch = loop()
     timed = []
-    monkeypatch.setattr(profiler, "draw_some", lambda subject, data, notes: timed.extend(data) or profiler.Drawn())
+    monkeypatch.setattr(
+        profiler, "draw_some", lambda subject, data, notes: timed.extend(data) or profiler.SampledBatches()
+    )
     trimtab.plan(model, optimizer, mean_loss, batch, adapt=adapt, data=make([batch] * 3), num_blocks=3)
     assert len(timed) == drawn
 
@@ -173,7 +175,7 @@ def test_terms_are_known_where_only_the_backward_does_not_fit():
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     model, optimizer, batch = loop()
-    subject = Subject(model, optimizer, lambda m, b: Summed(Full.apply(mean_loss(m, b)), 24), batch)
+    subject = TrainingLoop(model, optimizer, lambda m, b: Summed(Full.apply(mean_loss(m, b)), 24), batch)
     assert count_step(subject, "fp32", Notes())[:3] == (None, 24.0, "tokens")
 
 

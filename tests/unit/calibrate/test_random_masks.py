@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.calibrate.gradient_equivalence import check_splitting
 from trimtab.calibrate.plan_proof import prove
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import Candidate
 from trimtab.measure.state_digest import fingerprint
 
@@ -34,7 +34,7 @@ def subject_of(*between):
     model = nn.Sequential(nn.Linear(4, WIDTH), *between, nn.Tanh(), nn.Linear(WIDTH, 3))
     batch = torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Subject(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
+    return TrainingLoop(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
 
 
 # Deterministic layers whose class name says "drop".

@@ -8,7 +8,7 @@ from torch import nn
 
 from trimtab.calibrate import recompute_timing
 from trimtab.calibrate.recompute_timing import line_through, measure_seconds, num_steps
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import Candidate
 
 
@@ -48,7 +48,9 @@ def test_noise_makes_nothing_free(monkeypatch, splits):
     """Steps that recompute were as fast as others, by chance: half of a forward is taken for it, a tenth in part."""
     monkeypatch.setattr(recompute_timing, "_longer", lambda *_: (1.0, [-0.1, -0.2]))
     model = nn.Linear(4, 4)
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).sum(), torch.randn(16, 4))
+    subject = TrainingLoop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).sum(), torch.randn(16, 4)
+    )
     given = {"splits": splits, "forward_s": 0.4}
     step_s, (whole, part) = measure_seconds(subject, Candidate("fp32", "keep", False, 8), [(), ()], **given)
     assert step_s == 1.0

@@ -10,9 +10,9 @@ from call_counts import OutOfReach
 from torch import nn
 
 from trimtab.calibrate import smoke_test, trials
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import Candidate
-from trimtab.decide.search import Stage
+from trimtab.decide.search import SearchPhase
 from trimtab.measure.state_digest import fingerprint
 
 ROWS = 128
@@ -31,7 +31,7 @@ class Loop:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.subject = Subject(model, optimizer, self.loss, (torch.randn(rows, 1, 4, 4), torch.zeros(rows).long()))
+        self.subject = TrainingLoop(model, optimizer, self.loss, (torch.randn(rows, 1, 4, 4), torch.zeros(rows).long()))
         monkeypatch.setattr(smoke_test, "time_call", self.time_call)
         monkeypatch.setattr(trials, "time_call", lambda step, device, count=1: (step(), 1.0)[1])
 
@@ -52,7 +52,7 @@ class Loop:
         return self.few_s[self.ran[-1][0]].pop(0)
 
     def stage(self, *candidates, name="modes"):
-        return trials.run_stage(self.subject, Stage(name, candidates), 5, lambda text: None)
+        return trials.run_stage(self.subject, SearchPhase(name, candidates), 5, lambda text: None)
 
     def rows_of(self, precision):
         return {rows for ran, rows in self.ran if ran == precision}

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import trimtab
 from trimtab.calibrate.gradient_equivalence import TOLERANCE, check_splitting
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import LossError
 from trimtab.losses import Summed
 from trimtab.measure.loop_state import LoopState
@@ -106,7 +106,7 @@ def frozen_statistics():
 
 def subject(model, loss_fn=class_mean, batch=None):
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
-    return Subject(model, optimizer, loss_fn, class_batch() if batch is None else batch)
+    return TrainingLoop(model, optimizer, loss_fn, class_batch() if batch is None else batch)
 
 
 SPLITTABLE = {
@@ -230,7 +230,7 @@ def own_loss(model, batch):
 @pytest.mark.parametrize("dropout", [nn.Identity, nn.Dropout, nn.AlphaDropout])
 def test_a_model_without_a_loss_in_evaluation_mode_is_proved_in_training_mode(dropout):
     model = Detector(dropout)
-    check = check_splitting(Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
+    check = check_splitting(TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
     assert check.splittable, check.reason
     assert model.training
     assert all(module.training for module in model.modules())
@@ -268,7 +268,7 @@ def test_what_couples_the_rows_in_training_mode_alone_is_seen(dropout):
 
 def test_a_balancing_loss_over_the_batch_is_seen():
     model = LoadBalanced()
-    check = check_splitting(Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
+    check = check_splitting(TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
     assert (check.splittable, check.code) == (False, "split.gradient_differs")
 
 
@@ -399,7 +399,7 @@ class Small(nn.Module):
 @pytest.mark.parametrize("weight", [1.0, 1e-3, 1e-5])
 def test_a_term_over_the_batch_is_found_however_small_its_weight(weight):
     model = Small(weight)
-    check = check_splitting(Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
+    check = check_splitting(TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
     assert (check.splittable, check.code) == (False, "split.gradient_differs"), check.reason
 
 
@@ -556,7 +556,7 @@ def test_planning_takes_the_second_batch_from_the_data():
 def test_the_check_copies_no_state_that_planning_holds():
     model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256, bias=False), nn.Tanh())))
     optimizer = torch.optim.Adam(model.parameters())
-    tried = Subject(model, optimizer, lambda model, batch: model(batch).square().mean(), torch.randn(8, 256))
+    tried = TrainingLoop(model, optimizer, lambda model, batch: model(batch).square().mean(), torch.randn(8, 256))
     tried.loss()[0].backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -17,7 +17,7 @@ from trimtab.core.errors import InfeasibleError, ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.profile import Candidate
 from trimtab.decide.target_device_candidates import recorded, recorded_candidates, traced_for
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import trace_step
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
@@ -208,7 +208,7 @@ def test_batch_statistics_are_not_split():
 
 
 def test_a_loop_without_memory_can_be_planned():
-    with Fakes():
+    with FakeTensors():
         model, optimizer, loss_fn, batch = loop()
     plan = trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, "H100 SXM")
     there = trimtab.plan_elsewhere(*loop(), "H100 SXM")

@@ -25,7 +25,7 @@ from trimtab.decide.recompute_cost import keep_all, predict
 from trimtab.decide.roofline import seconds_of, step_seconds
 from trimtab.decide.target_device_candidates import recorded, recorded_blocks, traced_for, with_blocks
 from trimtab.measure import fake_cuda
-from trimtab.measure.fake_cuda import AsCuda
+from trimtab.measure.fake_cuda import FakeCudaMode
 from trimtab.measure.memory_trace import trace_peaks
 from trimtab.runtime.activation_checkpoint import use_schedule
 from trimtab.runtime.precision import autocast
@@ -72,7 +72,7 @@ def traced_step(precision, text):
     sizes, batches = two_sizes(batch)
     schedule, names = schedule_of(text, SHAPE.num_layers), traced(precision).blocks
     how = {"autocasts": [functools.partial(autocast, precision, HERE)]}
-    with AsCuda():
+    with FakeCudaMode():
         (found,) = trace_peaks(
             model, optimizer, loss_fn, batches, sizes, prepare=lambda m: use_schedule(m, names, schedule), **how
         )

@@ -21,7 +21,7 @@ def test_sizes_are_halved_until_each_operator_can_be_run():
     def trace(sizes, batches):
         seen.append((sizes, tuple(len(each) for each in batches)))
         if sizes[1] > 8:
-            raise operator_workspace.TooLarge("model", got="much", expected="less")
+            raise operator_workspace.WorkspaceTooLarge("model", got="much", expected="less")
         return "told"
 
     assert at_two_sizes(torch.zeros(ROWS, 1), trace) == "told"
@@ -30,7 +30,7 @@ def test_sizes_are_halved_until_each_operator_can_be_run():
 
 def test_what_is_too_large_at_every_size_is_said():
     def trace(sizes, batches):
-        raise operator_workspace.TooLarge("model", got="much", expected="less")
+        raise operator_workspace.WorkspaceTooLarge("model", got="much", expected="less")
 
     with raises(ModelError, code="model.unsupported", field="model"):
         at_two_sizes(torch.zeros(ROWS, 1), trace)
@@ -68,9 +68,9 @@ def test_nothing_is_run_that_is_too_large(monkeypatch):
     operator.overloadpacket = torch.ops.aten.mm
     like = operator_workspace._Like((64, 64), (64, 1), torch.bfloat16)
     _, structure = torch.utils._pytree.tree_flatten(((0, 0), {}))
-    call = operator_workspace.Call(operator, (like, like), structure)
+    call = operator_workspace.OperatorCall(operator, (like, like), structure)
     monkeypatch.setattr(operator_workspace, "MOST_BYTES", 3 * 2 * 64 * 64 - 1)
-    with raises(operator_workspace.TooLarge, code="model.unsupported", field="model"):
+    with raises(operator_workspace.WorkspaceTooLarge, code="model.unsupported", field="model"):
         operator_workspace.measured([call])
     assert ran == []
     monkeypatch.setattr(operator_workspace, "MOST_BYTES", 3 * 2 * 64 * 64)

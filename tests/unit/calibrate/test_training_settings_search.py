@@ -18,12 +18,12 @@ import trimtab
 from trimtab.calibrate import training_settings_search
 from trimtab.calibrate.lr_range_test import range_test
 from trimtab.calibrate.paired_training import short_race
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Measured, Plan
+from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.decide.learning_rate import RatePoint
-from trimtab.decide.paired_training_verdict import ShortPair, ShortRun, Verdict
+from trimtab.decide.paired_training_verdict import PairedTrainingVerdict, ShortPair, ShortRun
 from trimtab.decide.tuned_plan import adapt_optimizer, within
 from trimtab.measure.state_digest import fingerprint
 
@@ -49,13 +49,13 @@ def loss_fn(model, batch):
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def subject(make=Tokens, rate: float = 0.01) -> Subject:
+def subject(make=Tokens, rate: float = 0.01) -> TrainingLoop:
     torch.manual_seed(0)
     model = make(torch.float32)
-    return Subject(model, torch.optim.AdamW(model.parameters(), lr=rate), loss_fn, batches(1)[0])
+    return TrainingLoop(model, torch.optim.AdamW(model.parameters(), lr=rate), loss_fn, batches(1)[0])
 
 
-def race(its: Subject, rival: Plan, data, **given):
+def race(its: TrainingLoop, rival: Plan, data, **given):
     said: list[str] = []
     return short_race(its, STANDS, rival, data, said.append, **given), said
 
@@ -112,7 +112,7 @@ def test_a_schedule_is_run_through_whole_in_each_training():
             return super().step(closure)
 
     its = subject()
-    noting = Subject(its.model, Noting(its.model.parameters(), lr=0.01), loss_fn, its.batch)
+    noting = TrainingLoop(its.model, Noting(its.model.parameters(), lr=0.01), loss_fn, its.batch)
     plan = Plan.fixed(ROWS, schedule="warmup_cosine")
     short_race(noting, plan, plan, batches(), lambda text: None, num_steps=40, num_pairs=1)
     rates = noted.held.rates
@@ -122,7 +122,9 @@ def test_a_schedule_is_run_through_whole_in_each_training():
     assert rates[39] == pytest.approx(0.001)
 
 
-def planned(its: Subject, monkeypatch, verdict: Verdict, adapt, *, run_steps=None) -> tuple[Plan, list]:
+def planned(
+    its: TrainingLoop, monkeypatch, verdict: PairedTrainingVerdict, adapt, *, run_steps=None
+) -> tuple[Plan, list]:
     """Return a plan whose race was decided beforehand, and the plans that were raced."""
     raced, tested = [], []
 
@@ -147,7 +149,9 @@ def planned(its: Subject, monkeypatch, verdict: Verdict, adapt, *, run_steps=Non
 
 def test_muon_is_kept_where_it_won_and_the_run_steps_by_it(monkeypatch):
     its = subject()
-    found, (tested, (stands, rival)) = planned(its, monkeypatch, Verdict(True, "2x sooner", 1.5), {"optimizer"})
+    found, (tested, (stands, rival)) = planned(
+        its, monkeypatch, PairedTrainingVerdict(True, "2x sooner", 1.5), {"optimizer"}
+    )
     assert (found.optimizer.value, found.tier) == ("muon", "F")
     assert "2x sooner" in str(found)
     assert (tested, stands.optimizer.value, rival.optimizer.value) == ([], "user", "muon")
@@ -161,7 +165,7 @@ def test_muon_is_kept_where_it_won_and_the_run_steps_by_it(monkeypatch):
 @pytest.mark.parametrize("won", [True, False])
 def test_each_is_raced_at_the_rate_of_its_own_range_test(monkeypatch, won):
     adapt = ("learning_rate", "optimizer")
-    found, (tested, (stands, rival)) = planned(subject(), monkeypatch, Verdict(won, "so"), adapt)
+    found, (tested, (stands, rival)) = planned(subject(), monkeypatch, PairedTrainingVerdict(won, "so"), adapt)
     assert tested == ["user", "muon"]
     assert 1 < stands.learning_rate_scale.value < rival.learning_rate_scale.value
     kept = rival if won else stands
@@ -173,7 +177,9 @@ def test_each_is_raced_at_the_rate_of_its_own_range_test(monkeypatch, won):
 @pytest.mark.parametrize("won", [True, False])
 def test_each_rate_rises_for_as_many_steps_as_its_own_range_test(monkeypatch, won):
     adapt = ("learning_rate", "optimizer")
-    found, (_, (stands, rival)) = planned(subject(), monkeypatch, Verdict(won, "so"), adapt, run_steps=100)
+    found, (_, (stands, rival)) = planned(
+        subject(), monkeypatch, PairedTrainingVerdict(won, "so"), adapt, run_steps=100
+    )
     assert (stands.warmup_fraction.value, rival.warmup_fraction.value) == (0.09, 0.19)
     assert found.warmup_fraction == (rival if won else stands).warmup_fraction
 
@@ -182,7 +188,7 @@ def test_each_rate_rises_for_as_many_steps_as_its_own_range_test(monkeypatch, wo
 @pytest.mark.parametrize(("steps", "rise"), [(None, None), (100, 0.09)])
 def test_a_plan_is_told_how_long_the_run_is(monkeypatch, steps, rise):
     its = subject()
-    planned(its, monkeypatch, Verdict(False, "so"), {"learning_rate"})  # for its range test
+    planned(its, monkeypatch, PairedTrainingVerdict(False, "so"), {"learning_rate"})  # for its range test
     given = {"adapt": "learning_rate", "data": batches(), "num_blocks": 3, "total_steps": steps}
     found = trimtab.plan(its.model, its.optimizer, its.loss_fn, its.batch, **given)
     assert found.schedule.value == "warmup_cosine"
@@ -207,7 +213,7 @@ def test_a_plan_is_told_how_long_the_run_is(monkeypatch, steps, rise):
 def test_gradients_are_clipped_where_an_optimizer_divides_by_their_size(monkeypatch, make, clips):
     its = subject()
     its = replace(its, optimizer=make(its.model.parameters(), lr=0.01))
-    found, _ = planned(its, monkeypatch, Verdict(False, "so"), {"learning_rate"})
+    found, _ = planned(its, monkeypatch, PairedTrainingVerdict(False, "so"), {"learning_rate"})
     assert found.clip_norm.value == clips
     own, norms = {"clip_norm": 1e-3, "total_samples": 10 * ROWS}, []  # which goes before it
     with trimtab.start(its.model, its.optimizer, found, **own) as run:
@@ -302,7 +308,7 @@ def test_no_race_is_run_on_one_of_several_ranks(monkeypatch, name):
 @pytest.mark.parametrize("won", [True, False])
 def test_a_schedule_is_raced_against_a_straight_line_by_samples_alone(monkeypatch, won):
     adapt = ("learning_rate", "schedule")
-    found, (_, (stands, rival)) = planned(subject(), monkeypatch, Verdict(won, "so it was", 1.3), adapt)
+    found, (_, (stands, rival)) = planned(subject(), monkeypatch, PairedTrainingVerdict(won, "so it was", 1.3), adapt)
     assert (stands.schedule.value, rival.schedule.value) == ("warmup_cosine", "warmup_linear")
     assert found.schedule.value == ("warmup_linear" if won else "warmup_cosine")
     assert {loser.value for loser in found.schedule.losers} >= {"warmup_cosine" if won else "warmup_linear"}
@@ -330,7 +336,7 @@ def test_a_schedule_needs_the_rate_to_be_free():
 
 def test_a_rival_of_muon_has_the_schedule_that_was_raced(monkeypatch):
     adapt = ("learning_rate", "schedule", "optimizer")
-    found, (_, _, (stands, rival)) = planned(subject(), monkeypatch, Verdict(True, "so"), adapt)
+    found, (_, _, (stands, rival)) = planned(subject(), monkeypatch, PairedTrainingVerdict(True, "so"), adapt)
     assert (rival.optimizer.value, stands.optimizer.value) == ("muon", "user")
     assert rival.schedule == stands.schedule
     assert rival.schedule.value == "warmup_linear"
@@ -378,7 +384,7 @@ def test_evaluating_changes_no_training():
         modes.held.ended.append((model.training, model.blocks.training))
         return loss_fn(model, batch)
 
-    noting = Subject(its.model, its.optimizer, noted, its.batch)
+    noting = TrainingLoop(its.model, its.optimizer, noted, its.batch)
     for by_unseen in (False, True):
         short_race(noting, STANDS, STANDS, batches(), lambda text: None, 4, 1, by_unseen=by_unseen)
         assert set(modes.held.ended) == ({(True, False), (False, False)} if by_unseen else {(True, False)})
@@ -443,7 +449,7 @@ def test_pairs_of_few_batches_that_are_not_shuffled_differ_in_their_order(monkey
         return loss_fn(model, batch)
 
     its = subject()
-    noting = Subject(its.model, its.optimizer, noted, its.batch)
+    noting = TrainingLoop(its.model, its.optimizer, noted, its.batch)
     data = [(torch.full((ROWS, 6), i), torch.full((ROWS, 6), i)) for i in range(8)]
     short_race(noting, STANDS, STANDS, data, lambda text: None, 8, 3, by_unseen=True, same_step=True)
     seen = kept.held.seen
@@ -453,8 +459,8 @@ def test_pairs_of_few_batches_that_are_not_shuffled_differ_in_their_order(monkey
 
 
 def test_a_rival_whose_step_breaks_a_limit_does_not_win():
-    plan = replace(STANDS, measured=Measured(0.095, 100, energy_j=1.0))
-    won = Verdict(True, "sooner", 1.3)
+    plan = replace(STANDS, measured=MeasuredCost(0.095, 100, energy_j=1.0))
+    won = PairedTrainingVerdict(True, "sooner", 1.3)
     assert within(Budget(), plan, won) is won
     assert within(Budget(time=0.13), plan, won) is won
     for limit in (Budget(time=0.1), Budget(energy=1.2)):
@@ -473,7 +479,7 @@ def test_what_is_unseen_is_of_one_pass():
         return loss_fn(model, batch)
 
     its = subject()
-    noting = Subject(its.model, its.optimizer, noted, its.batch)
+    noting = TrainingLoop(its.model, its.optimizer, noted, its.batch)
     data = [(torch.full((ROWS, 6), i % 11), torch.full((ROWS, 6), i % 11)) for i in range(20)]
     short_race(noting, STANDS, STANDS, data, lambda text: None, 8, 3, by_unseen=True, same_step=True)
     seen = kept.held.seen

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from trimtab.calibrate import trials
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import Candidate, Trial
-from trimtab.decide.search import Stage
+from trimtab.decide.search import SearchPhase
 from trimtab.decide.trial_statistics import MIN_BLOCKS, speed_ratio
 from trimtab.measure import allocator
 
@@ -24,7 +24,7 @@ HALF, QUARTER = replace(WHOLE, micro_batch=4), replace(WHOLE, micro_batch=2)
 @pytest.fixture
 def subject():
     model = nn.Linear(4, 1)
-    return Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean(), torch.randn(8, 4))
+    return TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean(), torch.randn(8, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def machine(monkeypatch):
 
 
 def final(*candidates, **others):
-    return Stage("final", candidates, accepts=True, **others)
+    return SearchPhase("final", candidates, accepts=True, **others)
 
 
 def run(subject, stage, known=()):
@@ -90,7 +90,7 @@ def test_a_stage_of_long_steps_ends_once_it_has_no_rival_left(subject, machine):
 def test_a_gain_takes_all_its_blocks_however_clear_it_looks_before(subject, machine, stage):
     """Clear of 1, and of what the control resolves, after the first three: to end there would be to pick the moment."""
     machine.blocks = {WHOLE: [1.0] * 10, HALF: [0.5, 0.5, 0.51, 0.5, 0.5]}
-    incumbent, rival, control = run(subject, Stage(stage, (WHOLE, HALF), control=True, accepts=True))
+    incumbent, rival, control = run(subject, SearchPhase(stage, (WHOLE, HALF), control=True, accepts=True))
     assert len(incumbent.block_s) == len(rival.block_s) == len(control.block_s) == 5
 
 
@@ -180,7 +180,7 @@ def test_where_a_loser_may_have_to_win_it_runs_to_its_end(subject, machine):
 
 def test_a_stage_that_accepts_nothing_runs_few_blocks(subject, machine):
     machine.blocks = {WHOLE: [1.0] * 5, HALF: [0.9] * 5}
-    incumbent, rival = run(subject, Stage("sizes", (WHOLE, HALF)))
+    incumbent, rival = run(subject, SearchPhase("sizes", (WHOLE, HALF)))
     assert len(incumbent.block_s) == len(rival.block_s) == MIN_BLOCKS
 
 
@@ -205,37 +205,37 @@ def blocks_of(*found):
 
 def test_a_stage_that_orders_ends_once_its_order_is_known(subject, short_steps):
     short_steps.blocks = {WHOLE: [0.27] * 9, THIRD: [0.15] * 9, FOURTH: [0.2] * 9}
-    assert blocks_of(*run(subject, Stage("modes", (WHOLE, FOURTH, THIRD)))) == [MIN_BLOCKS] * 3
+    assert blocks_of(*run(subject, SearchPhase("modes", (WHOLE, FOURTH, THIRD)))) == [MIN_BLOCKS] * 3
 
 
 def test_two_whose_order_is_open_go_on_without_the_others(subject, short_steps):
     short_steps.blocks = {WHOLE: [0.27] * 9, THIRD: [0.15, 0.16] * 5, FOURTH: [0.16, 0.15] * 5}
-    assert blocks_of(*run(subject, Stage("modes", (WHOLE, FOURTH, THIRD)))) == [MIN_BLOCKS, 9, 9]
+    assert blocks_of(*run(subject, SearchPhase("modes", (WHOLE, FOURTH, THIRD)))) == [MIN_BLOCKS, 9, 9]
 
 
 def test_a_stage_whose_candidates_wait_for_the_host_takes_no_more_than_three_laps(subject, short_steps):
     """Who of them is first is noise, however many laps there are."""
     short_steps.blocks = {WHOLE: [0.27] * 9, THIRD: [0.15, 0.16] * 5, FOURTH: [0.16, 0.15] * 5}
-    assert blocks_of(*run(subject, Stage("modes", (WHOLE, FOURTH, THIRD), is_brief=True))) == [MIN_BLOCKS] * 3
+    assert blocks_of(*run(subject, SearchPhase("modes", (WHOLE, FOURTH, THIRD), is_brief=True))) == [MIN_BLOCKS] * 3
 
 
 def test_a_lap_that_was_disturbed_takes_more_of_them_to_tell(subject, short_steps):
     """It lost one of four, and is clear of the noise by the fifth."""
     short_steps.blocks = {WHOLE: [0.15] * 9, THIRD: [0.12, 0.16, 0.12, 0.12, 0.12, 0.12, 0.12, 0.12, 0.12]}
-    incumbent, rival = run(subject, Stage("modes", (WHOLE, THIRD)))
+    incumbent, rival = run(subject, SearchPhase("modes", (WHOLE, THIRD)))
     assert MIN_BLOCKS < len(incumbent.block_s) == len(rival.block_s) < 9
 
 
 def test_an_incumbent_alone_has_no_order_to_be_known(subject, short_steps):
     short_steps.blocks = {WHOLE: [0.15] * 9}
-    assert blocks_of(*run(subject, Stage("modes", (WHOLE,)))) == [9]
+    assert blocks_of(*run(subject, SearchPhase("modes", (WHOLE,)))) == [9]
 
 
 @pytest.mark.parametrize("stage", ["graphs", "compile"])
 def test_what_has_to_be_clearly_faster_to_be_put_first_takes_all_its_blocks(subject, short_steps, stage):
     """By three blocks, of which one of the loop's own was disturbed, its gain would not be clear of the noise."""
     short_steps.blocks = {WHOLE: [0.13, 0.13, 0.2] + [0.13] * 6, GRAPHS: [0.1] * 9}
-    incumbent, rival = run(subject, Stage(stage, (WHOLE, GRAPHS)))
+    incumbent, rival = run(subject, SearchPhase(stage, (WHOLE, GRAPHS)))
     assert speed_ratio(Trial(stage, GRAPHS, rival.block_s[:3]), incumbent).low < 1
     assert speed_ratio(rival, incumbent).low > 1
 
@@ -246,7 +246,7 @@ def test_a_stage_whose_rivals_were_all_refused_has_no_order_either(subject, mach
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
     machine.blocks = {WHOLE: [0.15] * 9}
-    assert blocks_of(*run(subject, Stage("modes", (WHOLE, THIRD)))) == [9, 0]
+    assert blocks_of(*run(subject, SearchPhase("modes", (WHOLE, THIRD)))) == [9, 0]
 
 
 def test_where_something_is_accepted_the_incumbent_runs_to_the_end(subject, short_steps):
@@ -298,7 +298,7 @@ def clock(monkeypatch):
 
 def test_a_long_first_step_is_not_repeated(subject, clock):
     clock += [0.9] * 6
-    (trial,) = run(subject, Stage("modes", (WHOLE,), accepts=True))
+    (trial,) = run(subject, SearchPhase("modes", (WHOLE,), accepts=True))
     assert clock == []
     assert trial.block_s == (0.9,) * 5
 
@@ -307,7 +307,7 @@ def test_a_first_step_that_would_drop_its_candidate_is_repeated(subject, clock):
     """A kernel compiled in the first step of bf16: 9 s, and 0.5 s from then on."""
     bf16 = replace(WHOLE, precision="bf16")
     clock += [1.0, 9.0, 0.5] + [1.0, 0.5, 0.5, 1.0] * 2 + [1.0, 0.5]
-    incumbent, rival = run(subject, Stage("modes", (WHOLE, bf16), accepts=True))
+    incumbent, rival = run(subject, SearchPhase("modes", (WHOLE, bf16), accepts=True))
     assert rival.error is None
     assert (incumbent.block_s, rival.block_s) == ((1.0,) * 5, (0.5,) * 5)
 
@@ -315,13 +315,13 @@ def test_a_first_step_that_would_drop_its_candidate_is_repeated(subject, clock):
 def test_one_that_stays_far_slower_is_dropped(subject, clock):
     bf16 = replace(WHOLE, precision="bf16")
     clock += [1.0, 9.0, 8.0] + [1.0] * 5
-    _, rival = run(subject, Stage("modes", (WHOLE, bf16), accepts=True))
+    _, rival = run(subject, SearchPhase("modes", (WHOLE, bf16), accepts=True))
     assert rival.error == "stopped after warm-up: 8 s per step against 1 s"
 
 
 def test_a_slow_first_step_of_every_block_is_no_gain_for_one_that_retains_memory(subject, clock, monkeypatch):
     """What a block's first step pays is paid by all arms alike: in the time, or before it."""
-    start, fresh = Subject.start, []
+    start, fresh = TrainingLoop.start, []
 
     def starting(subject, candidate):
         fresh.append(True)
@@ -336,7 +336,7 @@ def test_a_slow_first_step_of_every_block_is_no_gain_for_one_that_retains_memory
         fresh[-1] = False
         return model(x).mean()
 
-    monkeypatch.setattr(Subject, "start", starting)
+    monkeypatch.setattr(TrainingLoop, "start", starting)
     monkeypatch.setattr(trials, "time_call", time_call)
     monkeypatch.setattr(trials, "time_settled", time_call)
     tried = replace(subject, loss_fn=loss)
@@ -364,7 +364,7 @@ def test_every_block_begins_with_optimizer_state(monkeypatch):
     """Made in one arm's timed step, it would count as that arm's; and the loop has none before its first step."""
     model = nn.Linear(4, 1)
     adam = torch.optim.AdamW(model.parameters())
-    tried = Subject(model, adam, lambda m, x: m(x).mean(), torch.randn(8, 4))
+    tried = TrainingLoop(model, adam, lambda m, x: m(x).mean(), torch.randn(8, 4))
     begun = []
 
     def time_block(subject, stage, candidate, steps):
@@ -374,7 +374,7 @@ def test_every_block_begins_with_optimizer_state(monkeypatch):
         return 1.0
 
     monkeypatch.setattr(trials, "_time_block", time_block)
-    run(tried, Stage("modes", (WHOLE, replace(WHOLE, precision="bf16")), control=True, accepts=True))
+    run(tried, SearchPhase("modes", (WHOLE, replace(WHOLE, precision="bf16")), control=True, accepts=True))
     assert len(begun) >= 5 * 3
     assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in begun)
     assert all(torch.equal(state["exp_avg"], begun[0]["exp_avg"]) and state["step"] == 1 for state in begun)
@@ -392,7 +392,7 @@ def test_the_state_is_made_by_another_where_the_incumbent_does_not_run(monkeypat
 
     begun = []
     monkeypatch.setattr(trials, "_time_block", lambda *_: begun.append(len(adam.state)) or 1.0)
-    incumbent, rival = run(Subject(model, adam, small_only, torch.randn(8, 4)), final(WHOLE, HALF))
+    incumbent, rival = run(TrainingLoop(model, adam, small_only, torch.randn(8, 4)), final(WHOLE, HALF))
     assert (incumbent.error, rival.error) == ("out of memory", None)
     assert begun == [2] * 5
 
@@ -406,17 +406,17 @@ def test_fp16_steps_until_its_loss_scale_fits_before_its_peak_is_taken(monkeypat
     adam = torch.optim.AdamW(model.parameters())
     state_at_peak = []
     monkeypatch.setattr(trials, "peak_bytes", lambda step, device, live: state_at_peak.append(len(adam.state)) or 100)
-    tried = Subject(model, adam, lambda m, x: 1e3 * m(x).float().mean(), torch.ones(8, 4))
-    (trial,) = run(tried, Stage("modes", (HALF_PRECISION,), accepts=True))
+    tried = TrainingLoop(model, adam, lambda m, x: 1e3 * m(x).float().mean(), torch.ones(8, 4))
+    (trial,) = run(tried, SearchPhase("modes", (HALF_PRECISION,), accepts=True))
     assert (trial.error, state_at_peak) == (None, [2])
 
 
 def test_fp16_that_overflows_at_every_scale_is_no_candidate():
     model = nn.Linear(4, 1)
-    tried = Subject(
+    tried = TrainingLoop(
         model, torch.optim.AdamW(model.parameters()), lambda m, x: (0 * m(x).float().mean()).sqrt(), torch.ones(8, 4)
     )
-    (trial,) = run(tried, Stage("modes", (HALF_PRECISION,), accepts=True))
+    (trial,) = run(tried, SearchPhase("modes", (HALF_PRECISION,), accepts=True))
     assert trial.error == "its gradients overflow at every loss scale tried"
 
 
@@ -444,19 +444,19 @@ def test_blocks_beside_what_is_recorded_begin_after_its_recording(subject, candi
         calls.append(1)
         return model(rows).mean()
 
-    trials._time_block(replace(subject, loss_fn=loss_fn), Stage("graphs", candidates), WHOLE, 2)
+    trials._time_block(replace(subject, loss_fn=loss_fn), SearchPhase("graphs", candidates), WHOLE, 2)
     assert len(calls) == 1 + lead + 2
 
 
 @pytest.mark.parametrize(("way", "took"), [("cuda_graphs", 33 - 3 * 0.5), (True, 30 - 0.5), (False, None)])
 def test_what_recording_and_compiling_take_is_of_all_steps_before_it_is_launched(subject, monkeypatch, way, took):
     seconds = iter([30.0, 2.0, 1.0])
-    start = Subject.start
-    monkeypatch.setattr(Subject, "start", lambda its, candidate: start(its, replace(candidate, compiled=False)))
+    start = TrainingLoop.start
+    monkeypatch.setattr(TrainingLoop, "start", lambda its, candidate: start(its, replace(candidate, compiled=False)))
     monkeypatch.setattr(trials, "time_call", lambda step, device: (step(), next(seconds))[1])
     monkeypatch.setattr(trials, "timer", lambda candidate: lambda step, device: 0.5)
     monkeypatch.setattr(trials, "replay_refusal", lambda *_: None)
-    arm = trials._Arm(replace(WHOLE, compiled=way))
+    arm = trials._TrialArm(replace(WHOLE, compiled=way))
     trials._warm_up(subject, arm, measure_memory=False, slowest=100.0, paces=False)
     assert arm.error is None
     assert arm.compile_s == took
@@ -465,7 +465,8 @@ def test_what_recording_and_compiling_take_is_of_all_steps_before_it_is_launched
 def test_a_far_slower_arm_runs_fewer_steps_per_block(subject):
     blocks = trials._Blocks(subject, final(WHOLE), 60, 0.002, 5, True, None, lambda text: None)
     steps = {
-        first_s: blocks.steps_of(trials._Arm(WHOLE, first_s=first_s)) for first_s in (0.001, 0.004, 0.02, 9, math.inf)
+        first_s: blocks.steps_of(trials._TrialArm(WHOLE, first_s=first_s))
+        for first_s in (0.001, 0.004, 0.02, 9, math.inf)
     }
     assert steps == {0.001: 60, 0.004: 60, 0.02: 6, 9: 1, math.inf: 60}
 
@@ -479,5 +480,5 @@ def test_sizes_behind_the_second_that_fits_are_not_run(subject, machine, monkeyp
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
     monkeypatch.setattr(trials, "_time_block", lambda *_: 1.0)
-    stage = Stage("sizes", tuple(candidates), fits_bytes=70)
+    stage = SearchPhase("sizes", tuple(candidates), fits_bytes=70)
     assert [t.candidate.micro_batch for t in trials.run_stage(subject, stage, 3, lambda text: None)] == [4, 2, 1]

@@ -8,9 +8,9 @@ from torch import nn
 
 import trimtab
 from trimtab.calibrate import trials
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import Candidate
-from trimtab.decide.search import Stage
+from trimtab.decide.search import SearchPhase
 from trimtab.measure.peak_memory import peak_bytes
 from trimtab.runtime.window_snapshot import bytes_to_begin_anew
 
@@ -26,8 +26,8 @@ def peak(model, optimizer, batch, micro_batch=None, frees_batch=False, **setting
     """Return the peak bytes that `run_stage` reports for one candidate."""
     settings = {"precision": "fp32", "memory_layout": "keep", "fused_optimizer": False} | settings
     candidate = Candidate(micro_batch=micro_batch or len(batch), **settings)
-    subject = Subject(model, optimizer, mean_loss, batch, frees_batch=frees_batch)
-    (trial,) = trials.run_stage(subject, Stage("final", (candidate,), accepts=True), 1, lambda text: None)
+    subject = TrainingLoop(model, optimizer, mean_loss, batch, frees_batch=frees_batch)
+    (trial,) = trials.run_stage(subject, SearchPhase("final", (candidate,), accepts=True), 1, lambda text: None)
     assert trial.error is None
     return trial.peak_bytes
 
@@ -77,7 +77,7 @@ def test_a_trial_holds_what_a_run_keeps_to_begin_a_window_anew(rows, is_copied):
     """A copy of a buffer below 1 MiB; a larger one is copied only after a window moved it."""
     torch.manual_seed(0)
     model, batch = Masked(rows), torch.randn(64, 256)
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, batch)
+    subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, batch)
     profile = trimtab.profile(model, subject.optimizer, mean_loss, batch, num_blocks=3, traces=True)
     whole = profile.trials[0]
     with trimtab.start(model, subject.optimizer, trimtab.Plan.fixed(64, 32)) as run:
@@ -122,9 +122,9 @@ def test_a_batch_nested_in_any_way_is_counted_once():
 
     model, optimizer, _ = deep(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False))
     x = torch.randn(2, 512, 1024)
-    subject = Subject(model, optimizer, lambda model, b: model(b["x"][:, :, 0]).mean(), UserDict(x=x, again=x))
+    subject = TrainingLoop(model, optimizer, lambda model, b: model(b["x"][:, :, 0]).mean(), UserDict(x=x, again=x))
     candidate = Candidate("fp32", "keep", False, 2)
-    (trial,) = trials.run_stage(subject, Stage("final", (candidate,), accepts=True), 1, lambda text: None)
+    (trial,) = trials.run_stage(subject, SearchPhase("final", (candidate,), accepts=True), 1, lambda text: None)
     assert trial.peak_bytes == pytest.approx(FLOAT * (3 * numel(model) + x.numel()), rel=0.01)
 
 

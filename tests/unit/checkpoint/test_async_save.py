@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from trimtab.checkpoint.async_save import Background
+from trimtab.checkpoint.async_save import AsyncSaver
 
 
 def fail():
@@ -15,7 +15,7 @@ def fail():
 
 @pytest.fixture
 def background():
-    made = Background()
+    made = AsyncSaver()
     yield made
     made.end()
 
@@ -38,7 +38,7 @@ def test_one_is_under_way_and_the_next_waits_for_it(background):
     assert seen == [("first", ["first"]), ("second", ["second"])]
 
 
-@pytest.mark.parametrize("ask", [Background.wait, lambda background: background.begin(lambda: None)])
+@pytest.mark.parametrize("ask", [AsyncSaver.wait, lambda background: background.begin(lambda: None)])
 def test_a_failure_is_seen_at_the_next_call_once(background, ask):
     background.begin(fail)
     with pytest.raises(OSError, match="No space left"):
@@ -71,7 +71,7 @@ def test_an_interrupted_wait_does_not_forget_the_save(background, monkeypatch):
 
 
 def test_a_failure_that_nobody_asks_for_is_told():
-    background = Background()
+    background = AsyncSaver()
     background.begin(fail)
     background.end()
     with pytest.warns(RuntimeWarning, match="nobody asked: .*No space left"):
@@ -82,7 +82,7 @@ def test_a_failure_that_nobody_asks_for_is_told():
 def test_threads_do_not_grow():
     before = threading.active_count()
     for _ in range(20):
-        background = Background()
+        background = AsyncSaver()
         background.begin(lambda: None)
         background.begin(lambda: None)
         assert threading.active_count() <= before + 1

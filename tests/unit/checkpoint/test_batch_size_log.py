@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from trimtab.checkpoint.batch_size_log import NAME, Journal
+from trimtab.checkpoint.batch_size_log import NAME, BatchSizeLog
 from trimtab.core.errors import FormatError, SaveError, ValueGivenError
-from trimtab.runtime.checkpoint_hooks import Decided
+from trimtab.runtime.checkpoint_hooks import WindowDecision
 
-ONE, TWO, THREE = Decided(1, 2), Decided(4, 8, is_cut=True), Decided(2, 4)
+ONE, TWO, THREE = WindowDecision(1, 2), WindowDecision(4, 8, is_cut=True), WindowDecision(2, 4)
 
 
 def begun(journal, windows=0):
@@ -26,7 +26,7 @@ def begun(journal, windows=0):
 
 def written(folder, plan="a plan", begins=0, **windows):
     """Return the journal of a run that decided windows, by number."""
-    journal = Journal(folder / NAME, plan, writes=True)
+    journal = BatchSizeLog(folder / NAME, plan, writes=True)
     begun(journal, begins)
     for index, window in windows.items():
         journal.add(int(index[1:]), window)
@@ -34,7 +34,7 @@ def written(folder, plan="a plan", begins=0, **windows):
 
 
 def seen(folder, plan="a plan", begins=0, writes=False):
-    journal = Journal(folder / NAME, plan, writes=writes)
+    journal = BatchSizeLog(folder / NAME, plan, writes=writes)
     begun(journal, begins)
     journal.close()
     return [journal.before(index) for index in range(3)]
@@ -54,7 +54,7 @@ def test_of_windows_that_are_over_nothing_is_held(tmp_path):
     journal = written(tmp_path, **{f"_{index}": ONE for index in range(1_000)})
     journal.close()
     assert journal._decided == {}
-    again = Journal(tmp_path / NAME, "a plan", writes=True)
+    again = BatchSizeLog(tmp_path / NAME, "a plan", writes=True)
     begun(again, 400)
     assert len(again._decided) == 600
     for index in range(400, 1_000):
@@ -129,7 +129,7 @@ def test_a_fixed_plan_goes_on_whatever_became_of_its_line(tmp_path):
 def test_a_refusal_changes_nothing_and_leaves_nothing(tmp_path):
     written(tmp_path, _0=ONE).close()
     before = (tmp_path / NAME).read_bytes()
-    journal = Journal(tmp_path / NAME, "another", writes=True)
+    journal = BatchSizeLog(tmp_path / NAME, "another", writes=True)
     journal.prepare(0)
     assert len(list(tmp_path.iterdir())) == 2
     journal.close()
@@ -178,12 +178,12 @@ def test_what_another_plan_decided_says_nothing_of_windows_to_come(tmp_path):
 def test_another_run_is_followed_by_the_same_plan_alone(tmp_path):
     (tmp_path / "other").mkdir()
     written(tmp_path, _0=ONE, _1=TWO).close()
-    journal = Journal(tmp_path / "other" / NAME, "a plan", writes=True)
+    journal = BatchSizeLog(tmp_path / "other" / NAME, "a plan", writes=True)
     journal.follow(tmp_path / NAME)
     begun(journal)
     assert [journal.before(index) for index in range(3)] == [ONE, TWO, None]
     journal.close()
     with raises(ValueGivenError, code="value.invalid", field="checkpoints.follows"):
-        Journal(tmp_path / "x", "another", writes=True).follow(tmp_path / NAME)
+        BatchSizeLog(tmp_path / "x", "another", writes=True).follow(tmp_path / NAME)
     with raises(ValueGivenError, code="value.invalid", field="checkpoints.follows"):
-        Journal(tmp_path / "x", "a plan", writes=True).follow(tmp_path / "none" / NAME)
+        BatchSizeLog(tmp_path / "x", "a plan", writes=True).follow(tmp_path / "none" / NAME)

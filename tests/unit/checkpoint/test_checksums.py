@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.checkpoint import checksums
-from trimtab.checkpoint.checksums import Room, crc32_of_chunks
+from trimtab.checkpoint.checksums import FileBuffer, crc32_of_chunks
 
 CONTENT = random.Random(0).randbytes(3_500_000)
 
@@ -37,7 +37,7 @@ def sums(path, size, room=None):
 
 def room_of(sizes):
     pieces = [bytearray(size) for size in sizes]
-    return pieces, Room(map(memoryview, pieces))
+    return pieces, FileBuffer(map(memoryview, pieces))
 
 
 def cut(size, chance, mean):

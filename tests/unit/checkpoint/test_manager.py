@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 import trimtab
 from trimtab.checkpoint import atomic_directory, manager, rank_checkpoints, state_files
 from trimtab.checkpoint.atomic_directory import committed
-from trimtab.checkpoint.batch_size_log import Journal
+from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.compatibility import WAYS_OUT, class_of, device_of
 from trimtab.checkpoint.manifest import manifest_of
-from trimtab.checkpoint.rank_checkpoints import KeptRanks
+from trimtab.checkpoint.rank_checkpoints import RankCommunication
 from trimtab.checkpoint.run_lock import locked
-from trimtab.checkpoint.verified_read import ReadOnce
+from trimtab.checkpoint.verified_read import VerifiedReader
 from trimtab.core.errors import (
     DamagedError,
     FormatError,
@@ -281,7 +281,7 @@ def test_what_is_gone_on_from_is_what_was_verified(saved, tmp_path, monkeypatch)
 
 
 def test_a_start_that_is_refused_holds_no_state(saved, monkeypatch):
-    once, loop = ReadOnce(), Loop(saved)
+    once, loop = VerifiedReader(), Loop(saved)
     monkeypatch.setattr(rank_checkpoints, "ReadOnce", lambda: once)
     loop.optimizer = torch.optim.RMSprop(loop.model.parameters())
     with raises(ValueGivenError, code="value.invalid", field="resume: optimizer"):
@@ -447,7 +447,7 @@ def test_what_the_user_keeps_too_is_left_alone_until_every_rank_has_read(tmp_pat
 
     before = loop.weights()
     with monkeypatch.context() as patched:
-        patched.setattr(KeptRanks, "together", another_fails)
+        patched.setattr(RankCommunication, "together", another_fails)
         with raises(FormatError, code="format.invalid", field="rank 1"):
             loop.start()
     assert mine.loads == 0
@@ -479,8 +479,8 @@ def test_what_may_fail_on_one_rank_is_agreed_upon_before_weights_are_put_back(sa
 
     noted(manager, "put_aside")
     noted(manager.warnings, "warn")
-    noted(Journal, "begin")
-    monkeypatch.setattr(KeptRanks, "together", together)
+    noted(BatchSizeLog, "begin")
+    monkeypatch.setattr(RankCommunication, "together", together)
     loop = Loop(saved)
     before = loop.weights()
     with pytest.warns(UserWarning, match="step-3 is gone on from"), loop.start():

@@ -11,7 +11,7 @@ from torch import nn
 
 import trimtab
 from trimtab.checkpoint.non_persistent_buffers import hidden_of, loading_hidden
-from trimtab.checkpoint.rank_checkpoints import KeptRanks
+from trimtab.checkpoint.rank_checkpoints import RankCommunication
 from trimtab.checkpoint.state_file_names import prefix_of
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, ModelError
@@ -141,7 +141,7 @@ def test_one_that_cannot_be_written_where_it_is_has_another_put_in_its_place():
 
 
 def test_a_rank_has_those_that_it_had_and_not_another_s(tmp_path):
-    ranks = KeptRanks(SimpleNamespace(num_ranks=1))
+    ranks = RankCommunication(SimpleNamespace(num_ranks=1))
     ranks.num, ranks.rank = 2, 1
     model = {
         "own": {"w": torch.ones(1), "mean": torch.ones(1)},

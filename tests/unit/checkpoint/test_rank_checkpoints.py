@@ -11,7 +11,7 @@ import pytest
 import torch
 from raising import raises
 
-from trimtab.checkpoint.rank_checkpoints import KeptRanks, require_kept
+from trimtab.checkpoint.rank_checkpoints import RankCommunication, require_kept
 from trimtab.checkpoint.state_file_names import prefix_of
 from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.core.errors import FormatError, RankError, ValueGivenError
@@ -22,7 +22,7 @@ from trimtab.measure.random_state import loading_random_state, random_state
 @pytest.fixture
 def second(monkeypatch):
     """Return the second of two ranks; rank 0 says what is in its list."""
-    ranks = KeptRanks(SimpleNamespace(num_ranks=1))
+    ranks = RankCommunication(SimpleNamespace(num_ranks=1))
     ranks.num, ranks.rank, said = 2, 1, []
     monkeypatch.setattr(ranks, "first", lambda make, about: said.pop(0))
     return ranks, said

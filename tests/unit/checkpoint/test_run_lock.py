@@ -13,7 +13,7 @@ import pytest
 from raising import raises
 from saving import forked
 
-from trimtab.checkpoint.run_lock import NAME, Holder, locked
+from trimtab.checkpoint.run_lock import NAME, LockHolder, locked
 from trimtab.core.errors import FormatError, InUseError
 
 
@@ -53,7 +53,7 @@ def kill(pid):
 def test_a_folder_is_held_once_and_let_go_of(tmp_path):
     with locked(tmp_path) as lock:
         assert lock.recovered is None
-        assert Holder.said((tmp_path / NAME).read_bytes()) == Holder.here()
+        assert LockHolder.said((tmp_path / NAME).read_bytes()) == LockHolder.here()
         with raises(FormatError, code="output.in_use"):
             locked(tmp_path)
     with locked(tmp_path) as lock:
@@ -101,7 +101,7 @@ def test_a_folder_is_let_go_of_though_its_disk_takes_no_more_writes(tmp_path, mo
         patch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
         lock.release()
     with locked(tmp_path) as again:
-        assert again.recovered == Holder.here()  # nothing could be written of its end
+        assert again.recovered == LockHolder.here()  # nothing could be written of its end
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
@@ -138,4 +138,4 @@ def test_no_file_is_left_open(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         locked(tmp_path)
     assert len(os.listdir("/dev/fd")) == before
-    assert json.loads(json.dumps(Holder.here().__dict__))["pid"] == os.getpid()
+    assert json.loads(json.dumps(LockHolder.here().__dict__))["pid"] == os.getpid()

@@ -8,7 +8,7 @@ import pytest
 
 from trimtab.checkpoint import save_interval
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.checkpoint.save_interval import Pace
+from trimtab.checkpoint.save_interval import SaveInterval
 
 
 def kept(monkeypatch, window_s, windows, *, every_s=600.0):
@@ -26,7 +26,7 @@ def kept(monkeypatch, window_s, windows, *, every_s=600.0):
         return said[about]
 
     ranks = [SimpleNamespace(num=2, first=first), SimpleNamespace(num=2, first=lambda make, about: said.pop(about))]
-    both = [Pace(Checkpoints("unused", every_s=every_s), each) for each in ranks]
+    both = [SaveInterval(Checkpoints("unused", every_s=every_s), each) for each in ranks]
     saves, last_s = [], 0.0
     for window in range(1, windows + 1):
         now[0] += window_s(window)

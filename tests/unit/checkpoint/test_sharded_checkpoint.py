@@ -11,7 +11,7 @@ from torch import nn
 
 from trimtab.checkpoint import shard_files
 from trimtab.checkpoint.rank_checkpoints import require_kept
-from trimtab.checkpoint.sharded_checkpoint import Shards, WithoutParameters, merged
+from trimtab.checkpoint.sharded_checkpoint import ShardedState, WithoutParameters, merged
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.plan import Plan
 
@@ -40,7 +40,7 @@ def test_parameters_are_left_out_by_what_they_are_and_buffers_stay():
 def test_what_is_written_is_dense_and_named():
     model, optimizer = stepped()
     model[0].weight.data = model[0].weight.data.t().contiguous().t()
-    found = Shards(model, optimizer).tensors()
+    found = ShardedState(model, optimizer).tensors()
     assert all(tensor.is_contiguous() for tensor in found.values())
     assert torch.equal(found["model.0.weight"], model[0].weight)
     assert torch.equal(found["optimizer.0.weight:exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
@@ -51,7 +51,7 @@ def test_types_that_torchs_writer_would_give_back_as_others_are_refused():
     model, optimizer = stepped()
     optimizer.state[model[0].weight]["mask"] = torch.ones(3, dtype=torch.bool)
     with raises(FormatError, code="format.invalid", field="optimizer.0.weight:mask"):
-        Shards(model, optimizer).tensors()
+        ShardedState(model, optimizer).tensors()
 
 
 @pytest.mark.parametrize(
@@ -89,25 +89,25 @@ def saved(members, groups=1):
 )
 def test_groups_are_of_the_parameters_that_they_were(tmp_path, change, groups, said):
     model, optimizer = stepped()
-    members = Shards(model, optimizer).state_dict()["members"]
+    members = ShardedState(model, optimizer).state_dict()["members"]
     change(members)
     with pytest.raises(OptimizerError, match=said):
-        Shards(model, optimizer, tmp_path).loading(saved(members, groups))
+        ShardedState(model, optimizer, tmp_path).loading(saved(members, groups))
 
 
 def test_a_model_of_another_type_is_refused(tmp_path, monkeypatch):
     model, optimizer = stepped()
-    shards = Shards(model, optimizer)
+    shards = ShardedState(model, optimizer)
     files = {
         name: SimpleNamespace(size=each.shape, properties=SimpleNamespace(dtype=each.dtype))
         for name, each in shards.tensors().items()
     }
     monkeypatch.setattr(shard_files, "written", lambda folder: files)
-    Shards(model, optimizer, tmp_path).loading(shards.state_dict())
+    ShardedState(model, optimizer, tmp_path).loading(shards.state_dict())
     other, its = loop()
     other[2].double()
     with raises(ModelError, code="model.unsupported", field="model: 2.weight"):
-        Shards(other, its, tmp_path).loading(shards.state_dict())
+        ShardedState(other, its, tmp_path).loading(shards.state_dict())
 
 
 def test_what_ranks_said_of_their_shards_is_put_together():

@@ -16,11 +16,11 @@ from test_tensor_packing import BITS, BOMBS, TYPES, assert_same, header
 
 from trimtab.checkpoint import atomic_directory, checksums, verified_read
 from trimtab.checkpoint.atomic_directory import newest_good, seal, verify
-from trimtab.checkpoint.checksums import Room
+from trimtab.checkpoint.checksums import FileBuffer
 from trimtab.checkpoint.manifest import NAME
 from trimtab.checkpoint.state_file_names import TENSORS, TREE
 from trimtab.checkpoint.state_files import read_state, write_state
-from trimtab.checkpoint.verified_read import ReadOnce
+from trimtab.checkpoint.verified_read import VerifiedReader
 from trimtab.core.errors import DamagedError, FormatError
 
 
@@ -32,7 +32,7 @@ def folder_of(path, state, step=1):
 
 
 def taken(folder):
-    once = ReadOnce()
+    once = VerifiedReader()
     once.verify(folder)
     return once.take(folder)
 
@@ -83,7 +83,7 @@ def test_the_default_device_is_nothing_to_it(tmp_path):
 
 def test_it_is_given_once_and_of_the_folder_that_was_verified_last(tmp_path):
     one, two = (folder_of(tmp_path / f"step-{step}", {"a": torch.ones(4)}, step) for step in (1, 2))
-    once = ReadOnce()
+    once = VerifiedReader()
     assert once.take(one) is None
     once.verify(one)
     once.verify(two)
@@ -96,7 +96,7 @@ def test_it_is_given_once_and_of_the_folder_that_was_verified_last(tmp_path):
 def test_nothing_is_to_be_had_of_what_was_damaged(tmp_path):
     for step in (1, 2):
         save(tmp_path, step)
-    folder, once = tmp_path / "step-2", ReadOnce()
+    folder, once = tmp_path / "step-2", VerifiedReader()
     for name in (TENSORS, TREE, "shard.bin"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -114,7 +114,7 @@ def test_what_cannot_be_read_holds_no_memory(tmp_path, monkeypatch):
     rooms, whole = [], os.preadv
 
     def room(pieces):
-        made = Room(pieces)
+        made = FileBuffer(pieces)
         rooms.append(weakref.ref(made))
         return made
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_read_holds_no_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(verified_read, "Room", room)
     monkeypatch.setattr(os, "preadv", broken)
-    once = ReadOnce()
+    once = VerifiedReader()
     good = newest_good(tmp_path, verifies=once.verify)
     ((folder, error),) = good.refused  # which a run holds as long as it lasts
     assert folder.name == "step-2"
@@ -171,7 +171,7 @@ def test_a_head_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pread", other)
     with raises(DamagedError, code="format.damaged"):
-        ReadOnce().verify(folder)
+        VerifiedReader().verify(folder)
 
 
 def one(shape, size=0, dtype="F32", **more):
@@ -223,7 +223,7 @@ def test_no_memory_is_asked_for_by_what_is_odd(tmp_path, monkeypatch, content):
     monkeypatch.setattr(verified_read, "_without_values", lambda said: asked.append(said["shape"]) or torch.empty(0))
     folder = save(tmp_path, 1)
     forged(folder, content)
-    ReadOnce().verify(folder)
+    VerifiedReader().verify(folder)
     assert all(0 in shape for shape in asked)
 
 
@@ -231,7 +231,7 @@ def test_memory_for_another_size_is_refused(tmp_path):
     folder = save(tmp_path, 1)
     for size in (10, 100_000):
         with pytest.raises(ValueError, match=f"room for {size} bytes"):
-            verify(folder, lambda name, descriptor, _, size=size: Room([memoryview(bytearray(size))]))
+            verify(folder, lambda name, descriptor, _, size=size: FileBuffer([memoryview(bytearray(size))]))
 
 
 def test_what_was_refused_holds_none_of_those_that_called(tmp_path):
@@ -254,5 +254,5 @@ def test_what_the_library_writes_beside_the_tensors_is_passed_over(tmp_path):
 
 def test_a_folder_without_a_state_is_verified_all_the_same(tmp_path):
     folder = atomic_directory.write(tmp_path, "step-1", lambda it: (it / "x").write_bytes(b"1") and None, {"step": 1})
-    assert ReadOnce().verify(folder) == verify(folder)
+    assert VerifiedReader().verify(folder) == verify(folder)
     assert taken(folder) is None

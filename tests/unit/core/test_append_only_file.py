@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 from raising import raises
 
-from trimtab.core.append_only_file import Appended
+from trimtab.core.append_only_file import AppendOnlyFile
 from trimtab.core.errors import FormatError, SaveError
 from trimtab.core.record import Header, RecordWriter
 from trimtab.core.serialization import write_whole
@@ -33,7 +33,7 @@ class Disk:
 @pytest.mark.parametrize("room", range(12))
 def test_all_of_it_or_nothing_and_then_the_rest(tmp_path, monkeypatch, room):
     path = tmp_path / "it"
-    file = Appended(path)
+    file = AppendOnlyFile(path)
     file.write(b"begun\n")
     file.flush()
     disk = Disk(monkeypatch, room)
@@ -53,7 +53,7 @@ def test_all_of_it_or_nothing_and_then_the_rest(tmp_path, monkeypatch, room):
 
 
 def test_half_a_line_that_could_not_be_taken_off_is_with_the_next(tmp_path, monkeypatch):
-    file = Appended(tmp_path / "it")
+    file = AppendOnlyFile(tmp_path / "it")
     disk, cut = Disk(monkeypatch, 2), os.ftruncate
     monkeypatch.setattr(os, "ftruncate", lambda *_: disk.write(0, b""))
     file.write(b"one\n")
@@ -67,7 +67,7 @@ def test_half_a_line_that_could_not_be_taken_off_is_with_the_next(tmp_path, monk
 
 
 def test_what_nobody_closed_is_written_by_who_made_it_alone(tmp_path):
-    file = Appended(tmp_path / "it")
+    file = AppendOnlyFile(tmp_path / "it")
     file.write(b"one\n")
     child = os.fork()
     if child == 0:
@@ -82,8 +82,8 @@ def test_what_nobody_closed_is_written_by_who_made_it_alone(tmp_path):
 def test_a_link_is_followed_where_that_is_wanted(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "it")
     with pytest.raises(FileExistsError):
-        Appended(tmp_path / "link", is_new=True)
-    Appended(tmp_path / "link").close()
+        AppendOnlyFile(tmp_path / "link", is_new=True)
+    AppendOnlyFile(tmp_path / "link").close()
     assert (tmp_path / "it").exists()
 
 

@@ -19,29 +19,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from trimtab.core.block_costs import Chain, ChainModel, DearPart, Stage
+from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost, ExpensivePart
 from trimtab.core.energy_reading import MeterFacts, PowerLimit, Provenance
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
 from trimtab.core.operator_costs import Operation
 from trimtab.core.plan import (
     ALLOCATORS,
     MEMORY_LAYOUTS,
     SCHEDULES,
-    Check,
     Choice,
+    Effect,
     FrontPoint,
-    Mark,
-    Measured,
+    MeasuredCost,
     Plan,
     Rejected,
+    SplitCheck,
 )
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, TracedBlocks, Trial
+from trimtab.core.profile import Candidate, LoopFacts, Profile, RecomputableBlocks, TracedBlocks, TracedCandidate, Trial
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
 from trimtab.core.serialization import from_json, from_jsonable, read_json, to_json, to_jsonable, write_result
-from trimtab.core.zero_stage_cost import RankStage
+from trimtab.core.zero_stage_cost import ZeroStageCost
 
 text = st.text(max_size=12)
 counts = st.integers(0, 2**62)
@@ -64,12 +64,12 @@ def tuples_of(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 def choice(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Choice]:
     losers = tuples_of(st.builds(Rejected, scalars, text))
-    return st.builds(Choice, values, text, st.sampled_from(Mark), st.booleans(), losers)
+    return st.builds(Choice, values, text, st.sampled_from(Effect), st.booleans(), losers)
 
 
 references = st.builds(Reference, st.sampled_from(PRECISIONS), optional(positive), st.booleans())
-check_values = st.builds(Check, st.booleans(), text, optional(floats), floats)
-measured = st.builds(Measured, floats, optional(counts), energy_j=optional(floats))
+check_values = st.builds(SplitCheck, st.booleans(), text, optional(floats), floats)
+measured = st.builds(MeasuredCost, floats, optional(counts), energy_j=optional(floats))
 limits = st.builds(PowerLimit, text, floats, optional(floats), optional(floats))
 meters = st.builds(
     MeterFacts,
@@ -92,19 +92,19 @@ candidates = st.builds(
     st.booleans(),
     optional(text),
 )
-peak_models = st.builds(PeakModel, tuples_of(st.tuples(floats, floats)))
-traces = st.builds(Traced, candidates, peak_models, optional(peak_models), st.none(), optional(peak_models))
-parts = st.builds(DearPart, counts, counts, floats)
-stages = st.builds(Stage, floats, *[counts] * 10, st.booleans(), optional(parts))
-chains = st.builds(Chain, st.tuples(stages, stages), counts)
-chain_models = st.builds(ChainModel, chains, chains, st.just((2, 4)))
+peak_models = st.builds(PeakMemoryModel, tuples_of(st.tuples(floats, floats)))
+traces = st.builds(TracedCandidate, candidates, peak_models, optional(peak_models), st.none(), optional(peak_models))
+parts = st.builds(ExpensivePart, counts, counts, floats)
+stages = st.builds(BlockCost, floats, *[counts] * 10, st.booleans(), optional(parts))
+chains = st.builds(BlockChain, st.tuples(stages, stages), counts)
+chain_models = st.builds(BlockChainModel, chains, chains, st.just((2, 4)))
 lines = st.tuples(floats, floats)
 works = tuples_of(st.builds(Operation, st.sampled_from(["fp32", "bf16"]), lines, lines, counts))
 traced_blocks = st.builds(
     TracedBlocks, candidates, tuples_of(text), chain_models, chain_models, tuples_of(works), works, works
 )
 recomputables = st.builds(
-    Recomputable,
+    RecomputableBlocks,
     candidates,
     tuples_of(text),
     optional(chain_models),
@@ -169,7 +169,9 @@ plans = st.integers(1, 10**6).flatmap(
         verified=optional(st.tuples(floats, floats)),
         stands_between=optional(st.tuples(floats, floats)),
         front=tuples_of(st.builds(FrontPoint, text, floats, counts, text, optional(floats))),
-        stages=tuples_of(st.builds(RankStage, counts, st.booleans(), text, *[optional(each) for each in stage_parts])),
+        stages=tuples_of(
+            st.builds(ZeroStageCost, counts, st.booleans(), text, *[optional(each) for each in stage_parts])
+        ),
         meter=meters,
         planning_s=floats,
         search_s=floats,
@@ -280,15 +282,15 @@ def test_non_finite_floats_are_words_and_floats_again_where_the_field_is_one(val
 
 PLAN = Plan(
     8,
-    Choice(4, "fits", Mark.EXACT, True, (Rejected(8, "needs 9 GiB"),)),
-    check=Check(True, "per-sample loss", 1e-7),
-    baseline=Measured(0.5, 10**9),
-    predicted=Measured(0.25, between_s=(0.2, 0.3)),
+    Choice(4, "fits", Effect.EXACT, True, (Rejected(8, "needs 9 GiB"),)),
+    check=SplitCheck(True, "per-sample loss", 1e-7),
+    baseline=MeasuredCost(0.5, 10**9),
+    predicted=MeasuredCost(0.25, between_s=(0.2, 0.3)),
 )
 PROFILE = Profile(
     DeviceSpec("cpu", "cpu", peak_flops={"fp32": 1e11}),
     LoopFacts(10, 10, 40, "AdamW", 8, 8.0, "samples", 1e9, False, True, False, "contiguous"),
-    Check(True, "per-sample loss"),
+    SplitCheck(True, "per-sample loss"),
     trials=(Trial("modes", Candidate("fp32", "keep", False, 8), (0.5, 0.4)),),
     environment={"torch": "2.13"},
 )

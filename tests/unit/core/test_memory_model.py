@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.serialization import from_json, to_json
 
 bytes_held = st.integers(0, 10**9)
@@ -19,7 +19,7 @@ moments = st.lists(st.tuples(bytes_held, st.integers(0, 10**6)), min_size=1, max
 
 def model_of(found, rows=(4, 16)):
     few, many = ([base + slope * n for base, slope in found] for n in rows)
-    return PeakModel.through(few, many, rows)
+    return PeakMemoryModel.through(few, many, rows)
 
 
 @given(moments, st.integers(1, 10**5))
@@ -36,7 +36,7 @@ def test_more_rows_never_take_less_and_few_lines_are_kept(found):
     slopes = [slope for _, slope in model.lines]
     assert all(lower < higher for lower, higher in itertools.pairwise(slopes))
     assert len(model.lines) <= len(found)
-    assert from_json(PeakModel, to_json(model)) == model
+    assert from_json(PeakMemoryModel, to_json(model)) == model
 
 
 def test_a_line_that_is_nowhere_the_highest_is_dropped():
@@ -46,7 +46,7 @@ def test_a_line_that_is_nowhere_the_highest_is_dropped():
 
 def test_what_is_no_pair_of_steps_is_refused():
     with raises(ValueGivenError, code="value.invalid", field="moments"):
-        PeakModel.through([1, 2], [1], (1, 2))
+        PeakMemoryModel.through([1, 2], [1], (1, 2))
     for rows in ((2, 2), (0, 2), (3, 2)):
         with raises(ValueGivenError, code="value.invalid", field="rows"):
-            PeakModel.through([1], [2], rows)
+            PeakMemoryModel.through([1], [2], rows)

@@ -12,7 +12,7 @@ from raising import raises
 
 from trimtab.core.errors import FormatError, UsageError, ValueGivenError
 from trimtab.core.objective import Reference
-from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
+from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected, SplitCheck
 from trimtab.core.serialization import from_json, to_json
 
 VALUES = {
@@ -50,28 +50,28 @@ KEPT = {
 
 def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
     assert Plan.marks() == {
-        "micro_batch": Mark.EXACT,
-        "precision": Mark.ROUNDING,
-        "memory_layout": Mark.ROUNDING,
-        "allocator": Mark.EXACT,
-        "fused_optimizer": Mark.ROUNDING,
-        "loss_chunk": Mark.ROUNDING,
-        "recompute": Mark.EXACT,
-        "compiled": Mark.ROUNDING,
-        "zero_stage": Mark.ROUNDING,
-        "engine": Mark.ROUNDING,
-        "reduce_dtype": Mark.ROUNDING,
-        "bucket_bytes": Mark.ROUNDING,
-        "reduces_once": Mark.ROUNDING,
-        "powersgd_rank": Mark.DYNAMICS,
-        "dropout": Mark.DYNAMICS,
-        "weight_decay": Mark.DYNAMICS,
-        "optimizer": Mark.DYNAMICS,
-        "schedule": Mark.DYNAMICS,
-        "warmup_fraction": Mark.DYNAMICS,
-        "learning_rate_scale": Mark.DYNAMICS,
-        "batch_policy": Mark.DYNAMICS,
-        "clip_norm": Mark.DYNAMICS,
+        "micro_batch": Effect.EXACT,
+        "precision": Effect.ROUNDING,
+        "memory_layout": Effect.ROUNDING,
+        "allocator": Effect.EXACT,
+        "fused_optimizer": Effect.ROUNDING,
+        "loss_chunk": Effect.ROUNDING,
+        "recompute": Effect.EXACT,
+        "compiled": Effect.ROUNDING,
+        "zero_stage": Effect.ROUNDING,
+        "engine": Effect.ROUNDING,
+        "reduce_dtype": Effect.ROUNDING,
+        "bucket_bytes": Effect.ROUNDING,
+        "reduces_once": Effect.ROUNDING,
+        "powersgd_rank": Effect.DYNAMICS,
+        "dropout": Effect.DYNAMICS,
+        "weight_decay": Effect.DYNAMICS,
+        "optimizer": Effect.DYNAMICS,
+        "schedule": Effect.DYNAMICS,
+        "warmup_fraction": Effect.DYNAMICS,
+        "learning_rate_scale": Effect.DYNAMICS,
+        "batch_policy": Effect.DYNAMICS,
+        "clip_norm": Effect.DYNAMICS,
     }
 
 
@@ -83,20 +83,20 @@ def test_tier_is_f_exactly_when_dynamics_change(names, micro_batch):
 
 
 def test_a_micro_batch_under_batch_statistics_is_tier_f():
-    plan = Plan(64, Choice(16, "batch statistics", Mark.DYNAMICS, changed=True))
-    assert (plan.tier, Plan(64, Choice(64, "whole", Mark.DYNAMICS)).tier) == ("F", "S")
+    plan = Plan(64, Choice(16, "batch statistics", Effect.DYNAMICS, changed=True))
+    assert (plan.tier, Plan(64, Choice(64, "whole", Effect.DYNAMICS)).tier) == ("F", "S")
 
 
-REFUSED, PROVED = Check(False, "batch statistics in 2 layers"), Check(True, "an unequal split agrees")
+REFUSED, PROVED = SplitCheck(False, "batch statistics in 2 layers"), SplitCheck(True, "an unequal split agrees")
 
 
 @pytest.mark.parametrize(
     ("micro_batch", "check", "mark", "tier"),
     [
-        (4, REFUSED, Mark.DYNAMICS, "F"),
-        (4, PROVED, Mark.EXACT, "S"),
-        (4, None, Mark.EXACT, "S"),
-        (8, REFUSED, Mark.EXACT, "S"),
+        (4, REFUSED, Effect.DYNAMICS, "F"),
+        (4, PROVED, Effect.EXACT, "S"),
+        (4, None, Effect.EXACT, "S"),
+        (8, REFUSED, Effect.EXACT, "S"),
     ],
 )
 def test_splitting_against_the_check_is_dynamics(micro_batch, check, mark, tier):
@@ -209,7 +209,7 @@ LETTERS = st.text("abcdefghij", min_size=4, max_size=10)
 @st.composite
 def explained_choices(draw, value):
     losers = st.builds(Rejected, st.integers(1, 999), LETTERS)
-    return Choice(value, draw(LETTERS), Mark.ROUNDING, draw(st.booleans()), tuple(draw(st.lists(losers, max_size=3))))
+    return Choice(value, draw(LETTERS), Effect.ROUNDING, draw(st.booleans()), tuple(draw(st.lists(losers, max_size=3))))
 
 
 @given(st.data())
@@ -230,11 +230,11 @@ def test_the_page_shows_costs_check_and_advice():
     plan = Plan(
         8,
         Choice(4, "fits", changed=True),
-        check=Check(False, "batch statistics in 2 layers"),
+        check=SplitCheck(False, "batch statistics in 2 layers"),
         reference=Reference("tf32"),
-        baseline=Measured(0.5, 2 * 2**30),
-        predicted=Measured(0.2, 2**30, (0.18, 0.23)),
-        measured=Measured(0.25, 2**30),
+        baseline=MeasuredCost(0.5, 2 * 2**30),
+        predicted=MeasuredCost(0.2, 2**30, (0.18, 0.23)),
+        measured=MeasuredCost(0.25, 2**30),
         verified=(1.9, 2.1),
         planning_s=90.0,
         search_s=30.0,
@@ -260,7 +260,7 @@ def test_the_page_shows_costs_check_and_advice():
 )
 def test_the_verdict_says_how_sure_its_speed_is(verified, said):
     plan = dataclasses.replace(
-        Plan.fixed(8, precision="bf16"), baseline=Measured(0.5), measured=Measured(0.25), verified=verified
+        Plan.fixed(8, precision="bf16"), baseline=MeasuredCost(0.5), measured=MeasuredCost(0.25), verified=verified
     )
     assert str(plan).splitlines()[0].endswith("2.00x the speed in trials" + said)
 
@@ -268,7 +268,7 @@ def test_the_verdict_says_how_sure_its_speed_is(verified, said):
 def test_a_split_set_by_hand_is_not_said_to_be_proved():
     assert Plan.fixed(8, 4).micro_batch.reason == "set by hand; not proved to keep the maths"
     assert "not proved" in str(Plan.fixed(8, 4)).splitlines()[0]
-    proved = dataclasses.replace(Plan.fixed(8, 4), check=Check(True, "proved"))
+    proved = dataclasses.replace(Plan.fixed(8, 4), check=SplitCheck(True, "proved"))
     assert "not proved" not in str(proved).splitlines()[0]
     assert "not proved" not in str(Plan.fixed(8))
 

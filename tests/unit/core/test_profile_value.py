@@ -12,14 +12,14 @@ from raising import raises
 
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.plan import Check
+from trimtab.core.plan import SplitCheck
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 
 BASE = Candidate("fp32", "keep", False, 8)
 PROFILE = Profile(
     DeviceSpec("cpu", "cpu"),
     LoopFacts(10, 10, 40, "AdamW", 8, 8.0, "samples", None, False, True, False, "contiguous"),
-    Check(True, "per-sample loss"),
+    SplitCheck(True, "per-sample loss"),
 )
 
 

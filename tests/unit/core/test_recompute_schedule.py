@@ -9,8 +9,8 @@ from raising import raises
 
 from trimtab.core.errors import UsageError
 from trimtab.core.recompute_schedule import (
-    Kept,
-    Segment,
+    KeptBlock,
+    RecomputedSegment,
     check_recompute,
     check_schedule,
     kept_in,
@@ -21,10 +21,19 @@ from trimtab.core.recompute_schedule import (
 )
 
 WRITTEN = {
-    "0-2": (Kept(0), Kept(1), Kept(2)),
-    "(0) 1": (Segment((Kept(0),)), Kept(1)),
-    "0 (1 2) ~3 4": (Kept(0), Segment((Kept(1), Kept(2))), Kept(3, in_part=True), Kept(4)),
-    "((0) 1) ~2-3": (Segment((Segment((Kept(0),)), Kept(1))), Kept(2, in_part=True), Kept(3, in_part=True)),
+    "0-2": (KeptBlock(0), KeptBlock(1), KeptBlock(2)),
+    "(0) 1": (RecomputedSegment((KeptBlock(0),)), KeptBlock(1)),
+    "0 (1 2) ~3 4": (
+        KeptBlock(0),
+        RecomputedSegment((KeptBlock(1), KeptBlock(2))),
+        KeptBlock(3, in_part=True),
+        KeptBlock(4),
+    ),
+    "((0) 1) ~2-3": (
+        RecomputedSegment((RecomputedSegment((KeptBlock(0),)), KeptBlock(1))),
+        KeptBlock(2, in_part=True),
+        KeptBlock(3, in_part=True),
+    ),
 }
 
 
@@ -48,16 +57,17 @@ def schedules(draw):
         while first < last:
             end = draw(st.integers(first + 1, last))
             if draw(st.booleans()) and end - first < last - first + inside:
-                found.append(Segment(parts(first, end, 0)))
+                found.append(RecomputedSegment(parts(first, end, 0)))
             else:
-                found += map(Kept, range(first, end))
+                found += map(KeptBlock, range(first, end))
             first = end
         return tuple(found)
 
     number = draw(st.integers(1, 8))
     found = parts(0, number, 1)
     return tuple(
-        Kept(part.index, in_part=True) if isinstance(part, Kept) and draw(st.booleans()) else part for part in found
+        KeptBlock(part.index, in_part=True) if isinstance(part, KeptBlock) and draw(st.booleans()) else part
+        for part in found
     )
 
 
@@ -106,7 +116,7 @@ def test_a_schedule_of_other_blocks_is_refused(text, why):
 
 def test_every_block_is_of_any_number():
     check_recompute("every_block", 0)
-    assert schedule_of("every_block", 2) == (Segment((Kept(0),)), Segment((Kept(1),)))
+    assert schedule_of("every_block", 2) == (RecomputedSegment((KeptBlock(0),)), RecomputedSegment((KeptBlock(1),)))
 
 
 def test_segments_of_several_blocks_need_their_names():

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.trace_alignment import aligned_peaks
 
 
@@ -20,7 +20,7 @@ def test_a_gradient_that_arrives_later_in_one_of_two_backwards_moves_no_line():
     few = [100, 40, 4, -50, -20, 30]  # the 4 of no rows comes before the deaths
     many = [200, 80, -100, -40, 4, 60]  # and here behind them
     kinds = [1, 1, 1, -1, -1, 1], [1, 1, -1, -1, 1, 1]
-    model = PeakModel.through(*aligned_peaks(held(few), held(many), *kinds), (4, 8))
+    model = PeakMemoryModel.through(*aligned_peaks(held(few), held(many), *kinds), (4, 8))
     assert model.peak_bytes(4) == 144
     assert model.peak_bytes(8) == 280  # the peak is where the order is the same
     assert model.peak_bytes(2) == 76  # and by moments that are not the same 126

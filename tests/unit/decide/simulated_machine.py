@@ -7,24 +7,24 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from trimtab.core.block_costs import Chain, ChainModel, DearPart, Stage
+from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost, ExpensivePart
 from trimtab.core.compile_mode import is_by_compiler
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Check, Plan
-from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, Recomputable, Traced, Trial
-from trimtab.core.recompute_schedule import Kept, Schedule, schedule_of
+from trimtab.core.plan import Plan, SplitCheck
+from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, RecomputableBlocks, TracedCandidate, Trial
+from trimtab.core.recompute_schedule import KeptBlock, Schedule, schedule_of
 from trimtab.decide.planner import choose
 from trimtab.decide.recompute_cost import predict
 from trimtab.decide.recompute_solver import by_shares
-from trimtab.decide.search import Stage as Trials
+from trimtab.decide.search import SearchPhase as Trials
 from trimtab.decide.search import next_recomputables, next_stage, next_traces
 from trimtab.decide.successive_elimination import has_lost
 from trimtab.decide.trial_statistics import MIN_BLOCKS
 
 MIB = 2**20
-SPLITTABLE = Check(True, "an unequal split changes the gradient by 1e-07, relative (limit 0.0001)", 1e-7)
+SPLITTABLE = SplitCheck(True, "an unequal split changes the gradient by 1e-07, relative (limit 0.0001)", 1e-7)
 CPU = DeviceSpec("a processor", "cpu", 2**34, {"fp32": 1e11, "bf16": 2e11, "fp16": 1e9}, None, "made up", 4)
 GPU = DeviceSpec("an accelerator", "cuda", 2**36, {}, None, "unknown")
 LOOP = LoopFacts(
@@ -132,25 +132,25 @@ class Machine:
             return 0.0
         return predict(self._chain(candidate, self.rows).stages, _whole(candidate)).recompute_s
 
-    def _chain(self, candidate: Candidate, rows: int) -> Chain:
+    def _chain(self, candidate: Candidate, rows: int) -> BlockChain:
         fixed, whole = (self.peak_bytes(replace(candidate, micro_batch=each, recompute=None)) for each in (0, rows))
         unit = (whole - fixed) // 10
         seconds = (self.forward_s or 0.0) / 4 * rows / self.rows
-        part = DearPart(unit, unit // 4, seconds / 10)
-        block = Stage(seconds, unit // 5, 2 * unit, 2 * unit, unit, unit // 4, part=part)
-        last = Stage(0.0, 0, 3 * unit // 2, 3 * unit // 2, 3 * unit // 2, unit // 2, is_linked=False)
-        return Chain((*[block] * 3, replace(block, is_linked=False), last), fixed)
+        part = ExpensivePart(unit, unit // 4, seconds / 10)
+        block = BlockCost(seconds, unit // 5, 2 * unit, 2 * unit, unit, unit // 4, part=part)
+        last = BlockCost(0.0, 0, 3 * unit // 2, 3 * unit // 2, 3 * unit // 2, unit // 2, is_linked=False)
+        return BlockChain((*[block] * 3, replace(block, is_linked=False), last), fixed)
 
-    def blocks(self, candidate: Candidate) -> Recomputable:
+    def blocks(self, candidate: Candidate) -> RecomputableBlocks:
         """Return what measuring blocks finds, as `calibrate.recomputation` does."""
         self.measured_blocks.append(candidate)
         if self.forward_s is None or self.rows < 3:
-            return Recomputable(candidate, refusal="the model has no blocks")
+            return RecomputableBlocks(candidate, refusal="the model has no blocks")
         few, whole = (self._chain(candidate, rows) for rows in (self.rows // 2, self.rows))
         few, whole = (_scaled(chain, self.chain_told) for chain in (few, whole))
-        model = ChainModel(few, whole, (self.rows // 2, self.rows))
+        model = BlockChainModel(few, whole, (self.rows // 2, self.rows))
         step_s = self.step_s("sizes", candidate) / self.unit
-        return Recomputable(candidate, BLOCKS, model, model, step_s, by_shares(whole))
+        return RecomputableBlocks(candidate, BLOCKS, model, model, step_s, by_shares(whole))
 
     def run(self, stage: Trials) -> tuple[Trial, ...]:
         """Return a stage's trials, as `calibrate.trials.run_stage` does."""
@@ -187,21 +187,21 @@ class Machine:
             return found
         return replace(found, watts=tuple(self.watts(candidate) for _ in range(5)))
 
-    def trace(self, candidate: Candidate) -> Traced:
+    def trace(self, candidate: Candidate) -> TracedCandidate:
         """Return what a trace finds, as `calibrate.tracing` does."""
         one, none = (self.peak_bytes(replace(candidate, micro_batch=rows)) for rows in (1, 0))
-        model = PeakModel(((self.traced * none, self.traced * (one - none)),))
-        return Traced(candidate, model, model, step=PeakModel(((self.traced * none, 0.0),)))
+        model = PeakMemoryModel(((self.traced * none, self.traced * (one - none)),))
+        return TracedCandidate(candidate, model, model, step=PeakMemoryModel(((self.traced * none, 0.0),)))
 
 
-def _scaled(chain: Chain, factor: float) -> Chain:
+def _scaled(chain: BlockChain, factor: float) -> BlockChain:
     names = ("output_bytes", "saved_bytes", "forward_bytes", "dropping_bytes", "backward_bytes")
     stages = (replace(s, **{name: int(factor * getattr(s, name)) for name in names}) for s in chain.stages)
-    return Chain(tuple(stages), int(factor * chain.held_bytes))
+    return BlockChain(tuple(stages), int(factor * chain.held_bytes))
 
 
 def _whole(candidate: Candidate) -> Schedule:
-    return (*schedule_of(candidate.recompute or "", len(BLOCKS)), Kept(len(BLOCKS)))
+    return (*schedule_of(candidate.recompute or "", len(BLOCKS)), KeptBlock(len(BLOCKS)))
 
 
 def measured(
@@ -210,7 +210,7 @@ def measured(
     budget: Budget | None = None,
     objective: Objective | None = None,
     device: DeviceSpec = CPU,
-    check: Check = SPLITTABLE,
+    check: SplitCheck = SPLITTABLE,
     reference: Reference | None = None,
     always: bool = False,
     total_steps: int | None = None,

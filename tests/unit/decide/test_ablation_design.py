@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.choice import Choice, Mark, Measured
+from trimtab.core.choice import Choice, Effect, MeasuredCost
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
-from trimtab.decide.ablation_design import PLAN, UNCHANGED, Design, changes_of, plans_of, power_of_all, reduced
+from trimtab.decide.ablation_design import PLAN, UNCHANGED, AblationDesign, changes_of, plans_of, power_of_all, reduced
 
 PLAIN = Reference("fp32")
 VALUES = {
@@ -72,7 +72,7 @@ def test_what_belongs_to_a_change_goes_with_it():
 def test_a_warm_up_is_a_part_of_its_schedule():
     plan = Plan.fixed(32, schedule="warmup_cosine", warmup_fraction=0.17, learning_rate_scale=24.0)
     assert changes_of(plan, PLAIN) == ("schedule", "learning_rate_scale")
-    plans, refusals = plans_of(plan, Design(changes_of(plan, PLAIN)), PLAIN)
+    plans, refusals = plans_of(plan, AblationDesign(changes_of(plan, PLAIN)), PLAIN)
     assert refusals == {}
     rises = {name: (each.schedule.value, each.warmup_fraction.value) for name, each in plans.items()}
     assert rises["with_schedule"] == rises[PLAN] == ("warmup_cosine", 0.17)
@@ -94,7 +94,7 @@ def test_all_changes_over_each_have_the_noise_of_so_many_loops():
 
 def test_what_was_measured_of_the_whole_plan_is_not_said_of_a_part():
     plan = replace(
-        Plan.fixed(32, precision="bf16"), predicted=Measured(1.0), measured=Measured(1.0), verified=(1.1, 1.2)
+        Plan.fixed(32, precision="bf16"), predicted=MeasuredCost(1.0), measured=MeasuredCost(1.0), verified=(1.1, 1.2)
     )
     found = reduced(plan, (), PLAIN)
     assert (found.predicted, found.measured, found.verified) == (None, None, None)
@@ -104,7 +104,7 @@ def test_what_was_measured_of_the_whole_plan_is_not_said_of_a_part():
 @pytest.mark.parametrize("count", range(6))
 def test_a_design_runs_each_set_of_changes_once(count, pairwise):
     names = ("precision", "micro_batch", "recompute", "compiled", "loss_chunk")[:count]
-    design = Design(names, pairwise)
+    design = AblationDesign(names, pairwise)
     arms = design.arms
     assert len(set(arms.values())) == len(arms)
     assert all(design.name_of(changes) == name for name, changes in arms.items())
@@ -123,7 +123,7 @@ def test_a_design_runs_each_set_of_changes_once(count, pairwise):
 
 def test_a_change_that_needs_another_says_so():
     plan = Plan.fixed(16, num_ranks=2, zero_stage=2, reduces_once=False)
-    design = Design(changes_of(plan, PLAIN))
+    design = AblationDesign(changes_of(plan, PLAIN))
     assert design.changes == ("zero_stage", "reduces_once")
     plans, refusals = plans_of(plan, design, PLAIN)
     assert set(plans) == {UNCHANGED, "with_zero_stage", PLAN}
@@ -134,6 +134,6 @@ def test_a_change_that_needs_another_says_so():
 
 def test_a_micro_batch_that_changes_the_maths_keeps_its_mark():
     plan = replace(Plan.fixed(32, micro_batch=8, precision="bf16"), check=None)
-    refused = replace(plan, micro_batch=Choice(8, "asked for", Mark.DYNAMICS, changed=True))
+    refused = replace(plan, micro_batch=Choice(8, "asked for", Effect.DYNAMICS, changed=True))
     assert reduced(refused, ("micro_batch",), PLAIN).tier == "F"
     assert reduced(refused, ("precision",), PLAIN).tier == "S"

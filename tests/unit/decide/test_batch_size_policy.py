@@ -15,22 +15,22 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.batch_size_policy import (
     MOST_ERROR,
-    Noise,
-    Standing,
+    NoiseEstimate,
+    PolicyInput,
     decide,
     gain,
     most,
     throughput_per_memory,
 )
-from trimtab.decide.goodput import Times
+from trimtab.decide.goodput import StepTimes
 
 positive = st.floats(1e-6, 1e6)
 rounding = st.just(0.0) | st.floats(-1e-6, -1e-12)  # of estimates that are unbiased, where nothing is there
 errors = st.just(0.0) | st.floats(1e-9, 0.5)
 units = st.integers(1, 5)
 powers_of_two = st.integers(-20, 20).map(lambda power: 2.0**power)
-KNOWN = Noise(trace=640.0, norm2=1.0, norm2_error=0.1, num_windows=100)
-STANDING = Standing(k=4, unit=1, micro_rows=8.0, noise=KNOWN, times=Times(0.1, 0.05))
+KNOWN = NoiseEstimate(trace=640.0, norm2=1.0, norm2_error=0.1, num_windows=100)
+STANDING = PolicyInput(k=4, unit=1, micro_rows=8.0, noise=KNOWN, times=StepTimes(0.1, 0.05))
 
 
 def rule_of(policy: str, k_max: int = 64) -> BatchRule:
@@ -42,13 +42,15 @@ def rule_of(policy: str, k_max: int = 64) -> BatchRule:
 @st.composite
 def standings(draw):
     unit = draw(units)
-    return Standing(
+    return PolicyInput(
         k=unit * draw(st.integers(1, 12)),
         unit=unit,
         micro_rows=draw(st.floats(1, 512)),
         num_ranks=draw(st.integers(1, 64)),
-        noise=Noise(draw(positive | rounding), draw(positive | rounding), draw(errors), draw(st.integers(0, 200))),
-        times=Times(draw(positive), draw(st.just(0.0) | positive)),  # below normal floats all is rounded otherwise
+        noise=NoiseEstimate(
+            draw(positive | rounding), draw(positive | rounding), draw(errors), draw(st.integers(0, 200))
+        ),
+        times=StepTimes(draw(positive), draw(st.just(0.0) | positive)),  # below normal floats all is rounded otherwise
         normalises=draw(st.booleans()),
     )
 
@@ -74,8 +76,8 @@ def test_no_unit_of_loss_or_time_changes_goodput_or_the_norm_test(standing, loss
     noise, times = standing.noise, standing.times
     scaled = replace(
         standing,
-        noise=Noise(noise.trace * loss, noise.norm2 * loss, noise.norm2_error * loss, noise.num_windows),
-        times=Times(times.micro_s * time, times.fixed_s * time),
+        noise=NoiseEstimate(noise.trace * loss, noise.norm2 * loss, noise.norm2_error * loss, noise.num_windows),
+        times=StepTimes(times.micro_s * time, times.fixed_s * time),
     )
     for policy in ("goodput", "norm_test"):
         rule = rule_of(policy)
@@ -91,7 +93,7 @@ def test_no_unit_of_loss_or_time_changes_goodput_or_the_norm_test(standing, loss
     st.sampled_from(["goodput", "norm_test", "variance", "paper"]),
 )
 def test_more_noise_never_asks_for_less(trace, norm2, factor, rows, policy):
-    rule, noise = rule_of(policy), Noise(trace, norm2, 0.0, 100)
+    rule, noise = rule_of(policy), NoiseEstimate(trace, norm2, 0.0, 100)
     standing = replace(STANDING, noise=noise, micro_rows=rows)
     more = replace(standing, noise=replace(noise, trace=trace * factor))
     assert decide(rule, more).wanted >= decide(rule, standing).wanted * (1 - 1e-12)
@@ -99,8 +101,8 @@ def test_more_noise_never_asks_for_less(trace, norm2, factor, rows, policy):
 
 @given(positive, st.floats(0, 1e3), st.floats(1, 1e3))
 def test_a_longer_fixed_part_never_asks_for_less(micro_s, fixed_s, factor):
-    few = replace(STANDING, times=Times(micro_s, fixed_s))
-    more = replace(STANDING, times=Times(micro_s, fixed_s * factor))
+    few = replace(STANDING, times=StepTimes(micro_s, fixed_s))
+    more = replace(STANDING, times=StepTimes(micro_s, fixed_s * factor))
     assert decide(rule_of("goodput"), more).k >= decide(rule_of("goodput"), few).k
 
 
@@ -108,7 +110,7 @@ def test_a_longer_fixed_part_never_asks_for_less(micro_s, fixed_s, factor):
 def test_goodput_settles_at_the_best_whole_k(start, scale, fixed_s, normalises):
     """From anywhere, step by step: to where no other k is worth a change."""
     rule, noise = rule_of("goodput"), replace(KNOWN, trace=scale)
-    standing = replace(STANDING, k=start, noise=noise, times=Times(1.0, fixed_s), normalises=normalises)
+    standing = replace(STANDING, k=start, noise=noise, times=StepTimes(1.0, fixed_s), normalises=normalises)
     for _ in range(20):
         standing = replace(standing, k=decide(rule, standing).k)
     best = min(standing.relative_time(k, scale) for k in range(1, 65))
@@ -140,7 +142,7 @@ def test_goodput_holds_while_it_is_uncertain(changes, why, k):
 @pytest.mark.parametrize("norm2", [1.0, 0.0, -1.0])
 def test_a_gradient_lost_in_its_noise_is_given_more_micro_batches(norm2):
     """The noise scale is not known, but that it is 640,000 / (max(norm2, 0) + 2 * 4.5) rows at the least."""
-    lost = Noise(trace=640_000.0, norm2=norm2, norm2_error=4.5, num_windows=100)
+    lost = NoiseEstimate(trace=640_000.0, norm2=norm2, norm2_error=4.5, num_windows=100)
     standing = replace(STANDING, noise=lost)
     least = 640_000.0 / (max(norm2, 0.0) + 9.0)
     wanted = {"goodput": math.sqrt(2 * least / 8 * 0.5), "norm_test": least / (8 * 0.9**2)}
@@ -161,7 +163,7 @@ def test_micro_batches_that_no_noise_asks_for_are_given_up():
     assert decide(rule_of("goodput"), replace(standing, k=28)).k == 14
     lost = replace(standing, noise=replace(KNOWN, norm2=-1.0))
     assert decide(rule_of("goodput"), lost).k == 32
-    free = replace(lost, times=Times(0.1, 0.0))  # as good as any other k, should the noise be infinite
+    free = replace(lost, times=StepTimes(0.1, 0.0))  # as good as any other k, should the noise be infinite
     assert decide(rule_of("goodput"), free).k == 32
 
 
@@ -179,11 +181,14 @@ def test_uncertain_figures_move_k_less_than_certain_ones(standing, policy, k_max
         assert k >= standing.k
 
 
-@pytest.mark.parametrize("noise", [Noise(0.0, 0.0, 0.0, 20), Noise(1.0, 0.0, 0.0, 20), Noise(0.0, -1.0, math.nan, 20)])
+@pytest.mark.parametrize(
+    "noise",
+    [NoiseEstimate(0.0, 0.0, 0.0, 20), NoiseEstimate(1.0, 0.0, 0.0, 20), NoiseEstimate(0.0, -1.0, math.nan, 20)],
+)
 @pytest.mark.parametrize("fixed_s", [0.0, 1.0])
 @pytest.mark.parametrize("policy", ["goodput", "norm_test"])
 def test_gradients_of_zero_decide_nothing_or_one(noise, fixed_s, policy):
-    standing = replace(STANDING, noise=noise, times=Times(1.0, fixed_s))
+    standing = replace(STANDING, noise=noise, times=StepTimes(1.0, fixed_s))
     rule = rule_of(policy)
     assert decide(rule, standing).k in ((2,) if noise.trace == 0 else (4,))  # down by two at a time
     found = gain(rule, standing, 4)
@@ -206,7 +211,7 @@ def test_noise_that_grew_is_as_well_known():
 
 
 def test_an_optimizer_that_normalises_is_given_more():
-    standing = replace(STANDING, times=Times(1.0, 1.0), k=8)
+    standing = replace(STANDING, times=StepTimes(1.0, 1.0), k=8)
     likes = {each: decide(rule_of("goodput"), replace(standing, normalises=each)) for each in (False, True)}
     assert likes[False].wanted == pytest.approx(math.sqrt(2 * 80.0))
     assert likes[True].wanted == pytest.approx(math.cbrt((1.5 * 80.0) ** 2))
@@ -224,7 +229,7 @@ def test_a_gain_is_told_from_the_least_noise_and_unknown_where_that_asks_for_not
 
 
 def test_a_change_not_worth_a_hundredth_is_not_made():
-    times = Times(1.0, 1.0)
+    times = StepTimes(1.0, 1.0)
     scale = 8.0 * 4.2**2 / 2  # k* = 4.2 at b = 8
     decision = decide(rule_of("goodput"), replace(STANDING, noise=replace(KNOWN, trace=scale), times=times, k=5))
     assert decision.wanted == pytest.approx(4.2)
@@ -234,7 +239,7 @@ def test_a_change_not_worth_a_hundredth_is_not_made():
 def test_many_steps_of_less_than_a_hundredth_are_made_where_they_bring_more():
     """k moves by a factor of two at the most; whether it moves is asked of where it goes to."""
     few = replace(
-        STANDING, k=1, noise=replace(KNOWN, trace=800.0), times=Times(1.0, 0.02), normalises=True
+        STANDING, k=1, noise=replace(KNOWN, trace=800.0), times=StepTimes(1.0, 0.02), normalises=True
     )  # N/b = 100
     assert few.relative_time(1, 800.0) / few.relative_time(2, 800.0) < 1.01
     assert few.relative_time(1, 800.0) / few.relative_time(8, 800.0) > 1.015
@@ -248,7 +253,7 @@ def test_many_steps_of_less_than_a_hundredth_are_made_where_they_bring_more():
 
 def test_nothing_fixed_asks_for_a_single_micro_batch():
     decision = decide(
-        rule_of("goodput"), replace(STANDING, k=2, noise=replace(KNOWN, trace=64.0), times=Times(1.0, 0.0))
+        rule_of("goodput"), replace(STANDING, k=2, noise=replace(KNOWN, trace=64.0), times=StepTimes(1.0, 0.0))
     )
     assert decision.k == 1
 

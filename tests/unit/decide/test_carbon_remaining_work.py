@@ -8,17 +8,17 @@ import pytest
 from raising import raises
 
 from trimtab.core.carbon import Intensity
-from trimtab.core.choice import Measured
+from trimtab.core.choice import MeasuredCost
 from trimtab.core.energy_reading import MeterFacts, Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.decide.carbon_remaining_work import Work, power_of, step_seconds
+from trimtab.decide.carbon_remaining_work import RemainingWork, power_of, step_seconds
 from trimtab.decide.carbon_schedule import when_to_train
 
 HOUR = 3600.0
-PREDICTED = replace(Plan.fixed(8), predicted=Measured(2.0))
+PREDICTED = replace(Plan.fixed(8), predicted=MeasuredCost(2.0))
 METERED = replace(
-    PREDICTED, measured=Measured(1.5, energy_j=300.0), meter=MeterFacts(Provenance.MEASURED, ("rapl",), idle_w=40.0)
+    PREDICTED, measured=MeasuredCost(1.5, energy_j=300.0), meter=MeterFacts(Provenance.MEASURED, ("rapl",), idle_w=40.0)
 )
 
 
@@ -54,7 +54,7 @@ def test_watts_that_nobody_knows_change_the_grams_and_not_the_choice_or_the_shar
     levels = (300, 100, 300, 100, 300)
     forecast = Intensity("average", tuple((HOUR * i, float(g)) for i, g in enumerate(levels)), 5 * HOUR)
     found = [
-        when_to_train(forecast, Work(2, HOUR, "", power, 300.0).job(0), 0.0, 5 * HOUR)
+        when_to_train(forecast, RemainingWork(2, HOUR, "", power, 300.0).job(0), 0.0, 5 * HOUR)
         for power in (unknown, replace(unknown, watts=37.0))
     ]
     assert found[0].stretches == found[1].stretches
@@ -64,7 +64,7 @@ def test_watts_that_nobody_knows_change_the_grams_and_not_the_choice_or_the_shar
 
 
 def test_what_is_left_after_a_pause_has_what_a_start_loses():
-    work = Work(10, 60.0, "", power_of(None, 100.0, 30.0), 90.0)
+    work = RemainingWork(10, 60.0, "", power_of(None, 100.0, 30.0), 90.0)
     whole, left = work.job(0), work.job(4)
     assert (whole.seconds, whole.watts, whole.waiting_watts) == (600, 100, 30)
     assert (whole.pause.seconds, whole.pause.joules, whole.pause.idle_watts) == (90, 9000, 30)
@@ -74,7 +74,7 @@ def test_what_is_left_after_a_pause_has_what_a_start_loses():
 
 
 def test_it_says_what_is_left():
-    work = Work(10, 60.0, "as given for the whole run", power_of(None, 100.0, 30.0), 90.0)
+    work = RemainingWork(10, 60.0, "as given for the whole run", power_of(None, 100.0, 30.0), 90.0)
     assert work.describe(4) == {
         "work": "6 min 0 s: 6 steps of 60 s, as given for the whole run",
         "power": "100 W, as given; 30 W while it waits, as given",

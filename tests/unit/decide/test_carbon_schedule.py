@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.carbon import Intensity, constant, of_csv
 from trimtab.core.errors import ValueGivenError
-from trimtab.decide.carbon_job import PauseCost, Stretch, TrainingJob, draws, grams_of
+from trimtab.decide.carbon_job import PauseCost, TrainingJob, TrainingPeriod, draws, grams_of
 from trimtab.decide.carbon_schedule import when_to_train
 from trimtab.decide.carbon_sensitivity import downsides
 from trimtab.decide.carbon_time_axis import MOST_MOMENTS, moments_to_pause
@@ -79,7 +79,7 @@ def test_yesterday_repeats_for_as_many_days_as_it_takes():
 def test_a_flat_forecast_is_start_now(forecast, pause):
     found = when_to_train(forecast, TrainingJob(5 * HOUR, 300, pause=pause), NOW + 60, NOW + 20 * HOUR)
     assert found.is_start_now
-    assert found.stretches == (Stretch(NOW + 60, NOW + 60 + 5 * HOUR),)
+    assert found.stretches == (TrainingPeriod(NOW + 60, NOW + 60 + 5 * HOUR),)
     assert (found.saved_g, found.saved_share, found.downside_g, found.downsides) == (0, 0, 0, ())
     assert "no other time saves 1%" in found.describe()
     assert "most found" not in found.reason
@@ -395,8 +395,8 @@ def test_no_hours_within_the_range_are_worse_than_the_worst(case, which, other):
     steps, levels, job, forecast, deadline = case
     last = min(deadline, sum(steps))
     ways = list(itertools.islice(everything(steps, job, last), 50))
-    stretches = [Stretch(NOW + begin, NOW + end) for begin, end in ways[which % len(ways)]]
-    taken, at_once = (draws(job, NOW, each) for each in (stretches, [Stretch(NOW, NOW + job.seconds)]))
+    stretches = [TrainingPeriod(NOW + begin, NOW + end) for begin, end in ways[which % len(ways)]]
+    taken, at_once = (draws(job, NOW, each) for each in (stretches, [TrainingPeriod(NOW, NOW + job.seconds)]))
     worst = downsides(taken, at_once, forecast, NOW, NOW + last)[-1]
     used = [g for at, g in zip(itertools.accumulate(steps, initial=0), levels, strict=False) if at < last]
     truth = trace([min(max(g, min(used)), max(used)) for g in other], 1.0)

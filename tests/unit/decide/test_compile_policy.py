@@ -10,7 +10,7 @@ from simulated_machine import CPU, HEAD, MIB, Machine, measured, values
 from trimtab.core.compile_mode import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Check, Plan
+from trimtab.core.plan import Plan, SplitCheck
 from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.compile_policy import COMPILING_S, is_promising
 from trimtab.decide.cost_model import CostModel
@@ -106,7 +106,7 @@ def test_what_is_compiled_is_tried_with_its_head_whole_too(hurried, limit, chunk
     budget = Budget() if limit is None else Budget(memory=limit)
     saves = {2048: 0.4, 1024: 0.4}
     machine = Machine(step_of=chunks_that_compiling_does_by_itself, head_saves=saves, noise=0.002)
-    how = {"total_steps": 10_000, "hurried": hurried, "budget": budget, "check": Check(False, "one batch")}
+    how = {"total_steps": 10_000, "hurried": hurried, "budget": budget, "check": SplitCheck(False, "one batch")}
     profile = measured(machine, **STEP, **HEAD, **how)
     plan = choose(profile, Objective(), budget)
     assert plan.compiled.value

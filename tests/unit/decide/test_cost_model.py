@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_machine import HEAD, MIB, Machine, measured
 
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.cost_model import CONVOLUTIONS, MARGIN, CostModel
@@ -161,7 +161,7 @@ def test_a_trace_is_held_with_a_margin(facts, margin):
 
 def test_a_batch_that_is_free_holds_gradients_beside_a_forward():
     profile = replace(measured(Machine(), objective=MEMORY), trials=())
-    sliced = PeakModel(((900.0 * MIB, 0.0),))
+    sliced = PeakMemoryModel(((900.0 * MIB, 0.0),))
     traces = tuple(replace(each, sliced=sliced) for each in profile.traces)
     kept, freed = (replace(profile, traces=traces, frees_batch=frees) for frees in (False, True))
     assert CostModel(kept).predict(REFERENCE).peak_bytes < CostModel(freed).predict(REFERENCE).peak_bytes

@@ -6,14 +6,14 @@ import pytest
 from simulated_machine import MIB, Machine, measured
 
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Check
+from trimtab.core.plan import SplitCheck
 from trimtab.core.profile import OWN_PEAK, Profile
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.planner import choose
 from trimtab.decide.trial_statistics import CLEARLY_MORE
 
 ACCUMULATES = Reference(accumulate=4)
-REFUSED = Check(False, "a layer computes over the batch")
+REFUSED = SplitCheck(False, "a layer computes over the batch")
 OWN = 100 * MIB + 10 * MIB * 16  # of micro-batches of 16 of 64 rows
 WHOLE = 100 * MIB + 10 * MIB * 64
 

@@ -8,12 +8,12 @@ import pytest
 from simulated_machine import CPU, MIB
 from test_rank_stages import ACCELERATOR, RANKS, calibration, profile_of, shape, traces_of
 
-from trimtab.core.dry_run_result import Ran
+from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
-from trimtab.decide.dry_run_selection import Rehearsed, by_default, settled, way_of
+from trimtab.decide.dry_run_selection import CompletedDryRuns, by_default, settled, way_of
 from trimtab.decide.multi_rank_plan import sending
 from trimtab.decide.zero_stage import StageCost, choose_stage
 from trimtab.experiments.zero_stage_values import stage_figures
@@ -22,17 +22,17 @@ SLOW = calibration(2e6)
 EVEN = (1.0,) * 7
 
 
-def choose(profile, *ran: Ran, link=None, only: bool = False):
+def choose(profile, *ran: DryRunResult, link=None, only: bool = False):
     given = (profile, traces_of(profile), RANKS, link or calibration(), shape)
-    return choose_stage(*given, rehearsed=Rehearsed(ran, only=only))
+    return choose_stage(*given, rehearsed=CompletedDryRuns(ran, only=only))
 
 
-def ran(plan: Plan, *, slower: float = 1.0, more: int = 0, refusal: str = "") -> Ran:
+def ran(plan: Plan, *, slower: float = 1.0, more: int = 0, refusal: str = "") -> DryRunResult:
     """Return a rehearsal by how many times slower than told it was, and by how many MiB more it held."""
     if refusal:
-        return Ran(plan, refusal=refusal)
+        return DryRunResult(plan, refusal=refusal)
     peaks = (plan.predicted.peak_bytes + more * MIB,) * 5
-    return Ran(plan, (slower * plan.predicted.step_s,) * 5, peaks, slower)
+    return DryRunResult(plan, (slower * plan.predicted.step_s,) * 5, peaks, slower)
 
 
 def costs(found) -> dict[tuple[int, bool], StageCost]:
@@ -207,7 +207,7 @@ def test_in_shards_that_are_sent_as_by_default_after_all_the_plan_says_so():
     told = costs(choose(profile, link=SLOW)[1])[3, True].plan
     assert told.reduce_dtype.value == "bf16"
     usual = by_default(told)
-    rehearsed = Ran(usual, (told.predicted.step_s,) * 5, (told.predicted.peak_bytes,) * 5)
+    rehearsed = DryRunResult(usual, (told.predicted.step_s,) * 5, (told.predicted.peak_bytes,) * 5)
     plan, _ = choose(profile, rehearsed, link=SLOW, only=True)
     assert (plan.reduce_dtype.value, way_of(plan)) == ("fp32", way_of(told))
     assert plan.predicted.step_s > told.predicted.step_s

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.decide.goodput import Times, goodput_k, relative_time, rows_needed
+from trimtab.decide.goodput import StepTimes, goodput_k, relative_time, rows_needed
 
 positive = st.floats(1e-6, 1e6)
 kinds = st.booleans()
@@ -16,7 +16,7 @@ kinds = st.booleans()
 
 @given(positive, st.floats(1, 4096), positive, positive, kinds)
 def test_the_closed_form_is_where_time_is_least(scale, rows, micro_s, fixed_s, normalises):
-    times = Times(micro_s, fixed_s)
+    times = StepTimes(micro_s, fixed_s)
     best = goodput_k(scale, rows, times, normalises=normalises)
     least = relative_time(best, scale, rows, times, normalises=normalises)
     for other in (0.1, 0.5, 0.9, 0.99, 1.01, 1.1, 2, 10):
@@ -26,7 +26,7 @@ def test_the_closed_form_is_where_time_is_least(scale, rows, micro_s, fixed_s, n
 @given(positive, positive, st.floats(1, 100), kinds)
 def test_more_noise_or_more_of_a_fixed_part_never_asks_for_less(scale, fixed_s, factor, normalises):
     def best(scale, fixed_s):
-        return goodput_k(scale, 8.0, Times(1.0, fixed_s), normalises=normalises)
+        return goodput_k(scale, 8.0, StepTimes(1.0, fixed_s), normalises=normalises)
 
     assert best(scale * factor, fixed_s) >= best(scale, fixed_s) * (1 - 1e-12)
     assert best(scale, fixed_s * factor) >= best(scale, fixed_s) * (1 - 1e-12)
@@ -35,7 +35,7 @@ def test_more_noise_or_more_of_a_fixed_part_never_asks_for_less(scale, fixed_s, 
 @given(positive, st.floats(0, 1))
 def test_an_optimizer_that_normalises_is_asked_for_no_less(scale, share):
     """But where a window's fixed part is so long that it asks for many noise scales of either."""
-    times = Times(1.0, share * 0.6 * scale / 8.0)
+    times = StepTimes(1.0, share * 0.6 * scale / 8.0)
     assert goodput_k(scale, 8.0, times, normalises=True) >= goodput_k(scale, 8.0, times) * (1 - 1e-12)
 
 
@@ -76,9 +76,9 @@ def test_it_is_between_what_was_measured(normalises, scale, batches, samples):
 
 @pytest.mark.parametrize("normalises", [False, True])
 def test_limits(normalises):
-    times = Times(1.0, 3.0)
+    times = StepTimes(1.0, 3.0)
     assert goodput_k(0.0, 8.0, times, normalises=normalises) == 0.0
-    assert goodput_k(100.0, 8.0, Times(1.0, 0.0), normalises=normalises) == 0.0
+    assert goodput_k(100.0, 8.0, StepTimes(1.0, 0.0), normalises=normalises) == 0.0
     assert goodput_k(math.inf, 8.0, times, normalises=normalises) == math.inf
     assert relative_time(4, math.inf, 8.0, times, normalises=normalises) == 7.0 / 4
     assert relative_time(4, 0.0, 8.0, times, normalises=normalises) == 7.0

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.plan import KEEP_DROPOUT, KEEP_SCHEDULE, Choice, Mark, Measured, Plan
+from trimtab.core.plan import KEEP_DROPOUT, KEEP_SCHEDULE, Choice, Effect, MeasuredCost, Plan
 from trimtab.decide.learning_rate import RateChoice
-from trimtab.decide.paired_training_verdict import ShortPair, ShortRun, Verdict, is_lost, judge
+from trimtab.decide.paired_training_verdict import PairedTrainingVerdict, ShortPair, ShortRun, is_lost, judge
 from trimtab.decide.statistics import is_gain, ratio_interval
 from trimtab.decide.tuned_plan import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule, tried
 
@@ -177,26 +177,26 @@ def test_a_lost_pair_ends_the_race_and_is_the_reason(last, said):
 
 
 def planned() -> tuple[Plan, Plan]:
-    cost = Measured(2.0, 100, (1.0, 3.0), 7.0)
+    cost = MeasuredCost(2.0, 100, (1.0, 3.0), 7.0)
     stands = replace(Plan.fixed(8), predicted=cost, measured=cost, verified=(1.0, 1.5), planning_s=10.0, search_s=1.0)
-    rate = Choice(30.0, "a range test", Mark.DYNAMICS, changed=True)
-    rival = replace(stands, optimizer=Choice("muon", "raced", Mark.DYNAMICS, changed=True), learning_rate_scale=rate)
+    rate = Choice(30.0, "a range test", Effect.DYNAMICS, changed=True)
+    rival = replace(stands, optimizer=Choice("muon", "raced", Effect.DYNAMICS, changed=True), learning_rate_scale=rate)
     return stands, rival
 
 
 def test_a_rival_that_won_is_the_plan_at_its_own_seconds():
-    found = adapt_optimizer(*planned(), Verdict(True, "so much sooner", 1.25), 4.0)
+    found = adapt_optimizer(*planned(), PairedTrainingVerdict(True, "so much sooner", 1.25), 4.0)
     assert (found.optimizer.value, found.tier, found.changes) == ("muon", "F", ("optimizer", "learning_rate_scale"))
     assert "so much sooner" in found.optimizer.reason
     assert [loser.value for loser in found.optimizer.losers] == ["user"]
-    assert (found.measured, found.predicted) == (Measured(2.5, 100), Measured(2.5, 100))
+    assert (found.measured, found.predicted) == (MeasuredCost(2.5, 100), MeasuredCost(2.5, 100))
     assert found.verified == (0.8, 1.2)
     assert (found.planning_s, found.search_s) == (14.0, 5.0)
 
 
 def test_a_rival_that_lost_leaves_the_plan_and_its_reason():
     stands, rival = planned()
-    found = adapt_optimizer(stands, rival, Verdict(False, "later by 2x"), 4.0)
+    found = adapt_optimizer(stands, rival, PairedTrainingVerdict(False, "later by 2x"), 4.0)
     assert (found.optimizer.value, found.optimizer.reason, found.changes) == ("user", "later by 2x", ())
     assert [(loser.value, loser.reason) for loser in found.optimizer.losers] == [("muon", "later by 2x")]
     assert (found.measured, found.planning_s, found.search_s) == (stands.measured, 14.0, 5.0)
@@ -204,7 +204,7 @@ def test_a_rival_that_lost_leaves_the_plan_and_its_reason():
 
 @pytest.mark.parametrize("won", [True, False])
 def test_what_was_tried_is_told_whether_it_was_kept_or_not(won):
-    verdict, plan = Verdict(won, "so"), Plan.fixed(8)
+    verdict, plan = PairedTrainingVerdict(won, "so"), Plan.fixed(8)
     assert tried(plan) == ()
     rated = adapt_learning_rate(plan, RateChoice(4.0, "a third of 12x"), 1.0)
     assert tried(rated) == ("learning_rate",)

@@ -13,7 +13,7 @@ from raising import raises
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.serialization import from_json, to_json
-from trimtab.core.step_phases import PHASES, ArmPhases, Gain, Lap, Roof
+from trimtab.core.step_phases import PHASES, ArmPhases, RooflineBound, TimedGain, TimedRound
 from trimtab.decide.phase_attribution import attribute, bound_seconds, of_the_roof, shares, speedup
 from trimtab.decide.roofline import roof_of
 
@@ -22,19 +22,21 @@ PLAIN = {"data": 0.1, "forward": 1.0, "backward": 2.0, "optimizer": 0.4, "rest":
 PLANNED = {"data": 0.1, "forward": 0.5, "recompute": 0.4, "backward": 1.2, "optimizer": 0.1, "rest": 0.1}
 
 
-def lap(seconds: dict[str, float], clock: float = 1.0, factor: float = 1.0) -> Lap:
+def lap(seconds: dict[str, float], clock: float = 1.0, factor: float = 1.0) -> TimedRound:
     """Return a lap in which the clock makes a step so much longer."""
     seconds = {name: each * factor for name, each in seconds.items()}
     parts = {"forward Linear": 0.75 * seconds["forward"], "forward": 0.25 * seconds["forward"]}
-    return Lap(seconds, parts, math.fsum(seconds.values()) / clock)
+    return TimedRound(seconds, parts, math.fsum(seconds.values()) / clock)
 
 
-def gain(clocks: tuple[float, float] = (1.0, 1.0), wobble: tuple[float, ...] = (1.0, 1.01, 0.99, 1.005, 0.995)) -> Gain:
+def gain(
+    clocks: tuple[float, float] = (1.0, 1.0), wobble: tuple[float, ...] = (1.0, 1.01, 0.99, 1.005, 0.995)
+) -> TimedGain:
     theirs, ours = (
         ArmPhases(tuple(lap(seconds, clock, each) for each in wobble))
         for seconds, clock in zip((PLAIN, PLANNED), clocks, strict=True)
     )
-    return Gain("made_up", theirs, ours, "precision bf16", DEVICE)
+    return TimedGain("made_up", theirs, ours, "precision bf16", DEVICE)
 
 
 def test_what_was_planted_is_found():
@@ -77,8 +79,8 @@ times = st.floats(1e-6, 1e3)
     )
 )
 def test_phases_and_remainder_always_add_up_to_the_whole(laps):
-    arms = [ArmPhases(tuple(Lap(*pair[i][:1], {}, pair[i][1]) for pair in laps)) for i in (0, 1)]
-    found = attribute(Gain("any", *arms, "", DEVICE))
+    arms = [ArmPhases(tuple(TimedRound(*pair[i][:1], {}, pair[i][1]) for pair in laps)) for i in (0, 1)]
+    found = attribute(TimedGain("any", *arms, "", DEVICE))
     for name in ("reference_s", "plan_s"):
         total = math.fsum(getattr(row, name) for row in (*found.phases, found.unattributed))
         assert total == pytest.approx(getattr(found.whole, name), rel=1e-9, abs=1e-9)
@@ -110,7 +112,11 @@ def test_shares_of_phases_are_what_was_planted_and_have_intervals():
 
 
 def test_shares_of_bounds_follow_the_roofs():
-    roofs = {"forward": Roof(0.3, 0.1, 0, 0), "backward": Roof(0.1, 0.1, 0, 0), "optimizer": Roof(0.0, 0.05, 0, 0)}
+    roofs = {
+        "forward": RooflineBound(0.3, 0.1, 0, 0),
+        "backward": RooflineBound(0.1, 0.1, 0, 0),
+        "optimizer": RooflineBound(0.0, 0.05, 0, 0),
+    }
     made = gain()
     made = replace(made, reference=replace(made.reference, roofs=roofs), plan=replace(made.plan, roofs=roofs))
     found = {each.of: each.share.mean for each in shares(made)}
@@ -129,7 +135,11 @@ def test_where_nothing_is_clear_nothing_has_a_share():
 
 def test_no_bound_has_a_share_where_of_one_loop_it_is_not_known():
     """As of a plan that compiles: its seconds are not those of no bound."""
-    roofs = {"forward": Roof(0.3, 0.1, 0, 0), "backward": Roof(0.1, 0.1, 0, 0), "optimizer": Roof(0.0, 0.05, 0, 0)}
+    roofs = {
+        "forward": RooflineBound(0.3, 0.1, 0, 0),
+        "backward": RooflineBound(0.1, 0.1, 0, 0),
+        "optimizer": RooflineBound(0.0, 0.05, 0, 0),
+    }
     made = gain()
     found = shares(replace(made, reference=replace(made.reference, roofs=roofs)))
     assert {each.of for each in found} == {phase for phase in PHASES if phase != "communication"}
@@ -162,7 +172,7 @@ def test_a_forward_that_one_arm_hides_is_in_the_rest_of_both():
     assert bound_seconds(found.reference)["not known"] == pytest.approx(3.5)
 
 
-def _rest(one: Lap, told: tuple[str, ...]) -> float:
+def _rest(one: TimedRound, told: tuple[str, ...]) -> float:
     return math.fsum(seconds for name, seconds in one.seconds.items() if name not in told)
 
 
@@ -184,7 +194,7 @@ def test_one_lap_has_no_interval_and_no_shares():
 def test_an_operator_is_bound_by_what_takes_longer():
     """By hand, at 100 FLOP/s and 10 bytes/s: 50 FLOP take 0.5 s, 20 bytes 2 s; in bf16 800 FLOP take 2 s."""
     found = roof_of([("fp32", 50.0, 20.0), ("bf16", 800.0, 10.0), ("fp32", 0.0, 5.0)], DEVICE, "fp32")
-    assert found == Roof(compute_s=2.0, memory_s=2.5, flops=850.0, moved_bytes=35.0)
+    assert found == RooflineBound(compute_s=2.0, memory_s=2.5, flops=850.0, moved_bytes=35.0)
     assert found.times(2.0).seconds == 9.0
 
 
@@ -205,7 +215,11 @@ def test_what_only_moves_needs_no_peak():
 
 
 def test_seconds_are_split_as_their_roof_and_what_waits_is_apart():
-    roofs = {"forward": Roof(0.3, 0.1, 0, 0), "backward": Roof(0.1, 0.1, 0, 0), "optimizer": Roof(0.0, 0.05, 0, 0)}
+    roofs = {
+        "forward": RooflineBound(0.3, 0.1, 0, 0),
+        "backward": RooflineBound(0.1, 0.1, 0, 0),
+        "optimizer": RooflineBound(0.0, 0.05, 0, 0),
+    }
     seconds = PLANNED | {"communication": 0.2}
     arm = ArmPhases((lap(seconds),), roofs)
     assert bound_seconds(arm) == pytest.approx(
@@ -230,7 +244,7 @@ def test_without_a_roof_what_bounds_a_phase_is_not_known():
 
 def test_a_gain_comes_back_from_its_file():
     found = gain()
-    assert from_json(Gain, to_json(found)) == found
+    assert from_json(TimedGain, to_json(found)) == found
 
 
 def test_laps_come_in_pairs():

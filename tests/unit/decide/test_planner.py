@@ -11,7 +11,7 @@ from simulated_machine import CPU, HEAD, MIB, Machine, candidate_of, measured, p
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Check, Mark
+from trimtab.core.plan import Effect, SplitCheck
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.cost_model import CostModel
@@ -19,7 +19,7 @@ from trimtab.decide.learning_rate import RateChoice
 from trimtab.decide.planner import choose
 from trimtab.decide.tuned_plan import adapt_learning_rate
 
-REFUSED = Check(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
+REFUSED = SplitCheck(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
 FAST = {"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}
 
 
@@ -162,7 +162,7 @@ def test_less_memory_at_equal_time_is_taken(noise):
     plan = planned(Machine(split_s=0.0, noise=noise, drift=0.1), can_retain=False)
     assert plan.changes == ("micro_batch",)
     assert plan.micro_batch.value == 16
-    assert plan.micro_batch.mark is Mark.EXACT
+    assert plan.micro_batch.mark is Effect.EXACT
     assert "less peak memory at" in plan.micro_batch.reason
 
 
@@ -279,7 +279,7 @@ def test_a_budget_that_every_final_breaks_is_infeasible():
 def test_a_chunked_head_is_chosen_for_its_speed_or_its_memory():
     fast = planned(Machine(head_speed={2048: 1.5, 1024: 1.2}), can_retain=False, **HEAD)
     assert (fast.loss_chunk.value, fast.changes) == (2048, ("loss_chunk",))
-    assert fast.loss_chunk.mark is Mark.ROUNDING
+    assert fast.loss_chunk.mark is Effect.ROUNDING
     assert fast.loss_chunk.reason.startswith("1.11x the speed")
     assert fast.loss_chunk.reason.endswith(" of the head as the loop has it")
     light = planned(Machine(head_saves={2048: 0.3, 1024: 0.5}), can_retain=False, **HEAD)

@@ -11,14 +11,14 @@ from simulated_machine import GPU, MIB, SPLITTABLE, Machine, candidate_of, measu
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.objective import Budget, Cost, Objective
-from trimtab.core.plan import Check, Plan
+from trimtab.core.plan import Plan, SplitCheck
 from trimtab.core.profile import Candidate, Profile
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.planner import choose
 from trimtab.decide.search_space import WORTH_A_RUN, points
 from trimtab.decide.trial_statistics import FREE_SPEED
 
-REFUSED = Check(False, "a module computes over the batch")
+REFUSED = SplitCheck(False, "a module computes over the batch")
 SETTINGS = ("fp32", "tf32", "bf16", "fp16", "channels_last", "retain")
 factors = st.floats(0.3, 3.0)
 factor_of = st.dictionaries(st.sampled_from(SETTINGS), factors)

@@ -9,11 +9,11 @@ from raising import raises
 from simulated_machine import CPU, MIB, Machine, measured
 
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.interconnect import Calibration, Link
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.interconnect import Link, LinkCalibration
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
-from trimtab.core.rank_peak_memory import WAYS, RankTrace
+from trimtab.core.rank_peak_memory import WAYS, RankPeakMemory
 from trimtab.decide import zero_stage
 from trimtab.decide.deepspeed_config import config_of
 from trimtab.decide.planner import choose_each
@@ -34,8 +34,8 @@ HELD = {
 }
 
 
-def calibration(bytes_per_s: float = 1e11) -> Calibration:
-    return Calibration(Link("planted", 1e-6, bytes_per_s, "planted", calibrated=True))
+def calibration(bytes_per_s: float = 1e11) -> LinkCalibration:
+    return LinkCalibration(Link("planted", 1e-6, bytes_per_s, "planted", calibrated=True))
 
 
 def shape(plan) -> StepShape:
@@ -51,18 +51,18 @@ def profile_of(
     return measured(made, device=device, budget=budget, objective=Objective(1.0, weight), always=True)
 
 
-def traces_of(profile) -> tuple[RankTrace, ...]:
-    def moved(model: PeakModel, more: int) -> PeakModel:
+def traces_of(profile) -> tuple[RankPeakMemory, ...]:
+    def moved(model: PeakMemoryModel, more: int) -> PeakMemoryModel:
         return model.beside(more * MIB)
 
     return tuple(
-        RankTrace(each.candidate, way, moved(each.whole, HELD[way][0]), moved(each.sliced, HELD[way][1]))
+        RankPeakMemory(each.candidate, way, moved(each.whole, HELD[way][0]), moved(each.sliced, HELD[way][1]))
         for each in profile.traces
         for way in WAYS
     )
 
 
-def choose(profile, link: Calibration | None = None):
+def choose(profile, link: LinkCalibration | None = None):
     return choose_stage(profile, traces_of(profile), RANKS, link or calibration(), shape)
 
 

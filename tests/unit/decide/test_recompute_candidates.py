@@ -8,14 +8,14 @@ import pytest
 from simulated_machine import BLOCKS, CPU, Machine, candidate_of, measured, planned
 
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Check
+from trimtab.core.plan import SplitCheck
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.decide.planner import choose
 from trimtab.decide.recompute_candidates import schedules
 from trimtab.decide.recompute_cost import keep_all
 
 WHOLE = Machine().peak_bytes(measured(Machine()).reference_candidate)
-REFUSED = Check(False, "rows see each other")
+REFUSED = SplitCheck(False, "rows see each other")
 
 
 def machine(**how):
@@ -103,7 +103,7 @@ def test_the_lightest_is_measured_too_where_nothing_fits():
     assert (plan.precision.value, plan.recompute.changed) == ("bf16", True)
 
 
-@pytest.mark.parametrize(("check", "is_asked"), [(Check(True, "same"), False), (REFUSED, True)])
+@pytest.mark.parametrize(("check", "is_asked"), [(SplitCheck(True, "same"), False), (REFUSED, True)])
 def test_a_hurried_search_measures_blocks_only_where_nothing_else_fits(check, is_asked):
     made = machine()
     measured(made, budget=limit(0.75), hurried=True, check=check)

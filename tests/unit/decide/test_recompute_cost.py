@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from trimtab.core.block_costs import DearPart, Stage
+from trimtab.core.block_costs import BlockCost, ExpensivePart
 from trimtab.core.errors import UsageError
-from trimtab.core.recompute_schedule import Kept, Segment
+from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment
 from trimtab.decide.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.decide.recompute_solver import optimal
 
@@ -22,7 +22,7 @@ from trimtab.decide.recompute_solver import optimal
 def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, part=None, **others):
     forward = saved if forward is None else forward
     dropping = forward if dropping is None else dropping
-    return Stage(f, out, saved, forward, dropping, backward, grad, part=part, **others)
+    return BlockCost(f, out, saved, forward, dropping, backward, grad, part=part, **others)
 
 
 def alike(number, **how):
@@ -37,18 +37,20 @@ def every_schedule(first, last, start, in_part=()):
     """
     if first > last:
         return ((),)
-    kept = [Kept(first), *([Kept(first, in_part=True)] if first in in_part else [])]  # in no segment
+    kept = [KeptBlock(first), *([KeptBlock(first, in_part=True)] if first in in_part else [])]  # in no segment
     found = [(one, *rest) for one in kept for rest in every_schedule(first + 1, last, start, in_part)]
     for end in range(first, last + 1):
         if (first, end) != (start, last):
             rests = every_schedule(end + 1, last, start, in_part)
-            found += [(Segment(inner), *rest) for inner in every_schedule(first, end, first) for rest in rests]
+            found += [
+                (RecomputedSegment(inner), *rest) for inner in every_schedule(first, end, first) for rest in rests
+            ]
     return tuple(found)
 
 
 def may_be(chain, schedule):
     """Return whether no segment goes on past a stage that is not linked."""
-    segments = [part for part in schedule if isinstance(part, Segment)]
+    segments = [part for part in schedule if isinstance(part, RecomputedSegment)]
     return all(
         all(chain[index].is_linked for index in part.stages[:-1]) and may_be(chain, part.parts) for part in segments
     )
@@ -90,15 +92,17 @@ def test_gradients_grow_while_activations_fall():
 )
 def test_segments_of_the_root_of_the_stages(number, widths):
     schedule = sqrt_segments(number)
-    segments = [len(part.stages) for part in schedule if isinstance(part, Segment)]
+    segments = [len(part.stages) for part in schedule if isinstance(part, RecomputedSegment)]
     assert segments == widths[:-1]
-    assert sum(isinstance(part, Kept) for part in schedule) == widths[-1]
+    assert sum(isinstance(part, KeptBlock) for part in schedule) == widths[-1]
     assert predict(alike(number), schedule).runs == (2,) * sum(widths[:-1]) + (1,) * widths[-1]
 
 
 def test_segments_are_cut_where_stages_are_not_linked():
     found = [
-        tuple(part.stages) for part in sqrt_segments(9, [True] * 4 + [False] + [True] * 3) if isinstance(part, Segment)
+        tuple(part.stages)
+        for part in sqrt_segments(9, [True] * 4 + [False] + [True] * 3)
+        if isinstance(part, RecomputedSegment)
     ]
     assert found == [(0, 1, 2), (3, 4), (5,)]
 
@@ -117,7 +121,9 @@ def test_schedules_of_one_level_take_one_more_forward_at_the_most():
 
 def test_nested_segments_run_more_than_twice():
     chain = alike(4, saved=5)
-    found = predict(chain, (Segment((Segment((Kept(0), Kept(1))), Kept(2))), Kept(3)))
+    found = predict(
+        chain, (RecomputedSegment((RecomputedSegment((KeptBlock(0), KeptBlock(1))), KeptBlock(2))), KeptBlock(3))
+    )
     assert found.runs == (3, 3, 2, 1)
     assert found.recompute_s == 2 + 2 + 1
 
@@ -126,9 +132,11 @@ def test_a_schedule_of_other_stages_is_refused():
     with raises(UsageError, code="value.invalid", field="plan.recompute"):
         predict(alike(3), keep_all(2))
     with raises(UsageError, code="value.invalid", field="plan.recompute"):
-        predict(alike(2), (Kept(1), Kept(0)))
+        predict(alike(2), (KeptBlock(1), KeptBlock(0)))
     with raises(UsageError, code="value.invalid", field="plan.recompute"):
-        predict(alike(2, part=DearPart(2, 2, 0.1)), (Segment((Kept(0, in_part=True),)), Kept(1)))
+        predict(
+            alike(2, part=ExpensivePart(2, 2, 0.1)), (RecomputedSegment((KeptBlock(0, in_part=True),)), KeptBlock(1))
+        )
 
 
 @st.composite
@@ -141,7 +149,7 @@ def chains(draw, most=4):
         forward, backward = saved + draw(st.integers(0, 2)), draw(st.integers(0, 3))
         dropping = draw(st.integers(out, forward))
         f = draw(st.integers(1, 5))
-        in_part = st.builds(DearPart, st.integers(out, saved), st.integers(0, 9), st.integers(0, f))
+        in_part = st.builds(ExpensivePart, st.integers(out, saved), st.integers(0, 9), st.integers(0, f))
         link, spare = draw(st.integers(0, 3)) > 0, draw(st.integers(0, out))
         others = {"spare_bytes": spare, "is_linked": link, "beside_bytes": 0 if link else draw(st.integers(0, 3))}
         others |= {"forward": forward, "dropping": dropping, "backward": backward, "part": draw(st.none() | in_part)}
@@ -219,15 +227,15 @@ def test_slots_cost_no_more_than_a_twentieth(seed):
 def test_what_cannot_be_met_is_none():
     assert optimal(alike(6, saved=10, backward=5), 12) is None
     assert optimal(alike(1, saved=10), 9) is None
-    assert optimal(alike(1, saved=10, out=0), 10) == (Kept(0),)
+    assert optimal(alike(1, saved=10, out=0), 10) == (KeptBlock(0),)
 
 
 def test_the_dear_part_alone_is_kept_where_that_is_enough():
     """It is recomputed at a tenth of what the whole stage takes."""
-    chain = alike(4, saved=10, out=1, part=DearPart(4, 6, 0.1))
+    chain = alike(4, saved=10, out=1, part=ExpensivePart(4, 6, 0.1))
     schedule = optimal(chain, 4 * 4 + 10)
     assert schedule is not None
     found = predict(chain, schedule)
     assert found.recompute_s <= 0.4 + 1e-9
-    assert any(isinstance(part, Kept) and part.in_part for part in schedule)
+    assert any(isinstance(part, KeptBlock) and part.in_part for part in schedule)
     assert math.isclose(found.recompute_s, by_hand(chain, 4 * 4 + 10))

@@ -8,14 +8,14 @@ import pytest
 from simulated_machine import CPU, GPU, HEAD, MIB, SPLITTABLE, Machine, measured
 
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Check
+from trimtab.core.plan import SplitCheck
 from trimtab.core.profile import Candidate, Profile
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide import search
 from trimtab.decide.planner import choose
 from trimtab.decide.search import (
     STAGES,
-    Stage,
+    SearchPhase,
     chunking_refusal,
     is_hurried,
     next_stage,
@@ -25,7 +25,7 @@ from trimtab.decide.search import (
 )
 
 REFERENCE = Candidate("fp32", "keep", False, 64)
-REFUSED = Check(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
+REFUSED = SplitCheck(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
 MEMORY = Objective(time=1, memory=1)
 
 
@@ -33,7 +33,7 @@ def names(machine: Machine) -> list[str]:
     return [stage.name for stage in machine.stages]
 
 
-def stage_of(machine: Machine, name: str) -> Stage:
+def stage_of(machine: Machine, name: str) -> SearchPhase:
     return next(stage for stage in machine.stages if stage.name == name)
 
 

@@ -9,7 +9,7 @@ from simulated_machine import CPU, LOOP, MIB, SPLITTABLE
 
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, Profile, Trial
-from trimtab.decide.selection import Outcome, decide
+from trimtab.decide.selection import FinalOutcome, decide
 from trimtab.decide.trial_statistics import control_interval, is_free, speed_ratio, unfit
 
 REFERENCE = Candidate("fp32", "keep", False, 64)
@@ -35,7 +35,7 @@ def profile_of(*rivals: Trial, reference: Trial | None = None, control: tuple[fl
 
 def decided(
     *rivals: Trial, objective: Objective | None = None, budget: Budget | None = None, **others: object
-) -> Outcome:
+) -> FinalOutcome:
     found = decide(profile_of(*rivals, **others), "final", objective or Objective(), budget or Budget())
     assert found is not None
     return found

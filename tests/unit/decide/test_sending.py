@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.interconnect import Calibration, Link
+from trimtab.core.interconnect import Link, LinkCalibration
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.decide.multi_rank_plan import WORTH, replicated, sending, ways_to_send
@@ -20,7 +20,7 @@ def calibration(
     latency_s: float, bytes_per_s: float, cast_s_per_byte: float = 0.0, overlap: float = 0.0, hook_s: float = 0.0
 ):
     link = Link("planted", latency_s, bytes_per_s, "planted", calibrated=True)
-    return Calibration(link, overlap_share=overlap, cast_s_per_byte=cast_s_per_byte, hook_s=hook_s)
+    return LinkCalibration(link, overlap_share=overlap, cast_s_per_byte=cast_s_per_byte, hook_s=hook_s)
 
 
 def plan(ranks: int = 2) -> Plan:

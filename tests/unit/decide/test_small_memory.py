@@ -14,10 +14,10 @@ from simulated_machine import Machine, measured
 from test_compile_policy import GPU
 
 from trimtab.core.compile_mode import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler, is_recorded
-from trimtab.core.memory_model import PeakModel
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Plan
-from trimtab.core.profile import Candidate, Profile, Traced
+from trimtab.core.profile import Candidate, Profile, TracedCandidate
 from trimtab.decide.compile_policy import is_promising, to_compile
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.planner import choose
@@ -62,12 +62,12 @@ class Host(Machine):
         held = 0.8 if is_recorded(candidate.compiled) else 0.0
         return int((2.5 + held + own * rows + logits * tokens / 1024) * GB)
 
-    def trace(self, candidate: Candidate) -> Traced:
+    def trace(self, candidate: Candidate) -> TracedCandidate:
         """Return the line through two sizes whose chunks are whole."""
         few, whole = (self.peak_bytes(replace(candidate, micro_batch=rows)) for rows in (16, 32))
         row = (whole - few) / 16
-        model = PeakModel(((whole - 32 * row, row),))
-        return Traced(candidate, model, model, step=PeakModel(((2.0 * GB, 0.0),)))
+        model = PeakMemoryModel(((whole - 32 * row, row),))
+        return TracedCandidate(candidate, model, model, step=PeakMemoryModel(((2.0 * GB, 0.0),)))
 
 
 def planned(machine: Machine, memory: float, **how: Any) -> tuple[Profile, Plan]:

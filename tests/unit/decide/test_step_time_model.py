@@ -8,8 +8,8 @@ import math
 import pytest
 
 from trimtab.core.errors import UsageError
-from trimtab.decide.goodput import Times
-from trimtab.decide.overhead_budget import ALLOWANCE, EARLY, FRESH, LIMIT, PATIENCE, PAUSE, REVIEW, Account
+from trimtab.decide.goodput import StepTimes
+from trimtab.decide.overhead_budget import ALLOWANCE, EARLY, FRESH, LIMIT, PATIENCE, PAUSE, REVIEW, OverheadBudget
 from trimtab.decide.step_time_model import MIN_WINDOWS, SKIPPED, WindowTimes
 
 
@@ -55,9 +55,9 @@ def test_a_damaged_state_of_times_is_refused(damage):
     assert times.state_dict() == before
 
 
-def used(price: float, windows: int, limit: float = LIMIT, account: Account | None = None) -> Account:
+def used(price: float, windows: int, limit: float = LIMIT, account: OverheadBudget | None = None) -> OverheadBudget:
     """Return the account of a technique that takes a share of each window it is used in, used whenever it is due."""
-    account = account or Account("a technique", limit)
+    account = account or OverheadBudget("a technique", limit)
     charges = []
     for _ in range(windows):
         is_due = account.is_due()
@@ -88,7 +88,7 @@ def test_what_measures_takes_little_of_a_short_run_and_is_used_all_the_same(pric
 
 
 def test_a_runs_very_first_windows_are_not_used():
-    account = Account("a technique")
+    account = OverheadBudget("a technique")
     assert not account.is_due()
     used(0.0, FRESH, account=account)
     assert account.uses == 0
@@ -96,7 +96,7 @@ def test_a_runs_very_first_windows_are_not_used():
 
 
 def test_uses_are_spread_and_closest_at_first():
-    account, used_in = Account("a technique"), []
+    account, used_in = OverheadBudget("a technique"), []
     for window in range(600):
         if account.is_due():
             used_in.append(window)
@@ -141,7 +141,7 @@ def test_what_does_not_pay_is_paused_each_time_for_longer():
 
 
 def test_a_sparse_use_is_never_in_two_windows_close_by():
-    account, used_in = Account("a technique"), []
+    account, used_in = OverheadBudget("a technique"), []
     for window in range(200):
         if account.is_due(sparse=20):
             used_in.append(window)
@@ -185,7 +185,7 @@ def test_a_gain_unknown_for_too_many_uses_is_none():
 
 
 def test_an_account_is_saved():
-    first, second = used(0.02, 150), Account("a technique")
+    first, second = used(0.02, 150), OverheadBudget("a technique")
     first.review(gain=0.0)
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
@@ -205,11 +205,11 @@ def test_times_of_before_a_resumption_are_forgotten_as_soon_as_there_are_others(
         after.add(99.0, 99.0)
     for _ in range(MIN_WINDOWS - 1):
         after.add(3.0, 8.0)
-        assert after.times(1.0) == Times(1.0, 4.0)
+        assert after.times(1.0) == StepTimes(1.0, 4.0)
         assert after.is_known
         assert not after.is_own
     after.add(3.0, 8.0)
-    assert after.times(1.0) == Times(3.0, 8.0)
+    assert after.times(1.0) == StepTimes(3.0, 8.0)
     assert after.is_own
     after.add(9.0, 9.0)  # and the medians are of many again
-    assert after.times(1.0) == Times(3.0, 8.0)
+    assert after.times(1.0) == StepTimes(3.0, 8.0)

@@ -9,16 +9,16 @@ import torch
 
 from trimtab.core.energy_reading import Energy, MeterFacts, Provenance, absent
 from trimtab.distributed import rank_energy
-from trimtab.distributed.process_group import Place
-from trimtab.distributed.rank_energy import RankMeter, Seat, meter_of_rank, reads_of
+from trimtab.distributed.process_group import JobPosition
+from trimtab.distributed.rank_energy import MeterPlacement, RankMeter, meter_of_rank, reads_of
 from trimtab.measure.energy_meter import GivenWatts, NoMeter
-from trimtab.measure.meter_selection import Found, Metering, Reads
+from trimtab.measure.meter_selection import Metering, ReadCounters, SelectedMeter
 
 OWN = Energy(2.0, 30.0, Provenance.MEASURED, ("rapl package-0",))
 MEASURED = MeterFacts(Provenance.MEASURED, ("rapl package-0",), 10.0)
 ESTIMATED = MeterFacts(Provenance.ESTIMATED, ("15 W, as given",))
 OTHERS = NoMeter("another rank reads it")
-ON_TWO_GPUS = [Seat("here", 0, "GPU-a"), Seat("here", 1, "GPU-b")]
+ON_TWO_GPUS = [MeterPlacement("here", 0, "GPU-a"), MeterPlacement("here", 1, "GPU-b")]
 
 
 def reduced(parts: list[tuple[Energy, bool]], job: MeterFacts = MEASURED) -> list[Energy]:
@@ -66,12 +66,18 @@ def test_where_no_rank_has_a_meter_nothing_is_asked():
 @pytest.mark.parametrize(
     ("seats", "found"),
     [
-        ([Seat("a", 0), Seat("a", 1)], [(True, False), (False, False)]),
-        ([Seat("a", 0), Seat("b", 0)], [(True, False), (True, False)]),
+        ([MeterPlacement("a", 0), MeterPlacement("a", 1)], [(True, False), (False, False)]),
+        ([MeterPlacement("a", 0), MeterPlacement("b", 0)], [(True, False), (True, False)]),
         (ON_TWO_GPUS, [(True, True), (False, True)]),
-        ([Seat("a", 1, "x"), Seat("a", 0, "x")], [(False, False), (True, True)]),  # two ranks, one GPU
-        ([Seat("a", 0, "x"), Seat("b", 0, "x")], [(True, True), (True, True)]),
-        ([Seat("a", 0), Seat("a", 0)], [(True, False), (False, False)]),  # a launcher that numbers none
+        (
+            [MeterPlacement("a", 1, "x"), MeterPlacement("a", 0, "x")],
+            [(False, False), (True, True)],
+        ),  # two ranks, one GPU
+        ([MeterPlacement("a", 0, "x"), MeterPlacement("b", 0, "x")], [(True, True), (True, True)]),
+        (
+            [MeterPlacement("a", 0), MeterPlacement("a", 0)],
+            [(True, False), (False, False)],
+        ),  # a launcher that numbers none
     ],
 )
 def test_each_meter_is_read_by_one_rank(seats, found):
@@ -79,7 +85,7 @@ def test_each_meter_is_read_by_one_rank(seats, found):
     assert [(each.processor, each.device) for each in reads] == found
 
 
-def told(monkeypatch, seats: list[Seat], metering: Metering, found=None) -> list[RankMeter]:
+def told(monkeypatch, seats: list[MeterPlacement], metering: Metering, found=None) -> list[RankMeter]:
     """Return what each rank of several counts, as if each of them had asked."""
     if found is not None:
         monkeypatch.setattr(rank_energy, "find_meter", lambda device, metering, reads: found(reads))
@@ -98,7 +104,7 @@ def told(monkeypatch, seats: list[Seat], metering: Metering, found=None) -> list
 
 
 def test_watts_of_a_machine_are_counted_once_though_each_rank_has_a_gpu(monkeypatch):
-    ranks = told(monkeypatch, [*ON_TWO_GPUS, Seat("there", 0, "GPU-c")], Metering(watts=100))
+    ranks = told(monkeypatch, [*ON_TWO_GPUS, MeterPlacement("there", 0, "GPU-c")], Metering(watts=100))
     assert [isinstance(rank.meter, GivenWatts) for rank in ranks] == [True, False, True]
     assert [rank.is_reader for rank in ranks] == [True, False, True]
     assert {rank.job for rank in ranks} == {
@@ -108,13 +114,13 @@ def test_watts_of_a_machine_are_counted_once_though_each_rank_has_a_gpu(monkeypa
 
 def test_a_meter_of_ones_own_is_of_a_machine_too():
     found = [reads_of(ON_TWO_GPUS, rank, Metering(meter=GivenWatts(5))) for rank in (0, 1)]
-    assert found == [Reads(True, False), Reads(False, False)]
+    assert found == [ReadCounters(True, False), ReadCounters(False, False)]
 
 
 def test_what_all_ranks_count_is_the_same_on_each_and_a_record_says_what_is_not_in_it(monkeypatch):
-    def found(reads: Reads) -> Found:
+    def found(reads: ReadCounters) -> SelectedMeter:
         names = ("nvml gpu 0", "rapl package-0") if reads.processor else ("nvml gpu 1",)
-        return Found(OTHERS, MeterFacts(Provenance.MEASURED, names, 50.0, ""))
+        return SelectedMeter(OTHERS, MeterFacts(Provenance.MEASURED, names, 50.0, ""))
 
     first, second = told(monkeypatch, ON_TWO_GPUS, Metering(), found)
     assert first.job == second.job
@@ -124,8 +130,8 @@ def test_what_all_ranks_count_is_the_same_on_each_and_a_record_says_what_is_not_
 
 
 def test_a_rank_without_its_meter_leaves_all_without(monkeypatch):
-    def found(reads: Reads) -> Found:
-        return Found(OTHERS, MEASURED if reads.processor else MeterFacts(Provenance.ABSENT, reason="no driver"))
+    def found(reads: ReadCounters) -> SelectedMeter:
+        return SelectedMeter(OTHERS, MEASURED if reads.processor else MeterFacts(Provenance.ABSENT, reason="no driver"))
 
     for rank in told(monkeypatch, ON_TWO_GPUS, Metering(), found):
         assert (rank.job.is_absent, rank.job.reason) == (True, "no driver")
@@ -147,7 +153,7 @@ def test_a_gpu_without_a_name_is_still_one(monkeypatch):
 
 def test_a_launched_rank_sits_where_it_was_put(monkeypatch):
     seats = []
-    monkeypatch.setattr(rank_energy, "place", lambda: Place(3, 4, 1))
+    monkeypatch.setattr(rank_energy, "place", lambda: JobPosition(3, 4, 1))
     monkeypatch.setattr(rank_energy, "_of_ranks", lambda own: seats.append(own) or [own])
     meter_of_rank(torch.device("cpu"), Metering(watts=5))
     assert (seats[0].local_rank, seats[0].device) == (1, "")

@@ -40,7 +40,7 @@ def test_pairs_are_never_fewer_than_a_verdict_takes(monkeypatch, arms, seconds, 
     clock = [0.0]
     monkeypatch.setattr(dry_run.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dry_run.time, "perf_counter", lambda: clock[0])
-    found = dry_run.Rehearsal(lambda: None)
+    found = dry_run.DryRuns(lambda: None)
     monkeypatch.setattr(found, "_running", lambda plan: contextlib.nullcontext(Runs(clock, seconds)))
     plans = {"plan": plan(reduce_dtype="bf16")} | dict.fromkeys(arms[1:], plan())
     block_s = found._laps({name: plans[name] for name in arms}, reopens=reopens)

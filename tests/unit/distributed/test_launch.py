@@ -19,7 +19,7 @@ from trimtab.core.errors import RankError
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
 from trimtab.distributed.launch import launch
-from trimtab.distributed.launched_rank import LAUNCHER, REPORTS, Launched
+from trimtab.distributed.launched_rank import LAUNCHER, REPORTS, LaunchedRank
 
 ROOT = Path(__file__).parents[3]
 TINY_TASK = ROOT / "tests" / "unit" / "experiments" / "tiny_task.py"
@@ -30,7 +30,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def report_done(ranks: int) -> None:
     """Report as ranks do whose command has finished."""
     for each in range(ranks):
-        Launched({REPORTS: os.environ[REPORTS], "RANK": str(each)}).done()
+        LaunchedRank({REPORTS: os.environ[REPORTS], "RANK": str(each)}).done()
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_ranks_that_leave_before_their_command_has_finished_are_named(monkeypatc
 
 
 def as_report(rank: int, error: BaseException) -> None:
-    Launched({REPORTS: os.environ[REPORTS], "RANK": str(rank)}).failed(error)
+    LaunchedRank({REPORTS: os.environ[REPORTS], "RANK": str(rank)}).failed(error)
 
 
 KILLED, ENDED_BY_LAUNCHER, ABORTED = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT

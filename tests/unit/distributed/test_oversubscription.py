@@ -9,13 +9,13 @@ import torch
 from ranks import run_ranks
 
 from trimtab.distributed import oversubscription
-from trimtab.distributed.oversubscription import Seat, crowded, shared
+from trimtab.distributed.oversubscription import RankPlacement, crowded, shared
 
 FOUR = (0, 1, 2, 3)
 
 
-def seats(*cores: tuple[int, ...], threads: int = 1, **others) -> list[Seat]:
-    return [Seat("a", each, threads, **others) for each in cores]
+def seats(*cores: tuple[int, ...], threads: int = 1, **others) -> list[RankPlacement]:
+    return [RankPlacement("a", each, threads, **others) for each in cores]
 
 
 @pytest.mark.parametrize(
@@ -37,23 +37,23 @@ def test_threads_are_held_against_the_cores_they_are_bound_to(cores, threads, sa
 
 
 def test_ranks_of_several_nodes_share_no_cores():
-    assert shared([Seat("a", (0,), 1), Seat("b", (0,), 1)]) == ""
-    assert shared([Seat("a", FOUR, 1), Seat("b", (0,), 2)]) == "cores"
+    assert shared([RankPlacement("a", (0,), 1), RankPlacement("b", (0,), 1)]) == ""
+    assert shared([RankPlacement("a", FOUR, 1), RankPlacement("b", (0,), 2)]) == "cores"
 
 
 def test_a_quota_is_of_all_that_are_under_it():
     assert shared(seats(FOUR, FOUR, quotas={"pod": 2.0})) == ""
     assert shared(seats(FOUR, FOUR, quotas={"pod": 1.5})) == "cores"
-    one, other = (Seat("a", FOUR, 1, quotas={name: 1.0, "above": 2.0}) for name in ("one", "other"))
+    one, other = (RankPlacement("a", FOUR, 1, quotas={name: 1.0, "above": 2.0}) for name in ("one", "other"))
     assert shared([one, other]) == ""
     assert shared([one, one]) == "cores"
 
 
 def test_devices_are_told_apart_by_their_own_names():
-    one, other = (Seat("a", (0,), 8, device=name) for name in ("GPU-1", "GPU-2"))
+    one, other = (RankPlacement("a", (0,), 8, device=name) for name in ("GPU-1", "GPU-2"))
     assert shared([one, other]) == ""
     assert shared([one, one]) == "devices"
-    assert shared([one, Seat("b", (0,), 8, device="GPU-1")]) == ""
+    assert shared([one, RankPlacement("b", (0,), 8, device="GPU-1")]) == ""
 
 
 def test_one_process_says_what_it_has(monkeypatch):

@@ -11,20 +11,20 @@ from raising import raises
 
 from trimtab.core.errors import UsageError, ValueGivenError
 from trimtab.distributed import process_group
-from trimtab.distributed.error_propagation import Trouble
+from trimtab.distributed.error_propagation import ErrorStore
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.process_group import Place, joined, place
+from trimtab.distributed.process_group import JobPosition, joined, place
 
 
 @pytest.mark.parametrize(
     ("variables", "found"),
     [
-        ({}, Place()),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Place(3, 8, 1)),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}, Place(3, 8, 1)),
-        ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "9"}, Place(0, 2, 0)),
-        ({"RANK": "3"}, Place()),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Place()),  # a script that sbatch runs, without srun
+        ({}, JobPosition()),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, JobPosition(3, 8, 1)),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}, JobPosition(3, 8, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "9"}, JobPosition(0, 2, 0)),
+        ({"RANK": "3"}, JobPosition()),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, JobPosition()),  # a script that sbatch runs, without srun
     ],
 )
 def test_launchers_are_known_by_their_variables(variables, found):
@@ -79,7 +79,7 @@ def test_one_process_joins_nothing(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     with joined() as here:
-        assert here == Place()
+        assert here == JobPosition()
 
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan")])
@@ -142,7 +142,7 @@ def test_a_group_that_is_there_has_the_limit_that_was_asked_for(own_group, monke
 
 
 def test_a_rank_that_does_not_answer_may_work_alone_and_the_limit_is_named(own_group, monkeypatch):
-    trouble = Trouble(0)
+    trouble = ErrorStore(0)
     monkeypatch.setattr(trouble, "_roll_call", lambda: ({}, [1]))
     found = trouble.explained(RuntimeError("gloo: timed out"))
     assert "no answer from rank 1" in str(found)

@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "decide"))
 from simulated_machine import MIB
 from test_rank_stages import ACCELERATOR, RANKS, calibration, profile_of, shape, traces_of
 
-from trimtab.core.dry_run_result import Ran
+from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
 from trimtab.decide.dry_run_selection import MOST_REHEARSALS, by_default, way_of
 from trimtab.distributed import plan_on_ranks
-from trimtab.distributed.zero_stage_inputs import Share
+from trimtab.distributed.zero_stage_inputs import StageMeasurements
 
 
 class Planted:
@@ -30,13 +30,13 @@ class Planted:
     def refusal(self) -> str:
         return self.why
 
-    def of(self, plan: Plan, *, counts_memory: bool) -> Ran:
+    def of(self, plan: Plan, *, counts_memory: bool) -> DryRunResult:
         assert counts_memory
         self.seen.append(plan)
         if text := self.refused(plan):
-            return Ran(plan, refusal=text, took_s=1.0)
+            return DryRunResult(plan, refusal=text, took_s=1.0)
         peaks = (plan.predicted.peak_bytes + self.more(plan) * MIB,) * 5
-        return Ran(plan, (plan.predicted.step_s,) * 5, peaks, 1.0, took_s=1.0)
+        return DryRunResult(plan, (plan.predicted.step_s,) * 5, peaks, 1.0, took_s=1.0)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def planned(monkeypatch):
     def plan(rehearsal: Planted, memory: int, *link: float) -> Plan:
         monkeypatch.setattr(plan_on_ranks, "calibrate", lambda device: calibration(*link))
         profile = profile_of(memory=memory, device=ACCELERATOR)
-        share = Share(profile, traces_of(profile), shape)
+        share = StageMeasurements(profile, traces_of(profile), shape)
         return plan_on_ranks.plan_together(lambda: share, None, lambda: rehearsal)
 
     return plan

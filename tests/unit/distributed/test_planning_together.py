@@ -30,7 +30,7 @@ def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
     monkeypatch.setattr(plan_on_ranks, "from_first", lambda make: make())
     monkeypatch.setattr(plan_on_ranks, "calibrate", fails)
     shape = StepShape(0.1, 0.2, 0.01, (4,), (1.0,))
-    made = plan_on_ranks.Made(trimtab.Plan.fixed(8), shape)
+    made = plan_on_ranks.BroadcastPlan(trimtab.Plan.fixed(8), shape)
     plan = plan_on_ranks.plan_together(lambda: made, torch.device("cpu"))
     assert (plan.reduce_dtype.value, plan.bucket_bytes.value) == ("fp32", None)
     assert "could not be timed" in plan.reduce_dtype.reason
@@ -61,7 +61,7 @@ def of_two(monkeypatch):
 def chosen(profile, loop, **how) -> Plan:
     share = zero_stage_inputs.share_of(profile, loop, silent, **how)
     made = (
-        plan_on_ranks.Made(zero_stage_inputs.of_replicas(profile, share), None, share)
+        plan_on_ranks.BroadcastPlan(zero_stage_inputs.of_replicas(profile, share), None, share)
         if isinstance(share, str)
         else share
     )
@@ -81,12 +81,12 @@ def test_ample_memory_is_not_asked_about(profile, of_two, monkeypatch):
 
 def test_memory_that_is_weighed_is(profile, of_two):
     weighed = replace(profile, budget=Budget(), objective=Objective(1.0, 1.0))
-    assert isinstance(zero_stage_inputs.share_of(weighed, loop_of(), silent), zero_stage_inputs.Share)
+    assert isinstance(zero_stage_inputs.share_of(weighed, loop_of(), silent), zero_stage_inputs.StageMeasurements)
 
 
 def test_seconds_that_are_limited_are_those_of_a_window_with_what_is_sent(profile, of_two):
     limited = replace(profile, budget=Budget(time=1e3))
-    assert isinstance(zero_stage_inputs.share_of(limited, loop_of(), silent), zero_stage_inputs.Share)
+    assert isinstance(zero_stage_inputs.share_of(limited, loop_of(), silent), zero_stage_inputs.StageMeasurements)
 
 
 def test_joules_that_are_limited_are_held_against_one_process(profile, of_two, monkeypatch):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.core.errors import DependencyError
 from trimtab.distributed import fsdp2
-from trimtab.distributed.fsdp2 import Shards, send_in_bf16
+from trimtab.distributed.fsdp2 import FsdpShards, send_in_bf16
 
 MICRO = 9
 SMALL = 2.0**-9  # what bf16 drops beside 1
@@ -29,7 +29,7 @@ def mesh():
 def gradient_of(mesh, stage: int, **how) -> torch.Tensor:
     """Return the gradient of a window whose first micro-batch has one of 1, and each of the others a small one."""
     model = nn.Sequential(nn.Linear(1, 4, bias=False))
-    shards = Shards(stage, mesh, **how)
+    shards = FsdpShards(stage, mesh, **how)
     shards.make(model)
     for index in range(MICRO):
         shards.begin(last=index == MICRO - 1)
@@ -54,7 +54,7 @@ def test_what_is_sent_after_each_micro_batch_is_added_up_in_fp32_too(mesh, stage
 @pytest.mark.parametrize("stage", [2, 3])
 def test_each_is_sent_as_bf16(mesh, stage, monkeypatch):
     model = nn.Sequential(nn.Linear(1, 4, bias=False))
-    Shards(stage, mesh, reduces_once=True, reduce_dtype="bf16").make(model)
+    FsdpShards(stage, mesh, reduces_once=True, reduce_dtype="bf16").make(model)
     model(torch.tensor([[1 + 2.0**-9]])).sum().backward()
     assert next(model.parameters()).grad.full_tensor().unique() == 1
 

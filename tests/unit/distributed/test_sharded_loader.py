@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import trimtab
 from trimtab.core.errors import UsageError
 from trimtab.distributed.sharded_loader import rows_of_rank
-from trimtab.runtime.uneven_inputs import NoRows
+from trimtab.runtime.uneven_inputs import EmptyBatch
 
 
 @given(st.integers(0, 100), st.integers(1, 17))
@@ -39,7 +39,7 @@ def test_each_batch_is_dealt_out_whole(sizes, ranks):
     batches = [torch.arange(100 * index, 100 * index + rows) for index, rows in enumerate(sizes)]
     dealt = [list(trimtab.shard(batches, rank, ranks)) for rank in range(ranks)]
     for parts, batch in zip(zip(*dealt, strict=True), batches, strict=True):
-        kept = [part for part in parts if not isinstance(part, NoRows)]
+        kept = [part for part in parts if not isinstance(part, EmptyBatch)]
         assert torch.equal(torch.cat(kept), batch)
 
 
@@ -51,8 +51,8 @@ def test_of_a_dataset_only_this_ranks_rows_are_loaded(workers):
     assert len(trimtab.shard(whole, 0, 4)) == 4
     for index, batch in enumerate(whole):
         parts = [part[index] for part in dealt]
-        assert isinstance(parts[3], NoRows)
-        assert torch.equal(torch.cat([part[0] for part in parts if not isinstance(part, NoRows)]), batch[0])
+        assert isinstance(parts[3], EmptyBatch)
+        assert torch.equal(torch.cat([part[0] for part in parts if not isinstance(part, EmptyBatch)]), batch[0])
 
 
 def test_one_process_has_its_loader_back():

@@ -9,15 +9,15 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from trimtab.distributed.unix_socket_gather import HostMesh
+from trimtab.distributed.unix_socket_gather import SocketMesh
 
 
-def meshes(ranks: int, timeout_s: float = 5.0) -> list[HostMesh]:
+def meshes(ranks: int, timeout_s: float = 5.0) -> list[SocketMesh]:
     ends: list[dict[int, socket.socket]] = [{} for _ in range(ranks)]
     for one in range(ranks):
         for other in range(one):
             ends[one][other], ends[other][one] = socket.socketpair()
-    return [HostMesh(peers, rank, timeout_s) for rank, peers in enumerate(ends)]
+    return [SocketMesh(peers, rank, timeout_s) for rank, peers in enumerate(ends)]
 
 
 @pytest.fixture

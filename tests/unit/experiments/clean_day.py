@@ -17,10 +17,10 @@ from trimtab.core.carbon import Intensity
 from trimtab.core.plan import Plan
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
-from trimtab.experiments.carbon_aware_training import Wish
+from trimtab.experiments.carbon_aware_training import CarbonRequest
 from trimtab.experiments.sleep_until import Clock
-from trimtab.experiments.train import Training
-from trimtab.experiments.train_command import CleanHours
+from trimtab.experiments.train import TrainingOptions
+from trimtab.experiments.train_command import LowCarbonOptions
 from trimtab.integrations.carbon_intensity import IntensitySource
 
 HOUR = 3600.0
@@ -95,12 +95,12 @@ class Day:
         self.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
         return tiny_task.accuracy(model, batches)
 
-    def training(self, folder: Path | None = None, **options) -> Training:
+    def training(self, folder: Path | None = None, **options) -> TrainingOptions:
         kept = None if folder is None else Checkpoints(folder, every_s=None)
-        return Training(self.task, Plan.fixed(tiny_task.BATCH_ROWS), STEPS, checkpoints=kept, **options)
+        return TrainingOptions(self.task, Plan.fixed(tiny_task.BATCH_ROWS), STEPS, checkpoints=kept, **options)
 
     def train(self, source: IntensitySource, folder: Path | None = None, *, by_h: float = 10, **options) -> dict:
         """Train as the command does, with pauses where the run is kept."""
         pause_s = None if folder is None else STEP_S
-        hours = CleanHours(Wish(source, NOW + by_h * HOUR), pause_s, STEPS * STEP_S, watts=1000.0)
+        hours = LowCarbonOptions(CarbonRequest(source, NOW + by_h * HOUR), pause_s, STEPS * STEP_S, watts=1000.0)
         return train_command.train_clean(self.training(folder, **options), hours, self.told.append)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Plan
 from trimtab.core.record import Evaluation, Header, RunRecord, StepRecord
-from trimtab.core.step_phases import ArmPhases, Gain, Lap, Roof
+from trimtab.core.step_phases import ArmPhases, RooflineBound, TimedGain, TimedRound
 from trimtab.decide.statistics import ratio_interval
-from trimtab.experiments.ablation.ablation_result import Ablation, Change, Effect
+from trimtab.experiments.ablation.ablation_result import AblatedChange, Ablation, ChangeEffect
 from trimtab.experiments.comparison.comparison_result import (
     Arm,
     ArmCurve,
@@ -22,7 +22,7 @@ from trimtab.experiments.comparison.comparison_result import (
 )
 from trimtab.experiments.comparison.comparison_statistics import as_ratio
 from trimtab.experiments.scaling import scaling_result as scaling
-from trimtab.experiments.scaling.scaling_result import Job, Scaling, Timed, TimedArm
+from trimtab.experiments.scaling.scaling_result import Scaling, ScalingJob, TimedArm, TimedBlocks
 
 CPU = {"cpu": "Some CPU", "cpu_cores": "2", "os": "Linux", "torch": "2.13", "threads": "2", "sources": "abc"}
 GPU = CPU | {"gpu": "NVIDIA H200"}
@@ -129,14 +129,14 @@ def scaled(
 ) -> Scaling:
     """Return a table of the plain loop and the plan, whose efficiency it is."""
 
-    def timed(rate: float) -> Timed:
-        return Timed((100,), (100 / rate,))
+    def timed(rate: float) -> TimedBlocks:
+        return TimedBlocks((100,), (100 / rate,))
 
-    def job(number: int, count: int) -> Job:
+    def job(number: int, count: int) -> ScalingJob:
         noise = NOISE[number] if count > 1 else 1.0
         rates = {"baseline": 100.0 * count * 0.9 * noise, "plan": 100.0 * count * efficiency * noise}
         arms = (TimedArm(name, "weak", timed(rate if count > 1 else 100.0), None, 32.0) for name, rate in rates.items())
-        return Job(count, number, tuple(arms), crowded if count > 1 else "")
+        return ScalingJob(count, number, tuple(arms), crowded if count > 1 else "")
 
     jobs = [job(number, count) for number in range(5) for count in (1, ranks)]
     return scaling.summarise("cifar10_resnet50", jobs, dict(environment))
@@ -144,8 +144,8 @@ def scaled(
 
 def ablation(precision: float = 1.3, *, setting: str = "alone", verdict: Verdict = GAIN) -> Ablation:
     """Return one of a plan that changes the precision alone."""
-    effect = Effect("precision", setting, "throughput", "S", around(precision), verdict)
-    memory = Effect("precision", setting, "peak_memory", "S", counted(0.7), GAIN)
+    effect = ChangeEffect("precision", setting, "throughput", "S", around(precision), verdict)
+    memory = ChangeEffect("precision", setting, "peak_memory", "S", counted(0.7), GAIN)
     of = comparison()
     return Ablation(
         task=of.task,
@@ -160,7 +160,7 @@ def ablation(precision: float = 1.3, *, setting: str = "alone", verdict: Verdict
         command="trimtab ablate it",
         environment=of.environment,
         created=of.created,
-        changes=(Change("precision", "precision bf16", "S"),),
+        changes=(AblatedChange("precision", "precision bf16", "S"),),
         effects=(effect, memory),
     )
 
@@ -176,19 +176,19 @@ def on(found: Comparison, **changes: str) -> Comparison:
     return replace(found, environment=dict(found.environment) | changes)
 
 
-def gain(task: str = "source_gpt", laps: int = 6) -> Gain:
+def gain(task: str = "source_gpt", laps: int = 6) -> TimedGain:
     """Return a gain of 1.5x that comes from forward and backward, some of which is computed again."""
     theirs = {"data": 0.02, "forward": 0.4, "backward": 0.8, "optimizer": 0.16, "rest": 0.02}
     ours = {"data": 0.02, "forward": 0.2, "recompute": 0.1, "backward": 0.5, "optimizer": 0.08, "rest": 0.02}
-    roofs = {"forward": Roof(0.1, 0.05, 1e9, 1e8), "backward": Roof(0.2, 0.1, 2e9, 2e8)}
+    roofs = {"forward": RooflineBound(0.1, 0.05, 1e9, 1e8), "backward": RooflineBound(0.2, 0.1, 2e9, 2e8)}
 
     def arm_of(seconds: dict[str, float], wobble: float) -> ArmPhases:
         found = []
         for index in range(laps):
             lap = {name: each * (1 + wobble * (index % 3 - 1)) for name, each in seconds.items()}
             parts = {"forward Linear": 0.9 * lap["forward"], "forward": 0.1 * lap["forward"]}
-            found.append(Lap(lap, parts, math.fsum(lap.values()) / 1.02))
+            found.append(TimedRound(lap, parts, math.fsum(lap.values()) / 1.02))
         return ArmPhases(tuple(found), roofs, ("one process: nothing is communicated",))
 
     device = DeviceSpec("a processor", "cpu", None, {"fp32": 1e11}, 1e10, "timed here", 1)
-    return Gain(task, arm_of(theirs, 0.01), arm_of(ours, 0.02), "precision bf16, recompute (0) 1", device)
+    return TimedGain(task, arm_of(theirs, 0.01), arm_of(ours, 0.02), "precision bf16, recompute (0) 1", device)

@@ -12,12 +12,12 @@ from raising import raises
 from tiny_task import BATCH_ROWS, BUDGET_ROWS
 from tiny_task import task as tiny
 
-from trimtab.core.choice import Measured
+from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
-from trimtab.decide.ablation_design import PLAN, REFERENCE, UNCHANGED, Design
+from trimtab.decide.ablation_design import PLAN, REFERENCE, UNCHANGED, AblationDesign
 from trimtab.experiments.ablation import ablate as ablate_module
 from trimtab.experiments.ablation.ablate import AblateSettings, ablate
 from trimtab.experiments.ablation.ablation_result import (
@@ -326,12 +326,12 @@ def test_of_three_changes_each_two_are_told_together(tmp_path, monkeypatch):
 
 
 def test_on_a_gpu_short_arms_of_the_plan_are_as_long_as_its_own_steps_ask():
-    design = Design(("precision", "fused_optimizer", "loss_chunk"))
+    design = AblationDesign(("precision", "fused_optimizer", "loss_chunk"))
     rows = ablate_module._brief_rows(design, dict.fromkeys([REFERENCE, *design.arms]), 24, 200)
     alone, without = ([f"{how}_{name}" for name in design.changes] for how in ("with", "without"))
     assert {name for name, each in rows.items() if each == 24} == {REFERENCE, UNCHANGED, *alone}
     assert {name for name, each in rows.items() if each == 200} == {PLAN, *without}
-    plan = replace(Plan.fixed(32, precision="bf16"), measured=Measured(0.1))
+    plan = replace(Plan.fixed(32, precision="bf16"), measured=MeasuredCost(0.1))
     made, given = Plans({"S": plan}, {"S": None}), Plans({"S": plan})
     assert ablate_module._step_within(made, 1.0, dear=True) == 0.1
     assert ablate_module._step_within(made, 0.05, dear=True) == 0.05

@@ -13,8 +13,8 @@ from race_records import climbing, record, timed
 
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, RunRecord
-from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
-from trimtab.experiments.ablation.ablation_effects import Evidence, products
+from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, AblationDesign
+from trimtab.experiments.ablation.ablation_effects import AblationMeasurements, products
 from trimtab.experiments.ablation.ablation_headline import NOTHING, headline
 from trimtab.experiments.ablation.ablation_result import (
     ALONE,
@@ -24,8 +24,8 @@ from trimtab.experiments.ablation.ablation_result import (
     THROUGHPUT,
     WHOLE,
     WITHIN,
-    Change,
-    Effect,
+    AblatedChange,
+    ChangeEffect,
 )
 from trimtab.experiments.ablation.ablation_target_times import times
 from trimtab.experiments.comparison.ratio_rows import quality_row
@@ -44,13 +44,13 @@ def speed(*together: tuple[frozenset[str], float]) -> Speed:
 def evidence(
     truth: Speed,
     *,
-    design: Design | None = None,
+    design: AblationDesign | None = None,
     seeds: int = 8,
     noise: float = 0.005,
     peaks: Mapping[str, int] | None = None,
-) -> Evidence:
+) -> AblationMeasurements:
     """Return races whose machine is another one for each seed, and whose arms differ from the truth by noise."""
-    design, draw = design or Design(NAMES), random.Random(7)
+    design, draw = design or AblationDesign(NAMES), random.Random(7)
     races = {}
     for seed in range(seeds):
         machine = draw.uniform(0.5, 2.0)
@@ -59,15 +59,21 @@ def evidence(
         races[seed] = {
             name: timed(machine * math.exp(-truth(changes) + draw.gauss(0, noise))) for name, changes in held.items()
         }
-    return Evidence(design, races, peaks or {}, {name: name for name in races[0]}, "accuracy", True, "share")
+    return AblationMeasurements(
+        design, races, peaks or {}, {name: name for name in races[0]}, "accuracy", True, "share"
+    )
 
 
-def changes(design: Design | None = None, tier: str = "S", **refusals: Mapping[str, str]) -> tuple[Change, ...]:
-    names = (design or Design(NAMES)).changes
-    return tuple(Change(name, name.replace("_", " "), tier, refusals.get(name, {})) for name in names)
+def changes(
+    design: AblationDesign | None = None, tier: str = "S", **refusals: Mapping[str, str]
+) -> tuple[AblatedChange, ...]:
+    names = (design or AblationDesign(NAMES)).changes
+    return tuple(AblatedChange(name, name.replace("_", " "), tier, refusals.get(name, {})) for name in names)
 
 
-def found(measured: Evidence, tier: str = "S", **refusals: Mapping[str, str]) -> dict[tuple[str, str, str], Effect]:
+def found(
+    measured: AblationMeasurements, tier: str = "S", **refusals: Mapping[str, str]
+) -> dict[tuple[str, str, str], ChangeEffect]:
     of = changes(measured.design, tier, **refusals)
     each = [e for change in of for e in measured.effects(change)]
     each += measured.all_together(of)
@@ -108,7 +114,7 @@ RUNGS = (0.3, 0.6, 0.99)
 
 def learned(steps_s: Mapping[str, float], refusals: Mapping[str, Mapping[str, str]] | None = None, **plan: float):
     """Return the times of a plan of two changes, whose arms cross 0.3 in 3.5 steps of so many seconds, 0.6 in 6.5."""
-    design = Design(("precision", "learning_rate_scale"))
+    design = AblationDesign(("precision", "learning_rate_scale"))
     arms = [REFERENCE, *design.arms, *design.controls]
     values = [0.1 * at - 0.05 for at in range(1, 11)]
 
@@ -117,9 +123,9 @@ def learned(steps_s: Mapping[str, float], refusals: Mapping[str, Mapping[str, st
 
     machines = (1.0, 1.001, 1.002, 0.999, 0.998)
     races = {seed: {name: ran(one * steps_s.get(name, 1.0)) for name in arms} for seed, one in enumerate(machines)}
-    measured = Evidence(design, races, {}, {name: name for name in arms}, "accuracy", True, "share")
+    measured = AblationMeasurements(design, races, {}, {name: name for name in arms}, "accuracy", True, "share")
     kinds = {"precision": "S", "learning_rate_scale": "F"}
-    of = tuple(Change(name, name, tier, (refusals or {}).get(name, {})) for name, tier in kinds.items())
+    of = tuple(AblatedChange(name, name, tier, (refusals or {}).get(name, {})) for name, tier in kinds.items())
     wanted = replace(Plan.fixed(8, precision="bf16", learning_rate_scale=2.0), **plan)
     return {(t.change, t.setting, t.row.target, t.row.charged): t.row for t in times(measured, wanted, of, RUNGS)}
 
@@ -160,7 +166,7 @@ def test_what_was_refused_has_no_time():
 
 
 def test_of_two_changes_their_interaction_is_one():
-    design = Design(("precision", "recompute"))
+    design = AblationDesign(("precision", "recompute"))
     measured = evidence(speed((frozenset(design.changes), 0.1)), design=design)
     effects = found(measured)
     one, other = (effects[name, INTERACTION, THROUGHPUT].ratio for name in design.changes)
@@ -169,7 +175,7 @@ def test_of_two_changes_their_interaction_is_one():
 
 
 def test_two_by_two_it_is_said_which_pair_acts_together():
-    design = Design(NAMES)
+    design = AblationDesign(NAMES)
     measured = evidence(speed((frozenset({"precision", "recompute"}), 0.1)), design=design)
     named = {change.name: change for change in changes(design)}
     pairs = [e for one, other in design.pairs for e in measured.pair_effects(named[one], named[other])]
@@ -193,7 +199,7 @@ def test_an_effect_has_to_be_clear_of_its_own_settings_control():
     races = evidence(speed((frozenset({"micro_batch"}), -math.log(0.9) + 0.03))).races  # worth 3%
     slow = {seed: race | {PLAN_AGAIN: timed(1.2 * timed_s(race[PLAN]))} for seed, race in races.items()}
     labels = {name: name for name in slow[0]}
-    effects = found(Evidence(Design(NAMES), slow, {}, labels, "accuracy", True, "share"))
+    effects = found(AblationMeasurements(AblationDesign(NAMES), slow, {}, labels, "accuracy", True, "share"))
     assert effects["micro_batch", ALONE, THROUGHPUT].verdict.kind == "gain"
     assert effects["micro_batch", WITHIN, THROUGHPUT].verdict.kind == "no gain"
 
@@ -213,7 +219,7 @@ def test_what_an_arm_failed_in_has_no_verdict_and_what_did_not_need_it_has():
     broken = dict(measured.races)
     broken[0] = broken[0] | {"without_precision": record(end="diverged")}
     peaks = {UNCHANGED: 1000, "with_precision": 600, "without_precision": 900, PLAN: 300}
-    effects = found(Evidence(measured.design, broken, peaks, measured.labels, "accuracy", True, "share"))
+    effects = found(AblationMeasurements(measured.design, broken, peaks, measured.labels, "accuracy", True, "share"))
     assert effects["precision", WITHIN, THROUGHPUT].verdict.kind == "no verdict"
     assert effects["precision", WITHIN, MEMORY].verdict.kind == "no verdict"
     assert effects["precision", INTERACTION, MEMORY].verdict.kind == "no verdict"
@@ -233,7 +239,7 @@ def test_what_could_not_be_tried_has_no_figure():
 
 
 def test_peaks_are_compared_as_counted_and_multiply_where_changes_act_apart():
-    design = Design(("precision", "recompute"))
+    design = AblationDesign(("precision", "recompute"))
     peaks = {UNCHANGED: 1000, "with_precision": 600, "with_recompute": 500, PLAN: 300}
     effects = found(evidence(speed(), design=design, peaks=peaks))
     assert effects["precision", ALONE, MEMORY].ratio.mean == pytest.approx(0.6)
@@ -247,30 +253,32 @@ def test_peaks_are_compared_as_counted_and_multiply_where_changes_act_apart():
 
 
 def test_quality_is_paired_by_seed_after_the_same_rows():
-    design = Design(("precision", "learning_rate_scale"))
+    design = AblationDesign(("precision", "learning_rate_scale"))
     ends = {UNCHANGED: 0.5, "with_precision": 0.5, "with_learning_rate_scale": 0.7, PLAN: 0.7}
     races = {
         seed: {name: climbing((1.0, 2.0), (0.1, end + 0.001 * seed)) for name, end in ends.items()} for seed in range(5)
     }
-    measured = Evidence(design, races, {}, {name: name for name in ends}, "accuracy", True, "share")
-    rate = Change("learning_rate_scale", "learning rate scale 3", "F")
+    measured = AblationMeasurements(design, races, {}, {name: name for name in ends}, "accuracy", True, "share")
+    rate = AblatedChange("learning_rate_scale", "learning rate scale 3", "F")
     (alone,) = [e for e in measured.effects(rate) if (e.setting, e.metric) == (ALONE, QUALITY)]
     assert (alone.ratio.mean, alone.verdict.kind) == (pytest.approx(20.0), "gain")
-    (kept,) = [e for e in measured.effects(Change("precision", "precision bf16", "S")) if e.metric == QUALITY][:1]
+    (kept,) = [e for e in measured.effects(AblatedChange("precision", "precision bf16", "S")) if e.metric == QUALITY][
+        :1
+    ]
     assert (kept.ratio.mean, kept.verdict.kind) == (pytest.approx(0.0), "no gain")
 
 
 def test_of_what_is_freed_too_quality_is_told_after_the_same_rows():
     """A cap stops the slower arm early: where the other ended it had trained on more."""
-    design = Design(("precision", "learning_rate_scale"))
+    design = AblationDesign(("precision", "learning_rate_scale"))
     names = (UNCHANGED, "with_precision", "with_learning_rate_scale", PLAN)
     races = {}
     for seed in range(5):
         whole = {name: climbing((1.0, 2.0), (0.1, 0.9 + 0.001 * seed)) for name in names}
         late = climbing((2.0,), (0.2 + 0.001 * seed,))
         races[seed] = whole | {"with_learning_rate_scale": replace(late, end=End("cap", {}))}
-    measured = Evidence(design, races, {}, {name: name for name in names}, "accuracy", True, "share")
-    rate = Change("learning_rate_scale", "learning rate scale 3", "F")
+    measured = AblationMeasurements(design, races, {}, {name: name for name in names}, "accuracy", True, "share")
+    rate = AblatedChange("learning_rate_scale", "learning rate scale 3", "F")
     (alone,) = [e for e in measured.effects(rate) if (e.setting, e.metric) == (ALONE, QUALITY)]
     assert alone.ratio.mean == pytest.approx(10.2)  # 0.202 for 0.1, each after its first evaluation
 
@@ -291,7 +299,7 @@ def test_quality_is_told_after_nearly_the_same_rows_where_windows_end_beyond_the
 
 def ended(ends: Mapping[str, float], *, seeds: int = 5, noise: float = 0.002, brief: frozenset[str] = frozenset()):
     """Return the effects of a schedule and a rate whose arms end at so much accuracy, but for a seed's own level."""
-    design, draw = Design(("schedule", "learning_rate_scale")), random.Random(3)
+    design, draw = AblationDesign(("schedule", "learning_rate_scale")), random.Random(3)
     arms = [REFERENCE, *design.arms, *design.controls]
     races = {}
     for seed in range(seeds):
@@ -299,7 +307,7 @@ def ended(ends: Mapping[str, float], *, seeds: int = 5, noise: float = 0.002, br
         ends_at = {name: ends.get(design.controls.get(name, name), 0.3) + level + draw.gauss(0, noise) for name in arms}
         races[seed] = {name: climbing([1.0, 2.0], [0.1, end]) for name, end in ends_at.items() if name not in brief}
         races[seed] |= {name: timed(1.0) for name in brief}
-    measured = Evidence(design, races, {}, {name: name for name in arms}, "accuracy", True, "share")
+    measured = AblationMeasurements(design, races, {}, {name: name for name in arms}, "accuracy", True, "share")
     return design, measured, found(measured, tier="F")
 
 
@@ -386,7 +394,7 @@ def test_of_arms_that_did_not_run_whole_no_interaction_of_quality_is_told():
 
 
 def test_one_change_is_told_once():
-    design = Design(("precision",))
+    design = AblationDesign(("precision",))
     effects = found(evidence(speed(), design=design))
     assert set(effects) == {("precision", ALONE, THROUGHPUT)}
     assert evidence(speed(), design=design).interaction_control is None
@@ -401,7 +409,7 @@ def test_a_race_counts_where_it_has_all_arms():
 # The first sentences.
 
 
-def said(measured: Evidence, **refusals: Mapping[str, str]):
+def said(measured: AblationMeasurements, **refusals: Mapping[str, str]):
     each = changes(measured.design, **refusals)
     effects = tuple(found(measured, **refusals).values())
     return headline(each, effects, tuple(measured.whole("S")), measured.interaction_control)
@@ -460,7 +468,7 @@ def test_of_a_plan_that_changes_the_training_the_headline_tells_what_it_ends_wit
 def test_a_plan_that_changes_nothing_has_nothing_to_ablate():
     assert headline((), (), ()) == NOTHING
     assert NOTHING.kind == "no gain"
-    assert Design(()).controls == {}
+    assert AblationDesign(()).controls == {}
 
 
 def test_controls_are_stated_as_such():

@@ -14,12 +14,12 @@ from tiny_task import load_data, task
 from trimtab.core.energy_reading import NO_METER
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
+from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, SplitCheck
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.record import BRIEF, End, RunRecord
 from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.comparison import comparison_summary
-from trimtab.experiments.comparison.arm_metrics import ArmFacts
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.comparison.caveats import WHY_TIMED, notes
 from trimtab.experiments.comparison.comparison_result import Comparison, Verdict
 from trimtab.experiments.comparison.comparison_rows import benchmark_object
@@ -45,16 +45,16 @@ LOOP = LoopFacts(
 TASK = replace(task, batch_rows=100, targets=(0.5, 0.7))
 RISE = (0.2, 0.4, 0.6, 0.8, 0.9)
 # The plan's step recomputes half of the model's FLOP.
-FACTS = {"reference": ArmFacts(1000, {"forward": 0.4}, 1e6, "fp32"), "plan_S": ArmFacts(600, {}, 1.5e6, "fp32")}
+FACTS = {"reference": ArmMetrics(1000, {"forward": 0.4}, 1e6, "fp32"), "plan_S": ArmMetrics(600, {}, 1.5e6, "fp32")}
 WOBBLE = (1.0, 1.01, 0.99, 1.005, 0.995)
 
 
 def plans(*, changed: bool = True) -> Plans:
     trial = Trial("modes", Candidate("fp32", "keep", False, 100), (1.0,) * 5, 1000)
-    profile = Profile(DEVICE, LOOP, Check(True, "proved"), trials=(trial,))
+    profile = Profile(DEVICE, LOOP, SplitCheck(True, "proved"), trials=(trial,))
     same = Plan.fixed(100, 50 if changed else None)
-    same = replace(same, baseline=Measured(1.0, 1000), predicted=Measured(0.5, 600), planning_s=2.0)
-    rate = Choice(4.0, "a third of 12x", Mark.DYNAMICS, changed=True)
+    same = replace(same, baseline=MeasuredCost(1.0, 1000), predicted=MeasuredCost(0.5, 600), planning_s=2.0)
+    rate = Choice(4.0, "a third of 12x", Effect.DYNAMICS, changed=True)
     freed = replace(same, learning_rate_scale=rate, planning_s=5.0, search_s=3.0)
     return Plans({"S": same, "F": freed}, {"S": profile})
 
@@ -78,7 +78,7 @@ def races(n: int = 5, *, ours: float = 0.5, freed: float = 0.5) -> dict[int, dic
     }
 
 
-def comparison(found=None, *, changed: bool = True, facts: dict[str, ArmFacts] | None = None, its=TASK) -> Comparison:
+def comparison(found=None, *, changed: bool = True, facts: dict[str, ArmMetrics] | None = None, its=TASK) -> Comparison:
     facts = FACTS if facts is None else facts
     found = races() if found is None else found
     environment = {"torch": "2"}
@@ -293,7 +293,7 @@ def test_a_plan_that_failed_before_the_races_is_told():
     found = races()
     for race in found.values():
         del race["plan_S"], race["plan_F"]
-    failed = {name: ArmFacts(None, error="out of memory") for name in ("plan_S", "plan_F")}
+    failed = {name: ArmMetrics(None, error="out of memory") for name in ("plan_S", "plan_F")}
     result = comparison(found, facts=FACTS | failed)
     assert result.headline.kind == "no verdict"
     assert "The plan that keeps the maths failed before the first race" in result.headline.sentence
@@ -301,7 +301,7 @@ def test_a_plan_that_failed_before_the_races_is_told():
 
 
 def test_an_arm_that_failed_apart_from_the_races_it_ran_is_there_once():
-    result = comparison(facts=FACTS | {"plan_S": ArmFacts(None, error="out of memory")})
+    result = comparison(facts=FACTS | {"plan_S": ArmMetrics(None, error="out of memory")})
     assert [arm.name for arm in result.arms] == ["reference", "self", "plan_S", "plan_F"]
     assert result.arm("plan_S").error == "out of memory"
     assert "The plan that keeps the maths failed" in result.headline.sentence

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
-from trimtab.experiments.comparison.arm_selection import Lineup
-from trimtab.experiments.comparison.compare import Settings, compare
-from trimtab.experiments.comparison.compare_command import Asked
+from trimtab.experiments.comparison.arm_selection import ArmSelection
+from trimtab.experiments.comparison.compare import CompareOptions, compare
+from trimtab.experiments.comparison.compare_command import CompareRequest
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS
 from trimtab.experiments.task_hash import code_of
@@ -35,7 +35,7 @@ def all_peers():
 
 def entries(task, **settings):
     plans = Plans({"S": Plan.fixed(BATCH_ROWS)})
-    found = Lineup(task, plans, Settings(adapt=(), **settings), 0.001, brief=False).entries()
+    found = ArmSelection(task, plans, CompareOptions(adapt=(), **settings), 0.001, brief=False).entries()
     return {entry.name: entry for entry in found}
 
 
@@ -55,7 +55,7 @@ def test_peers_are_raced_by_name_and_to_their_own_ends():
 
 def test_a_peer_that_is_none_is_refused():
     with raises(ValueGivenError, code="value.invalid", field="against"):
-        Settings(against=("strong", "fast"))
+        CompareOptions(against=("strong", "fast"))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_every_peer_that_is_named_is_checked_before_anything_runs(changes, named
 
     task = replace(all_peers(), load_data=nothing, **changes)
     with raises(ValueGivenError, code="value.invalid", field="against"):
-        compare(task, tmp_path / "out", Settings(2, against=named), command="")
+        compare(task, tmp_path / "out", CompareOptions(2, against=named), command="")
     assert not (tmp_path / "out").exists()
 
 
@@ -85,21 +85,21 @@ def test_every_hand_tuned_recipe_has_its_loop():
 
 
 def test_naming_peers_is_asking_for_them():
-    named = Asked("tiny", against=("strict",))
+    named = CompareRequest("tiny", against=("strict",))
     assert named.races_peers is True
-    assert Asked("tiny").races_peers is None
+    assert CompareRequest("tiny").races_peers is None
     assert named.settings(1).raced == ("strict",)
     with raises(ValueGivenError, code="value.invalid", field="--against"):
-        Asked("tiny", peers=False, against=("strict",)).settings(1)
+        CompareRequest("tiny", peers=False, against=("strict",)).settings(1)
     with raises(ValueGivenError, code="value.invalid", field="quick"):
-        Asked("tiny", quick=True, against=("strict",)).settings(1)
+        CompareRequest("tiny", quick=True, against=("strict",)).settings(1)
 
 
 @pytest.mark.usefixtures("brief_trials")
 def test_a_comparison_shows_every_peer_beside_the_plan(tmp_path):
     before, task = ProcessState.capture(), all_peers()
     task = replace(task, muon=replace(task.muon, rates="published rates, not swept here"))
-    found = compare(task, tmp_path, Settings(2, adapt=(), against=("strict", "muon")), command="")
+    found = compare(task, tmp_path, CompareOptions(2, adapt=(), against=("strict", "muon")), command="")
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "strict", "muon"]
     assert {"strict", "muon"} <= {row.against for row in found.ratios if row.arm == "plan_S"}
     assert {row.against for row in found.target_rows if row.arm == "plan_S"} == {"reference", "strict"}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trimtab.core.hardware import DeviceSpec
-from trimtab.experiments.comparison.arm_metrics import ArmFacts, utilisation
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics, utilisation
 from trimtab.experiments.paired_runs.inspect_arm import _peak
 
 GPU = DeviceSpec("made up", "cuda", None, {"fp32": 100.0, "tf32": 400.0}, 10.0, "made up")
@@ -20,7 +20,7 @@ class Loop:
 
 @pytest.mark.parametrize(("peak", "expected"), [("", 0.5), ("tf32", 0.125)])
 def test_utilisation_is_of_the_peak_that_convolutions_run_at(peak, expected):
-    fact = ArmFacts(1, {}, 5.0, "fp32", peak=peak)
+    fact = ArmMetrics(1, {}, 5.0, "fp32", peak=peak)
     assert utilisation(GPU, fact, fact, [10.0]) == (expected, expected)
 
 

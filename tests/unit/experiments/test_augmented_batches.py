@@ -12,7 +12,7 @@ from torch import nn
 from trimtab.core.plan import Plan
 from trimtab.distributed.sharded_loader import shard
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
-from trimtab.experiments.train import Training, train_whole
+from trimtab.experiments.train import TrainingOptions, train_whole
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import DataSource, Metric, Task, TaskData
 from trimtab.tasks.cifar10 import augment
@@ -97,5 +97,5 @@ def test_batches_drawn_anew_are_those_of_before():
 
 
 def test_what_was_trained_says_where_its_data_lay():
-    found = train_whole(Training(TASK, Plan.fixed(BATCH_ROWS), 2), lambda *_: None)
+    found = train_whole(TrainingOptions(TASK, Plan.fixed(BATCH_ROWS), 2), lambda *_: None)
     assert found["data_on"] == "host: trained on the processor: 144 KiB are where they are used"

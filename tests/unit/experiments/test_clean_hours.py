@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from train_here import trained_here
 
-from trimtab.core.choice import Measured
+from trimtab.core.choice import MeasuredCost
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
 
@@ -52,7 +52,7 @@ def test_a_dry_run_says_when_and_trains_nothing(train, tmp_path):
 
 def test_a_dry_run_takes_the_plans_seconds(train, tmp_path):
     forecast(tmp_path / "hours.csv", [300] * 4 + [100] * 8 + [300] * 12)
-    (tmp_path / "plan.json").write_text(to_json(replace(Plan.fixed(32), measured=Measured(900.0))))
+    (tmp_path / "plan.json").write_text(to_json(replace(Plan.fixed(32), measured=MeasuredCost(900.0))))
     out = train(*CLEAN, "--dry-run")[1]
     assert "work: 60 min 0 s: 4 steps of 15 min 0 s, as the plan measured them, without the evaluation" in out
 

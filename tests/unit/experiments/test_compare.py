@@ -21,18 +21,18 @@ from trimtab.calibrate import trials
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import FormatError, InfeasibleError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Measured, Plan
+from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.core.record import read_record
 from trimtab.core.serialization import read_json, to_json, to_jsonable
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 from trimtab.experiments import gain_timing as gain_module
 from trimtab.experiments import output_folder as claim_module
 from trimtab.experiments import task_plans as planning_module
 from trimtab.experiments.comparison import arm_selection
 from trimtab.experiments.comparison import compare as compare_module
-from trimtab.experiments.comparison.arm_metrics import ArmFacts
-from trimtab.experiments.comparison.arm_selection import Lineup
-from trimtab.experiments.comparison.compare import Settings, compare
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics
+from trimtab.experiments.comparison.arm_selection import ArmSelection
+from trimtab.experiments.comparison.compare import CompareOptions, compare
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison.comparison_rows import benchmark_object
 from trimtab.experiments.paired_runs import inspect_arm
@@ -50,7 +50,7 @@ from trimtab.tasks.models.gpt import GPTShape
 
 CPU = torch.device("cpu")
 TASK_FILE = f"{Path(__file__).with_name('tiny_task.py')}:task"
-PAIRS = Settings(num_pairs=2, peers=False)
+PAIRS = CompareOptions(num_pairs=2, peers=False)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def short(monkeypatch):
     monkeypatch.setattr(gain_module, "_LAP_S", 0.002)
 
 
-def run(out: Path, settings: Settings = PAIRS, task=None, **options) -> Comparison:
+def run(out: Path, settings: CompareOptions = PAIRS, task=None, **options) -> Comparison:
     return compare(task or load_task(TASK_FILE), out, settings, command="trimtab compare tiny", **options)
 
 
@@ -84,8 +84,8 @@ def folder(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished[0], tmp_path / "copy"))
 
 
-def first_look() -> Settings:
-    return Settings(num_pairs=2, whole_pairs=0, quick=True, adapt=(), peers=False)
+def first_look() -> CompareOptions:
+    return CompareOptions(num_pairs=2, whole_pairs=0, quick=True, adapt=(), peers=False)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -113,7 +113,7 @@ def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(lengths_module, "_CONTROL_S", 0.0)
     its = replace(load_task(TASK_FILE), adapted_rows=BUDGET_ROWS // 2)
     folder = tmp_path / "out"
-    found = run(folder, Settings(num_pairs=2, whole_pairs=1), its)
+    found = run(folder, CompareOptions(num_pairs=2, whole_pairs=1), its)
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"race-0", "brief-1"}
     by_arm = {name: found.arm(name) for name in ("reference", "self", "plan_S", "plan_F", "strong", "strong_plan")}
     assert {name: len(arm.step_s) for name, arm in by_arm.items()} == dict.fromkeys(by_arm, 2)
@@ -131,7 +131,7 @@ def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
     assert {(row.n, row.ratio.n if row.ratio else 1) for row in found.target_rows} == {(1, 1)}
     differences = {row.arm: row.ratio.n for row in found.ratios if row.metric == "final_metric_difference"}
     assert differences == {"plan_S": 1, "plan_F": 1}
-    again = run(folder, Settings(num_pairs=2), its)
+    again = run(folder, CompareOptions(num_pairs=2), its)
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"race-0", "brief-1", "race-1"}
     assert len(again.arm("reference").curves) == 2
 
@@ -139,7 +139,7 @@ def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("whole", [-1, 6, 2.5, "all"])
 def test_whole_pairs_are_among_the_pairs(whole):
     with raises(ValueGivenError, code="value.invalid", field="whole"):
-        Settings(num_pairs=5, whole_pairs=whole)
+        CompareOptions(num_pairs=5, whole_pairs=whole)
 
 
 def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
 def test_quick_is_throughput_of_tier_s_alone(others):
     settings = {"quick": True, "whole_pairs": 0, "adapt": (), "peers": False}
     with raises(ValueGivenError, code="value.invalid", field="quick"):
-        Settings(**(settings | others if others else {"quick": True}))
+        CompareOptions(**(settings | others if others else {"quick": True}))
 
 
 def test_a_quick_comparison_ends_when_its_time_does(tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
     broken = SimpleNamespace(step=_raise, close=lambda: None, model=None)
     monkeypatch.setattr(arm_selection, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
     if where == "step":  # the memory pass succeeds, the race does not
-        monkeypatch.setattr(race_folder, "measure_arm", lambda *_, **__: ArmFacts(100))
+        monkeypatch.setattr(race_folder, "measure_arm", lambda *_, **__: ArmMetrics(100))
     found = run(tmp_path / "out")
     for name in ("plan_S", "plan_F"):
         arm = found.arm(name)
@@ -220,7 +220,7 @@ def test_a_reference_that_fails_ends_the_comparison(tmp_path, monkeypatch):
 
 
 def made_plans(step_s: float) -> Plans:
-    same = replace(Plan.fixed(BATCH_ROWS), baseline=Measured(step_s))
+    same = replace(Plan.fixed(BATCH_ROWS), baseline=MeasuredCost(step_s))
     return Plans({"S": same, "F": same, "strong": same})
 
 
@@ -230,7 +230,7 @@ def test_only_a_plan_with_a_schedule_of_its_own_ends_at_the_tasks_horizon(schedu
     plans = made_plans(0.01)
     freed = replace(plans.plans["F"], schedule=replace(plans.plans["F"].schedule, value=schedule))
     plans = replace(plans, plans=plans.plans | {"F": freed})
-    entries = {e.name: e for e in Lineup(its, plans, Settings(), brief=False).entries()}
+    entries = {e.name: e for e in ArmSelection(its, plans, CompareOptions(), brief=False).entries()}
     assert entries["plan_F"].budget_rows == rows * BATCH_ROWS
 
 
@@ -240,7 +240,7 @@ def test_only_a_plan_with_a_schedule_of_its_own_ends_at_the_tasks_horizon(schedu
 )
 def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps):
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
-    entries = Lineup(its, made_plans(step_s), Settings(), brief=True).entries()
+    entries = ArmSelection(its, made_plans(step_s), CompareOptions(), brief=True).entries()
     assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
 
 
@@ -249,9 +249,9 @@ def test_on_a_gpu_short_arms_are_shorter_and_each_as_long_by_its_own_step(step_s
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
     plans = made_plans(step_s)
     fused = replace(plans.plans["S"].fused_optimizer, value=True, changed=True)
-    faster = replace(plans.plans["S"], measured=Measured(step_s / 10), fused_optimizer=fused)
+    faster = replace(plans.plans["S"], measured=MeasuredCost(step_s / 10), fused_optimizer=fused)
     plans = replace(plans, plans=plans.plans | {"S": faster})
-    entries = Lineup(its, plans, Settings(), brief=True, dear=True).entries()
+    entries = ArmSelection(its, plans, CompareOptions(), brief=True, dear=True).entries()
     found = {e.name: e.budget_rows // BATCH_ROWS for e in entries}
     assert (found["reference"], found["self"], found["plan_S"]) == (steps, steps, own)
 
@@ -259,11 +259,11 @@ def test_on_a_gpu_short_arms_are_shorter_and_each_as_long_by_its_own_step(step_s
 def test_the_controls_of_a_whole_race_run_for_a_minute():
     rows = 5000 * BATCH_ROWS
     its = replace(tiny, budget_rows=rows, strong=replace(tiny.strong, budget_rows=rows))
-    entries = {e.name: e for e in Lineup(its, made_plans(0.1), Settings(), brief=False).entries()}
+    entries = {e.name: e for e in ArmSelection(its, made_plans(0.1), CompareOptions(), brief=False).entries()}
     assert {e.name: e.budget_rows // BATCH_ROWS for e in entries.values() if e.is_timed_only} == {
         "self": 600, "plan_S": 600, "strong_plan": 600, "paper": 60
     }  # fmt: skip
-    entries = {e.name: e for e in Lineup(its, made_plans(0.001), Settings(), brief=False).entries()}
+    entries = {e.name: e for e in ArmSelection(its, made_plans(0.001), CompareOptions(), brief=False).entries()}
     assert not any(e.is_timed_only for e in entries.values())
 
 
@@ -276,7 +276,7 @@ def test_a_plan_that_changes_nothing_is_only_timed_where_the_reference_takes_lon
     if changes:
         fused = replace(plans.plans["S"].fused_optimizer, value=True, changed=True)
         plans = replace(plans, plans=plans.plans | {"S": replace(plans.plans["S"], fused_optimizer=fused)})
-    entries = {e.name: e for e in Lineup(its, plans, Settings(), brief=False).entries()}
+    entries = {e.name: e for e in ArmSelection(its, plans, CompareOptions(), brief=False).entries()}
     assert entries["plan_S"].is_timed_only is timed
     assert ("its plan changes nothing" in str(entries["plan_S"].detail)) is timed
 
@@ -284,7 +284,7 @@ def test_a_plan_that_changes_nothing_is_only_timed_where_the_reference_takes_lon
 @pytest.mark.parametrize(("step_s", "timed"), [(0.1, True), (0.001, False)])
 def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, timed):
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
-    entries = {e.name: e for e in Lineup(its, made_plans(step_s), Settings(), brief=False).entries()}
+    entries = {e.name: e for e in ArmSelection(its, made_plans(step_s), CompareOptions(), brief=False).entries()}
     detail = {"brief": True, "why_timed": "the reference trains longer than 120 s"} if timed else {}
     assert entries["paper"].detail == detail
     assert entries["reference"].detail == {}
@@ -292,8 +292,8 @@ def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, t
 
 def test_the_paper_recipe_runs_whole_where_a_cap_says_how_long_an_arm_may_train():
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
-    settings = replace(Settings(), cap_s=90.0)
-    entries = {e.name: e for e in Lineup(its, made_plans(0.1), settings, brief=False).entries()}
+    settings = replace(CompareOptions(), cap_s=90.0)
+    entries = {e.name: e for e in ArmSelection(its, made_plans(0.1), settings, brief=False).entries()}
     assert (entries["paper"].budget_rows, entries["paper"].is_timed_only) == (its.budget_rows, False)
 
 
@@ -321,7 +321,7 @@ def test_every_stage_leaves_its_result(finished):
     record = read_record(folder / "race-1" / "plan_F.jsonl")
     assert (record.header.name, record.header.seed) == ("plan_F", 1)
     assert found.arm("plan_F").final_metric[1] == record.evaluations[-1].metrics["accuracy"]
-    assert read_json(Gain, folder / "gain.json") == found.gain
+    assert read_json(TimedGain, folder / "gain.json") == found.gain
     assert [(row.arm, row.third, row.speed.n) for row in found.thirds] == [
         (arm, third, 2) for arm in ("plan_S", "plan_F") for third in ("early", "middle", "late")
     ]
@@ -537,7 +537,7 @@ def test_damaged_settings_are_named(folder, text):
 )
 def test_settings_are_checked_at_the_door(field, value):
     with pytest.raises(ValueGivenError):
-        Settings(**{field: value})
+        CompareOptions(**{field: value})
 
 
 def test_the_report_is_written_and_read_back(finished, tmp_path):
@@ -551,7 +551,7 @@ def test_the_report_is_written_and_read_back(finished, tmp_path):
 
 
 def test_a_whole_comparison_races_the_peers_too(tmp_path):
-    found = run(tmp_path / "out", Settings(num_pairs=1, adapt=()))
+    found = run(tmp_path / "out", CompareOptions(num_pairs=1, adapt=()))
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "paper", "strong", "strong_plan"]
     assert set(found.plans) == {"S", "strong"}
     assert found.plans["strong"].reference.clip_norm == 1.0

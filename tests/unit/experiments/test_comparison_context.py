@@ -15,14 +15,14 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
-from trimtab.distributed.coordinator import ALONE, Pace, Together
-from trimtab.distributed.rank_coordinator import _Ahead
-from trimtab.experiments.comparison.arm_metrics import ArmFacts
-from trimtab.experiments.comparison.compare import Settings, compare
+from trimtab.distributed.coordinator import ALONE, BlockLength, Coordinator
+from trimtab.distributed.rank_coordinator import _FixedBlockLength
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics
+from trimtab.experiments.comparison.compare import CompareOptions, compare
 from trimtab.experiments.comparison.comparison_headline import headline
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison.comparison_summary import summarise
-from trimtab.experiments.comparison.rank_caveats import Ranks, rank_notes
+from trimtab.experiments.comparison.rank_caveats import RankConditions, rank_notes
 from trimtab.experiments.comparison_context import together
 from trimtab.experiments.output_folder import claim
 from trimtab.experiments.paired_runs.inspect_arm import _mean, measure_arm
@@ -34,7 +34,7 @@ from trimtab.recipes.reference import ReferenceLoop
 PLANS = Plans({"S": Plan.fixed(BATCH_ROWS)})
 
 
-def length(pace: Pace, step_s: float) -> int:
+def length(pace: BlockLength, step_s: float) -> int:
     """Return how many steps a block of steps so long has."""
     steps = 0
     while pace.goes_on(steps, steps * step_s):
@@ -44,17 +44,17 @@ def length(pace: Pace, step_s: float) -> int:
 
 
 def test_one_process_ends_a_block_by_its_clock():
-    pace = Pace(8, 1.0)
+    pace = BlockLength(8, 1.0)
     assert [length(pace, step_s) for step_s in (0.25, 0.0625, 0.25)] == [8, 16, 8]
 
 
 def test_ranks_know_how_long_a_block_is_before_it_begins():
-    pace = _Ahead(8, 1.0)
+    pace = _FixedBlockLength(8, 1.0)
     assert [length(pace, step_s) for step_s in (0.0625, 0.0625, 0.25, 0.0625)] == [8, 16, 16, 8]
 
 
 def test_a_block_without_steps_decides_nothing():
-    pace = _Ahead(8, 1.0)
+    pace = _FixedBlockLength(8, 1.0)
     pace.ended(0, 0.0)
     assert length(pace, 1.0) == 8
 
@@ -64,9 +64,9 @@ def test_one_process_agrees_with_itself(tmp_path):
         assert alone is ALONE
     assert (ALONE.each(3.0), ALONE.in_turn(lambda: 5)) == ([3.0], 5)
     path = tmp_path / "facts.json"
-    assert ALONE.read(ArmFacts, path) is None
-    ALONE.write(path, ArmFacts(7))
-    assert ALONE.read(ArmFacts, path) == ArmFacts(7)
+    assert ALONE.read(ArmMetrics, path) is None
+    ALONE.write(path, ArmMetrics(7))
+    assert ALONE.read(ArmMetrics, path) == ArmMetrics(7)
     before = torch.get_rng_state()
     ALONE.draw_apart(1)
     assert torch.equal(torch.get_rng_state(), before)
@@ -117,11 +117,11 @@ def test_a_given_plan_is_for_as_many_ranks_and_their_share():
 
 
 def test_settings_that_ask_for_more_are_refused_too(tmp_path):
-    class Two(Together):
+    class Two(Coordinator):
         num_ranks = 2
 
     with raises(ValueGivenError, code="value.invalid", field="--ranks"):
-        compare(tiny, tmp_path / "out", Settings(), command="", together=Two())
+        compare(tiny, tmp_path / "out", CompareOptions(), command="", together=Two())
     assert not (tmp_path / "out").exists()
 
 
@@ -166,33 +166,33 @@ def test_a_folder_that_says_nothing_of_ranks_is_of_one(tmp_path):
 # What a report says
 
 
-def comparison(ranks: Ranks, facts=None) -> Comparison:
-    facts = facts or {name: ArmFacts(100) for name in ("reference", "plan_S")}
+def comparison(ranks: RankConditions, facts=None) -> Comparison:
+    facts = facts or {name: ArmMetrics(100) for name in ("reference", "plan_S")}
     return summarise(tiny, load_data(), PLANS, {}, facts, command="", environment={}, ranks=ranks)
 
 
 def test_a_report_of_ranks_says_so_first():
-    found = comparison(Ranks(2, "cores"))
+    found = comparison(RankConditions(2, "cores"))
     sentence = "On 2 ranks; the reference is the loop in DDP."
     assert sentence in found.headline.sentence
     assert "Ranks share cores: correctness only, no claim of scaling." in found.headline.sentence
     assert "on 2 ranks" in byline(found)
     assert any("DistributedDataParallel with its defaults" in note for note in found.notes)
     assert "ranks share cores: correctness only, no claim of scaling" in found.notes
-    roomy = comparison(Ranks(2))
+    roomy = comparison(RankConditions(2))
     assert sentence in roomy.headline.sentence
     assert "correctness only" not in " ".join((roomy.headline.sentence, *roomy.notes))
 
 
 def test_a_report_of_one_process_says_nothing_of_ranks():
-    found = comparison(Ranks())
+    found = comparison(RankConditions())
     assert found.num_ranks == 1
     assert "rank" not in " ".join((found.headline.sentence, byline(found), *found.notes))
     assert headline((), (), PLANS.plans["S"], {}).sentence == "Nothing was measured."
 
 
 def test_an_older_report_is_read_as_of_one_rank():
-    written = json.loads(to_json(comparison(Ranks(2))))
+    written = json.loads(to_json(comparison(RankConditions(2))))
     assert written.pop("num_ranks") == 2
     assert from_json(Comparison, json.dumps(written)).num_ranks == 1
 
@@ -202,7 +202,7 @@ def test_an_older_report_is_read_as_of_one_rank():
     [(32, (1.0, 1.0), False), (33, (1.0, 1.0), True), (32, (5.0, 7.0), True), (32, (), False)],
 )
 def test_a_reference_that_weighs_its_rows_unlike_is_named(rows, terms, is_uneven):
-    notes = rank_notes(Ranks(2), PLANS, {"reference": ArmFacts(100, terms_by_rank=terms)}, rows)
+    notes = rank_notes(RankConditions(2), PLANS, {"reference": ArmMetrics(100, terms_by_rank=terms)}, rows)
     assert any("the reference weighs these unlike" in note for note in notes) is is_uneven
 
 

@@ -17,7 +17,7 @@ from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import Ratio, failure_of, limits_of
 from trimtab.experiments.comparison.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
-from trimtab.experiments.comparison.time_to_target import OTHER_EARLY, Charge, target_row
+from trimtab.experiments.comparison.time_to_target import OTHER_EARLY, PlanningCharge, target_row
 from trimtab.experiments.comparison.verdicts import control_verdict, non_inferiority, pairs_for_power, speed_verdict
 
 CONTROL = Interval(1.0, 0.98, 1.02, 5)
@@ -303,7 +303,7 @@ def target(
     charge: float | None = None,
     control: Interval | None = TIGHT,
 ):
-    charged = None if charge is None else Charge(charge)
+    charged = None if charge is None else PlanningCharge(charge)
     return target_row(races(ours, theirs), "ours", "theirs", "F", 0.5, "accuracy", True, charged, control)
 
 
@@ -736,7 +736,7 @@ def test_another_arm_that_failed_is_censored_where_it_did():
 
 def test_an_arm_that_failed_in_every_race_has_a_rung_and_no_ratio():
     found = races([broken(reaching(1))] * 5, [reaching(20)] * 5)
-    row = target_row(found, "ours", "theirs", "F", 0.5, "accuracy", True, Charge(3.0), TIGHT)
+    row = target_row(found, "ours", "theirs", "F", 0.5, "accuracy", True, PlanningCharge(3.0), TIGHT)
     assert (row.bound, row.reached_arm, row.n) == ("never reached", 0, 5)
     assert "ours failed in 5 of 5 races" in row.verdict.sentence
     assert throughput_row(found, "ours", "theirs", "F", TIGHT) is None

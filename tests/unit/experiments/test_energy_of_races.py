@@ -32,12 +32,12 @@ from trimtab.experiments.comparison.energy_rows import (
     watts,
 )
 from trimtab.experiments.comparison.ratio_rows import throughput_row
-from trimtab.experiments.comparison.time_to_target import Charge, target_row
+from trimtab.experiments.comparison.time_to_target import PlanningCharge, target_row
 from trimtab.experiments.comparison.verdicts import speed_verdict
 from trimtab.experiments.doctor import energy_finding
 from trimtab.experiments.paired_runs import paired_run as race_module
-from trimtab.experiments.paired_runs.paired_run import Entry, Racer, race
-from trimtab.experiments.paired_runs.paired_run_meter import RaceMeter
+from trimtab.experiments.paired_runs.paired_run import PairedArm, RunningArm, race
+from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.report.energy_tables import arm_energy_table, planning_sentence
 from trimtab.experiments.report.formatting import measure
 from trimtab.measure.energy_meter import GivenWatts
@@ -195,10 +195,12 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
     row = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, None, meter=MEASURED)
     assert row.energy.mean == pytest.approx(0.75)
     assert row.arm_j == pytest.approx([300.0] * 5)
-    charged = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, Charge(60.0, 900.0), meter=MEASURED)
+    charged = target_row(
+        found, "plan_S", "reference", "S", 0.6, "accuracy", True, PlanningCharge(60.0, 900.0), meter=MEASURED
+    )
     assert charged.arm_j == pytest.approx([1200.0] * 5)
     assert charged.energy.mean == pytest.approx(3.0)
-    unknown = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, Charge(60.0), meter=MEASURED)
+    unknown = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, PlanningCharge(60.0), meter=MEASURED)
     assert (unknown.energy, unknown.arm_j) == (None, ())  # what planning took is not known, so neither is the sum
     never = target_row(found, "plan_S", "reference", "S", 5.0, "accuracy", True, None, meter=MEASURED)
     assert never.energy is None
@@ -237,16 +239,16 @@ def test_a_report_says_what_planning_took():
     assert planning_sentence(SimpleNamespace(planning_energy={})) == ""
 
 
-def race_meter_of(meter, kind: Provenance = Provenance.ESTIMATED) -> RaceMeter:
+def race_meter_of(meter, kind: Provenance = Provenance.ESTIMATED) -> PairedRunMeter:
     facts = MeterFacts(kind, ("a meter",))
-    return RaceMeter(RankMeter(meter, facts, facts), ALONE)
+    return PairedRunMeter(RankMeter(meter, facts, facts), ALONE)
 
 
 def test_a_race_counts_joules_of_each_block(tmp_path, monkeypatch):
     meter = race_meter_of(GivenWatts(80))
     monkeypatch.setattr(race_module, "_BLOCK_S", 1e-6)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
-    entries = [Entry(name, ReferenceLoop, 4 * BATCH_ROWS) for name in ("reference", "self")]
+    entries = [PairedArm(name, ReferenceLoop, 4 * BATCH_ROWS) for name in ("reference", "self")]
     begin = time.perf_counter()
     raced = list(race(entries, task, load_data(), 0, CPU, meter=meter))
     whole_s = time.perf_counter() - begin
@@ -283,7 +285,7 @@ class Failing(ReferenceLoop):
 def test_a_meter_that_fails_is_no_arms_error_and_a_step_that_does_is_no_meters(monkeypatch):
     monkeypatch.setattr(race_module, "_BLOCK_S", 1e-6)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
-    entries = [Entry("reference", ReferenceLoop, 4 * BATCH_ROWS), Entry("plan_S", Failing, 4 * BATCH_ROWS)]
+    entries = [PairedArm("reference", ReferenceLoop, 4 * BATCH_ROWS), PairedArm("plan_S", Failing, 4 * BATCH_ROWS)]
     for meter, counts in ((race_meter_of(Broken()), False), (race_meter_of(GivenWatts(80)), True)):
         own, rival = race(entries, task, load_data(), 0, CPU, meter=meter)
         assert own.end.reason == "budget"
@@ -296,9 +298,9 @@ def test_a_meter_that_fails_is_no_arms_error_and_a_step_that_does_is_no_meters(m
 def test_blocks_of_a_metered_race_are_a_tenth_above_the_shortest_window(kind, block_s):
     paces = []
     together = SimpleNamespace(pace=lambda steps, seconds: paces.append(seconds))
-    entry = Entry("reference", ReferenceLoop, BATCH_ROWS)
-    Racer(entry, task, load_data(), 0, CPU, together, race_meter_of(GivenWatts(80), kind))
-    Racer(entry, task, load_data(), 0, CPU, together)
+    entry = PairedArm("reference", ReferenceLoop, BATCH_ROWS)
+    RunningArm(entry, task, load_data(), 0, CPU, together, race_meter_of(GivenWatts(80), kind))
+    RunningArm(entry, task, load_data(), 0, CPU, together)
     assert paces == pytest.approx([block_s, 1.0])
 
 
@@ -314,7 +316,7 @@ def test_the_table_says_which_blocks_were_too_short_for_joules():
 
 
 def test_a_race_without_a_meter_has_blocks_without_joules():
-    (found,) = race([Entry("reference", ReferenceLoop, 4 * BATCH_ROWS)], task, load_data(), 0, CPU)
+    (found,) = race([PairedArm("reference", ReferenceLoop, 4 * BATCH_ROWS)], task, load_data(), 0, CPU)
     assert {event.detail["energy_j"] for event in found.events} == {None}
 
 

@@ -20,9 +20,9 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Header, RunRecord, StepRecord, write_record
 from trimtab.core.serialization import to_json, to_jsonable
-from trimtab.core.step_phases import ArmPhases, Gain, Lap
+from trimtab.core.step_phases import ArmPhases, TimedGain, TimedRound
 from trimtab.decide.statistics import Interval
-from trimtab.experiments.ablation.ablation_result import AblatedArm, ChangeTime, Effect
+from trimtab.experiments.ablation.ablation_result import AblatedArm, ChangeEffect, ChangeTime
 from trimtab.experiments.comparison.comparison_result import (
     Ratio,
     RatioRow,
@@ -62,7 +62,7 @@ from trimtab.experiments.evaluation.paper_figures import (
 from trimtab.experiments.evaluation.record_findings import of_record
 from trimtab.experiments.evaluation.result import Finding
 from trimtab.experiments.evaluation.rows import evaluation_object
-from trimtab.experiments.phase_result import PhasePage
+from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.report import write_evaluation
 from trimtab.experiments.report.evaluation_tables import claim_table, gain_table
 
@@ -625,7 +625,7 @@ def test_a_component_is_judged_alone_and_not_in_the_plan():
 
 def test_an_ablation_is_shown_with_its_interactions_the_whole_and_what_is_told_from_nothing(tmp_path):
     made = ablation(1.3)
-    apart = Effect("precision", "interaction", "throughput", "S", around(0.9), GAIN)
+    apart = ChangeEffect("precision", "interaction", "throughput", "S", around(0.9), GAIN)
     whole = RatioRow("throughput", "plan", "reference", "S", around(1.2), GAIN)
     control = RatioRow("throughput", "unchanged_again", "unchanged", "", around(0.95), GAIN)
     arms = [AblatedArm("plan", "the plan", ("precision",)), AblatedArm("unchanged", "the loop, nothing changed", ())]
@@ -691,7 +691,7 @@ def test_a_change_of_training_is_not_judged_by_throughput():
     never_s = {"arm_s": (math.inf,) * 5, "against_s": (math.inf,) * 5}
     neither = ("never reached by either", 0, 0, 5, 0)
     never = TargetRow(0.85, "plan", "unchanged", "F", False, None, *neither, **never_s, verdict=GAIN)
-    made = replace(ablation(), effects=(Effect("schedule", "alone", "throughput", "F", around(1.3), GAIN),))
+    made = replace(ablation(), effects=(ChangeEffect("schedule", "alone", "throughput", "F", around(1.3), GAIN),))
     assert judge([of_ablation("a", made)])[claim] == ()
     (found,) = judge([of_ablation("a", replace(made, times=(ChangeTime("schedule", "alone", never),)))])[claim]
     assert (found.status, found.finding.measure) == (NO_VERDICT, "component_time")
@@ -716,12 +716,15 @@ def test_a_share_of_the_gain_is_held_against_its_claim(tmp_path):
     clocked = {"data": 0.1, "forward": 1.0, "backward": 2.0}, {"data": 0.1, "forward": 0.8, "backward": 1.2}
     theirs, ours = (
         ArmPhases(
-            tuple(Lap({name: s * f for name, s in seconds.items()}, {}, math.fsum(seconds.values()) * f) for f in NOISE)
+            tuple(
+                TimedRound({name: s * f for name, s in seconds.items()}, {}, math.fsum(seconds.values()) * f)
+                for f in NOISE
+            )
         )
         for seconds in clocked
     )
     device = DeviceSpec("made up", "cuda", None, {}, None, "made up", 1)
-    gain = Gain("cifar10_resnet50", theirs, ours, "", device)
+    gain = TimedGain("cifar10_resnet50", theirs, ours, "", device)
     run = of_comparison("runs/a", replace(comparison(environment=GPU), thirds=tuple(thirds), gain=gain))
     found = {(each.arm, each.part): each for each in run.findings if each.measure == "gain_share"}
     assert found["plan_S", "backward"].figure.mean == pytest.approx(0.8)
@@ -756,18 +759,21 @@ def test_shares_stand_beside_what_the_paper_claims_of_such_a_model():
     assert where == "1: cifar10_resnet50, precision alone"
 
 
-def phase_page(num_ranks: int = 2, gains: int = 1) -> PhasePage:
+def phase_page(num_ranks: int = 2, gains: int = 1) -> PhaseResult:
     """Return laps in which what ranks send takes a tenth of a step less of ten tenths that are saved."""
     clocked = {"forward": 1.0, "communication": 0.4}, {"forward": 0.1, "communication": 0.3}
     theirs, ours = (
         ArmPhases(
-            tuple(Lap({name: s * f for name, s in seconds.items()}, {}, math.fsum(seconds.values()) * f) for f in NOISE)
+            tuple(
+                TimedRound({name: s * f for name, s in seconds.items()}, {}, math.fsum(seconds.values()) * f)
+                for f in NOISE
+            )
         )
         for seconds in clocked
     )
     device = DeviceSpec("made up", "cuda", None, {}, None, "made up", 1)
-    gain = Gain("cifar10_resnet50", theirs, ours, "bf16", device, num_ranks, GPU)
-    return PhasePage((gain,) * gains, ((),) * gains)
+    gain = TimedGain("cifar10_resnet50", theirs, ours, "bf16", device, num_ranks, GPU)
+    return PhaseResult((gain,) * gains, ((),) * gains)
 
 
 def test_a_phase_table_is_a_run(tmp_path):
@@ -813,7 +819,9 @@ def test_thirds_of_a_phase_table_are_read(tmp_path):
     assert "early" in {each.part for each in read_runs([tmp_path])[0].findings}
 
 
-@pytest.mark.parametrize("lap", [Lap({"forward": 1.0}, {}, 0.0), Lap({}, {}, 1.0), Lap({"forward": 0.0}, {}, 1.0)])
+@pytest.mark.parametrize(
+    "lap", [TimedRound({"forward": 1.0}, {}, 0.0), TimedRound({}, {}, 1.0), TimedRound({"forward": 0.0}, {}, 1.0)]
+)
 def test_a_step_that_took_no_time_is_refused(tmp_path, lap):
     page = phase_page()
     damaged = replace(page.gains[0], plan=ArmPhases((lap,) * len(NOISE)))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from trimtab import Summed
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 from trimtab.decide.phase_attribution import attribute, bound_seconds
 from trimtab.experiments import gain_timing as gain_module
 from trimtab.experiments.gain_timing import gain_in, measure_gain
@@ -35,7 +35,7 @@ def short(monkeypatch):
     monkeypatch.setattr(machine, "measured_cpu_bandwidth", lambda threads: 1e9)
 
 
-def measured(task=tiny, plan: Plan | None = None, **how) -> Gain:
+def measured(task=tiny, plan: Plan | None = None, **how) -> TimedGain:
     return measure_gain(task, load_data(), CPU, plan or Plan.fixed(task.batch_rows), rounds=ROUNDS, **how)
 
 
@@ -52,7 +52,7 @@ GPT_TASK = replace(tiny, make_model=small_gpt, loss_fn=token_loss, strong=None)
 
 
 @pytest.fixture(scope="module")
-def found() -> Gain:
+def found() -> TimedGain:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gain_module, "_LAP_S", 0.01)
         patch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 1e9, "fp16": 1e6})
@@ -66,7 +66,7 @@ def test_each_arm_has_its_phases_and_both_their_laps(found):
     assert all(lap.plain_s > 0 for arm in (found.reference, found.plan) for lap in arm.laps)
     assert (found.task, found.num_ranks, found.device.kind) == ("tiny", 1, "cpu")
     assert found.reference.notes == found.plan.notes == ("one process: nothing is communicated",)
-    assert from_json(Gain, to_json(found)) == found
+    assert from_json(TimedGain, to_json(found)) == found
 
 
 def test_batches_are_copied_ahead_as_in_a_race(monkeypatch):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
-from trimtab.experiments.comparison.arm_metrics import ArmFacts
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.losses import Summed, mean_of
@@ -40,7 +40,7 @@ def own_step(model, optimizer, batch) -> None:
     optimizer.zero_grad()
 
 
-def facts(make=ReferenceLoop, **changes) -> ArmFacts:
+def facts(make=ReferenceLoop, **changes) -> ArmMetrics:
     return measure_arm(make, replace(tiny, terms_per_row=3, **changes), load_data(), CPU)
 
 
@@ -92,8 +92,8 @@ def test_where_the_loss_is_a_mean_the_task_says_what_a_row_holds(step):
 def test_facts_that_lack_what_is_known_today_are_not_current():
     found = facts()
     assert found.is_current
-    assert from_json(ArmFacts, to_json(found)) == found
+    assert from_json(ArmMetrics, to_json(found)) == found
     assert not replace(found, precision="").is_current
     assert not replace(found, terms_per_row=None).is_current
-    assert not from_json(ArmFacts, '{"peak_bytes": 1, "flops_per_row": 1.0, "precision": "fp32"}').is_current
-    assert ArmFacts(None, error="out of memory").is_current
+    assert not from_json(ArmMetrics, '{"peak_bytes": 1, "flops_per_row": 1.0, "precision": "fp32"}').is_current
+    assert ArmMetrics(None, error="out of memory").is_current

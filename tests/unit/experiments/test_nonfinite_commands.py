@@ -16,15 +16,15 @@ from trimtab.core.errors import NonFiniteError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.experiments.ablation.ablation_headline import headline as ablation_headline
-from trimtab.experiments.ablation.ablation_result import Change
+from trimtab.experiments.ablation.ablation_result import AblatedChange
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_headline import headline
 from trimtab.experiments.comparison.ratio_rows import throughput_row
 from trimtab.experiments.gain_timing import measure_gain
-from trimtab.experiments.paired_runs.paired_run import Entry, race
+from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.scaling.scaling_bench import Bench, JobSettings
-from trimtab.experiments.train import Training, train_whole
+from trimtab.experiments.train import TrainingOptions, train_whole
 from trimtab.recipes.reference import ReferenceLoop
 
 PLAN = Plan.fixed(BATCH_ROWS, 8)
@@ -62,8 +62,8 @@ TASKS = {
 @pytest.mark.parametrize("cause", TASKS)
 def test_train_ends_with_an_error_unless_another_policy_is_asked_for(cause):
     with pytest.raises(NonFiniteError):
-        train_whole(Training(TASKS[cause], PLAN, 20), silent)
-    assert train_whole(Training(TASKS[cause], PLAN, 20, nonfinite="continue"), silent)["steps"] == 20
+        train_whole(TrainingOptions(TASKS[cause], PLAN, 20), silent)
+    assert train_whole(TrainingOptions(TASKS[cause], PLAN, 20, nonfinite="continue"), silent)["steps"] == 20
 
 
 def test_train_checks_parameters_that_no_loss_has_told_of():
@@ -78,11 +78,11 @@ def test_train_checks_parameters_that_no_loss_has_told_of():
             return self.layers(points) + self.scale.square().sqrt()  # whose gradient at zero is NaN
 
     with pytest.raises(NonFiniteError):
-        train_whole(Training(replace(tiny, make_model=Root), PLAN, 1), silent)
+        train_whole(TrainingOptions(replace(tiny, make_model=Root), PLAN, 1), silent)
 
 
 def races(task, arms) -> comparison_statistics.Races:
-    entries = [Entry(name, make, BUDGET_ROWS) for name, make in arms.items()]
+    entries = [PairedArm(name, make, BUDGET_ROWS) for name, make in arms.items()]
     found = {seed: race(entries, task, task.load_data(), seed, CPU) for seed in range(2)}
     return {seed: {each.header.name: each for each in records} for seed, records in found.items()}
 
@@ -103,7 +103,7 @@ def test_a_race_of_non_finite_arms_has_no_verdict_and_says_why(cause):
 
 
 def test_arms_that_are_only_timed_are_checked_too():
-    entries = [Entry(n, ReferenceLoop, BUDGET_ROWS, is_timed_only=True) for n in ("reference", "self")]
+    entries = [PairedArm(n, ReferenceLoop, BUDGET_ROWS, is_timed_only=True) for n in ("reference", "self")]
     task = TASKS["a NaN in the data"]
     found = race(entries, task, task.load_data(), 0, CPU)
     assert {record.end.reason for record in found} == {"diverged"}
@@ -119,7 +119,7 @@ def test_one_arm_that_breaks_leaves_the_others():
 
 
 def test_an_ablation_of_non_finite_arms_says_why_it_has_no_verdict():
-    change = Change("precision", "precision bf16", "S")
+    change = AblatedChange("precision", "precision bf16", "S")
     verdict = ablation_headline([change], [], [], failed={"plan": "a loss of nan"})
     assert verdict.kind == "no verdict"
     assert "a loss of nan" in verdict.sentence

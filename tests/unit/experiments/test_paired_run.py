@@ -22,10 +22,10 @@ from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import Header, RunRecord, read_record, write_record
 from trimtab.decide.interleaving import turns
-from trimtab.distributed.coordinator import Together
+from trimtab.distributed.coordinator import Coordinator
 from trimtab.experiments.comparison.comparison_statistics import failed
 from trimtab.experiments.paired_runs import paired_run as race_module
-from trimtab.experiments.paired_runs.paired_run import Entry, race
+from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop, settling_steps
 from trimtab.experiments.paired_runs.results_folder import environment_of
 from trimtab.measure import allocator
@@ -70,12 +70,12 @@ def short_blocks(monkeypatch):
     Watched.made = []
 
 
-def run(*entries: Entry, its=task, seed: int = 0, **options) -> list[RunRecord]:
+def run(*entries: PairedArm, its=task, seed: int = 0, **options) -> list[RunRecord]:
     return race(entries, its, load_data(), seed, CPU, **options)
 
 
 def test_arms_start_alike_and_see_the_same_data():
-    run(*(Entry(name, Watched, BUDGET_ROWS) for name in ("a", "b", "c")))
+    run(*(PairedArm(name, Watched, BUDGET_ROWS) for name in ("a", "b", "c")))
     first, *others = Watched.made
     assert len(first.seen) == BUDGET_ROWS // BATCH_ROWS
     for other in others:
@@ -85,9 +85,9 @@ def test_arms_start_alike_and_see_the_same_data():
 
 def test_interleaved_arms_end_where_a_lone_one_ends():
     """Bit for bit, with dropout in the model: each arm has its own generators."""
-    alone = [Entry("reference", Watched, BUDGET_ROWS)]
+    alone = [PairedArm("reference", Watched, BUDGET_ROWS)]
     run(*alone)
-    records = run(*alone, Entry("self", Watched, BUDGET_ROWS), Entry("other", Noisy, BUDGET_ROWS))
+    records = run(*alone, PairedArm("self", Watched, BUDGET_ROWS), PairedArm("other", Noisy, BUDGET_ROWS))
     lone, reference, again = (weights(loop) for loop in Watched.made if type(loop) is Watched)
     assert torch.equal(reference, lone)
     assert torch.equal(reference, again)
@@ -104,7 +104,7 @@ def test_arms_start_alike_whatever_generator_a_model_draws_from():
             model[0].weight.mul_(random.random()).add_(numpy.random.rand())
         return model
 
-    run(*(Entry(name, Watched, BATCH_ROWS) for name in ("a", "b")), its=replace(task, make_model=make_model))
+    run(*(PairedArm(name, Watched, BATCH_ROWS) for name in ("a", "b")), its=replace(task, make_model=make_model))
     first, second = Watched.made
     assert torch.equal(first.start, second.start)
 
@@ -121,12 +121,12 @@ class Noisy(Watched):
 def test_arms_are_built_in_an_order_that_changes_with_the_seed_and_told_in_their_own():
     built: list[str] = []
 
-    def entry(name: str) -> Entry:
+    def entry(name: str) -> PairedArm:
         def make(its, device):
             built.append(name)
             return Watched(its, device)
 
-        return Entry(name, make, BATCH_ROWS)
+        return PairedArm(name, make, BATCH_ROWS)
 
     for seed in range(6):
         records = run(*map(entry, "abcd"), seed=seed)
@@ -138,8 +138,8 @@ def test_arms_are_built_in_an_order_that_changes_with_the_seed_and_told_in_their
 
 
 def test_another_seed_is_another_race():
-    run(Entry("a", Watched, BUDGET_ROWS))
-    run(Entry("a", Watched, BUDGET_ROWS), seed=1)
+    run(PairedArm("a", Watched, BUDGET_ROWS))
+    run(PairedArm("a", Watched, BUDGET_ROWS), seed=1)
     first, second = Watched.made
     assert not torch.equal(first.start, second.start)
     assert not torch.equal(first.seen[0], second.seen[0])
@@ -152,7 +152,7 @@ def test_a_plan_that_changes_nothing_trains_as_the_reference_does():
         loops.append(PlanLoop(its, device, Plan.fixed(BATCH_ROWS)))
         return loops[-1]
 
-    run(Entry("reference", Watched, BUDGET_ROWS), Entry("plan_S", make, BUDGET_ROWS))
+    run(PairedArm("reference", Watched, BUDGET_ROWS), PairedArm("plan_S", make, BUDGET_ROWS))
     assert torch.equal(weights(loops[0]), weights(Watched.made[0]))
 
 
@@ -163,7 +163,7 @@ def state() -> list:
 
 def test_the_process_is_left_as_it_was():
     before = state()
-    run(Entry("a", Noisy, BUDGET_ROWS), Entry("b", Watched, BUDGET_ROWS))
+    run(PairedArm("a", Noisy, BUDGET_ROWS), PairedArm("b", Watched, BUDGET_ROWS))
     assert state() == before
     assert [loop.closed for loop in Watched.made] == [1, 1]
 
@@ -177,7 +177,7 @@ def test_an_error_closes_every_arm_and_restores_the_process():
 
     before = state()
     with raises(LoopError, code="loop.out_of_order", field="reference loop") as e:
-        run(Entry("b", make, BUDGET_ROWS), Entry("a", Noisy, BUDGET_ROWS))
+        run(PairedArm("b", make, BUDGET_ROWS), PairedArm("a", Noisy, BUDGET_ROWS))
     assert isinstance(e.value.__cause__, ZeroDivisionError)
     assert state() == before
     assert [loop.closed for loop in Watched.made] == [1, 1]
@@ -240,7 +240,7 @@ def scripted(clock: Clock, values: list[float], *, every: int = 50, seconds: flo
     return replace(task, metric=metric, batch_rows=10, eval_every_rows=every, **changes)
 
 
-class Numbers(Together):
+class Numbers(Coordinator):
     """What sends figures to other ranks, which takes no others."""
 
     def each(self, figure: float) -> list[float]:
@@ -250,7 +250,7 @@ class Numbers(Together):
 
 @pytest.mark.parametrize("value", [torch.tensor(0.5), torch.full((1,), 0.5), numpy.float32(0.5)])
 def test_a_race_whose_metric_is_a_tensor_is_recorded(clock, tmp_path, value):
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 50), its=scripted(clock, [value]), together=Numbers())
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 50), its=scripted(clock, [value]), together=Numbers())
     write_record(tmp_path / "a.jsonl", found)
     (evaluation,) = read_record(tmp_path / "a.jsonl").evaluations
     assert evaluation.metrics == {task.metric.name: 0.5}
@@ -258,7 +258,7 @@ def test_a_race_whose_metric_is_a_tensor_is_recorded(clock, tmp_path, value):
 
 def test_evaluation_is_off_the_clock(clock):
     its = scripted(clock, [0.1, 0.2])
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 100), its=its)
     assert [(e.rows, e.train_s) for e in found.evaluations] == [(50, 1.25), (100, 2.5)]
     assert found.end.detail == {"rows": 100, "train_s": 2.5}
     assert clock.now == 2002.5
@@ -266,7 +266,7 @@ def test_evaluation_is_off_the_clock(clock):
 
 def test_an_arm_that_is_only_timed_takes_a_step_before_the_clock_starts_and_keeps_no_evaluation(clock):
     its = scripted(clock, [0.1])
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 80, is_timed_only=True), its=its)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 80, is_timed_only=True), its=its)
     assert found.end.detail == {"rows": 80, "train_s": 2.0}
     assert found.evaluations == ()
     assert clock.now == 1002.25  # evaluated where the others are, at 50 rows
@@ -278,7 +278,7 @@ def test_an_arm_that_is_only_timed_settles_before_the_clock_starts(clock):
     class Settling(Timed):
         settling_steps = 45
 
-    (found,) = run(Entry("a", lambda *_: Settling(clock, 0.25), 80, is_timed_only=True), its=scripted(clock, [0.1]))
+    (found,) = run(PairedArm("a", lambda *_: Settling(clock, 0.25), 80, is_timed_only=True), its=scripted(clock, [0.1]))
     assert found.end.detail == {"rows": 80, "train_s": 2.0}
     assert clock.now == 1002.0 + 45 * 0.25
 
@@ -293,7 +293,7 @@ def test_a_plan_settles_once_its_compiled_model_was_checked():
 
 def test_a_block_lasts_a_second_or_until_the_next_evaluation(clock):
     its = scripted(clock, [0.1, 0.2])
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 100), its=its)
     blocks = [(event.detail["rows"], event.detail["seconds"]) for event in found.events]
     assert blocks == [(40, 1.0), (10, 0.25), (40, 1.0), (10, 0.25)]
 
@@ -310,7 +310,7 @@ def orders(names: str, laps: int, seed: int = 0) -> str:
 def test_arms_run_in_an_order_that_changes_with_the_lap_and_the_seed(clock):
     order: list[str] = []
     its = scripted(clock, [0.1] * 9, every=1000)
-    entries = [Entry(n, lambda *_, n=n: Timed(clock, 2.0, turns=order, name=n), 40) for n in "abc"]
+    entries = [PairedArm(n, lambda *_, n=n: Timed(clock, 2.0, turns=order, name=n), 40) for n in "abc"]
     run(*entries, its=its)
     assert "".join(order) == orders("abc", 4) == "abcbacbcacba"
     order.clear()
@@ -352,14 +352,14 @@ def test_an_arm_that_is_left_alone_follows_itself():
 
 def test_processor_time_is_noted_beside_the_wall_clock(clock):
     its = scripted(clock, [0.1, 0.2])
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 100), its=its)
     assert [event.detail["cpu_s"] for event in found.events] == [2.0, 0.5, 2.0, 0.5]  # no evaluation in it
 
 
 def test_a_block_has_a_few_steps_however_long_they_are(clock, monkeypatch):
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 8)
     its = scripted(clock, [0.1] * 3, every=100)
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 2.0), 200), its=its)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 2.0), 200), its=its)
     blocks = [(event.detail["rows"], event.detail["seconds"]) for event in found.events]
     assert blocks == [(80, 16.0), (20, 4.0), (80, 16.0), (20, 4.0)]
 
@@ -375,7 +375,7 @@ class Breaks(Watched):
 
 def test_an_arm_that_raises_leaves_and_the_others_go_on():
     reference, broken, last = run(
-        *(Entry(n, m, BUDGET_ROWS) for n, m in (("a", Watched), ("b", Breaks), ("c", Watched)))
+        *(PairedArm(n, m, BUDGET_ROWS) for n, m in (("a", Watched), ("b", Breaks), ("c", Watched)))
     )
     assert (broken.end.reason, broken.end.detail["error"]) == ("error", "RuntimeError: no room left")
     assert reference.end.reason == last.end.reason == "budget"
@@ -387,21 +387,23 @@ def test_an_arm_that_cannot_be_built_leaves_too():
     def refuse(task, device):
         raise ValueError("no such recipe")
 
-    reference, broken = run(Entry("a", Watched, BUDGET_ROWS), Entry("b", refuse, BUDGET_ROWS))
+    reference, broken = run(PairedArm("a", Watched, BUDGET_ROWS), PairedArm("b", refuse, BUDGET_ROWS))
     assert broken.end.detail == {"rows": 0, "train_s": 0.0, "error": "ValueError: no such recipe"}
     assert reference.end.reason == "budget"
 
 
 def test_without_the_first_arm_there_is_no_race():
     with raises(LoopError, code="loop.out_of_order", field="reference loop"):
-        run(Entry("a", Breaks, BUDGET_ROWS), Entry("b", Watched, BUDGET_ROWS))
+        run(PairedArm("a", Breaks, BUDGET_ROWS), PairedArm("b", Watched, BUDGET_ROWS))
     assert [loop.closed for loop in Watched.made] == [1, 1]
 
 
 def test_a_shorter_arm_stops_and_the_others_go_on(clock):
     its = scripted(clock, [0.1] * 9)
     short, long = run(
-        Entry("short", lambda *_: Timed(clock, 0.5), 30), Entry("long", lambda *_: Timed(clock, 0.5), 100), its=its
+        PairedArm("short", lambda *_: Timed(clock, 0.5), 30),
+        PairedArm("long", lambda *_: Timed(clock, 0.5), 100),
+        its=its,
     )
     assert (short.end.reason, short.end.detail["rows"]) == ("budget", 30)
     assert [e.rows for e in short.evaluations] == [30]  # its last rows are evaluated whatever is due
@@ -411,8 +413,8 @@ def test_a_shorter_arm_stops_and_the_others_go_on(clock):
 def test_an_arm_is_censored_at_the_cap(clock):
     its = scripted(clock, [0.1] * 9)
     slow, fast = run(
-        Entry("slow", lambda *_: Timed(clock, 1.5), 100), Entry("fast", lambda *_: Timed(clock, 0.1), 100), its=its,
-        cap_s=3.0,
+        PairedArm("slow", lambda *_: Timed(clock, 1.5), 100), PairedArm("fast", lambda *_: Timed(clock, 0.1), 100),
+        its=its, cap_s=3.0,
     )  # fmt: skip
     assert (slow.end.reason, slow.end.detail) == ("cap", {"rows": 20, "train_s": 3.0})
     assert fast.end.reason == "budget"
@@ -420,7 +422,7 @@ def test_an_arm_is_censored_at_the_cap(clock):
 
 def test_the_reference_may_train_for_longer_than_the_others(clock):
     its = scripted(clock, [0.1] * 19)
-    entries = [Entry(name, lambda *_: Timed(clock, 1.5), 100) for name in ("reference", "other")]
+    entries = [PairedArm(name, lambda *_: Timed(clock, 1.5), 100) for name in ("reference", "other")]
     first, other = run(*entries, its=its, cap_s=3.0, reference_cap_s=6.0)
     assert (first.end.reason, first.end.detail) == ("cap", {"rows": 40, "train_s": 6.0})
     assert (other.end.reason, other.end.detail) == ("cap", {"rows": 20, "train_s": 3.0})
@@ -429,17 +431,17 @@ def test_the_reference_may_train_for_longer_than_the_others(clock):
 def test_an_arm_runs_on_past_the_hardest_target(clock):
     """What it ends with is compared: it may not stop where it looks best."""
     its = scripted(clock, [0.2, 0.7, 0.5, 0.8, 0.9, 0.9, 0.9], targets=(0.3, 0.6))
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 350), its=its)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), 350), its=its)
     assert (found.end.reason, found.end.detail["rows"]) == ("budget", 350)
 
 
 def test_a_share_above_one_is_refused_with_the_way_out(clock):
     its = scripted(clock, [93.0] * 9)
     with raises(ValueGivenError, code="value.invalid", field="metric accuracy"):
-        run(Entry("a", lambda *_: Timed(clock, 0.1), 100), its=its)
+        run(PairedArm("a", lambda *_: Timed(clock, 0.1), 100), its=its)
     its = scripted(clock, [93.0] * 9)
     its = replace(its, metric=replace(its.metric, unit="percent"))
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 100), its=its)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), 100), its=its)
     assert found.evaluations[0].metrics == {"accuracy": 93.0}
 
 
@@ -464,9 +466,9 @@ def test_every_arm_that_retains_memory_does_in_each_of_its_steps():
 
     retaining = partial(PlanLoop, plan=Plan.fixed(BATCH_ROWS, allocator="retain"))
     run(
-        Entry("plain", noting("plain", ReferenceLoop), BUDGET_ROWS),
-        Entry("first", noting("first", retaining), BUDGET_ROWS),
-        Entry("second", noting("second", retaining), BUDGET_ROWS),
+        PairedArm("plain", noting("plain", ReferenceLoop), BUDGET_ROWS),
+        PairedArm("first", noting("first", retaining), BUDGET_ROWS),
+        PairedArm("second", noting("second", retaining), BUDGET_ROWS),
     )
     assert modes == {"plain": {"keep"}, "first": {"retain"}, "second": {"retain"}}
     assert allocator.mode() == "keep"
@@ -475,7 +477,7 @@ def test_every_arm_that_retains_memory_does_in_each_of_its_steps():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_diverged_arm_is_stopped(clock, value):
     its = scripted(clock, [0.1, value, 0.1])
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 150), its=its)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), 150), its=its)
     assert (found.end.reason, found.end.detail["rows"]) == ("diverged", 100)
 
 
@@ -483,19 +485,19 @@ def test_a_diverged_arm_is_stopped(clock, value):
 def test_an_arm_that_diverges_where_it_was_to_end_has_failed_all_the_same(clock, rows, cap_s):
     """At its budget, and at the cap: what it computed in that time is no gain."""
     its = scripted(clock, [0.1, math.nan])
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), rows), its=its, cap_s=cap_s)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), rows), its=its, cap_s=cap_s)
     assert [e.rows for e in found.evaluations] == [50, 100]
     assert (found.end.reason, failed(found)) == ("diverged", "its held-out metric was not finite")
 
 
 def test_an_arm_with_longer_steps_is_evaluated_when_it_is_past_due(clock):
     its = scripted(clock, [0.1] * 9)
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1, rows=40), 200), its=its)
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1, rows=40), 200), its=its)
     assert [e.rows for e in found.evaluations] == [80, 120, 160, 200]
 
 
 def test_the_record_holds_all_and_survives_its_file(tmp_path):
-    entry = Entry("reference", Watched, BUDGET_ROWS, detail={"why": "a test"})
+    entry = PairedArm("reference", Watched, BUDGET_ROWS, detail={"why": "a test"})
     (found,) = run(entry, environment={"torch": torch.__version__}, seed=7)
     assert (found.header.name, found.header.seed) == ("reference", 7)
     assert found.header.detail == {"why": "a test", "given_rows": BUDGET_ROWS}
@@ -509,7 +511,7 @@ def test_the_record_holds_all_and_survives_its_file(tmp_path):
 
 def test_progress_tells_where_every_arm_stands():
     told: list[tuple[str, float | None]] = []
-    arms = Entry("reference", Watched, BUDGET_ROWS), Entry("plan_S", Watched, BUDGET_ROWS)
+    arms = PairedArm("reference", Watched, BUDGET_ROWS), PairedArm("plan_S", Watched, BUDGET_ROWS)
     run(*arms, progress=lambda text, share=None: told.append((text, share)))
     line, share = told[-1]
     assert line.startswith(f"reference {BUDGET_ROWS} rows")

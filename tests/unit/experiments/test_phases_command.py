@@ -11,10 +11,10 @@ from raising import raises
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
-from trimtab.experiments.phase_result import PhasePage
-from trimtab.experiments.phases_command import Asked, phases_of
+from trimtab.experiments.phase_result import PhaseResult
+from trimtab.experiments.phases_command import PhasesRequest, phases_of
 
-PAGE = PhasePage((gain(),), ((),))
+PAGE = PhaseResult((gain(),), ((),))
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ def folder(tmp_path, monkeypatch):
 )
 def test_what_is_asked_of_measuring_is_refused_where_nothing_is_measured(name, value):
     with raises(ValueGivenError, code="value.invalid"):
-        phases_of(Asked(("found.json",), **{name: value}))
+        phases_of(PhasesRequest(("found.json",), **{name: value}))
 
 
 def test_what_was_recorded_is_shown_as_it_is():
-    assert phases_of(Asked(("found.json",))) == PAGE
+    assert phases_of(PhasesRequest(("found.json",))) == PAGE

@@ -20,11 +20,11 @@ from measured_runs import gain
 
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
-from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
+from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected, SplitCheck
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.serialization import read_json
-from trimtab.core.step_memory import PARTS, Moment, StepMemory
-from trimtab.core.step_phases import Gain, Lap
+from trimtab.core.step_memory import PARTS, MemorySample, StepMemory
+from trimtab.core.step_phases import TimedGain, TimedRound
 from trimtab.experiments.comparison.arms import PLAN_ARMS
 from trimtab.experiments.comparison.comparison_result import (
     Arm,
@@ -84,16 +84,16 @@ def plan_s(batch: int, micro: int) -> Plan:
         micro_batch=Choice(
             micro,
             f"micro-batch {micro} is 1.082x the speed of {batch} and takes 41% less memory",
-            Mark.EXACT,
+            Effect.EXACT,
             changed=True,
             losers=(Rejected(batch // 8, "slower by 6% and saves only 30 MiB more"), Rejected(batch, "more memory")),
         ),
-        precision=Choice("bf16", "bf16 is 1.412x the speed of fp32", Mark.ROUNDING, changed=True, losers=(slow,)),
-        fused_optimizer=Choice(True, "fused AdamW step 1.3 ms against 4.9 ms", Mark.ROUNDING, changed=True),
-        check=Check(True, "relative difference 3.1e-07, limit 1e-04", 3.1e-7),
+        precision=Choice("bf16", "bf16 is 1.412x the speed of fp32", Effect.ROUNDING, changed=True, losers=(slow,)),
+        fused_optimizer=Choice(True, "fused AdamW step 1.3 ms against 4.9 ms", Effect.ROUNDING, changed=True),
+        check=SplitCheck(True, "relative difference 3.1e-07, limit 1e-04", 3.1e-7),
         reference=Reference("fp32"),
-        baseline=Measured(0.412, 1_450_000_000),
-        predicted=Measured(0.289, 760_000_000),
+        baseline=MeasuredCost(0.412, 1_450_000_000),
+        predicted=MeasuredCost(0.289, 760_000_000),
         planning_s=41.3,
         advice=("The data loader takes 9% of a step: give it a worker.",),
     )
@@ -102,11 +102,11 @@ def plan_s(batch: int, micro: int) -> Plan:
 def plan_f(batch: int, micro: int) -> Plan:
     return replace(
         plan_s(batch, micro),
-        schedule=Choice("warmup_cosine", "reached the probe loss in 0.71 of the rows", Mark.DYNAMICS, changed=True),
+        schedule=Choice("warmup_cosine", "reached the probe loss in 0.71 of the rows", Effect.DYNAMICS, changed=True),
         learning_rate_scale=Choice(
             2.0,
             "lowest held-out loss of four probes",
-            Mark.DYNAMICS,
+            Effect.DYNAMICS,
             changed=True,
             losers=(Rejected(4.0, "diverged in probe 3"), Rejected(1.0, "slower to the probe loss")),
         ),
@@ -120,10 +120,10 @@ def plan_strong(batch: int, micro: int) -> Plan:
     found = plan_s(batch, micro)
     return replace(
         found,
-        precision=Choice("bf16", "the loop's own", Mark.EXACT, changed=False),
-        fused_optimizer=Choice(True, "the loop's own", Mark.EXACT, changed=False),
+        precision=Choice("bf16", "the loop's own", Effect.EXACT, changed=False),
+        fused_optimizer=Choice(True, "the loop's own", Effect.EXACT, changed=False),
         reference=Reference("bf16", 1.0),
-        predicted=Measured(0.28, 730_000_000),
+        predicted=MeasuredCost(0.28, 730_000_000),
         planning_s=12.0,
     )
 
@@ -352,7 +352,7 @@ def hostile() -> Comparison:
     )
 
 
-def _odd(lap: Lap) -> Lap:
+def _odd(lap: TimedRound) -> TimedRound:
     return replace(lap, parts={f"forward {HOSTILE}": 0.1})
 
 
@@ -746,7 +746,9 @@ def test_each_figure_is_labelled() -> None:
 def test_what_a_step_holds_is_drawn_by_part_and_only_what_it_has() -> None:
     case, gib = CASES["gpt"], 2**30
     moments = tuple(
-        Moment(at, phase, dict.fromkeys(PARTS, 0) | {"parameters": gib, "activations": held, "gradients": gib - held})
+        MemorySample(
+            at, phase, dict.fromkeys(PARTS, 0) | {"parameters": gib, "activations": held, "gradients": gib - held}
+        )
         for at, phase, held in ((0.0, "forward", 0), (0.5, "backward", gib // 2), (1.0, "step", gib))
     )
     step = StepMemory(moments[-1], moments, {part: max(m.bytes_by_part[part] for m in moments) for part in PARTS}, ())
@@ -944,7 +946,7 @@ def test_a_gain_is_flat_rows_too() -> None:
 
 
 def test_months_to_double_are_between_those_of_the_speed_ups_interval() -> None:
-    def months(found: Gain) -> dict[str, float | None]:
+    def months(found: TimedGain) -> dict[str, float | None]:
         (row,) = [row for row in benchmark_object(replace(comparison(), gain=found))["rows"] if "cycle_months" in row]
         return row
 

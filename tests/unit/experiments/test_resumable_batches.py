@@ -13,8 +13,8 @@ from raising import raises
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
-from trimtab.experiments.resumable_batches import KeptBatches
-from trimtab.experiments.train import Training, train_whole
+from trimtab.experiments.resumable_batches import ResumableBatches
+from trimtab.experiments.train import TrainingOptions, train_whole
 from trimtab.tasks.task import TaskData
 
 DATA = tiny_task.load_data()
@@ -23,7 +23,7 @@ CPU, ROWS, STEPS = torch.device("cpu"), 96, 20  # an epoch of 512 rows is 5 batc
 
 
 def batches(data=None, *, seed=3, batch_rows=ROWS, steps=STEPS, **more):
-    return KeptBatches(data or DATA, CPU, seed=seed, batch_rows=batch_rows, steps=steps, **more)
+    return ResumableBatches(data or DATA, CPU, seed=seed, batch_rows=batch_rows, steps=steps, **more)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 5, 7, 19, 20])
@@ -82,7 +82,7 @@ def test_a_training_that_is_gone_on_with_makes_only_what_is_left(tmp_path, monke
     monkeypatch.setattr(TaskData, "batches", counted)
 
     def train(steps, **options):
-        asked = Training(tiny_task.task, Plan.fixed(tiny_task.BATCH_ROWS, 8), steps, **options)
+        asked = TrainingOptions(tiny_task.task, Plan.fixed(tiny_task.BATCH_ROWS, 8), steps, **options)
         return train_whole(asked, silent)
 
     kept = Checkpoints(tmp_path / "kept", every_steps=4)

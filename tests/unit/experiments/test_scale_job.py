@@ -13,15 +13,15 @@ from tiny_task import task
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Measured, Plan
+from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.core.progress import silent
 from trimtab.core.serialization import read_json, to_json
-from trimtab.distributed.plan_on_ranks import Made
+from trimtab.distributed.plan_on_ranks import BroadcastPlan
 from trimtab.experiments.scaling import scaling_bench as scale_bench
 from trimtab.experiments.scaling.scale import ScaleSettings, scale
 from trimtab.experiments.scaling.scaling_bench import JobSettings
 from trimtab.experiments.scaling.scaling_job import run_job
-from trimtab.experiments.scaling.scaling_plans import Planned, fitted, refuse_other_maths, told_bytes
+from trimtab.experiments.scaling.scaling_plans import JobPlan, fitted, refuse_other_maths, told_bytes
 from trimtab.measure import allocator
 
 SHORT = JobSettings(blocks=2, block_s=0.01)
@@ -30,7 +30,7 @@ SHORT = JobSettings(blocks=2, block_s=0.01)
 @pytest.fixture
 def folder(tmp_path):
     plan = Plan.fixed(task.batch_rows, allocator="retain")
-    (tmp_path / f"plan-{task.batch_rows}.json").write_text(to_json(Made(plan)))
+    (tmp_path / f"plan-{task.batch_rows}.json").write_text(to_json(BroadcastPlan(plan)))
     return tmp_path
 
 
@@ -113,12 +113,12 @@ def test_where_no_plan_meets_the_limit_the_plain_loop_is_timed_all_the_same(tmp_
     (refused,) = found.refused
     assert (refused.recipe, refused.ranks) == ("plan", 1)
     assert "over the budget" in refused.why
-    kept = read_json(Planned, tmp_path / f"plan-{task.batch_rows}-1.json")
+    kept = read_json(JobPlan, tmp_path / f"plan-{task.batch_rows}-1.json")
     assert (kept.plan, kept.refusal) == (None, refused.why)  # which the next round has too
 
 
 def test_a_given_plan_runs_on_each_number_of_ranks_with_its_settings():
-    plan = replace(Plan.fixed(16, 8, num_ranks=2, zero_stage=2), predicted=Measured(0.1, 1000))
+    plan = replace(Plan.fixed(16, 8, num_ranks=2, zero_stage=2), predicted=MeasuredCost(0.1, 1000))
     assert fitted(plan, 16, 2) is plan
     one, four, wide = (fitted(plan, rows, ranks) for rows, ranks in ((16, 1), (16, 4), (32, 2)))
     assert (one.num_ranks, one.zero_stage.value, one.micro_batch.value) == (1, None, 8)
@@ -132,10 +132,10 @@ def test_a_given_plan_runs_on_each_number_of_ranks_with_its_settings():
 
 
 def test_what_one_process_was_told_to_hold_is_not_what_a_rank_does():
-    plan = replace(Plan.fixed(16, num_ranks=2, zero_stage=2), predicted=Measured(0.1, 1000))
+    plan = replace(Plan.fixed(16, num_ranks=2, zero_stage=2), predicted=MeasuredCost(0.1, 1000))
     assert told_bytes(plan) == 1000
-    assert told_bytes(replace(plan, baseline=Measured(0.1, 1000))) is None
-    assert told_bytes(replace(Plan.fixed(16), predicted=Measured(0.1, 7), baseline=Measured(0.1, 9))) == 7
+    assert told_bytes(replace(plan, baseline=MeasuredCost(0.1, 1000))) is None
+    assert told_bytes(replace(Plan.fixed(16), predicted=MeasuredCost(0.1, 7), baseline=MeasuredCost(0.1, 9))) == 7
 
 
 def test_one_rank_has_every_recipe_and_no_link(folder):

@@ -21,14 +21,21 @@ from trimtab.experiments.scaling import scaling_result as scaling
 from trimtab.experiments.scaling import scaling_table as scaling_table
 from trimtab.experiments.scaling.scale import ScaleSettings, next_round, numbers, path_of
 from trimtab.experiments.scaling.scaling_bench import JobSettings
-from trimtab.experiments.scaling.scaling_result import Job, Refused, Sharing, Timed, TimedArm, summarise
+from trimtab.experiments.scaling.scaling_result import (
+    PlanSharding,
+    RefusedRecipe,
+    ScalingJob,
+    TimedArm,
+    TimedBlocks,
+    summarise,
+)
 
 LINK = Link("gloo of 2 ranks", 1e-4, 1e9, "timed", calibrated=True)
 SLOW = replace(LINK, name="gloo of 4 ranks")
 
 
-def timed(rate: float) -> Timed:
-    return Timed((100, 100), (100 / rate, 100 / rate))
+def timed(rate: float) -> TimedBlocks:
+    return TimedBlocks((100, 100), (100 / rate, 100 / rate))
 
 
 def job(
@@ -40,12 +47,12 @@ def job(
     control: float | None = None,
     recipe: str = "baseline",
     threads: int = 1,
-) -> Job:
+) -> ScalingJob:
     own = None if alone is None else timed(alone)
     arms = [TimedArm(recipe, mode, timed(rate), own, 32.0 * ranks, settled=recipe != "plan_batch")]
     arms += [] if control is None else [TimedArm("self", mode, timed(control), None, 32.0 * ranks)]
     crowded, link = "cores" if ranks > 2 else "", LINK if ranks > 1 else None
-    return Job(ranks, number, tuple(arms), crowded, link, threads)
+    return ScalingJob(ranks, number, tuple(arms), crowded, link, threads)
 
 
 def row(found: scaling.Scaling, ranks: int, mode: str = "weak", recipe: str = "baseline") -> scaling.ScalingRow:
@@ -135,7 +142,7 @@ def test_what_a_plan_did_in_other_rounds_is_said_too():
 
 
 def test_a_row_says_how_its_plan_shares_the_model_and_what_a_rank_holds():
-    shared = Sharing(2, False, 16, 2, "bf16", told_bytes=3 * 2**20)
+    shared = PlanSharding(2, False, 16, 2, "bf16", told_bytes=3 * 2**20)
     jobs = [job(1, 0, 100.0, recipe="plan"), *(job(2, n, 150.0, recipe="plan") for n in range(2))]
     for i, each in ((1, shared), (2, replace(shared, zero_stage=3, reduces_once=True))):
         arm = replace(jobs[i].arms[0], sharing=each, peak_bytes=(4 + i) * 2**20)
@@ -157,9 +164,11 @@ def test_a_row_says_how_its_plan_shares_the_model_and_what_a_rank_holds():
 
 def test_where_no_plan_meets_the_limit_the_row_says_so_and_the_others_stay():
     jobs = [replace(job(ranks, n, 100.0 * ranks), refused=()) for n in range(2) for ranks in (1, 2)]
-    jobs = [replace(j, refused=(Refused("plan", "weak", 1, "5 MiB over 4 MiB"),)) if j.ranks == 1 else j for j in jobs]
+    jobs = [
+        replace(j, refused=(RefusedRecipe("plan", "weak", 1, "5 MiB over 4 MiB"),)) if j.ranks == 1 else j for j in jobs
+    ]
     found = summarise("tiny", jobs)
-    assert found.refused == (Refused("plan", "weak", 1, "5 MiB over 4 MiB"),)
+    assert found.refused == (RefusedRecipe("plan", "weak", 1, "5 MiB over 4 MiB"),)
     *_, last = scaling_table.tables(found)["Same maths"]
     assert last[:5] == ("", "plan", "1", "", "no plan: see below")
     assert "plan, one rank: no plan meets the limit: 5 MiB over 4 MiB" in scaling_table.text(found)
@@ -167,7 +176,7 @@ def test_where_no_plan_meets_the_limit_the_row_says_so_and_the_others_stay():
     *_, flat = scaling_table.benchmark_rows(found, "local")
     assert (flat["recipe"], flat["ranks"], flat["mean"], flat["refused"]) == ("plan", 1, None, "5 MiB over 4 MiB")
     assert row(found, 2).pairs == pytest.approx((1.0, 1.0))
-    assert from_json(Job, to_json(jobs[0])) == jobs[0]
+    assert from_json(ScalingJob, to_json(jobs[0])) == jobs[0]
 
 
 def test_ranks_that_share_cores_are_said_to():
@@ -199,7 +208,7 @@ def test_ranks_that_share_cores_have_no_interval_and_are_in_no_figure():
 
 
 def test_without_a_name_for_all_each_rows_link_is_that_of_its_ranks():
-    refused = (Refused("plan", "weak", 4, "5 MiB over 4 MiB"),)
+    refused = (RefusedRecipe("plan", "weak", 4, "5 MiB over 4 MiB"),)
     jobs = [job(1, 0, 100.0), job(2, 0, 150.0), replace(job(4, 0, 300.0), link=SLOW, refused=refused)]
     found = summarise("tiny", jobs)
     told = [(each["ranks"], each["link"]) for each in scaling_table.benchmark_rows(found, None)]
@@ -230,9 +239,9 @@ def test_rows_are_flat_and_name_link_and_tier():
 
 def test_a_job_is_read_back_as_it_was_written():
     one = replace(job(2, 3, 150.0, 200.0), environment={"sources": "abc"})
-    assert from_json(Job, to_json(one)) == one
+    assert from_json(ScalingJob, to_json(one)) == one
     older = {name: value for name, value in json.loads(to_json(one)).items() if name != "environment"}
-    assert from_json(Job, json.dumps(older)) == replace(one, environment={})
+    assert from_json(ScalingJob, json.dumps(older)) == replace(one, environment={})
 
 
 def test_a_table_is_of_where_its_jobs_ran_and_not_of_where_it_was_made():

@@ -10,11 +10,11 @@ from trimtab.core.errors import InUseError
 from trimtab.core.progress import silent
 from trimtab.experiments.ablation.ablate import AblateSettings, ablate
 from trimtab.experiments.comparison.compare import compare
-from trimtab.experiments.comparison.compare_options import Settings
+from trimtab.experiments.comparison.compare_options import CompareOptions
 from trimtab.experiments.scaling.scale import ScaleSettings, scale
 
 COMMANDS = {
-    "compare": lambda out: compare(task, out, Settings(1, adapt=(), peers=False), command="it"),
+    "compare": lambda out: compare(task, out, CompareOptions(1, adapt=(), peers=False), command="it"),
     "ablate": lambda out: ablate(task, out, AblateSettings(1), command="it"),
     "scale": lambda out: scale(task, out, ScaleSettings((1,), 1), lambda ranks, number: None, silent),
 }

@@ -22,7 +22,7 @@ from trimtab.core.record import read_record
 from trimtab.distributed import rank_energy
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
-from trimtab.experiments.train import Training, train_whole
+from trimtab.experiments.train import TrainingOptions, train_whole
 from trimtab.losses import Summed
 from trimtab.measure.meter_selection import Metering
 
@@ -39,7 +39,7 @@ def counting_loss(model, batch) -> Summed:
 def trained(**changes) -> dict:
     task = replace(tiny, terms="tokens", terms_per_row=7, **changes)
     plan = Plan.fixed(BATCH_ROWS, 8)
-    return train_whole(Training(task, plan, STEPS), silent)
+    return train_whole(TrainingOptions(task, plan, STEPS), silent)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ class Steady:
 def test_the_record_of_a_metered_run_has_the_watts_of_a_second_before_it(tmp_path):
     path = tmp_path / "run.jsonl"
     train_whole(
-        Training(tiny, Plan.fixed(BATCH_ROWS, 8), STEPS, record=path, metering=Metering(meter=Steady())), silent
+        TrainingOptions(tiny, Plan.fixed(BATCH_ROWS, 8), STEPS, record=path, metering=Metering(meter=Steady())), silent
     )
     # As far as a busy machine lets the clock be read when the meter is.
     assert read_record(path).header.detail["meter"]["idle_w"] == pytest.approx(20.0, rel=0.25)
@@ -99,7 +99,7 @@ def test_no_second_is_idle_where_no_record_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_energy, "with_idle", waits)
     path = tmp_path / "run.jsonl"
     path.touch()
-    asked = Training(tiny, Plan.fixed(BATCH_ROWS, 8), STEPS, metering=Metering(meter=Steady()))
+    asked = TrainingOptions(tiny, Plan.fixed(BATCH_ROWS, 8), STEPS, metering=Metering(meter=Steady()))
     assert not replace(asked, record=path).begins_record  # a run that goes on, in its own
     assert replace(asked, record=tmp_path / "new.jsonl").begins_record
     train_whole(asked, silent)

@@ -20,7 +20,7 @@ from trimtab.core.errors import SaveError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Event, Header, RecordWriter, StepRecord, read_record
 from trimtab.integrations.trackers import Tracker
-from trimtab.integrations.tracking import Feed, TrackedRecord
+from trimtab.integrations.tracking import TrackedRecord, TrackerQueue
 
 SOURCE = Path(__file__).parents[3] / "src"
 HEADER = Header("a run", 1, {"precision": {"value": "bf16"}}, {"torch": "2.13"})
@@ -329,7 +329,7 @@ def test_an_interrupt_while_waiting_is_passed_on_with_the_file_whole_and_closed(
 
     record = TrackedRecord(path, HEADER, [Keeping()])
     record.write(step(0))
-    monkeypatch.setattr(Feed, "wait", interrupted)
+    monkeypatch.setattr(TrackerQueue, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         record.close()
     assert seen == [1], "written before the wait, which something may end the process in"

@@ -8,7 +8,7 @@ from raising import raises
 from torch import nn
 
 from trimtab.core.errors import ModelError
-from trimtab.measure.block_graph import LinkedBlocks, find_linked_blocks, same_arguments
+from trimtab.measure.block_graph import BlockGraph, find_linked_blocks, same_arguments
 from trimtab.measure.blocks import find_blocks
 
 L = 4
@@ -113,7 +113,7 @@ NAMES = tuple(f"blocks.{index}" for index in range(L))
     ],
 )
 def test_a_link_is_there_where_nobody_else_looks_at_what_a_block_returns(run, links):
-    assert chain_of(run) == LinkedBlocks(NAMES, links)
+    assert chain_of(run) == BlockGraph(NAMES, links)
 
 
 def test_a_block_that_runs_twice_is_none_of_it():

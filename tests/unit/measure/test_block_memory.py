@@ -11,12 +11,12 @@ from raising import raises
 from torch import nn
 
 from trimtab.core.errors import ModelError
-from trimtab.core.recompute_schedule import Kept, Segment
+from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment
 from trimtab.decide.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.decide.recompute_solver import optimal
 from trimtab.losses import Summed, mean_of
 from trimtab.measure import peak_memory
-from trimtab.measure.block_graph import LinkedBlocks, find_linked_blocks
+from trimtab.measure.block_graph import BlockGraph, find_linked_blocks
 from trimtab.measure.block_memory import trace_stages
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.peak_memory import peak_growth, storage_bytes
@@ -24,7 +24,12 @@ from trimtab.runtime.activation_checkpoint import use_schedule
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 
-NESTED = (Segment((Segment((Kept(0), Kept(1))), Kept(2), Kept(3))), Kept(4), Kept(5), Kept(6))
+NESTED = (
+    RecomputedSegment((RecomputedSegment((KeptBlock(0), KeptBlock(1))), KeptBlock(2), KeptBlock(3))),
+    KeptBlock(4),
+    KeptBlock(5),
+    KeptBlock(6),
+)
 
 
 def gpt():
@@ -172,7 +177,13 @@ def test_what_waits_for_another_stage_is_in_it(make, batch, autocast, name):
 
     traced = traced_chain(model, lambda m, batch: m(batch[0]), (batch,), autocast=context).first
     number = len(traced.stages)
-    mixed = (Segment((Kept(0),)), Kept(1), Segment((Kept(2),)), Kept(3), Kept(4))
+    mixed = (
+        RecomputedSegment((KeptBlock(0),)),
+        KeptBlock(1),
+        RecomputedSegment((KeptBlock(2),)),
+        KeptBlock(3),
+        KeptBlock(4),
+    )
     schedule = {"none": keep_all(number), "every_block": every_block(number), "mixed": mixed}[name]
     undo = use_schedule(model, [f"blocks.{index}" for index in range(4)], schedule)
     measured = counted(model, loss_fn, (batch,))
@@ -209,7 +220,13 @@ def test_what_a_block_was_given_is_held_until_it_is_run_again(name, most):
             return model(batch[0])
 
     traced = traced_chain(model, lambda m, batch: m(batch[0]), (batch,), autocast=autocast).first
-    mixed = (Segment((Kept(0),)), Kept(1), Segment((Kept(2),)), Kept(3), Kept(4))
+    mixed = (
+        RecomputedSegment((KeptBlock(0),)),
+        KeptBlock(1),
+        RecomputedSegment((KeptBlock(2),)),
+        KeptBlock(3),
+        KeptBlock(4),
+    )
     schedule = {"none": keep_all(5), "every_block": every_block(5), "mixed": mixed}[name]
     undo = use_schedule(model, [f"blocks.{index}" for index in range(4)], schedule)
     measured = counted(model, loss_fn, (batch,))
@@ -246,7 +263,7 @@ def test_a_step_that_looks_at_values_is_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     with raises(ModelError, code="model.unsupported", field="model"):
         trace_stages(
-            model, lambda m, x: m(x).sum() if x.sum() > 0 else x.sum(), torch.randn(4, 8), LinkedBlocks(("0",), ())
+            model, lambda m, x: m(x).sum() if x.sum() > 0 else x.sum(), torch.randn(4, 8), BlockGraph(("0",), ())
         )
 
 

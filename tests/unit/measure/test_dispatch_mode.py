@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import trimtab
-from trimtab.measure.dispatch_mode import Watching, eagerly
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.dispatch_mode import EagerDispatchMode, eagerly
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.flops import count_flops
-from trimtab.measure.softmax_detector import SoftmaxesSeen
-from trimtab.measure.storage_tracker import Storages
+from trimtab.measure.softmax_detector import SoftmaxDetector
+from trimtab.measure.storage_tracker import StorageTracker
 
 
 class Counting:
@@ -56,18 +56,18 @@ def fresh() -> type[nn.Module]:
 
 
 def in_softmaxes(model: nn.Module, x: torch.Tensor) -> None:
-    with SoftmaxesSeen():
+    with SoftmaxDetector():
         model(x).sum().backward()
 
 
 def in_storages(model: nn.Module, x: torch.Tensor) -> None:
-    storages = Storages()
+    storages = StorageTracker()
     with storages, storages:  # as it enters itself for an operator's Python
         model(x).sum().backward()
 
 
 def in_fakes(model: nn.Module, x: torch.Tensor) -> None:
-    fakes = Fakes()
+    fakes = FakeTensors()
     copied, row = fakes.copy((model, x))
     with fakes:
         copied(row).sum().backward()
@@ -104,7 +104,7 @@ def test_torchs_own_mode_does_not():
 def test_a_mode_that_fails_lets_go():
     kind, x = fresh(), torch.randn(4, 8)
     model, counting = compiled(kind)
-    with pytest.raises(ZeroDivisionError), Watching():
+    with pytest.raises(ZeroDivisionError), EagerDispatchMode():
         raise ZeroDivisionError
     model(x)
     assert counting.calls == 1
@@ -128,7 +128,7 @@ def test_threads_that_look_at_once_leave_it_as_it_was():
 def test_fakes_that_are_entered_twice_hold_to_the_last():
     kind, x = fresh(), torch.randn(4, 8)
     model, counting = compiled(kind)
-    fakes = Fakes()
+    fakes = FakeTensors()
     copied = fakes.copy((model, x))
     with fakes:
         with fakes:

@@ -16,7 +16,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.measure import meter_selection
 from trimtab.measure.energy_meter import EnergyClock, GivenWatts, MeterLost, NoMeter, SeveralMeters
-from trimtab.measure.meter_selection import Metering, Reads, find_meter, measurable, with_idle
+from trimtab.measure.meter_selection import Metering, ReadCounters, find_meter, measurable, with_idle
 
 CPU = torch.device("cpu")
 
@@ -308,19 +308,20 @@ def test_a_processor_alone_is_no_meter_of_a_gpu(on_gpu):
 
 
 def test_a_rank_that_does_not_read_the_processor_counts_its_gpu_alone(on_gpu):
-    assert on_gpu(1, Reads(False, True)).facts.sources == ("nvml gpu 1",)
+    assert on_gpu(1, ReadCounters(False, True)).facts.sources == ("nvml gpu 1",)
 
 
 @pytest.mark.parametrize("given", [{"watts": 100}, {"meter": Counter()}])
 @pytest.mark.parametrize(
-    ("reads", "counts"), [(Reads(True, True), True), (Reads(True, False), True), (Reads(False, True), False)]
+    ("reads", "counts"),
+    [(ReadCounters(True, True), True), (ReadCounters(True, False), True), (ReadCounters(False, True), False)],
 )
 def test_what_is_of_a_machine_is_counted_by_who_reads_its_processor(given, reads, counts):
     assert find_meter(CPU, Metering(**given), reads=reads).facts.is_absent is not counts
 
 
 def test_who_reads_nothing_has_no_meter():
-    assert "another rank" in find_meter(CPU, reads=Reads(processor=False, device=False)).facts.reason
+    assert "another rank" in find_meter(CPU, reads=ReadCounters(processor=False, device=False)).facts.reason
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trimtab.measure.fake_cuda import AsCuda
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.fake_cuda import FakeCudaMode
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import trace_step
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
@@ -29,7 +29,7 @@ def activations(dropout, precision):
 def test_attention_keeps_no_scores_with_dropout_either(precision):
     """A CPU keeps them; what is left of dropout there is a mask of each of the block's other activations."""
     assert activations(0.1, precision) > 2 * LAYERS * SCORES
-    with AsCuda():
+    with FakeCudaMode():
         kept, dropped = activations(0.0, precision), activations(0.1, precision)
     assert dropped < kept + LAYERS * SCORES
 
@@ -38,7 +38,7 @@ def test_attention_keeps_no_scores_with_dropout_either(precision):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_keeps_a_byte_for_each_element(dtype, training):
     """A CPU keeps a factor of the values' own kind; `native_dropout` is what CUDA runs."""
-    with Fakes(), AsCuda():
+    with FakeTensors(), FakeCudaMode():
         layer, x = nn.Dropout(0.1).train(training), torch.empty(64, 64, dtype=dtype, requires_grad=True)
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.nbytes) or each, lambda each: each):
@@ -51,7 +51,7 @@ def test_dropout_keeps_a_byte_for_each_element(dtype, training):
 
 @pytest.mark.parametrize("how", [{"p": 0.0}, {"p": 1.0}, {"inplace": True}])
 def test_dropout_that_cuda_has_no_kernel_for_is_what_it_was(how):
-    with Fakes(), AsCuda():
+    with FakeTensors(), FakeCudaMode():
         assert F.dropout(torch.empty(8, 8), **how).shape == (8, 8)
         assert F.dropout(torch.empty(0), 0.5).shape == (0,)
 
@@ -59,7 +59,7 @@ def test_dropout_that_cuda_has_no_kernel_for_is_what_it_was(how):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_has_the_shape_and_the_gradients_that_it_has(dtype, masked):
-    with Fakes(), AsCuda():
+    with FakeTensors(), FakeCudaMode():
         query = torch.empty(2, 4, 8, 16, dtype=dtype, requires_grad=True)
         both = torch.empty(2, 4, 6, 16, dtype=dtype, requires_grad=True)
         mask = torch.ones(8, 6, dtype=torch.bool) if masked else None
@@ -72,7 +72,7 @@ def test_attention_has_the_shape_and_the_gradients_that_it_has(dtype, masked):
 
 
 def test_what_has_no_kernel_is_what_it_was():
-    with Fakes(), AsCuda():
+    with FakeTensors(), FakeCudaMode():
         query, grouped = torch.empty(2, 4, 8, 16), torch.empty(2, 2, 8, 16)
         assert F.scaled_dot_product_attention(query, grouped, grouped, enable_gqa=True).shape == query.shape
         assert F.scaled_dot_product_attention(query[0], query[0], query[0]).shape == query[0].shape
@@ -89,13 +89,13 @@ def test_torchs_own_attention_layer_keeps_no_scores_either(precision):
         return step.most_bytes["activations"]
 
     assert kept(0.1) > 2 * SCORES
-    with AsCuda():
+    with FakeCudaMode():
         whole, dropped = kept(0.0), kept(0.1)
     assert dropped < whole + SCORES
 
 
 def test_weights_of_attention_that_are_asked_for_are_in_fp32():
-    with Fakes(), AsCuda(), torch.autocast("cpu", torch.bfloat16):
+    with FakeTensors(), FakeCudaMode(), torch.autocast("cpu", torch.bfloat16):
         layer = nn.MultiheadAttention(32, HEADS, batch_first=True)
         x = torch.empty(ROWS, CONTEXT, 32)
         out, weights = layer(x, x, x, need_weights=True)
@@ -122,27 +122,27 @@ def test_weights_of_attention_that_are_asked_for_are_in_fp32():
     ],
 )
 def test_what_autocast_on_cuda_computes_in_fp32(operator):
-    with Fakes():
+    with FakeTensors():
         x = torch.empty(8, 8, dtype=torch.bfloat16)
-        with AsCuda(), torch.autocast("cpu", torch.bfloat16):
+        with FakeCudaMode(), torch.autocast("cpu", torch.bfloat16):
             assert operator(x).dtype is torch.float32
             assert x.sum(dtype=torch.bfloat16).dtype is torch.bfloat16
-        with AsCuda():
+        with FakeCudaMode():
             assert operator(x).dtype is torch.bfloat16
 
 
 def test_autocast_computes_norms_and_losses_in_fp32_and_products_not():
-    with Fakes():
+    with FakeTensors():
         layer, norm = nn.Linear(8, 8), nn.LayerNorm(8)
         x, y = torch.empty(4, 8), torch.zeros(4).long()
-        for mode, expected in ((AsCuda(), torch.float32), (torch.no_grad(), torch.bfloat16)):
+        for mode, expected in ((FakeCudaMode(), torch.float32), (torch.no_grad(), torch.bfloat16)):
             with mode, torch.autocast("cpu", torch.bfloat16):
                 hidden = layer(x)
                 found = norm(hidden), hidden.softmax(-1), F.log_softmax(hidden, -1)
             assert hidden.dtype is torch.bfloat16
             assert {each.dtype for each in found} == {expected}
-        with AsCuda(), torch.autocast("cpu", torch.bfloat16):
+        with FakeCudaMode(), torch.autocast("cpu", torch.bfloat16):
             assert F.cross_entropy(layer(x), y).dtype is torch.float32
-        with AsCuda():
+        with FakeCudaMode():
             assert norm(x.bfloat16().float()).dtype is torch.float32
             assert layer(x).softmax(-1).dtype is torch.float32

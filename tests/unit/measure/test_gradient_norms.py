@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.measure import gradient_norms
-from trimtab.measure.async_scalar import Late
+from trimtab.measure.async_scalar import AsyncScalar
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
-from trimtab.measure.step_timer import WindowClock
+from trimtab.measure.step_timer import StepTimer
 
 
 class Tied(nn.Module):
@@ -124,8 +124,8 @@ def test_nothing_seen_is_nothing():
 
 def test_late_scalars_are_read_as_they_were():
     values = torch.tensor([1.0, 2.5, float("inf")])
-    assert Late(values).read() == [1.0, 2.5, float("inf")]
-    assert Late(torch.tensor(3)).read() == [3.0]
+    assert AsyncScalar(values).read() == [1.0, 2.5, float("inf")]
+    assert AsyncScalar(torch.tensor(3)).read() == [3.0]
 
 
 def test_gradients_of_several_dtypes_have_one_norm():
@@ -147,7 +147,7 @@ def test_what_was_seen_can_be_forgotten():
 def test_a_windows_clock_tells_its_batches_and_their_drawing_apart(monkeypatch):
     ticks = iter([9.0, 9.25, 9.5, 10.0, 11.0, 13.0, 15.0, 18.0, 20.0, 21.0, 22.0, 23.0])
     monkeypatch.setattr("trimtab.measure.step_timer.time.perf_counter", lambda: next(ticks))
-    clock = WindowClock(torch.device("cpu"))
+    clock = StepTimer(torch.device("cpu"))
     with clock.drawing():
         pass
     clock.open()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-from trimtab.measure.loop_state import Change, ChangeKind, LoopState
+from trimtab.measure.loop_state import ChangeKind, LoopState, StateChange
 
 CALLS = 0
 BAG = []
@@ -361,7 +361,7 @@ def test_trained_modules_beside_the_model_are_held_by_name():
     criterion = nn.Linear(2, 2)
     state = LoopState(nn.Linear(1, 1), modules={"criterion": criterion})
     criterion.weight.data.add_(1)
-    assert state.changes() == [Change("criterion.weight", K.PARAMETER)]
+    assert state.changes() == [StateChange("criterion.weight", K.PARAMETER)]
     state.restore()
     assert state.changes() == []
 

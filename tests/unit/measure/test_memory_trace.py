@@ -15,7 +15,7 @@ from trimtab.core.serialization import from_json, to_json
 from trimtab.core.step_memory import PARTS, StepMemory
 from trimtab.losses import Summed
 from trimtab.measure import storage_tracker
-from trimtab.measure.fake_tensors import Fakes
+from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import trace_peaks, trace_step, trace_work
 from trimtab.measure.peak_memory import peak_bytes, storage_bytes
 from trimtab.tasks.language_modelling import next_token_loss
@@ -131,7 +131,7 @@ def test_model_optimizer_and_generators_are_as_they_were():
 
 def test_a_model_without_memory_has_the_same_trace():
     model, optimizer, batch = loop()
-    with Fakes():
+    with FakeTensors():
         fake = GPT(SHAPE).train()
         fake_optimizer = OPTIMIZERS["adamw"](fake.parameters())
         tokens = tuple(torch.randint(0, 64, (8, 32)) for _ in range(2))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.lr_factors import warmup_cosine, warmup_linear
 from trimtab.core.plan import Plan
-from trimtab.experiments.paired_runs.plan_loops import StrongPlanLoop
+from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
 from trimtab.recipes.muon import MuonLoop
 from trimtab.recipes.strong import StrongLoop, factor_at
 from trimtab.tasks import StrongRecipe
@@ -44,7 +44,7 @@ def smoothed(model, batch):
     return F.cross_entropy(model(inputs), labels, label_smoothing=0.3)
 
 
-@pytest.mark.parametrize("make_loop", [StrongLoop, functools.partial(StrongPlanLoop, plan=Plan.fixed(ROWS))])
+@pytest.mark.parametrize("make_loop", [StrongLoop, functools.partial(TunedRecipePlanLoop, plan=Plan.fixed(ROWS))])
 def test_a_recipe_trains_its_own_model_by_its_own_loss(make_loop):
     recipe = StrongRecipe(sgd(), "fp32", False, 800, make_model=functools.partial(mlp, dropout=0.0), loss_fn=smoothed)
     task = make_task(strong=recipe)

@@ -10,7 +10,7 @@ from recipe_tasks import CPU, ROWS, batches, make_task, modes_of_a_loop, sgd, we
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.lr_factors import warmup_linear
 from trimtab.core.plan import Plan
-from trimtab.experiments.paired_runs.plan_loops import StrongPlanLoop
+from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
 from trimtab.losses import mean_of
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks import BUILT_IN, StrongRecipe, load_task
@@ -89,7 +89,7 @@ def test_channels_last_is_applied():
 def test_a_plan_made_for_it_keeps_its_schedule_and_clipping():
     task = make_task()
     torch.manual_seed(3)
-    loop = StrongPlanLoop(task, CPU, Plan.fixed(ROWS, micro_batch=ROWS, clip_norm=0.5))
+    loop = TunedRecipePlanLoop(task, CPU, Plan.fixed(ROWS, micro_batch=ROWS, clip_norm=0.5))
     data = batches(task)
     for _ in range(5):
         loop.step(data)

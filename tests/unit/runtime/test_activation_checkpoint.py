@@ -14,19 +14,27 @@ from torch import nn
 
 import trimtab
 import trimtab.core.plan
-from trimtab.core.block_costs import DearPart, Stage
+from trimtab.core.block_costs import BlockCost, ExpensivePart
 from trimtab.core.errors import UsageError
-from trimtab.core.recompute_schedule import Kept, Segment, schedule_of
+from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment, schedule_of
 from trimtab.decide.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.runtime import recomputed_function
 from trimtab.runtime.activation_checkpoint import use_plan, use_schedule
 
 L = 6
-NESTED = (Kept(0), Segment((Segment((Kept(1),)), Kept(2), Kept(3))), Kept(4), Kept(5))
-IN_PART = tuple(Kept(index, in_part=index < 4) for index in range(L))
+NESTED = (
+    KeptBlock(0),
+    RecomputedSegment((RecomputedSegment((KeptBlock(1),)), KeptBlock(2), KeptBlock(3))),
+    KeptBlock(4),
+    KeptBlock(5),
+)
+IN_PART = tuple(KeptBlock(index, in_part=index < 4) for index in range(L))
 SCHEDULES = {
     "none": keep_all(L), "every_block": every_block(L), "sqrt": sqrt_segments(L), "nested": NESTED, "in_part": IN_PART,
-    "mixed": (Segment((Kept(0), Kept(1))), Kept(2, in_part=True), Segment((Kept(3),)), Kept(4), Kept(5)),
+    "mixed": (
+        RecomputedSegment((KeptBlock(0), KeptBlock(1))), KeptBlock(2, in_part=True), RecomputedSegment((KeptBlock(3),)),
+        KeptBlock(4), KeptBlock(5),
+    ),
 }  # fmt: skip
 
 
@@ -201,7 +209,7 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_matrix_products_run_as_often_as_a_schedule_says(name):
     """Forward two a block and run, backward four; of what is kept in part none again."""
-    runs = predict([Stage(1.0, 1, 2, 2, 1, 1, part=DearPart(1, 1, 0.0))] * L, SCHEDULES[name]).runs
+    runs = predict([BlockCost(1.0, 1, 2, 2, 1, 1, part=ExpensivePart(1, 1, 0.0))] * L, SCHEDULES[name]).runs
     model = net(dropout=0.0, norm="layer")
     for block in model.blocks:  # whose last operator needs its result: nothing of a block is left out when run again
         block.register_module("drop", nn.Tanh())
@@ -309,7 +317,7 @@ def test_the_run_computes_the_same_in_fp16_with_a_loss_scale(name):
         model = net(dropout=0.1)
         undo = use_schedule(model, NAMES, schedule)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        precision = trimtab.core.plan.Choice("fp16", "by hand", trimtab.core.plan.Mark.ROUNDING, changed=True)
+        precision = trimtab.core.plan.Choice("fp16", "by hand", trimtab.core.plan.Effect.ROUNDING, changed=True)
         plan = dataclasses.replace(trimtab.Plan.fixed(16, 8), precision=precision)
         torch.manual_seed(1)
         with trimtab.start(model, optimizer, plan) as run:
@@ -598,7 +606,7 @@ def test_statistics_that_were_frozen_and_are_not_any_more_move_once_a_step():
 def test_buffers_are_noted_by_the_mode_in_which_a_forward_began():
     norm, rows = nn.BatchNorm1d(4), torch.randn(8, 4)
     for freezes in (False, True):
-        with recomputed_function._Buffers([norm]).noting():
+        with recomputed_function._SavedBuffers([norm]).noting():
             norm(rows)
             norm.train(not freezes)
     assert recomputed_function._moved_by(norm, True) == {"running_mean", "running_var", "num_batches_tracked"}

@@ -16,19 +16,19 @@ import trimtab
 import trimtab.api
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import MemoryLimitError, UsageError
-from trimtab.core.plan import Check, Choice, Mark, Plan
-from trimtab.decide.batch_size_policy import Noise, Times, could_save
+from trimtab.core.plan import Choice, Effect, Plan, SplitCheck
+from trimtab.decide.batch_size_policy import NoiseEstimate, StepTimes, could_save
 from trimtab.decide.gradient_noise_scale import NoiseAverage
-from trimtab.decide.overhead_budget import FRESH, LIMIT, PAUSE, REVIEW, Account
+from trimtab.decide.overhead_budget import FRESH, LIMIT, PAUSE, REVIEW, OverheadBudget
 from trimtab.decide.step_time_model import MIN_WINDOWS, SKIPPED, UsualWindow
 from trimtab.losses import Summed
-from trimtab.measure.async_scalar import Late
+from trimtab.measure.async_scalar import AsyncScalar
 from trimtab.measure.gradient_norms import GradientNorms
-from trimtab.measure.overhead_timer import Spent
-from trimtab.measure.step_timer import Stamped
-from trimtab.runtime.batch_size_controller import BatchControl
-from trimtab.runtime.checkpoint_hooks import NotKept
-from trimtab.runtime.metadata_exchange import Alone
+from trimtab.measure.overhead_timer import OverheadTimer
+from trimtab.measure.step_timer import StepTimeStamps
+from trimtab.runtime.batch_size_controller import BatchSizeController
+from trimtab.runtime.checkpoint_hooks import NoCheckpoints
+from trimtab.runtime.metadata_exchange import SingleProcessExchange
 
 DIM, NOISE = 5, 0.7
 TRUE = torch.linspace(-1, 1, DIM, dtype=torch.float64)
@@ -113,7 +113,7 @@ def measuring(k, **values):
 @pytest.fixture
 def always_measured(monkeypatch):
     """Measure every window: in steps of a fraction of a millisecond the account would allow one in a hundred."""
-    monkeypatch.setattr(Account, "is_due", lambda self, sparse=0: not self.is_paused and self.windows >= FRESH)
+    monkeypatch.setattr(OverheadBudget, "is_due", lambda self, sparse=0: not self.is_paused and self.windows >= FRESH)
 
 
 @pytest.mark.parametrize(("rows", "micro", "k"), [(8, 8, 4), (8, 3, 3), (16, 8, 2), (8, 8, 1)])
@@ -258,16 +258,16 @@ def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, pol
     As dense as the account allows until the noise is known, for 200 windows at the most; then one in 50. None of the
     first ten: a run does not begin with a batch larger than its user's.
     """
-    monkeypatch.setattr(Account, "charge", lambda self, window_s, spent_s: setattr(self, "uses", self.uses + 1))
+    monkeypatch.setattr(OverheadBudget, "charge", lambda self, window_s, spent_s: setattr(self, "uses", self.uses + 1))
     problem = Regression(4096, BatchRule(policy, k_max=4))  # many rows: what is known stays known
     if batch_statistics:
         problem.model.extra = nn.BatchNorm1d(2)  # takes no part, and refuses the split
     if is_lost:
         with torch.no_grad():
             problem.model.weight.copy_(TRUE[None] * (1 + 1e-6))
-    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchDecider.decide", lambda self: None)  # k stays 1
+    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchSizeDecider.decide", lambda self: None)  # k stays 1
     monkeypatch.setattr(
-        "trimtab.decide.noise_probes.Probing.told", lambda self, standing: None
+        "trimtab.decide.noise_probes.ProbeSelection.told", lambda self, standing: None
     )  # it would save nothing
     sizes, run = windows_of(problem, 400)
     timed, double, split, one = (3, 3), (2, 2), (1, 2), (1, 1)
@@ -387,7 +387,7 @@ def test_a_small_rest_of_a_batch_is_no_fixed_time(always_measured, clock):
 
 def test_half_a_batch_that_takes_as_long_as_a_whole_one_is_not_taken_for_half(always_measured, monkeypatch, clock):
     """At k = 1 the time of a micro-batch is that of whole ones, two to a window until it is known."""
-    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchDecider.decide", lambda self: None)
+    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
     problem = Regression(8, BatchRule("goodput", k_max=4))
     times = times_of(problem, 30, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
     assert (times.micro_s, times.fixed_s) == (pytest.approx(5.0), pytest.approx(0.0))
@@ -396,7 +396,7 @@ def test_half_a_batch_that_takes_as_long_as_a_whole_one_is_not_taken_for_half(al
 @pytest.mark.parametrize(("k", "k_max"), [(1, 4), (2, 4), (4, 4), (1, 3)])
 def test_adding_to_a_gradient_is_a_further_micro_batchs_time(always_measured, monkeypatch, clock, k, k_max):
     """A window's first has nothing to add to: with one more of them the window takes 5 + 2 s longer, not 5."""
-    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchDecider.decide", lambda self: None)
+    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
     problem = Regression(8, BatchRule("goodput", k=k, k_max=k_max))
     problem.optimizer.register_step_pre_hook(lambda *_: clock(7.0))
 
@@ -425,7 +425,7 @@ def test_watching_is_no_micro_batchs_time(always_measured, monkeypatch, clock):
 
 
 def test_of_two_micro_batches_the_first_tells_where_no_more_are_allowed(always_measured, monkeypatch, clock):
-    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchDecider.decide", lambda self: None)
+    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
     problem = Regression(8, BatchRule("goodput", k_max=2))
     sizes, run = windows_of(problem, 30, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
     assert {batches for batches, _ in sizes} == {1, 2}
@@ -489,9 +489,11 @@ def test_rows_of_one_micro_batch_may_have_other_numbers_of_terms(windows_seen, a
 def test_figures_are_read_in_a_later_window_than_they_were_made_in(monkeypatch, always_measured):
     """Read in their own, they would wait for the device."""
     made, read, windows = [], [], []
-    begin, look = Late.__init__, Late.read
-    monkeypatch.setattr(Late, "__init__", lambda self, values: (made.append(len(windows)), begin(self, values))[1])
-    monkeypatch.setattr(Late, "read", lambda self: (read.append(len(windows)), look(self))[1])
+    begin, look = AsyncScalar.__init__, AsyncScalar.read
+    monkeypatch.setattr(
+        AsyncScalar, "__init__", lambda self, values: (made.append(len(windows)), begin(self, values))[1]
+    )
+    monkeypatch.setattr(AsyncScalar, "read", lambda self: (read.append(len(windows)), look(self))[1])
     problem = Regression(8, measuring(4))
     with trimtab.start(problem.model, problem.optimizer, problem.plan, nonfinite="continue") as run:
         for window in itertools.islice(run.windows(problem.batches()), 20 + FRESH):
@@ -519,7 +521,7 @@ def test_a_users_schedule_by_steps_can_follow_the_loader_batches(always_measured
 
 
 def test_a_split_the_check_refused_is_not_made(each_measured):
-    problem = Regression(8, measuring(1), check=Check(False, "batch statistics"))
+    problem = Regression(8, measuring(1), check=SplitCheck(False, "batch statistics"))
     with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
         window = run.window(next(problem.batches()))
         assert window.num_micro_batches == 1
@@ -561,8 +563,8 @@ def test_a_monitor_that_brings_nothing_is_paused_and_says_so(tmp_path, always_me
 
 def test_a_monitor_that_pays_says_so_too(tmp_path, always_measured, monkeypatch):
     """A fixed part of ten micro-batches a window, told instead of waited for."""
-    monkeypatch.setattr("trimtab.decide.step_time_model.WindowTimes.times", lambda self, rows: Times(0.001, 0.01))
-    monkeypatch.setattr(Account, "price", 0.004)
+    monkeypatch.setattr("trimtab.decide.step_time_model.WindowTimes.times", lambda self, rows: StepTimes(0.001, 0.01))
+    monkeypatch.setattr(OverheadBudget, "price", 0.004)
     found = recorded(Regression(8, BatchRule("goodput", k_max=16, learning_rate="linear")), 300, tmp_path)
     assert found[0].detail["pays"] is True
     assert found[0].detail["gain"] > 0.05
@@ -589,10 +591,10 @@ def test_rows_are_worth_what_the_optimizer_and_its_rate_make_of_them(make, learn
 @pytest.mark.parametrize("fixed_s", [0.04, 1e-6])
 def test_a_pause_that_would_miss_growing_noise_is_put_off(tmp_path, always_measured, monkeypatch, fixed_s):
     """Nothing is gained now; with noise that grows as the run does much is, where a window has a fixed part."""
-    monkeypatch.setattr("trimtab.decide.step_time_model.WindowTimes.times", lambda self, rows: Times(0.01, fixed_s))
-    monkeypatch.setattr(Account, "price", 1e-3)
+    monkeypatch.setattr("trimtab.decide.step_time_model.WindowTimes.times", lambda self, rows: StepTimes(0.01, fixed_s))
+    monkeypatch.setattr(OverheadBudget, "price", 1e-3)
     problem = Regression(8, BatchRule("goodput", k_max=2, learning_rate="linear"), lr=0.0)
-    two_rows = Noise(2.0, 1.0, norm2_error=0.01, num_windows=100)  # k = 2 is best from four on
+    two_rows = NoiseEstimate(2.0, 1.0, norm2_error=0.01, num_windows=100)  # k = 2 is best from four on
     monkeypatch.setattr(NoiseAverage, "noise", two_rows)
     found = [event.detail for event in recorded(problem, REVIEW + 20, tmp_path)]
     assert any(each.get("pause") for each in found) is (fixed_s < 1e-3)
@@ -600,7 +602,7 @@ def test_a_pause_that_would_miss_growing_noise_is_put_off(tmp_path, always_measu
 
 def lost_in_noise(rule, monkeypatch, fixed_s):
     """Return a problem without a gradient but noise, and tell its micro-batches to take a second."""
-    monkeypatch.setattr("trimtab.decide.step_time_model.WindowTimes.times", lambda self, rows: Times(1.0, fixed_s))
+    monkeypatch.setattr("trimtab.decide.step_time_model.WindowTimes.times", lambda self, rows: StepTimes(1.0, fixed_s))
     problem = Regression(2, rule)
     with torch.no_grad():
         problem.model.weight.copy_(TRUE[None] * (1 + 1e-6))
@@ -733,10 +735,10 @@ def test_a_resumed_run_looks_for_the_times_of_its_own_machine(monkeypatch, clock
     Until then those of before are the best that is known, and noise is looked for by them.
     """
     monkeypatch.setattr(
-        Account, "is_due", lambda self, sparse=0: self.windows >= FRESH and not self.windows % (sparse or 9)
+        OverheadBudget, "is_due", lambda self, sparse=0: self.windows >= FRESH and not self.windows % (sparse or 9)
     )
     for name in ("decide", "review"):
-        monkeypatch.setattr(f"trimtab.decide.batch_size_decider.BatchDecider.{name}", lambda self: None)
+        monkeypatch.setattr(f"trimtab.decide.batch_size_decider.BatchSizeDecider.{name}", lambda self: None)
 
     def seconds(each):
         return lambda model, batch: (clock(each), mean_loss(model, batch))[1]
@@ -815,7 +817,7 @@ def test_fewer_batches_fit_where_micro_batches_are_smaller(tmp_path, micro, batc
 def test_times_that_were_known_are_found_anew_after_a_pause(always_measured, monkeypatch, clock):
     """The machine is another by then, for all that is known."""
     monkeypatch.setattr("trimtab.decide.overhead_budget.PAUSE", 20)
-    monkeypatch.setattr(Account, "price", 0.004)
+    monkeypatch.setattr(OverheadBudget, "price", 0.004)
     problem, seconds, counted = Regression(64, BatchRule("goodput", k_max=4)), [5.0], itertools.count()
 
     def loss(model, batch):
@@ -887,7 +889,9 @@ def test_a_bound_that_allows_no_other_batch_is_said(policy, warns):
     """Of a batch that is cut into four micro-batches the next larger window has eight."""
     problem = Regression(16, BatchRule(policy, k_max=7), micro=4)
     with pytest.warns(RuntimeWarning, match="k never changes") if warns else contextlib.nullcontext():
-        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
+        BatchSizeController(
+            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+        )
 
 
 def test_the_default_rule_is_of_loader_batches():
@@ -906,7 +910,9 @@ def test_a_model_sharded_in_part_is_refused():
     problem.model = nn.Sequential(Sharded(DIM, DIM), nn.Linear(DIM, 1)).double()
     problem.optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
     with raises(UsageError, code="value.invalid", field="plan.batch_rule"):
-        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
+        BatchSizeController(
+            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+        )
 
 
 def test_one_under_fsdp1_is_refused():
@@ -916,7 +922,9 @@ def test_one_under_fsdp1_is_refused():
     problem = Regression(8, BatchRule())
     problem.model = FullyShardedDataParallel(DIM, 1).double()
     with raises(UsageError, code="value.invalid", field="plan.batch_rule"):
-        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
+        BatchSizeController(
+            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+        )
 
 
 def test_usual_windows_tell_what_another_took_beyond_them():
@@ -931,7 +939,9 @@ def test_usual_windows_tell_what_another_took_beyond_them():
 def test_waiting_for_the_device_is_on_no_account(always_measured, monkeypatch, clock):
     """Which has the next window to work on meanwhile: it would have been waited for some time."""
     waited = set()
-    monkeypatch.setattr(Stamped, "wait", lambda self: None if self in waited else (waited.add(self), clock(40.0)))
+    monkeypatch.setattr(
+        StepTimeStamps, "wait", lambda self: None if self in waited else (waited.add(self), clock(40.0))
+    )
     problem = Regression(8, BatchRule("norm_test", k=2, k_max=2))
     with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
         for window in itertools.islice(run.windows(problem.batches()), 30 + FRESH):
@@ -942,9 +952,13 @@ def test_waiting_for_the_device_is_on_no_account(always_measured, monkeypatch, c
 
 def test_a_compiled_models_batch_is_not_split():
     problem = Regression(8, BatchRule("goodput", k_max=2))
-    monitored = BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
-    compiled = dataclasses.replace(problem.plan, compiled=Choice(True, "by hand", Mark.ROUNDING, changed=True))
-    other = BatchControl(compiled, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
+    monitored = BatchSizeController(
+        problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+    )
+    compiled = dataclasses.replace(problem.plan, compiled=Choice(True, "by hand", Effect.ROUNDING, changed=True))
+    other = BatchSizeController(
+        compiled, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+    )
     assert [each._probing._may_split for each in (monitored, other)] == [True, False]
 
 
@@ -961,7 +975,7 @@ def test_noise_that_is_never_told_is_said(tmp_path, always_measured, monkeypatch
 
 def test_what_a_window_takes_that_is_made_to_show_more_is_on_the_account(monkeypatch, clock):
     """Half of a batch takes as long as all of it: a window that is split costs as much again."""
-    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchDecider.decide", lambda self: None)
+    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
     problem = Regression(8, BatchRule("norm_test", k_max=4))
     with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
         for window in itertools.islice(run.windows(problem.batches()), 500):
@@ -977,11 +991,11 @@ def test_a_price_is_a_share_of_a_window_as_decided_however_many_batches_the_meas
     always_measured, monkeypatch, clock, k, batches
 ):
     """Each batch 5 s, each window 10 s more, and half a second to measure one: of 15 s, or of 30 s at k = 4."""
-    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchDecider.decide", lambda self: None)
+    monkeypatch.setattr("trimtab.decide.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
     problem = Regression(8, BatchRule("norm_test", k=k, k_max=8))
     problem.optimizer.register_step_pre_hook(lambda *_: clock(10.0))
-    spend = Spent.read
-    monkeypatch.setattr(Spent, "read", lambda self: 0.25 + 0 * spend(self))
+    spend = OverheadTimer.read
+    monkeypatch.setattr(OverheadTimer, "read", lambda self: 0.25 + 0 * spend(self))
     monkeypatch.setattr(UsualWindow, "extra", lambda *_: 0.0)
     with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
         source = problem.batches()

@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 
 import trimtab
 from trimtab.calibrate.forward_check import require_own_forward
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.decide.overhead_budget import Account
+from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.measure.gradient_norms import GradientNorms
 from trimtab.runtime.compile_check import PAIRS, WARM_UP, CompileCheck
 from trimtab.runtime.compiled_call import CompiledCall, is_compiled
@@ -118,7 +118,7 @@ def test_what_the_loop_has_compiled_is_seen_to_run_forward_and_compiled_once(how
     for _ in range(10):  # two more than torch compiles for
         with trimtab.start(model, optimizer, Plan.fixed(4)) as run:
             run.train_step(run.window(batch), loss_fn)
-    require_own_forward(Subject(model, optimizer, loss_fn, batch), "fp32")
+    require_own_forward(TrainingLoop(model, optimizer, loss_fn, batch), "fp32")
     assert len(graphs) == 1
     trimtab.plan(model, optimizer, loss_fn, batch)  # its trials see the forward, in smaller micro-batches too
 
@@ -258,7 +258,7 @@ def test_a_users_hook_beside_the_check_is_not_disturbed(monkeypatch):
 @needs_compiler
 def test_measuring_some_windows_does_not_compile_the_model_anew(monkeypatch):
     """The monitor's hooks come and go on the parameters that torch guards."""
-    monkeypatch.setattr(Account, "is_due", lambda self, sparse=0: self.windows % 2 == 0)
+    monkeypatch.setattr(OverheadBudget, "is_due", lambda self, sparse=0: self.windows % 2 == 0)
     watched, on = [], GradientNorms.on
     monkeypatch.setattr(GradientNorms, "on", lambda self: (watched.append(1), on(self)))
     model, optimizer, batch = loop()

@@ -14,11 +14,11 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.measure.dispatch_mode import Watching
+from trimtab.measure.dispatch_mode import EagerDispatchMode
 from trimtab.runtime import cuda_graph_capture
 from trimtab.runtime.compiled_call import is_compiled
-from trimtab.runtime.cuda_graph_capture import Unrecordable, copy_in_place, written
-from trimtab.runtime.cuda_graphs import LAUNCHES_FROM, MOST_KINDS, Recorder
+from trimtab.runtime.cuda_graph_capture import UncapturableModel, copy_in_place, written
+from trimtab.runtime.cuda_graphs import LAUNCHES_FROM, MOST_KINDS, GraphReplayer
 
 
 class Arrives(torch.autograd.Function):
@@ -67,7 +67,7 @@ def recorder():
     StandIn.made.clear()
     torch.manual_seed(0)
     model = Model()
-    return Recorder(model, model._call_impl, record=StandIn)
+    return GraphReplayer(model, model._call_impl, record=StandIn)
 
 
 ROWS = torch.randn(4, 6)
@@ -153,7 +153,7 @@ def test_while_a_backward_is_waited_for_the_next_forward_is_not_launched(recorde
 
 
 def test_what_is_looked_into_is_not_launched(recorder):
-    class Looking(Watching):
+    class Looking(EagerDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             seen.append(function)
             return function(*args, **(kwargs or {}))
@@ -188,7 +188,7 @@ def test_weights_that_lie_elsewhere_or_are_no_longer_trained_are_recorded_anew(r
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (Unrecordable("it draws"), "it draws"),
+        (UncapturableModel("it draws"), "it draws"),
         (RuntimeError("no\nmore"), "it cannot be recorded (RuntimeError: no)"),
     ],
 )
@@ -279,7 +279,7 @@ def put(name, value):
 def test_what_a_module_holds_besides_is_looked_at(change):
     StandIn.made.clear()
     model = Fills()
-    recorder = Recorder(model, lambda rows: model.body(rows), record=StandIn)
+    recorder = GraphReplayer(model, lambda rows: model.body(rows), record=StandIn)
     assert call(recorder) == 3
     change(model)
     assert call(recorder, times=2) == 0
@@ -429,7 +429,7 @@ def test_what_an_output_reaches_is_told_by_parameter():
 def test_parameters_that_are_held_elsewhere_too_are_told():
     model = Model()
     elsewhere = tuple(model.parameters())
-    with pytest.raises(Unrecordable, match="in another place"):
+    with pytest.raises(UncapturableModel, match="in another place"):
         cuda_graph_capture._reached((model(ROWS),), [nn.Parameter(p.detach()) for p in elsewhere], elsewhere)
 
 
@@ -444,7 +444,7 @@ def test_parameters_that_are_held_elsewhere_too_are_told():
 )
 def test_outputs_that_a_launch_could_not_give_are_refused(make, said):
     model = Model()
-    with pytest.raises(Unrecordable, match=said):
+    with pytest.raises(UncapturableModel, match=said):
         reached(make(model), model)
 
 
@@ -452,7 +452,10 @@ def test_outputs_that_a_launch_could_not_give_are_refused(make, said):
 def test_random_numbers_of_the_host_are_refused(draw):
     with cuda_graph_capture._same_random_numbers():
         pass
-    with pytest.raises(Unrecordable, match="random numbers on the host"), cuda_graph_capture._same_random_numbers():
+    with (
+        pytest.raises(UncapturableModel, match="random numbers on the host"),
+        cuda_graph_capture._same_random_numbers(),
+    ):
         draw()
 
 

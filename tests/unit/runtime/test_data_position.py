@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.distributed.sharded_loader import shard
 from trimtab.runtime.data_position import DataPosition, innermost, require_state_kept
-from trimtab.runtime.uneven_inputs import NoRows
+from trimtab.runtime.uneven_inputs import EmptyBatch
 
 
 class Noisy(Dataset):
@@ -206,7 +206,7 @@ def test_nothing_is_drawn_anew_in_the_midst_of_a_pass_or_of_none():
 
 
 def test_the_first_batch_with_rows_of_what_was_trained_on_is_told_once():
-    batches = [NoRows(), torch.ones(1), torch.ones(2), torch.ones(3)]
+    batches = [EmptyBatch(), torch.ones(1), torch.ones(2), torch.ones(3)]
     position = DataPosition(is_kept=True)
     drawn = position.batches(batches)
     for _ in range(3):

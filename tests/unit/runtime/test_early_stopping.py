@@ -14,7 +14,7 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import UsageError
 from trimtab.core.plan import Plan
-from trimtab.runtime.early_stopping import StopTest
+from trimtab.runtime.early_stopping import EarlyStopping
 
 
 def started(stop, **options):
@@ -49,7 +49,7 @@ def test_a_small_smoothed_gradient_ends_the_run(tmp_path):
 
 
 def test_one_small_gradient_does_not():
-    test = StopTest(trimtab.Stop(grad_norm=0.1))
+    test = EarlyStopping(trimtab.Stop(grad_norm=0.1))
     for norm in [1.0] * 20 + [0.0] + [1.0] * 5 + [math.nan] * 3:
         test.stepped(torch.tensor(norm))
     assert test.reason is None
@@ -136,7 +136,7 @@ def test_a_record_says_how_its_run_ended(tmp_path, error, reason):
 
 
 def test_the_average_is_saved():
-    test, other = (StopTest(trimtab.Stop(grad_norm=0.1)) for _ in range(2))
+    test, other = (EarlyStopping(trimtab.Stop(grad_norm=0.1)) for _ in range(2))
     for _ in range(5):
         test.stepped(torch.tensor(1.0))
     other.load_state_dict(test.state_dict())
@@ -149,14 +149,14 @@ def test_the_average_is_saved():
 def test_a_save_ends_no_run_sooner_nor_does_going_on_from_it(saved_after):
     norms = [1.0] * 20 + [0.0] * 30
 
-    def windows(test: StopTest, begun: int = 0, until: int = len(norms)) -> int:
+    def windows(test: EarlyStopping, begun: int = 0, until: int = len(norms)) -> int:
         for index, norm in enumerate(norms[begun:until], begun):
             if test.reason is not None:
                 return index
             test.stepped(torch.tensor(norm))
         return until
 
-    alone, saved, resumed = (StopTest(trimtab.Stop(grad_norm=0.5)) for _ in range(3))
+    alone, saved, resumed = (EarlyStopping(trimtab.Stop(grad_norm=0.5)) for _ in range(3))
     expected = windows(alone)
     assert 20 < expected < len(norms)
     at = windows(saved, until=min(saved_after, expected))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import trimtab
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.core.plan import Check, Plan
+from trimtab.core.plan import Plan, SplitCheck
 from trimtab.losses import Summed
 
 ROWS = 8
@@ -193,7 +193,7 @@ def test_planning_is_not_warned_of():
 
 # Batches of unequal sizes in a window.
 
-UNPROVED = Check(False, "the gradient of an unequal split differs by 0.2, relative", 0.2)
+UNPROVED = SplitCheck(False, "the gradient of an unequal split differs by 0.2, relative", 0.2)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ UNPROVED = Check(False, "the gradient of an unequal split differs by 0.2, relati
         (UNPROVED, (8, 4), False, True),
         (UNPROVED, (8, 8), False, False),
         (UNPROVED, (8, 4), True, False),
-        (Check(True, "proved", 1e-7), (8, 4), False, False),
-        (Check(False, "batch statistics"), (8, 4), False, False),
+        (SplitCheck(True, "proved", 1e-7), (8, 4), False, False),
+        (SplitCheck(False, "batch statistics"), (8, 4), False, False),
         (None, (8, 4), False, False),
     ],
 )

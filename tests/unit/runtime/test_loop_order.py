@@ -17,7 +17,7 @@ from trimtab.core.errors import LoopError, LossError
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
 from trimtab.measure.state_digest import fingerprint
-from trimtab.runtime.call_order import ForwardSeen
+from trimtab.runtime.call_order import ForwardRecorder
 
 ROWS, MICRO = 5, 2  # three micro-batches
 
@@ -267,9 +267,9 @@ def test_another_model_in_the_loss_is_fine_as_long_as_the_runs_model_ran(run):
 
 
 def test_the_hook_that_sees_a_forward_travels_with_copies_but_drags_nothing():
-    hook = ForwardSeen()
+    hook = ForwardRecorder()
     assert copy.deepcopy({"hook": hook})["hook"] is hook
-    assert isinstance(pickle.loads(pickle.dumps(hook)), ForwardSeen)
+    assert isinstance(pickle.loads(pickle.dumps(hook)), ForwardRecorder)
 
 
 def test_a_window_that_is_accumulated_is_stepped_by_the_caller():

@@ -13,7 +13,7 @@ import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
-from trimtab.measure.async_scalar import Late
+from trimtab.measure.async_scalar import AsyncScalar
 from trimtab.runtime.noise_monitor import NoiseMonitor
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
@@ -72,7 +72,9 @@ def reads_per_step(loss_fn: Any, micro_batch: int, rule: BatchRule | None = None
         with CountReads() as counter, pytest.MonkeyPatch.context() as patch:
             for name in ("tolist", "cpu", "numpy"):
                 patch.setattr(torch.Tensor, name, counter.counted(getattr(torch.Tensor, name)))
-            patch.setattr(Late, "read", counter.uncounted(Late.read))  # which waits for what was copied long before
+            patch.setattr(
+                AsyncScalar, "read", counter.uncounted(AsyncScalar.read)
+            )  # which waits for what was copied long before
             run.train_step(run.window(batch), loss_fn)
     return counter.reads
 

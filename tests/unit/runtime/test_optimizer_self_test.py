@@ -105,8 +105,8 @@ def test_a_fault_in_a_part_of_the_step_is_found(fault):
 
 def test_each_kind_of_parameter_is_tested_once(monkeypatch):
     made = []
-    stepped = optimizer_self_test._Test.stepped
-    monkeypatch.setattr(optimizer_self_test._Test, "stepped", lambda *given: made.append(1) or stepped(*given))
+    stepped = optimizer_self_test._SelfTest.stepped
+    monkeypatch.setattr(optimizer_self_test._SelfTest, "stepped", lambda *given: made.append(1) or stepped(*given))
     parameters = [nn.Parameter(torch.randn(8, 8)) for _ in range(50)]
     for _ in range(3):
         assert not fused_difference(torch.optim.SGD(parameters, lr=0.1))

@@ -15,7 +15,7 @@ from trimtab.core.energy_reading import Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import Header, RecordWriter, read_record
 from trimtab.measure.energy_meter import EnergyClock, GivenWatts, MeterLost, NoMeter
-from trimtab.runtime.step_recorder import Recorder, Step
+from trimtab.runtime.step_recorder import PendingStep, StepRecorder
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ def world(tmp_path):
     world.energy = EnergyClock(world.meter, clock=lambda: world.now)
     world.path = tmp_path / "run.jsonl"
     with RecordWriter(world.path, Header("run")) as writer:
-        world.writer, world.recorder = writer, Recorder(writer, world.energy)
+        world.writer, world.recorder = writer, StepRecorder(writer, world.energy)
         yield world
 
 
 def steps(world, seconds: float, step_s: float = 0.25) -> None:
     for _ in range(round(seconds / step_s)):
         world.now += step_s
-        world.recorder.step(Step(8, 1, 8, 0.5, 0.1, True))
+        world.recorder.step(PendingStep(8, 1, 8, 0.5, 0.1, True))
 
 
 def ended(world):
@@ -125,7 +125,7 @@ def test_a_run_that_is_gone_on_with_says_from_where_its_joules_are(world):
     world.writer.close()  # a record has one writer at a time
     with RecordWriter(world.path, Header("run"), continues=True) as writer:
         own = EnergyClock(world.meter, clock=lambda: world.now)
-        world.recorder = Recorder(writer, own)
+        world.recorder = StepRecorder(writer, own)
         world.now, world.extra = world.now + 30.0, 1e6  # reading a checkpoint is no training
         world.recorder.loading(state)()
         steps(world, 4.0)
@@ -138,7 +138,7 @@ def test_what_is_no_clock_is_refused(tmp_path):
         RecordWriter(tmp_path / "a.jsonl", Header("run")) as writer,
         raises(ValueGivenError, code="value.invalid", field="energy"),
     ):
-        Recorder(writer, GivenWatts(5))
+        StepRecorder(writer, GivenWatts(5))
 
 
 def test_what_a_meter_raises_ends_no_run(world):

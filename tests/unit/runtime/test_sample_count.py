@@ -20,7 +20,7 @@ import trimtab
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Plan
 from trimtab.runtime.batch import copied, fresh, tensors_in, to_device, versions_of
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, Batching
+from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
 from trimtab.runtime.sample_count import read
 
 
@@ -199,7 +199,7 @@ def split_patients(batch, start, stop):
 
 
 def test_functions_of_the_user_count_and_split():
-    batching = Batching(count_patients, split_patients)
+    batching = BatchSplitting(count_patients, split_patients)
     batch = UNKNOWN["vision and language"]
     assert batching.read(batch) == (4, True, "")
     sizes = [(len(part["ids"]), len(part["patches"]), size) for part, size in batching.slices(batch, 4, 3)]
@@ -207,19 +207,19 @@ def test_functions_of_the_user_count_and_split():
 
 
 def test_a_count_without_a_split_splits_only_what_the_containers_show():
-    assert Batching(count=len).read((rows(2, 5), rows(2))) == (2, True, "")
-    reading = Batching(count=lambda batch: 4).read((rows(7, 4, 3), rows(4)))
+    assert BatchSplitting(count=len).read((rows(2, 5), rows(2))) == (2, True, "")
+    reading = BatchSplitting(count=lambda batch: 4).read((rows(7, 4, 3), rows(4)))
     assert (reading.samples, reading.is_splittable) == (4, False)
     assert "split=" in reading.reason
     with pytest.raises(BatchError) as caught:
-        next(Batching(count=lambda batch: 4).slices((rows(7, 4, 3), rows(4)), 4, 2))
+        next(BatchSplitting(count=lambda batch: 4).slices((rows(7, 4, 3), rows(4)), 4, 2))
     assert caught.value.code == "batch.not_splittable"
 
 
 @pytest.mark.parametrize("found", [0, -1, 2.0, "2", None, True, torch.tensor(2)])
 def test_a_count_that_is_no_positive_int_is_refused(found):
     with pytest.raises(BatchError) as caught:
-        Batching(count=lambda batch: found).read(rows(2))
+        BatchSplitting(count=lambda batch: found).read(rows(2))
     assert (caught.value.code, caught.value.field) == ("batch.count_invalid", "count")
 
 
@@ -229,15 +229,15 @@ def fails(*given):
 
 def test_functions_that_raise_are_typed_errors():
     with pytest.raises(BatchError) as caught:
-        Batching(count=fails).read(rows(2))
+        BatchSplitting(count=fails).read(rows(2))
     assert caught.value.code == "batch.count_failed"
     with pytest.raises(BatchError) as caught:
-        next(Batching(split=fails).slices(rows(4), 4, 2))
+        next(BatchSplitting(split=fails).slices(rows(4), 4, 2))
     assert caught.value.code == "batch.split_failed"
 
 
 def test_a_split_of_another_size_is_refused():
-    batching = Batching(count=len, split=lambda batch, start, stop: batch)
+    batching = BatchSplitting(count=len, split=lambda batch, start, stop: batch)
     with pytest.raises(BatchError) as caught:
         next(batching.slices(rows(4), 4, 2))
     assert caught.value.code == "batch.split_invalid"
@@ -247,7 +247,7 @@ def test_a_split_of_another_size_is_refused():
 @pytest.mark.parametrize("value", [3, "len", []])
 def test_functions_that_cannot_be_called_are_refused(name, value):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        Batching(**{name: value})
+        BatchSplitting(**{name: value})
     assert caught.value.code == f"{name}.not_callable"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trimtab.runtime.straggler import Straggler
+from trimtab.runtime.straggler import StragglerDetector
 
 
 def told(windows) -> list:
-    straggler = Straggler()
+    straggler = StragglerDetector()
     return [late for seconds in windows if (late := straggler.add(seconds)) is not None]
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import trimtab
 from trimtab.calibrate.gradient_equivalence import check_splitting
 from trimtab.calibrate.lr_range_test import range_test
-from trimtab.calibrate.training_loop import Subject
+from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ModelError, OptimizerError, UsageError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.planner import choose
@@ -152,7 +152,7 @@ def test_planning_leaves_it_as_it_was_and_counts_it():
 @every_criterion
 def test_splitting_is_proved_on_its_gradients_too(make):
     model, criterion, optimizer = loop(make)
-    subject = Subject(model, optimizer, loss_of(criterion), batches()[0], modules=(criterion,))
+    subject = TrainingLoop(model, optimizer, loss_of(criterion), batches()[0], modules=(criterion,))
     assert check_splitting(subject).splittable is (make is not Weighted)  # whose buffer counts forwards
 
 
@@ -163,14 +163,14 @@ def test_a_criterion_whose_gradient_depends_on_the_batch_is_not_split():
             return features.square().mean() + (counts * self.weight.sum(1)).sum().square()
 
     model, criterion, optimizer = loop(Balanced)
-    subject = Subject(model, optimizer, loss_of(criterion), batches()[0], modules=(criterion,))
+    subject = TrainingLoop(model, optimizer, loss_of(criterion), batches()[0], modules=(criterion,))
     assert not check_splitting(subject).splittable
 
 
 @every_criterion
 def test_a_range_test_leaves_it_as_it_was(make):
     model, criterion, optimizer = loop(make)
-    subject = Subject(model, optimizer, loss_of(criterion), batches()[0], modules=(criterion,))
+    subject = TrainingLoop(model, optimizer, loss_of(criterion), batches()[0], modules=(criterion,))
     before = fingerprint(subject.trained, optimizer)
     points = range_test(subject, Plan.fixed(ROWS), batches(5), lambda _: None, num_steps=5)
     assert fingerprint(subject.trained, optimizer) == before

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trimtab
-from trimtab.core.choice import Check
+from trimtab.core.choice import SplitCheck
 
 
 def start(plan):
@@ -31,8 +31,8 @@ def test_a_split_set_by_hand_is_warned_of_where_it_is_started():
     [
         trimtab.Plan.fixed(8),
         trimtab.Plan.fixed(8, precision="bf16", fused_optimizer=True),
-        dataclasses.replace(trimtab.Plan.fixed(8, micro_batch=4), check=Check(True, "proved")),
-        dataclasses.replace(trimtab.Plan.fixed(8), check=Check(False, "batch statistics")),
+        dataclasses.replace(trimtab.Plan.fixed(8, micro_batch=4), check=SplitCheck(True, "proved")),
+        dataclasses.replace(trimtab.Plan.fixed(8), check=SplitCheck(False, "batch statistics")),
     ],
     ids=["whole", "other settings", "proved", "refused and whole"],
 )
@@ -41,6 +41,8 @@ def test_other_plans_are_not(plan):
 
 
 def test_a_split_that_its_check_refused_is_warned_of_with_the_reason():
-    plan = dataclasses.replace(trimtab.Plan.fixed(8, micro_batch=4), check=Check(False, "the loss compares samples"))
+    plan = dataclasses.replace(
+        trimtab.Plan.fixed(8, micro_batch=4), check=SplitCheck(False, "the loss compares samples")
+    )
     (found,) = start(plan)
     assert "the loss compares samples" in str(found.message)

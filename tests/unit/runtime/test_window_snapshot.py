@@ -11,7 +11,7 @@ from torch import nn
 import trimtab
 from trimtab.core.plan import Plan
 from trimtab.runtime import window_snapshot
-from trimtab.runtime.window_snapshot import WindowStart
+from trimtab.runtime.window_snapshot import WindowSnapshot
 
 
 class Model(nn.Module):
@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 def test_values_and_generators_are_put_back():
     model = Model(mean=torch.zeros(2), count=torch.tensor(0), flag=torch.tensor([True]))
-    start = WindowStart(model)
+    start = WindowSnapshot(model)
     for window in range(3):
         start.note()
         drawn = torch.rand(2)
@@ -44,7 +44,7 @@ def test_values_and_generators_are_put_back():
 
 def test_a_buffer_that_asks_for_a_gradient_is_put_back_and_its_copies_ask_for_none():
     model = Model(mean=torch.zeros(2, requires_grad=True))
-    start = WindowStart(model)
+    start = WindowSnapshot(model)
     for value in (1.0, 2.0):
         start.note()
         with torch.no_grad():
@@ -57,7 +57,7 @@ def test_a_buffer_that_asks_for_a_gradient_is_put_back_and_its_copies_ask_for_no
 
 def test_a_persistent_buffer_that_was_replaced_stands_again():
     model = Model(mean=torch.zeros(2))
-    start, kept = WindowStart(model), model.mean
+    start, kept = WindowSnapshot(model), model.mean
     start.note()
     model.mean = model.mean * 0.9 + 1.0
     start.restore()
@@ -68,7 +68,7 @@ def test_a_persistent_buffer_that_was_replaced_stands_again():
 def test_a_cache_that_grew_or_was_made_or_went_is_left_alone():
     """What says how large it is stands beside it in Python, and is not put back."""
     model = Model(cos_cache=torch.zeros(4), sin_cache=torch.zeros(4), made_cache=None, gone_cache=torch.zeros(1))
-    start = WindowStart(model)
+    start = WindowSnapshot(model)
     start.note()
     model.cos, model.sin, model.made = torch.ones(8), torch.ones(4), torch.ones(1)
     del model.gone
@@ -98,7 +98,7 @@ def test_buffers_of_any_kind_are_no_obstacle(buffer):
 def test_a_buffer_made_under_inference_is_no_obstacle():
     with torch.inference_mode():
         made = torch.zeros(3)
-    start = WindowStart(Model(kept=made))
+    start = WindowSnapshot(Model(kept=made))
     start.note()
     start.restore()
 
@@ -127,7 +127,7 @@ MOVES = {
 def test_a_large_buffer_is_copied_after_the_first_window_that_moved_it(value, move, monkeypatch):
     monkeypatch.setattr(window_snapshot, "_LARGE", 8)
     model = Model(still=torch.zeros(8), moving=value.clone())
-    start = WindowStart(model, watches=True)
+    start = WindowSnapshot(model, watches=True)
     start.note()
     start.learn()
     generators = start.kept_bytes
@@ -150,7 +150,7 @@ def test_a_large_buffer_is_copied_after_the_first_window_that_moved_it(value, mo
 def test_a_large_buffer_that_other_ones_take_the_place_of_is_restored_after_the_first_window(monkeypatch):
     monkeypatch.setattr(window_snapshot, "_LARGE", 8)
     model = Model(queue=torch.zeros(8))
-    start = WindowStart(model, watches=True)
+    start = WindowSnapshot(model, watches=True)
     for window in range(3):
         start.note()
         before, values = model.queue, model.queue.clone()
@@ -167,7 +167,7 @@ def test_a_large_buffer_that_other_ones_take_the_place_of_is_restored_after_the_
 
 def test_a_large_cache_that_moved_stays():
     model = Model(mask_cache=torch.zeros(2**19))
-    start = WindowStart(model, watches=True)
+    start = WindowSnapshot(model, watches=True)
     start.note()
     model.mask += 1
     start.restore_skipped()
@@ -178,7 +178,7 @@ def test_a_large_cache_that_moved_stays():
 def test_large_batch_statistics_are_copied_from_the_first_window_on(monkeypatch):
     monkeypatch.setattr(window_snapshot, "_LARGE", 8)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
-    start = WindowStart(model)
+    start = WindowSnapshot(model)
     start.note()
     model(torch.randn(4, 3))
     start.restore()
@@ -248,7 +248,7 @@ def test_memory_that_runs_out_while_noting_passes_and_nothing_is_put_back(monkey
 
 def test_a_loop_that_cannot_be_run_again_pays_for_nothing(monkeypatch):
     notes = []
-    monkeypatch.setattr(WindowStart, "note", lambda self: notes.append(1))
+    monkeypatch.setattr(WindowSnapshot, "note", lambda self: notes.append(1))
     model = Model(mean=torch.zeros(2))
     with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4)) as run:
         for micro in (window := run.window(torch.randn(4, 3))):

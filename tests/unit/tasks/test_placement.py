@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trimtab.core.plan import Mark
+from trimtab.core.plan import Effect
 from trimtab.tasks import DataSource, TaskData
 from trimtab.tasks import placement as placement_module
 from trimtab.tasks.cifar10 import augment
@@ -37,13 +37,17 @@ def test_data_lies_on_the_device_where_it_takes_a_tenth_at_the_most(num_bytes, f
     choice = placement(num_bytes, "cuda", free)
     assert choice.value == value
     assert said in choice.reason
-    assert choice.mark is Mark.EXACT
+    assert choice.mark is Effect.EXACT
     assert choice.changed == (value == "device")
     assert bool(choice.losers) == (free is not None)
 
 
 def test_rows_augmented_on_the_device_are_the_hosts_to_rounding():
-    for free, augments, mark in ((2**34, True, Mark.ROUNDING), (2**34, False, Mark.EXACT), (2**10, True, Mark.EXACT)):
+    for free, augments, mark in (
+        (2**34, True, Effect.ROUNDING),
+        (2**34, False, Effect.EXACT),
+        (2**10, True, Effect.EXACT),
+    ):
         assert placement(2**20, "cuda", free, augments=augments).mark is mark
 
 

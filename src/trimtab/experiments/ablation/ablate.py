@@ -21,14 +21,14 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import BRIEF, RunRecord
-from trimtab.decide.ablation_design import REFERENCE, Design, changes_of, plans_of
+from trimtab.decide.ablation_design import REFERENCE, AblationDesign, changes_of, plans_of
 from trimtab.experiments.ablation.ablation_result import Ablation
-from trimtab.experiments.ablation.ablation_summary import Raced, nothing_to_ablate, summarise
+from trimtab.experiments.ablation.ablation_summary import AblationRuns, nothing_to_ablate, summarise
 from trimtab.experiments.output_folder import claim
 from trimtab.experiments.paired_runs.custom_step_check import check_step
-from trimtab.experiments.paired_runs.paired_run import Entry
+from trimtab.experiments.paired_runs.paired_run import PairedArm
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
-from trimtab.experiments.paired_runs.results_folder import RaceFolder, read_back, reference_s
+from trimtab.experiments.paired_runs.results_folder import ResultsFolder, read_back, reference_s
 from trimtab.experiments.paired_runs.run_length import lengths, seeds_in_time
 from trimtab.experiments.task_plans import Plans, make_plans, require_fits
 from trimtab.recipes.loop import MakeLoop
@@ -120,7 +120,7 @@ def _ablated(
     device, data = device_here(), task.load_data()
     fixed = {name: value for name, value in asdict(settings).items() if not name.endswith("_seeds")}
     claim(out, task, data, {"ablation": fixed}, budget, Objective(), plan)
-    kept = RaceFolder(out, task, data, device, progress)
+    kept = ResultsFolder(out, task, data, device, progress)
     done = sum(kept.of_race(seed, brief=settings.is_brief(seed)).exists() for seed in range(settings.num_seeds))
     if done:
         progress(f"going on with {done} races from {out}")
@@ -130,7 +130,7 @@ def _ablated(
     how = {"adapt": adapt, "strong": False, "budget": budget, "progress": progress}
     plans = kept.plans(partial(make_plans, task, data, device, **how)) if plan is None else Plans({"S": plan})
     chosen = _whole(plans)
-    design = Design(changes_of(chosen, task.reference), settings.pairwise)
+    design = AblationDesign(changes_of(chosen, task.reference), settings.pairwise)
     if not design.changes:
         return nothing_to_ablate(task, data, chosen, command)
     raced = _raced(task, kept, plans, design, settings, budget, begun)
@@ -141,18 +141,18 @@ def _ablated(
 
 def _raced(
     task: Task,
-    kept: RaceFolder,
+    kept: ResultsFolder,
     plans: Plans,
-    design: Design,
+    design: AblationDesign,
     settings: AblateSettings,
     budget: Budget,
     begun: float,
-) -> Raced:
+) -> AblationRuns:
     """Run every possible arm: peak memory first, then the paired runs."""
     plan = _whole(plans)
     arms, refusals = plans_of(plan, design, task.reference)
     makes = _loops(arms, task.budget_rows)
-    facts = kept.facts([Entry(name, make, task.budget_rows) for name, make in makes.items()], peaks_alone=arms)
+    facts = kept.facts([PairedArm(name, make, task.budget_rows) for name, make in makes.items()], peaks_alone=arms)
     refusals |= {name: fact.error for name, fact in facts.items() if fact.error}
     step_s = reference_s(plans, facts)
     races: dict[int, dict[str, RunRecord]] = {}
@@ -166,7 +166,7 @@ def _raced(
         entries = _entries(task, design, makes, few, rows.control)
         entries = [each for each in entries if design.controls.get(each.name, each.name) not in refusals]
         races[seed] = kept.race(entries, seed, settings.num_seeds, brief=is_brief, cap_s=settings.cap_s)
-    return Raced(plan, design, races, facts, refusals, budget)
+    return AblationRuns(plan, design, races, facts, refusals, budget)
 
 
 def _whole(plans: Plans) -> Plan:
@@ -191,21 +191,21 @@ def _step_within(plans: Plans, reference_s: float, *, dear: bool) -> float:
     return min(own_s, reference_s) if dear else reference_s
 
 
-def _brief_rows(design: Design, makes: Mapping[str, MakeLoop], few: int, within: int) -> dict[str, int]:
+def _brief_rows(design: AblationDesign, makes: Mapping[str, MakeLoop], few: int, within: int) -> dict[str, int]:
     """Return the samples of every arm in a short run; arms with most changes are assumed as fast as the plan."""
     held = design.arms
     return {name: within if 2 * len(held.get(name, ())) > len(design.changes) else few for name in makes}
 
 
 def _entries(
-    task: Task, design: Design, makes: Mapping[str, MakeLoop], rows: Mapping[str, int], control_rows: int
-) -> list[Entry]:
+    task: Task, design: AblationDesign, makes: Mapping[str, MakeLoop], rows: Mapping[str, int], control_rows: int
+) -> list[PairedArm]:
     """Return all arms with their samples, and the A/A controls, with equal length in short runs."""
     again = {name: rows[base] for name, base in design.controls.items()}
     is_brief = any(each < task.budget_rows for each in rows.values())
     budgets = dict(rows) | {name: each if is_brief else min(each, control_rows) for name, each in again.items()}
     return [
-        Entry(
+        PairedArm(
             name,
             makes[design.controls.get(name, name)],
             wanted,

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.core.record import RunRecord
-from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design, power_of_all
+from trimtab.decide.ablation_design import (
+    PLAN,
+    PLAN_AGAIN,
+    REFERENCE,
+    UNCHANGED,
+    UNCHANGED_AGAIN,
+    AblationDesign,
+    power_of_all,
+)
 from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
 from trimtab.experiments.ablation.ablation_result import (
     ALONE,
@@ -16,8 +24,8 @@ from trimtab.experiments.ablation.ablation_result import (
     QUALITY,
     THROUGHPUT,
     WITHIN,
-    Change,
-    Effect,
+    AblatedChange,
+    ChangeEffect,
 )
 from trimtab.experiments.comparison.comparison_result import Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.comparison_statistics import (
@@ -49,7 +57,7 @@ Term = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class AblationMeasurements:
     """Measurements of an ablation: paired runs, peak memory by arm, and the held-out metric.
 
     Args:
@@ -60,7 +68,7 @@ class Evidence:
         metric, higher_is_better, unit: of the task's held-out metric.
     """
 
-    design: Design
+    design: AblationDesign
     races: Races
     peaks: Mapping[str, int]
     labels: Mapping[str, str]
@@ -112,7 +120,7 @@ class Evidence:
         if (quality := quality_row(self.races, arm, against, tier, *how, at_equal_rows=True)) is not None:
             yield quality
 
-    def effects(self, change: Change) -> Iterator[Effect]:
+    def effects(self, change: AblatedChange) -> Iterator[ChangeEffect]:
         """Yield the effects of a change alone and in the plan, and their interaction."""
         design, settings = self.design, {ALONE: UNCHANGED_AGAIN, WITHIN: PLAN_AGAIN}
         both = {ALONE: design.alone(change.name), WITHIN: design.within(change.name)}
@@ -120,11 +128,11 @@ class Evidence:
             if setting in change.refusals or (setting == WITHIN and not self.has_interactions):
                 continue
             for row in self.ratio(arm, against, change.tier, self.control(settings[setting])):
-                yield Effect(change.name, setting, row.metric, change.tier, row.ratio, row.verdict, arm, against)
+                yield ChangeEffect(change.name, setting, row.metric, change.tier, row.ratio, row.verdict, arm, against)
         if self.has_interactions and not change.refusals:
             yield from self._interactions(change, both[WITHIN], both[ALONE])
 
-    def pair_effects(self, change: Change, other: Change) -> Iterator[Effect]:
+    def pair_effects(self, change: AblatedChange, other: AblatedChange) -> Iterator[ChangeEffect]:
         """Yield the interaction of a change with another change."""
         tier = "F" if "F" in (change.tier, other.tier) else "S"
         beside, alone = self.design.beside(change.name, other.name), self.design.alone(change.name)
@@ -133,12 +141,12 @@ class Evidence:
 
     def _interactions(
         self,
-        change: Change,
+        change: AblatedChange,
         beside: tuple[str, str],
         alone: tuple[str, str],
-        other: Change | None = None,
+        other: AblatedChange | None = None,
         tier: str = "",
-    ) -> Iterator[Effect]:
+    ) -> Iterator[ChangeEffect]:
         """Yield the effect next to other changes over the effect alone."""
         terms: list[Term] = [(*beside, 1), (*alone, -1)]
         what = change.says if other is None else f"{change.says} with {other.says}"
@@ -147,14 +155,14 @@ class Evidence:
         if (ratio := self._product(terms)) is not None:
             verdict = interaction_verdict(ratio, self.interaction_control, what)
             verdict = unless_failed(verdict, self.races, *_arms(terms))
-            yield Effect(change.name, INTERACTION, THROUGHPUT, tier, ratio, verdict, **rest)
+            yield ChangeEffect(change.name, INTERACTION, THROUGHPUT, tier, ratio, verdict, **rest)
         if all(arm in self.peaks for arm in (*beside, *alone)):
             value = math.prod((self.peaks[arm] / self.peaks[against]) ** power for arm, against, power in terms)
             verdict = unless_failed(_memory_interaction(value, what), self.races, *_arms(terms))
-            yield Effect(change.name, INTERACTION, MEMORY, tier, counted(value), verdict, **rest)
+            yield ChangeEffect(change.name, INTERACTION, MEMORY, tier, counted(value), verdict, **rest)
         if (found := self._further(beside, alone)) is not None:
             verdict = unless_failed(quality_interaction(found, what), self.races, *_arms(terms))
-            yield Effect(change.name, INTERACTION, QUALITY, tier, found, verdict, **rest)
+            yield ChangeEffect(change.name, INTERACTION, QUALITY, tier, found, verdict, **rest)
 
     def _further(self, beside: tuple[str, str], alone: tuple[str, str]) -> Ratio | None:
         """Return the interaction in the held-out metric, paired by seed.
@@ -202,7 +210,7 @@ class Evidence:
     def _sign(self) -> int:
         return 1 if self.higher_is_better else -1
 
-    def all_together(self, changes: Sequence[Change]) -> Iterator[Effect]:
+    def all_together(self, changes: Sequence[AblatedChange]) -> Iterator[ChangeEffect]:
         """Yield the effect of all changes over the product of the separate effects.
 
         Nothing for fewer than three changes: for two, the product is their interaction.
@@ -217,7 +225,7 @@ class Evidence:
             control = Interval(control.mean**power, control.low**power, control.high**power, control.n)
         tier = "F" if any(each.tier == "F" for each in changes) else "S"
         verdict = interaction_verdict(ratio, control, "the plan as a whole")
-        yield Effect("", INTERACTION, THROUGHPUT, tier, ratio, unless_failed(verdict, self.races, *_arms(terms)))
+        yield ChangeEffect("", INTERACTION, THROUGHPUT, tier, ratio, unless_failed(verdict, self.races, *_arms(terms)))
 
     def _product(self, terms: Sequence[Term]) -> Ratio | None:
         ratios = products(self.races, terms)

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from trimtab.decide.ablation_design import PLAN, REFERENCE
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
-from trimtab.experiments.ablation.ablation_result import INTERACTION, QUALITY, THROUGHPUT, WITHIN, Change, Effect
+from trimtab.experiments.ablation.ablation_result import (
+    INTERACTION,
+    QUALITY,
+    THROUGHPUT,
+    WITHIN,
+    AblatedChange,
+    ChangeEffect,
+)
 from trimtab.experiments.comparison.comparison_result import RatioRow, Verdict
 from trimtab.experiments.comparison.verdicts import figures, quality_figures
 
@@ -14,8 +21,8 @@ NOTHING = Verdict("no gain", "Nothing to ablate: the plan changes nothing of the
 
 
 def headline(
-    changes: Sequence[Change],
-    effects: Sequence[Effect],
+    changes: Sequence[AblatedChange],
+    effects: Sequence[ChangeEffect],
     whole: Sequence[RatioRow],
     control: Interval | None = None,
     unit: str = "share",
@@ -85,7 +92,7 @@ def _whole(row: RatioRow, many: str) -> str:
     }.get(row.verdict.kind, f"{many}: no gain that is clear of the noise ({found}).")
 
 
-def _dearest(changes: Sequence[Change], effects: Sequence[Effect], whole: RatioRow) -> str:
+def _dearest(changes: Sequence[AblatedChange], effects: Sequence[ChangeEffect], whole: RatioRow) -> str:
     """Return a sentence on the most valuable change, and on changes that slow the plan down.
 
     "Most of the gain" means more than half of the gain on a logarithmic scale.
@@ -103,7 +110,7 @@ def _dearest(changes: Sequence[Change], effects: Sequence[Effect], whole: RatioR
     return f"{said} The plan is faster without {' and without '.join(harms)}.".strip() if harms else said
 
 
-def _together(changes: Sequence[Change], effects: Sequence[Effect], control: Interval | None) -> str:
+def _together(changes: Sequence[AblatedChange], effects: Sequence[ChangeEffect], control: Interval | None) -> str:
     """Return a sentence on changes that interact with the rest of the plan, or on the absence of interactions."""
     says = {change.name: change.says for change in changes}
     found = _interactions(effects, THROUGHPUT)
@@ -117,7 +124,7 @@ def _together(changes: Sequence[Change], effects: Sequence[Effect], control: Int
     return " ".join(seen)
 
 
-def _for_quality(changes: Sequence[Change], effects: Sequence[Effect], unit: str) -> str:
+def _for_quality(changes: Sequence[AblatedChange], effects: Sequence[ChangeEffect], unit: str) -> str:
     """Return a sentence on interactions in quality; two changes share a single interaction."""
     says = {change.name: change.says for change in changes}
     found = _interactions(effects, QUALITY)[: 1 if len(changes) == 2 else None]
@@ -131,6 +138,6 @@ def _for_quality(changes: Sequence[Change], effects: Sequence[Effect], unit: str
     return " ".join(seen)
 
 
-def _interactions(effects: Sequence[Effect], metric: str) -> list[Effect]:
+def _interactions(effects: Sequence[ChangeEffect], metric: str) -> list[ChangeEffect]:
     """Return the interactions of single changes with the rest of the plan."""
     return [e for e in effects if (e.setting, e.metric) == (INTERACTION, metric) and e.change and not e.other]

@@ -25,7 +25,7 @@ THROUGHPUT, MEMORY, QUALITY = "throughput", "peak_memory", "final_metric_differe
 
 
 @dataclass(frozen=True)
-class Change:
+class AblatedChange:
     """A change of a plan.
 
     Args:
@@ -67,7 +67,7 @@ class AblatedArm:
 
 
 @dataclass(frozen=True)
-class Effect:
+class ChangeEffect:
     """Effect of a change in a setting: the loop with the change over the loop without.
 
     Args:
@@ -135,9 +135,9 @@ class Ablation:
     command: str
     environment: Mapping[str, str]
     created: str
-    changes: tuple[Change, ...] = ()
+    changes: tuple[AblatedChange, ...] = ()
     arms: tuple[AblatedArm, ...] = ()
-    effects: tuple[Effect, ...] = ()
+    effects: tuple[ChangeEffect, ...] = ()
     whole: tuple[RatioRow, ...] = ()
     controls: tuple[RatioRow, ...] = ()
     interaction_control: Ratio | None = None
@@ -146,11 +146,11 @@ class Ablation:
     kind: str = "ablation"
     schema: int = ABLATION_SCHEMA
 
-    def change(self, name: str) -> Change | None:
+    def change(self, name: str) -> AblatedChange | None:
         """Return a change by name, or None."""
         return next((change for change in self.changes if change.name == name), None)
 
-    def effect(self, change: str, setting: str, metric: str = THROUGHPUT, other: str = "") -> Effect | None:
+    def effect(self, change: str, setting: str, metric: str = THROUGHPUT, other: str = "") -> ChangeEffect | None:
         """Return an effect, or None if not measured."""
         key = (change, setting, metric, other)
         return next((e for e in self.effects if (e.change, e.setting, e.metric, e.other) == key), None)

@@ -14,7 +14,7 @@ from trimtab.experiments.ablation.ablation_result import (
     WHOLE,
     WITHIN,
     Ablation,
-    Effect,
+    ChangeEffect,
 )
 from trimtab.experiments.comparison.comparison_result import Ratio, RatioRow
 from trimtab.experiments.comparison.comparison_rows import (
@@ -87,7 +87,7 @@ def _controls(ablation: Ablation) -> dict[str, Ratio | None]:
     return {ALONE: loop, WHOLE: loop, WITHIN: plan, INTERACTION: ablation.interaction_control}
 
 
-def _head(ablation: Ablation, row: RatioRow | Effect) -> dict[str, Any]:
+def _head(ablation: Ablation, row: RatioRow | ChangeEffect) -> dict[str, Any]:
     head = {"metric": METRICS[row.metric], "task": ablation.task, "tier": row.tier}
     return head | {"arm": row.arm, "against": row.against}
 

@@ -8,32 +8,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Mark, Plan
+from trimtab.core.plan import Effect, Plan
 from trimtab.core.units import format_bytes
-from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
+from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, AblationDesign
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
-from trimtab.experiments.ablation.ablation_effects import Evidence
+from trimtab.experiments.ablation.ablation_effects import AblationMeasurements
 from trimtab.experiments.ablation.ablation_headline import headline
 from trimtab.experiments.ablation.ablation_result import (
     ALONE,
     INTERACTION,
     WITHIN,
     AblatedArm,
+    AblatedChange,
     Ablation,
-    Change,
-    Effect,
+    ChangeEffect,
 )
 from trimtab.experiments.ablation.ablation_target_times import times
 from trimtab.experiments.comparison import caveats as noted
 from trimtab.experiments.comparison import comparison_statistics
-from trimtab.experiments.comparison.arm_metrics import ArmFacts
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.results_folder import environment_of
 from trimtab.experiments.task_plans import Plans
 from trimtab.tasks.task import Task, TaskData
 
 
 @dataclass(frozen=True)
-class Raced:
+class AblationRuns:
     """Measurements of an ablation.
 
     Args:
@@ -46,9 +46,9 @@ class Raced:
     """
 
     plan: Plan
-    design: Design
+    design: AblationDesign
     races: comparison_statistics.Races
-    facts: Mapping[str, ArmFacts]
+    facts: Mapping[str, ArmMetrics]
     refusals: Mapping[str, str]
     budget: Budget
 
@@ -68,14 +68,16 @@ class Raced:
         return {name: found[0] for name, found in errors.items() if all(found)} | dict(self.refusals)
 
 
-def summarise(task: Task, data: TaskData, raced: Raced, command: str, notes: Sequence[str] = ()) -> Ablation:
+def summarise(task: Task, data: TaskData, raced: AblationRuns, command: str, notes: Sequence[str] = ()) -> Ablation:
     """Return the ablation with all figures of a report."""
     plan, design, metric = raced.plan, raced.design, task.metric
     says = {name: says_of(plan, name) for name in design.changes}
     labels = labels_of(design, says)
     how = (metric.name, metric.higher_is_better, metric.unit)
-    evidence = Evidence(design, raced.races, raced.peaks, labels, *how)
-    changes = tuple(Change(name, says[name], _tier(plan, name), _refusals(raced, name)) for name in design.changes)
+    evidence = AblationMeasurements(design, raced.races, raced.peaks, labels, *how)
+    changes = tuple(
+        AblatedChange(name, says[name], _tier(plan, name), _refusals(raced, name)) for name in design.changes
+    )
     effects = tuple(_effects(evidence, changes))
     whole = tuple(evidence.whole(plan.tier))
     return _ablation(
@@ -120,7 +122,7 @@ def _ablation(task: Task, data: TaskData, plan: Plan, command: str, **found: Any
     )
 
 
-def _effects(evidence: Evidence, changes: Sequence[Change]) -> Iterator[Effect]:
+def _effects(evidence: AblationMeasurements, changes: Sequence[AblatedChange]) -> Iterator[ChangeEffect]:
     named = {change.name: change for change in changes}
     for change in changes:
         yield from evidence.effects(change)
@@ -137,7 +139,7 @@ def says_of(plan: Plan, name: str) -> str:
     return f"{words} {'none' if value is None else f'{value:g}' if isinstance(value, float) else value}"
 
 
-def labels_of(design: Design, says: Mapping[str, str]) -> dict[str, str]:
+def labels_of(design: AblationDesign, says: Mapping[str, str]) -> dict[str, str]:
     """Return the label of every arm, in table order."""
     found = {REFERENCE: "the reference", UNCHANGED: "the loop, nothing changed"}
     for name, changes in design.arms.items():
@@ -151,10 +153,10 @@ def labels_of(design: Design, says: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tier(plan: Plan, name: str) -> str:
-    return "F" if getattr(plan, name).mark is Mark.DYNAMICS else "S"
+    return "F" if getattr(plan, name).mark is Effect.DYNAMICS else "S"
 
 
-def _refusals(raced: Raced, change: str) -> dict[str, str]:
+def _refusals(raced: AblationRuns, change: str) -> dict[str, str]:
     """Return the reason for an impossible setting of a change, if either of its two arms failed."""
     failed, design, found = raced.failed, raced.design, {}
     arm, loop = design.alone(change)
@@ -170,7 +172,7 @@ def _refusals(raced: Raced, change: str) -> dict[str, str]:
     return found
 
 
-def _arm(name: str, label: str, task: Task, raced: Raced) -> AblatedArm:
+def _arm(name: str, label: str, task: Task, raced: AblationRuns) -> AblatedArm:
     records = [race[name] for _, race in sorted(raced.races.items()) if name in race]
     ran = [record for record in records if not comparison_statistics.failed(record)]
     curves = [
@@ -193,7 +195,7 @@ def _arm(name: str, label: str, task: Task, raced: Raced) -> AblatedArm:
     )
 
 
-def _notes(raced: Raced, changes: Sequence[Change], effects: Sequence[Effect]) -> list[str]:
+def _notes(raced: AblationRuns, changes: Sequence[AblatedChange], effects: Sequence[ChangeEffect]) -> list[str]:
     """Return the caveats of an ablation."""
     races = raced.races
     found = [f"{name}: {reason}" for name, reason in noted.ends(races).items()]
@@ -214,7 +216,7 @@ def _notes(raced: Raced, changes: Sequence[Change], effects: Sequence[Effect]) -
     return found + noted.sources(races) + noted.spread(Plans({"S": raced.plan}), races)
 
 
-def _limits(raced: Raced, change: Change) -> Iterator[str]:
+def _limits(raced: AblationRuns, change: AblatedChange) -> Iterator[str]:
     """Yield a caveat if the memory limit is met only with a change."""
     limit, peaks = raced.budget.memory_bytes, raced.peaks
     without = raced.design.within(change.name)[1]

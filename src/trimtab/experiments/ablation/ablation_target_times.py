@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 
 from trimtab.core.plan import Plan
 from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED_AGAIN
-from trimtab.experiments.ablation.ablation_effects import Evidence
-from trimtab.experiments.ablation.ablation_result import ALONE, WHOLE, WITHIN, Change, ChangeTime
-from trimtab.experiments.comparison.time_to_target import Charge, target_row
+from trimtab.experiments.ablation.ablation_effects import AblationMeasurements
+from trimtab.experiments.ablation.ablation_result import ALONE, WHOLE, WITHIN, AblatedChange, ChangeTime
+from trimtab.experiments.comparison.time_to_target import PlanningCharge, target_row
 
 # Arms with and without the change, and the loop with the A/A control.
 _Arms = tuple[str, str, str]
 
 
-def times(evidence: Evidence, plan: Plan, changes: Sequence[Change], targets: Sequence[float]) -> Iterator[ChangeTime]:
+def times(
+    evidence: AblationMeasurements, plan: Plan, changes: Sequence[AblatedChange], targets: Sequence[float]
+) -> Iterator[ChangeTime]:
     """Yield times to all targets of the whole plan and of every change with full runs, also with charged planning.
 
     The plan is charged with planning and search. A tier-F change is charged with the whole search, because the search
@@ -29,7 +31,7 @@ def times(evidence: Evidence, plan: Plan, changes: Sequence[Change], targets: Se
                 yield from _rung(evidence, change.name, setting, change.tier, arms, target, charge_s)
 
 
-def _settings(evidence: Evidence, change: Change) -> dict[str, _Arms]:
+def _settings(evidence: AblationMeasurements, change: AblatedChange) -> dict[str, _Arms]:
     """Return the arms of every possible setting of a change."""
     design = evidence.design
     found = {ALONE: (*design.alone(change.name), UNCHANGED_AGAIN)}
@@ -39,11 +41,11 @@ def _settings(evidence: Evidence, change: Change) -> dict[str, _Arms]:
 
 
 def _rung(
-    evidence: Evidence, change: str, setting: str, tier: str, arms: _Arms, target: float, charge_s: float
+    evidence: AblationMeasurements, change: str, setting: str, tier: str, arms: _Arms, target: float, charge_s: float
 ) -> Iterator[ChangeTime]:
     arm, against, again = arms
     metric = (target, evidence.metric, evidence.higher_is_better)
-    for charge in (None, *([Charge(charge_s)] if charge_s else [])):
+    for charge in (None, *([PlanningCharge(charge_s)] if charge_s else [])):
         row = target_row(evidence.races, arm, against, tier, *metric, charge, evidence.control(again))
         if row is not None:
             yield ChangeTime(change, setting, row)

@@ -10,7 +10,7 @@ from trimtab.core.hardware import DeviceSpec
 
 
 @dataclass(frozen=True)
-class ArmFacts:
+class ArmMetrics:
     """Measurements of an arm outside the paired runs; an arm with an error is excluded.
 
     Args:
@@ -44,7 +44,7 @@ class ArmFacts:
 
 
 def utilisation(
-    device: DeviceSpec | None, fact: ArmFacts | None, reference: ArmFacts | None, rows_per_s: Sequence[float]
+    device: DeviceSpec | None, fact: ArmMetrics | None, reference: ArmMetrics | None, rows_per_s: Sequence[float]
 ) -> tuple[float | None, float | None]:
     """Return (MFU, HFU): FLOP/s of the model and of the arm over the device's peak (math: section 8).
 

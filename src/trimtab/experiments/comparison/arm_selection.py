@@ -8,10 +8,10 @@ from functools import partial
 
 from trimtab.core.record import BRIEF
 from trimtab.experiments.comparison.caveats import WHY_TIMED
-from trimtab.experiments.comparison.compare_options import Settings
-from trimtab.experiments.paired_runs.paired_run import Entry
+from trimtab.experiments.comparison.compare_options import CompareOptions
+from trimtab.experiments.paired_runs.paired_run import PairedArm
 from trimtab.experiments.paired_runs.peer_arms import HAND_TUNED
-from trimtab.experiments.paired_runs.plan_loops import PlanLoop, StrongPlanLoop
+from trimtab.experiments.paired_runs.plan_loops import PlanLoop, TunedRecipePlanLoop
 from trimtab.experiments.paired_runs.run_length import lengths
 from trimtab.experiments.task_plans import Plans
 from trimtab.recipes.loop import MakeLoop
@@ -28,7 +28,7 @@ _TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
 _UNCHANGED = "its plan changes nothing, and the reference trains long: to its end it would be the reference once more"
 
 
-class Lineup:
+class ArmSelection:
     """The arms of a paired run.
 
     Args:
@@ -45,7 +45,7 @@ class Lineup:
         self,
         task: Task,
         plans: Plans,
-        settings: Settings,
+        settings: CompareOptions,
         step_s: float | None = None,
         *,
         brief: bool,
@@ -59,16 +59,16 @@ class Lineup:
         self._few, self._control = lengths(task, step_s, quick=settings.quick, brief=brief, dear=dear)
         self._too_long = "" if self._rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[PairedArm]:
         """Return the arms, with the reference first."""
         return [*self._references(), *self._planned(), *self._recipes(), *self._planned_peer()]
 
-    def _references(self) -> Iterator[Entry]:
+    def _references(self) -> Iterator[PairedArm]:
         make: MakeLoop = ReferenceLoop if self._num_ranks == 1 else ReplicaLoop
         yield self._entry("reference", make, self._rows)
         yield self._entry("self", make, self._rows, timed=self._control)
 
-    def _planned(self) -> Iterator[Entry]:
+    def _planned(self) -> Iterator[PairedArm]:
         same, rows = self._plans["S"], self._rows
         why = _UNCHANGED if self._too_long and not same.changes else ""
         make = partial(PlanLoop, plan=same, total_samples=rows)
@@ -80,7 +80,7 @@ class Lineup:
             make = partial(PlanLoop, plan=freed, total_samples=horizon)
             yield self._entry("plan_F", make, horizon, short=self._own_few("F"))
 
-    def _recipes(self) -> Iterator[Entry]:
+    def _recipes(self) -> Iterator[PairedArm]:
         raced = self._settings.raced
         if "strict" in raced:
             yield self._entry("strict", StrictLoop, self._rows)
@@ -91,10 +91,10 @@ class Lineup:
             if name in raced:
                 yield self._entry(name, HAND_TUNED[name], min(self._rows, recipe.budget_rows))
 
-    def _planned_peer(self) -> Iterator[Entry]:
+    def _planned_peer(self) -> Iterator[PairedArm]:
         strong = self._task.strong
         if "strong" in self._settings.raced and strong is not None and "strong" in self._plans:
-            make = partial(StrongPlanLoop, plan=self._plans["strong"])
+            make = partial(TunedRecipePlanLoop, plan=self._plans["strong"])
             rows = min(self._rows, strong.budget_rows)
             yield self._entry("strong_plan", make, rows, timed=self._control, short=self._own_few("strong"))
 
@@ -109,7 +109,9 @@ class Lineup:
         how = {"quick": self._settings.quick, "brief": self._brief, "dear": self._dear}
         return lengths(self._task, plan.measured.step_s, **how).few
 
-    def _entry(self, name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", short: int = 0) -> Entry:
+    def _entry(
+        self, name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", short: int = 0
+    ) -> PairedArm:
         """Return an arm that trains on all its samples, or is only timed for a few steps.
 
         Args:
@@ -122,4 +124,4 @@ class Lineup:
         """
         rows = min(wanted, timed or wanted, (short or self._few) if self._brief else wanted)
         detail = {BRIEF: True} | ({WHY_TIMED: why} if why else {}) if rows < wanted else {}
-        return Entry(name, make, rows, is_timed_only=rows < wanted, detail=detail)
+        return PairedArm(name, make, rows, is_timed_only=rows < wanted, detail=detail)

@@ -28,21 +28,21 @@ from trimtab.core.record import RunRecord
 from trimtab.core.serialization import read_json, to_json, to_jsonable, write_whole
 from trimtab.core.step_memory import StepMemory
 from trimtab.decide.multi_rank_plan import replicated
-from trimtab.distributed.coordinator import ALONE, Together
-from trimtab.experiments.comparison.arm_selection import Lineup
-from trimtab.experiments.comparison.compare_options import Settings
+from trimtab.distributed.coordinator import ALONE, Coordinator
+from trimtab.experiments.comparison.arm_selection import ArmSelection
+from trimtab.experiments.comparison.compare_options import CompareOptions
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison.comparison_summary import summarise
 from trimtab.experiments.comparison.energy_rows import METER
-from trimtab.experiments.comparison.rank_caveats import Ranks
+from trimtab.experiments.comparison.rank_caveats import RankConditions
 from trimtab.experiments.gain_timing import gain_in
 from trimtab.experiments.memory_timeline import step_memory
 from trimtab.experiments.output_folder import claim
 from trimtab.experiments.paired_runs.custom_step_check import check_step
-from trimtab.experiments.paired_runs.paired_run import Entry
+from trimtab.experiments.paired_runs.paired_run import PairedArm
 from trimtab.experiments.paired_runs.paired_run_meter import race_meter
 from trimtab.experiments.paired_runs.peer_arms import require_peers
-from trimtab.experiments.paired_runs.results_folder import RaceFolder, environment_of, read_back, reference_s
+from trimtab.experiments.paired_runs.results_folder import ResultsFolder, environment_of, read_back, reference_s
 from trimtab.experiments.paired_runs.run_length import seeds_in_time
 from trimtab.experiments.task_plans import Plans, given_plan, make_plans
 from trimtab.experiments.task_ranks import job_plans, refuse_on_ranks, require_same_task, task_of_rank
@@ -53,14 +53,14 @@ from trimtab.tasks.task import Task, TaskData
 def compare(
     task: Task,
     out: Path,
-    settings: Settings,
+    settings: CompareOptions,
     *,
     command: str,
     budget: Budget | None = None,
     objective: Objective | None = None,
     plan: Plan | None = None,
     progress: Progress = silent,
-    together: Together = ALONE,
+    together: Coordinator = ALONE,
     metering: Metering | None = None,
 ) -> Comparison:
     """Run or resume a comparison in the folder `out`, and return the result on every rank.
@@ -87,13 +87,13 @@ def compare(
 def _compared(
     task: Task,
     out: Path,
-    settings: Settings,
+    settings: CompareOptions,
     command: str,
     budget: Budget | None,
     objective: Objective | None,
     plan: Plan | None,
     progress: Progress,
-    together: Together,
+    together: Coordinator,
     metering: Metering | None,
     held: contextlib.ExitStack,
 ) -> Comparison:
@@ -115,7 +115,7 @@ def _compared(
         return given
 
     given = together.made(Plans, claimed)
-    kept = RaceFolder(out, task, data, device, progress, together)
+    kept = ResultsFolder(out, task, data, device, progress, together)
     done = sum(kept.of_race(seed, brief=_is_brief(settings, seed)).exists() for seed in range(settings.num_pairs))
     if done:
         progress(f"going on with {done} races from {out}")
@@ -124,13 +124,13 @@ def _compared(
     made = partial(_plans, task, data, device, settings, budget, objective, metering, progress, together)
     plans = given or kept.plans(made)
     alike = {"num_ranks": ranks, "dear": device.type == "cuda"}
-    facts = kept.facts(Lineup(task, plans, settings, brief=False, **alike).entries())
+    facts = kept.facts(ArmSelection(task, plans, settings, brief=False, **alike).entries())
     step_s = reference_s(plans, facts, ranks)
     metered = race_meter(device, metering, together) if done < settings.num_pairs else (None, NO_METER)
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds_in_time(settings.num_pairs, quick=settings.quick, begun=begun, together=together):
         how = {"brief": _is_brief(settings, seed)}
-        entries = Lineup(task, plans, settings, step_s, **alike, **how).entries()
+        entries = ArmSelection(task, plans, settings, step_s, **alike, **how).entries()
         entries = [_metered(e, metered[1]) for e in entries if not facts[e.name].error]
         how |= {"cap_s": settings.cap_s, "reference_cap_s": settings.reference_cap_s}
         races[seed] = kept.race(entries, seed, settings.num_pairs, meter=metered[0], **how)
@@ -140,7 +140,7 @@ def _compared(
     gain = None if is_left_out else gain_in(out, task, data, device, plans.plans["S"], **told)
 
     def found() -> Comparison:
-        seen, on = environment_of(races), Ranks(ranks, together.crowded)
+        seen, on = environment_of(races), RankConditions(ranks, together.crowded)
         said = summarise(task, data, plans, races, facts, command=command, environment=seen, ranks=on)
         where = kept.held[1]
         lies = (f"training data in the races: {where.reason}",) if where.changed else ()
@@ -166,7 +166,7 @@ def _memory(
     return found
 
 
-def _is_brief(settings: Settings, seed: int) -> bool:
+def _is_brief(settings: CompareOptions, seed: int) -> bool:
     return settings.whole_pairs is not None and seed >= settings.whole_pairs
 
 
@@ -174,12 +174,12 @@ def _plans(
     task: Task,
     data: TaskData,
     device: torch.device,
-    settings: Settings,
+    settings: CompareOptions,
     budget: Budget | None,
     objective: Objective | None,
     metering: Metering | None,
     progress: Callable[[str], None],
-    together: Together,
+    together: Coordinator,
 ) -> Plans:
     limits, weights = budget or Budget(), objective or Objective()
     if together.num_ranks > 1:
@@ -194,6 +194,6 @@ def _plans(
     return make_plans(task, data, device, metering=metering, **how)
 
 
-def _metered(entry: Entry, meter: MeterFacts) -> Entry:
+def _metered(entry: PairedArm, meter: MeterFacts) -> PairedArm:
     """Return the arm with the description of its energy meter added to the record's detail."""
     return replace(entry, detail=entry.detail | {METER: to_jsonable(meter)})

@@ -16,7 +16,7 @@ from trimtab.core.serialization import read_json
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
 from trimtab.experiments.comparison.compare import compare
-from trimtab.experiments.comparison.compare_options import USUAL_ADAPT, Settings
+from trimtab.experiments.comparison.compare_options import USUAL_ADAPT, CompareOptions
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison_context import together
 from trimtab.experiments.output_folder import folder_of
@@ -26,7 +26,7 @@ from trimtab.tasks import load_task
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompareRequest:
     """The command's options; None for an option not given.
 
     Args:
@@ -73,14 +73,14 @@ class Asked:
             raise ValueGivenError("--memory", got="a limit with --plan", expected="one where the plan is made")
         return None if self.plan is None else read_json(Plan, self.plan)
 
-    def settings(self, num_ranks: int) -> Settings:
+    def settings(self, num_ranks: int) -> CompareOptions:
         """Return the comparison's options, with defaults for options not given."""
         usual = USUAL_ADAPT if not self.quick and self.plan is None and num_ranks == 1 else ()
         adapt = usual if self.adapt is None else self.adapt
         peers = self.races_peers if self.races_peers is not None else not self.quick and num_ranks == 1
         whole = 0 if self.quick and self.whole is None else self.whole
         how = {"quick": self.quick, "adapt": adapt, "peers": peers, "cap_s": self.cap_s, "against": self.against}
-        return Settings(self.pairs, whole_pairs=whole, reference_cap_s=self.reference_cap_s, **how)
+        return CompareOptions(self.pairs, whole_pairs=whole, reference_cap_s=self.reference_cap_s, **how)
 
     @property
     def races_peers(self) -> bool | None:
@@ -94,7 +94,7 @@ class Asked:
         return True if self.against is not None else self.peers
 
 
-def compared(asked: Asked, command: str) -> Comparison | None:
+def compared(asked: CompareRequest, command: str) -> Comparison | None:
     """Run a comparison in this process, as a rank of a launcher's job, or start ranks.
 
     Args:

@@ -14,7 +14,7 @@ USUAL_ADAPT = ("learning_rate",)
 
 
 @dataclass(frozen=True)
-class Settings:
+class CompareOptions:
     """Options of a comparison.
 
     Args:

@@ -13,7 +13,7 @@ from trimtab.core.energy_reading import NO_METER, Energy, MeterFacts
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
 from trimtab.core.step_memory import StepMemory
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 
 RESULT_SCHEMA = 6
 NO_HARM = "no harm"  # Verdict of a plan that passed the non-inferiority test.
@@ -294,7 +294,7 @@ class Comparison:
     num_ranks: int = 1
     meter: MeterFacts = NO_METER
     planning_energy: Mapping[str, Energy] = field(default_factory=dict)
-    gain: Gain | None = None
+    gain: TimedGain | None = None
     thirds: tuple[ThirdRow, ...] = ()
     batch_rows: int | None = None
     schema: int = RESULT_SCHEMA

@@ -104,7 +104,7 @@ def bounds(ratio: Ratio) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True)
-class Block:
+class RunBlock:
     """Samples, wall seconds, CPU seconds and joules of an arm in a round; NaN if not measured."""
 
     rows: int
@@ -154,7 +154,7 @@ def _ratios(races: Races, arm: str, against: str, clock: str) -> list[float]:
     return [ours / theirs for ours, theirs in rates if ours > 0 and theirs > 0]
 
 
-def _common(ours: list[Block], theirs: list[Block]) -> tuple[list[Block], list[Block]]:
+def _common(ours: list[RunBlock], theirs: list[RunBlock]) -> tuple[list[RunBlock], list[RunBlock]]:
     """Return the blocks of the rounds both arms completed, so that paired blocks ran at about the same time.
 
     The first round fills caches and selects kernels. It is excluded unless an arm has only one round.
@@ -164,18 +164,19 @@ def _common(ours: list[Block], theirs: list[Block]) -> tuple[list[Block], list[B
     return ours[first:laps], theirs[first:laps]
 
 
-def _rate(laps: Sequence[Block], clock: str) -> float:
+def _rate(laps: Sequence[RunBlock], clock: str) -> float:
     """Return samples per unit of `clock`; NaN without samples or without a positive clock reading."""
     rows = sum(block.rows for block in laps)
     seconds = math.fsum(getattr(block, clock) for block in laps)
     return rows / seconds if rows and seconds > 0 else math.nan
 
 
-def blocks(record: RunRecord | RunSummary) -> list[Block]:
+def blocks(record: RunRecord | RunSummary) -> list[RunBlock]:
     """Return the blocks of an arm, in order."""
     details = [event.detail for event in record.events if event.name == "block"]
     return [
-        Block(int(d["rows"]), float(d["seconds"]), _number(d.get("cpu_s")), _number(d.get("energy_j"))) for d in details
+        RunBlock(int(d["rows"]), float(d["seconds"]), _number(d.get("cpu_s")), _number(d.get("energy_j")))
+        for d in details
     ]
 
 

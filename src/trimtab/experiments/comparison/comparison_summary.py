@@ -11,7 +11,7 @@ from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.decide.tuned_plan import tried
 from trimtab.experiments.comparison import comparison_statistics
-from trimtab.experiments.comparison.arm_metrics import ArmFacts, utilisation
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics, utilisation
 from trimtab.experiments.comparison.arms import ARMS, ON_RANKS, PLAN_ARMS, PLAN_LOOPS
 from trimtab.experiments.comparison.caveats import notes
 from trimtab.experiments.comparison.comparison_headline import headline
@@ -31,9 +31,9 @@ from trimtab.experiments.comparison.energy_rows import (
     short_blocks,
     watts,
 )
-from trimtab.experiments.comparison.rank_caveats import ONE_RANK, Ranks, rank_notes
+from trimtab.experiments.comparison.rank_caveats import ONE_RANK, RankConditions, rank_notes
 from trimtab.experiments.comparison.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
-from trimtab.experiments.comparison.time_to_target import Charge, target_row
+from trimtab.experiments.comparison.time_to_target import PlanningCharge, target_row
 from trimtab.experiments.comparison.training_thirds import third_rows
 from trimtab.experiments.task_plans import Plans
 from trimtab.tasks.task import Task, TaskData
@@ -44,11 +44,11 @@ def summarise(
     data: TaskData,
     plans: Plans,
     races: comparison_statistics.Races,
-    facts: Mapping[str, ArmFacts],
+    facts: Mapping[str, ArmMetrics],
     *,
     command: str,
     environment: Mapping[str, str],
-    ranks: Ranks = ONE_RANK,
+    ranks: RankConditions = ONE_RANK,
 ) -> Comparison:
     """Return the comparison with all figures of a report."""
     present = [name for name in ARMS if any(name in race for race in races.values())]
@@ -100,7 +100,7 @@ def _control(races: comparison_statistics.Races, again: Sequence[float]) -> Inte
     return ratio_interval(again) if len(again) > 1 and not comparison_statistics.failed_in(races, "self") else None
 
 
-def _failures(races: comparison_statistics.Races, facts: Mapping[str, ArmFacts]) -> dict[str, str]:
+def _failures(races: comparison_statistics.Races, facts: Mapping[str, ArmMetrics]) -> dict[str, str]:
     """Return the description of the failures by arm, with the first error."""
     raced = {name: comparison_statistics.failed_with(races, name) for name in ARMS}
     early = {name: "before the first race" for name, fact in facts.items() if fact.error}
@@ -112,7 +112,7 @@ def _arm(
     task: Task,
     plans: Plans,
     races: comparison_statistics.Races,
-    facts: Mapping[str, ArmFacts],
+    facts: Mapping[str, ArmMetrics],
     num_ranks: int,
     meter: MeterFacts,
 ) -> Arm:
@@ -167,7 +167,7 @@ def _known(figures: Iterable[float | None]) -> tuple[float, ...]:
     return tuple(figure for figure in figures if figure is not None and math.isfinite(figure))
 
 
-def _terms_per_row(task: Task, facts: Mapping[str, ArmFacts]) -> float:
+def _terms_per_row(task: Task, facts: Mapping[str, ArmMetrics]) -> float:
     """Return loss terms per sample as counted in the reference's loss, used for all arms to keep rates comparable."""
     counted = facts["reference"].terms_per_row if "reference" in facts else None
     return task.terms_per_row if counted is None else counted
@@ -182,7 +182,7 @@ def _charged_s(name: str, plans: Plans) -> float | None:
     return plans.plans[kind.plan].planning_s if kind.is_charged and kind.plan in plans.plans else None
 
 
-def _charge(name: str, plans: Plans, meter: MeterFacts) -> Charge | None:
+def _charge(name: str, plans: Plans, meter: MeterFacts) -> PlanningCharge | None:
     """Return the planning cost charged to an arm, with joules if counted by the meter of the paired runs.
 
     Returns None if no planning time is known, as for a hand-written plan with 0 s.
@@ -190,13 +190,13 @@ def _charge(name: str, plans: Plans, meter: MeterFacts) -> Charge | None:
     if not (seconds := _charged_s(name, plans)):
         return None
     spent = of_planning(plans.energy, meter).get(ARMS[name].plan)
-    return Charge(seconds, None if spent is None else spent.joules)
+    return PlanningCharge(seconds, None if spent is None else spent.joules)
 
 
 def _ratio_rows(
     task: Task,
     races: comparison_statistics.Races,
-    facts: Mapping[str, ArmFacts],
+    facts: Mapping[str, ArmMetrics],
     present: list[str],
     control: Interval | None,
     meter: MeterFacts,
@@ -224,7 +224,7 @@ def _ratio_rows(
 
 
 def _memory(
-    races: comparison_statistics.Races, facts: Mapping[str, ArmFacts], arm: str, against: str, tier: str
+    races: comparison_statistics.Races, facts: Mapping[str, ArmMetrics], arm: str, against: str, tier: str
 ) -> RatioRow | None:
     ours, theirs = facts.get(arm), facts.get(against)
     if ours is None or theirs is None or not ours.peak_bytes or not theirs.peak_bytes:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimtab.core.record import read_together
-from trimtab.core.step_phases import Gain
-from trimtab.decide.phase_attribution import Saved, attribute, bound_seconds, speedup
+from trimtab.core.step_phases import TimedGain
+from trimtab.decide.phase_attribution import SavedTime, attribute, bound_seconds, speedup
 from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, unprojected
 from trimtab.decide.statistics import Interval
 from trimtab.experiments.comparison.comparison_result import ThirdRow
@@ -16,7 +16,7 @@ from trimtab.experiments.comparison.comparison_result import ThirdRow
 ROWS_SCHEMA = 1
 
 
-def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> dict[str, Any]:
+def phase_object(gains: Sequence[TimedGain], thirds: Sequence[Sequence[ThirdRow]]) -> dict[str, Any]:
     """Return the object printed by `trimtab phases --json`; values that differ between machines are all listed."""
     rows = [row for gain in gains for row in gain_rows(gain)]
     rows += [row for gain, each in zip(gains, thirds, strict=True) for row in third_rows_flat(gain.task, each)]
@@ -24,7 +24,7 @@ def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) ->
     return {"schema": ROWS_SCHEMA, "name": "phases", "environment": where, "rows": rows}
 
 
-def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
+def gain_rows(gain: TimedGain) -> Iterator[dict[str, Any]]:
     """Yield rows of a gain: by phase, module class and bound, timing overhead, speed-up and projection."""
     found, head = attribute(gain), {"task": gain.task, "ranks": gain.num_ranks, "device": gain.device.name}
     for name, rows in (
@@ -63,7 +63,7 @@ def third_rows_flat(task: str, thirds: Sequence[ThirdRow]) -> Iterator[dict[str,
                 yield {"metric": name} | head | figures
 
 
-def _saved(row: Saved) -> dict[str, Any]:
+def _saved(row: SavedTime) -> dict[str, Any]:
     seconds = {"phase": row.phase, "reference_s": row.reference_s, "plan_s": row.plan_s}
     return seconds | _interval(row.saved) | {"share": row.share}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trimtab.experiments.comparison.arm_metrics import ArmFacts
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.task_plans import Plans
 
 # A larger difference in term counts between ranks weights samples differently from a single process.
@@ -14,7 +14,7 @@ _UNEVEN = 1e-6
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankConditions:
     """Number of ranks, and the oversubscribed resource ("cores", "devices" or "")."""
 
     num: int = 1
@@ -32,10 +32,10 @@ class Ranks:
         return f"Ranks share {self.crowded}: correctness only, no claim of scaling"
 
 
-ONE_RANK = Ranks()
+ONE_RANK = RankConditions()
 
 
-def rank_notes(ranks: Ranks, plans: Plans, facts: Mapping[str, ArmFacts], batch_rows: int) -> list[str]:
+def rank_notes(ranks: RankConditions, plans: Plans, facts: Mapping[str, ArmMetrics], batch_rows: int) -> list[str]:
     """Return the caveats; empty on a single rank."""
     if ranks.num == 1:
         return []
@@ -60,6 +60,6 @@ def rank_notes(ranks: Ranks, plans: Plans, facts: Mapping[str, ArmFacts], batch_
     return found
 
 
-def _is_uneven(fact: ArmFacts | None) -> bool:
+def _is_uneven(fact: ArmMetrics | None) -> bool:
     terms = fact.terms_by_rank if fact else ()
     return bool(terms) and not math.isclose(min(terms), max(terms), rel_tol=_UNEVEN)

@@ -28,7 +28,7 @@ OTHER_EARLY = "not measured: the other crossed before its first evaluation"
 
 
 @dataclass(frozen=True)
-class Charge:
+class PlanningCharge:
     """Planning and search cost added to an arm's training; joules are None if unknown."""
 
     seconds: float
@@ -64,7 +64,7 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class _Limits:
+class _SpeedUpBounds:
     """Bounds of a speed-up with an unknown value, or the reason `why` for their absence."""
 
     at_least: float | None = None
@@ -87,7 +87,7 @@ def target_row(
     target: float,
     metric: str,
     higher_is_better: bool,
-    charge: Charge | None,
+    charge: PlanningCharge | None,
     control: Interval | None = None,
     *,
     meter: MeterFacts = NO_METER,
@@ -115,7 +115,7 @@ def target_row(
     ratio, limits, verdict = _judge(pairs, control, arm, against)
     if said := failures(races, arm, against):
         verdict = Verdict(NO_VERDICT, f"{said}: {verdict.sentence}")
-    spent = [] if meter.is_absent else _joules(records, pairs, charge or Charge(0.0, 0.0))
+    spent = [] if meter.is_absent else _joules(records, pairs, charge or PlanningCharge(0.0, 0.0))
     spent_ratios = [ours / theirs for ours, theirs in spent]
     return TargetRow(
         target=target,
@@ -143,7 +143,7 @@ def target_row(
     )
 
 
-def _joules(records: list[Pair], pairs: list[_Pair], charge: Charge) -> list[tuple[float, float]]:
+def _joules(records: list[Pair], pairs: list[_Pair], charge: PlanningCharge) -> list[tuple[float, float]]:
     """Return the joules to target of pairs with uncensored times and energy figures."""
     found: list[tuple[float, float]] = []
     if charge.joules is None:
@@ -183,31 +183,33 @@ def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: 
 
 def _judge(
     pairs: list[_Pair], control: Interval | None, arm: str, against: str
-) -> tuple[Ratio | None, _Limits, Verdict]:
+) -> tuple[Ratio | None, _SpeedUpBounds, Verdict]:
     """Return (ratio, limits, verdict), with either a ratio or limits."""
     if (loss := _sure_loss(pairs, control, arm, against)) is not None:
         return None, *loss
     ratios = [min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs]
-    if unknown := _unknown(pairs) or (None if min(ratios) > 0 else _Limits(at_least=0.0)):
+    if unknown := _unknown(pairs) or (None if min(ratios) > 0 else _SpeedUpBounds(at_least=0.0)):
         return None, unknown, Verdict(NO_VERDICT, unknown.said)
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = speed_verdict(ratio, control, arm, against)
     is_behind = any(math.isinf(pair.theirs) for pair in pairs)
     if not is_behind and not any(pair.ours_early for pair in pairs):
-        return ratio, _Limits(), verdict
+        return ratio, _SpeedUpBounds(), verdict
     # All ratios are lower bounds here, and so is their mean. If the other arm did not reach the target, its time is
     # unbounded, so the smallest ratio is reported; otherwise the interval's lower end.
     least = min(ratios) if is_behind or ratio.low is None else ratio.low
     if verdict.kind == "gain" and least < 1 and ratio.low is not None:
         least = ratio.low  # The verdict rests on this bound; a bound below 1 would contradict the gain.
-    limits = _Limits(at_least=_down(least))
+    limits = _SpeedUpBounds(at_least=_down(least))
     why = "the other had not come there when it ended" if is_behind else "it had crossed by its first evaluation"
     if verdict.kind == "gain":
         return None, limits, Verdict("gain", f"{arm} is faster than {against}, {limits.said}: {why}")
     return None, limits, Verdict(NO_VERDICT, f"{limits.said}: {why}")
 
 
-def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[_Limits, Verdict] | None:
+def _sure_loss(
+    pairs: list[_Pair], control: Interval | None, arm: str, against: str
+) -> tuple[_SpeedUpBounds, Verdict] | None:
     """Return (limits, verdict) if the arm is certainly slower than the other arm, otherwise None.
 
     Bounds suffice to show a loss. A crossing by the first evaluation gives an upper bound on the other arm's time, and
@@ -221,7 +223,7 @@ def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: 
     most = as_ratio(ratio_interval(ratios), ratios)
     if most.high is None or speed_verdict(most, control, arm, against).kind != "harm":
         return None
-    limits = _Limits(at_most=_up(most.high))
+    limits = _SpeedUpBounds(at_most=_up(most.high))
     if cut:
         why = f"its cap stopped it before it was there in {cut} of {len(pairs)} pairs"
     else:
@@ -245,14 +247,14 @@ def _most(pairs: list[_Pair]) -> list[float]:
     return [pair.theirs / pair.least_s for pair in pairs] if known else []
 
 
-def _unknown(pairs: list[_Pair]) -> _Limits | None:
+def _unknown(pairs: list[_Pair]) -> _SpeedUpBounds | None:
     """Return limits if some pair lacks the arm's time or a lower bound for the other arm; otherwise None."""
     never = [math.isinf(pair.ours) for pair in pairs]
     if any(never) and (most := _most(pairs)):
-        return _Limits(at_most=_up(max(most)))
+        return _SpeedUpBounds(at_most=_up(max(most)))
     if all(never):
         is_neither = all(math.isinf(pair.theirs) for pair in pairs)
-        return _Limits(why="never reached by either" if is_neither else "never reached")
+        return _SpeedUpBounds(why="never reached by either" if is_neither else "never reached")
     if any(never):
-        return _Limits(why="reached in some pairs only")
-    return _Limits(why=OTHER_EARLY) if any(pair.theirs_early for pair in pairs) else None
+        return _SpeedUpBounds(why="reached in some pairs only")
+    return _SpeedUpBounds(why=OTHER_EARLY) if any(pair.theirs_early for pair in pairs) else None

@@ -19,7 +19,7 @@ _NOT_SEEN = "its metric was not evaluated early enough"
 
 
 @dataclass(frozen=True)
-class _Course:
+class _TrainingCurve:
     """A run over its fraction of samples: piecewise linear curves of seconds and of the metric (higher is better)."""
 
     rows: int
@@ -57,7 +57,7 @@ def third_rows(
         unit: unit of the metric, as in `Metric`.
     """
 
-    def course(record: RunRecord) -> _Course:
+    def course(record: RunRecord) -> _TrainingCurve:
         return _course(record, metric, _goodness(higher_is_better, unit))
 
     pairs = [pair for pair in to_the_end(races, arm, against) if all(map(_is_whole, pair))]
@@ -70,7 +70,7 @@ def third_rows(
     return [replace(row, saved=share) for row, share in zip(found, saved, strict=True)]
 
 
-def _saved(courses: Sequence[tuple[_Course, _Course]], warm: float) -> list[Ratio | None]:
+def _saved(courses: Sequence[tuple[_TrainingCurve, _TrainingCurve]], warm: float) -> list[Ratio | None]:
     """Return every third's fraction of the saved seconds; a first block that was excluded is extrapolated.
 
     Returns None for every third if the saving is not significant or the arms train on different numbers of samples.
@@ -92,7 +92,12 @@ def _saved(courses: Sequence[tuple[_Course, _Course]], warm: float) -> list[Rati
 
 
 def _row(
-    courses: Sequence[tuple[_Course, _Course]], third: str, first_block: float, arm: str, against: str, tier: str
+    courses: Sequence[tuple[_TrainingCurve, _TrainingCurve]],
+    third: str,
+    first_block: float,
+    arm: str,
+    against: str,
+    tier: str,
 ) -> ThirdRow:
     begin, end = _EDGES[THIRDS.index(third)], _EDGES[THIRDS.index(third) + 1]
     warm = max(begin, first_block)
@@ -109,7 +114,7 @@ def _row(
     return ThirdRow(third, arm, against, tier, _ratio(speeds), _ratio(progress), _ratio(both))
 
 
-def _speed(course: _Course, begin: float, end: float) -> float:
+def _speed(course: _TrainingCurve, begin: float, end: float) -> float:
     return course.rows * (end - begin) / course.taken_s(begin, end)
 
 
@@ -121,14 +126,14 @@ def _is_whole(record: RunRecord) -> bool:
     return record.end is not None and record.end.reason == "budget" and sum(b.rows for b in blocks(record)) > 0
 
 
-def _course(record: RunRecord, metric: str, goodness: Callable[[float], float]) -> _Course:
+def _course(record: RunRecord, metric: str, goodness: Callable[[float], float]) -> _TrainingCurve:
     found = blocks(record)
     rows = sum(block.rows for block in found)
     ends = itertools.accumulate(block.rows for block in found)
     times = itertools.accumulate(block.seconds for block in found)
     seconds = ((0.0, 0.0), *((end / rows, taken_s) for end, taken_s in zip(ends, times, strict=True)))
     seen = tuple((at / rows, goodness(value)) for at, _, value in curve(record, metric))
-    return _Course(rows, seconds, seen)
+    return _TrainingCurve(rows, seconds, seen)
 
 
 def _goodness(higher_is_better: bool, unit: str) -> Callable[[float], float]:

@@ -22,7 +22,7 @@ from trimtab.experiments.evaluation.gain_findings import of_phases
 from trimtab.experiments.evaluation.record_findings import of_record
 from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.evaluation.run_folder import environment_beside, planned_beside
-from trimtab.experiments.phase_result import FILE, PhasePage
+from trimtab.experiments.phase_result import FILE, PhaseResult
 from trimtab.experiments.scaling.scaling_result import Scaling
 from trimtab.experiments.settings_file import NAME
 
@@ -56,7 +56,7 @@ KINDS = (
     Kind("comparison", "report.json", "target_rows", Comparison, of_comparison, has_report=True),
     Kind("ablation", "report.json", "effects", Ablation, of_ablation, has_report=True),
     Kind("scaling table", "scaling.json", "links", Scaling, of_scaling),
-    Kind("phase table", FILE, "gains", PhasePage, of_phases, has_folder=False),
+    Kind("phase table", FILE, "gains", PhaseResult, of_phases, has_folder=False),
 )
 _EXPECTED = f"a folder or file of {', '.join(kind.name for kind in KINDS)}, or a run's record ({RECORD})"
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from trimtab.core.errors import FormatError
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 from trimtab.decide.phase_attribution import MEMORY as MEMORY_BOUND
 from trimtab.decide.phase_attribution import shares
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, ThirdRow, Verdict
 from trimtab.experiments.comparison.comparison_statistics import as_ratio
 from trimtab.experiments.evaluation.result import Finding, Run
-from trimtab.experiments.phase_result import PhasePage
+from trimtab.experiments.phase_result import PhaseResult
 
 REFERENCE = "reference"
 _UNPROVED = "laps of one process: no races show that the plan gains"
@@ -21,7 +21,7 @@ _LAPPED = "plan_S"  # The arm with phase timing.
 _PARTS = {MEMORY_BOUND: "memory"}  # The name used in the paper's claims.
 
 
-def gain_findings(gain: Gain | None, thirds: Sequence[ThirdRow], faster: Collection[str]) -> Iterator[Finding]:
+def gain_findings(gain: TimedGain | None, thirds: Sequence[ThirdRow], faster: Collection[str]) -> Iterator[Finding]:
     """Yield fractions of the saved time by phase, bound and third of training.
 
     Args:
@@ -39,7 +39,7 @@ def gain_findings(gain: Gain | None, thirds: Sequence[ThirdRow], faster: Collect
             yield Finding("gain_share", row.arm, REFERENCE, row.tier, figure=row.saved, **how)
 
 
-def _shares(gain: Gain, is_proved: bool) -> Iterator[Finding]:
+def _shares(gain: TimedGain, is_proved: bool) -> Iterator[Finding]:
     said = "; ".join(filter(None, (gain.on_ranks, "" if is_proved else _UNPROVED)))
     for each in shares(gain):
         figure = as_ratio(each.share, each.each)
@@ -48,7 +48,7 @@ def _shares(gain: Gain, is_proved: bool) -> Iterator[Finding]:
         yield Finding("gain_share", _LAPPED, REFERENCE, "S", figure=figure, **how)
 
 
-def of_phases(name: str, found: PhasePage) -> Run:
+def of_phases(name: str, found: PhaseResult) -> Run:
     """Return the run of a phase table.
 
     Raises:

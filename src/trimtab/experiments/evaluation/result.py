@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.comparison.comparison_result import Ratio, Verdict, limit_in_words
 
 # Keys of an environment: those that identify a machine, and further keys that affect figures.
@@ -118,7 +118,7 @@ class Run:
     planned: str = ""
     meter: str = ""
     known: tuple[str, ...] = ()
-    gain: Gain | None = None
+    gain: TimedGain | None = None
     precisions: Mapping[str, str] = field(default_factory=dict)
 
     @property

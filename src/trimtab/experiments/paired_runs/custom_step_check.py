@@ -42,7 +42,7 @@ _Gradients = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
-class _Trained:
+class _TrainedWeights:
     """All weights at the start and after two steps, and the gradients seen by the optimizer at every step."""
 
     start: Tensor
@@ -92,7 +92,7 @@ def _plain_plan(task: Task, device: torch.device) -> PlanLoop:
     return PlanLoop(task, device, plan)
 
 
-def _reference(task: Task, data: TaskData, device: torch.device, given: Sequence[_Gradients] = ()) -> _Trained:
+def _reference(task: Task, data: TaskData, device: torch.device, given: Sequence[_Gradients] = ()) -> _TrainedWeights:
     """Train with the step function."""
     try:
         return _trained(ReferenceLoop, task, data, device, given)
@@ -100,7 +100,9 @@ def _reference(task: Task, data: TaskData, device: torch.device, given: Sequence
         blame_reference(error)
 
 
-def _trained(make: MakeLoop, task: Task, data: TaskData, device: torch.device, given: Sequence[_Gradients]) -> _Trained:
+def _trained(
+    make: MakeLoop, task: Task, data: TaskData, device: torch.device, given: Sequence[_Gradients]
+) -> _TrainedWeights:
     """Train two steps; `given` gradients replace the loop's own."""
     torch.manual_seed(PLANNING_SEED)
     loop = make(task, device)
@@ -112,7 +114,7 @@ def _trained(make: MakeLoop, task: Task, data: TaskData, device: torch.device, g
         torch.manual_seed(PLANNING_SEED)
         for _ in range(_STEPS):
             loop.step(batches)
-        return _Trained(start, _weights(loop.model), seen)
+        return _TrainedWeights(start, _weights(loop.model), seen)
     finally:
         watch.remove()
         loop.close()
@@ -143,7 +145,7 @@ def _weights(model: torch.nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().double().cpu() for p in model.parameters()])
 
 
-def _difference(ours: _Trained, theirs: _Trained) -> _Difference:
+def _difference(ours: _TrainedWeights, theirs: _TrainedWeights) -> _Difference:
     """Return the difference of final weights, and of the worst parameter gradient over all steps."""
     pairs = zip(ours.gradients, theirs.gradients, strict=False)
     gradient = max((_worst(mine, other) for mine, other in pairs), default=0.0)

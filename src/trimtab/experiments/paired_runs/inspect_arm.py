@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.distributed.coordinator import ALONE, Together
+from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import rows_of_rank, shard
-from trimtab.experiments.comparison.arm_metrics import ArmFacts
-from trimtab.experiments.paired_runs.instrumented_loop import Watch, by_phase
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics
+from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, by_phase
 from trimtab.measure.flops import count_flops
 from trimtab.measure.peak_memory import alive_between_steps, peak_bytes, storage_bytes
 from trimtab.measure.process_state import convolves_in_tf32
@@ -31,10 +31,10 @@ def measure_arm(
     task: Task,
     data: TaskData,
     device: torch.device,
-    together: Together = ALONE,
+    together: Coordinator = ALONE,
     *,
     peak_alone: bool = False,
-) -> ArmFacts:
+) -> ArmMetrics:
     """Return the measurements of a step of a fresh loop, after the optimizer state exists.
 
     Phases are timed (`measure.phases`) in separate steps. Several ranks measure in step: the peak is the largest over
@@ -50,7 +50,7 @@ def measure_arm(
     """
     rows = [rows_of_rank(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
     shares = [each.stop - each.start for each in rows]
-    watch = Watch(task, device, shares[together.rank], waits=together.num_ranks > 1)
+    watch = InstrumentedLoop(task, device, shares[together.rank], waits=together.num_ranks > 1)
     torch.manual_seed(0)
     with together.entering():
         loop = make(watch.watched_task(), device)
@@ -66,10 +66,10 @@ def measure_arm(
         terms = together.each(_terms_per_row(loop, batches, watch))
         flops = None if peak_alone else _flops_per_row(loop, batches, together)
         is_over = True
-        found = ArmFacts(
+        found = ArmMetrics(
             largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares), peak=_peak(loop, device)
         )
-        return together.made(ArmFacts, lambda: replace(found, terms_by_rank=tuple(terms) if len(terms) > 1 else ()))
+        return together.made(ArmMetrics, lambda: replace(found, terms_by_rank=tuple(terms) if len(terms) > 1 else ()))
     finally:
         if is_over or together.num_ranks == 1:
             loop.close()
@@ -95,7 +95,7 @@ def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_r
     return None if getattr(loop, "hides_memory", False) else peak
 
 
-def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: Watch) -> float:
+def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: InstrumentedLoop) -> float:
     """Return loss terms per sample over all batches so far, or the task's figure if the loss is a mean."""
     if not watch.counts:  # A custom step computes its own loss, so the declared loss is evaluated separately.
         watch.num_batches = 0
@@ -112,7 +112,7 @@ def _mean(terms: list[float], rows: list[int]) -> float:
     return terms[0] if len(terms) == 1 else math.fsum(map(operator.mul, terms, rows)) / sum(rows)
 
 
-def _flops_per_row(loop: Loop, batches: Iterator[Any], together: Together) -> float | None:
+def _flops_per_row(loop: Loop, batches: Iterator[Any], together: Coordinator) -> float | None:
     """Return FLOP per sample of a step, or None if the loop fails under the counter's dispatch mode."""
     rows: list[int] = []
     # The loop ran without the counter, so a failure under it is not a failure of the arm.
@@ -120,7 +120,7 @@ def _flops_per_row(loop: Loop, batches: Iterator[Any], together: Together) -> fl
     return None if flops is None else flops / rows[0]
 
 
-def _phases(loop: Loop, batches: Iterator[Any], watch: Watch) -> dict[str, float]:
+def _phases(loop: Loop, batches: Iterator[Any], watch: InstrumentedLoop) -> dict[str, float]:
     """Return seconds per batch of the task by phase, over a few steps."""
     drawn = watch.num_batches
     with watch.clock.on(loop.model, parts=False):

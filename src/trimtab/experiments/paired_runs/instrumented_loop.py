@@ -14,7 +14,7 @@ from trimtab.measure.phase_timer import Label, StepClock
 from trimtab.tasks.task import LossFn, Task
 
 
-class Watch:
+class InstrumentedLoop:
     """A task's losses and batches with timing and counting.
 
     Args:

@@ -30,10 +30,10 @@ from trimtab.calibrate.exception_text import describe
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
 from trimtab.decide.interleaving import turns
-from trimtab.distributed.coordinator import ALONE, Together
+from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import shard
 from trimtab.experiments.comparison.comparison_statistics import GIVEN_ROWS
-from trimtab.experiments.paired_runs.paired_run_meter import RaceMeter
+from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.paired_runs.plan_loops import nonfinite_in, settling_steps
 from trimtab.experiments.paired_runs.run_failures import end_with
 from trimtab.measure.process_state import ProcessState
@@ -48,7 +48,7 @@ _BLOCK_STEPS = 8
 
 
 @dataclass(frozen=True)
-class Block:
+class TimedBlock:
     """An arm's samples, wall-clock seconds and process CPU seconds in a round.
 
     With several ranks, wall-clock seconds are the slowest rank's and CPU seconds the sum. `energy_j` is the energy of
@@ -63,7 +63,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PairedArm:
     """An arm of a paired run.
 
     Args:
@@ -81,18 +81,18 @@ class Entry:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
-class Racer:
+class RunningArm:
     """An arm in progress, with a separate clock."""
 
     def __init__(
         self,
-        entry: Entry,
+        entry: PairedArm,
         task: Task,
         data: TaskData,
         seed: int,
         device: torch.device,
-        together: Together = ALONE,
-        meter: RaceMeter | None = None,
+        together: Coordinator = ALONE,
+        meter: PairedRunMeter | None = None,
     ) -> None:
         self._meter = meter
         block_s = _BLOCK_S if meter is None else max(_BLOCK_S, meter.block_s)
@@ -103,7 +103,7 @@ class Racer:
         self._state = ProcessState.capture()
         self.rows = 0
         self.train_s = 0.0
-        self.blocks: list[Block] = []
+        self.blocks: list[TimedBlock] = []
         self.evaluations: list[Evaluation] = []
         self.end, self.error = "", ""
         self._loop: Loop | None = None
@@ -154,7 +154,7 @@ class Racer:
         synchronize(self._device)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
         energy_j = None if self._meter is None else self._meter.end()
-        block = Block(rows, max(self._together.each(seconds)), math.fsum(self._together.each(cpu_s)), energy_j)
+        block = TimedBlock(rows, max(self._together.each(seconds)), math.fsum(self._together.each(cpu_s)), energy_j)
         self._pace.ended(steps, block.seconds)
         self.rows, self.train_s = self.rows + rows, self.train_s + block.seconds
         self.blocks.append(block)
@@ -201,7 +201,7 @@ class Racer:
 
 
 def race(
-    entries: Sequence[Entry],
+    entries: Sequence[PairedArm],
     task: Task,
     data: TaskData,
     seed: int,
@@ -211,8 +211,8 @@ def race(
     reference_cap_s: float | None = None,
     environment: dict[str, str] | None = None,
     progress: Progress = silent,
-    together: Together = ALONE,
-    meter: RaceMeter | None = None,
+    together: Coordinator = ALONE,
+    meter: PairedRunMeter | None = None,
 ) -> list[RunRecord]:
     """Run the arms for a seed, and return a record per arm in order.
 
@@ -235,11 +235,11 @@ def race(
     """
     outside, is_over = ProcessState.capture(), False
     caps = (cap_s, cap_s if reference_cap_s is None else reference_cap_s)
-    racers: list[Racer] = []
+    racers: list[RunningArm] = []
     try:
         for entry in entries:
             outside.restore()
-            racers.append(Racer(entry, task, data, seed, device, together, meter))
+            racers.append(RunningArm(entry, task, data, seed, device, together, meter))
         for racer in random.Random(seed).sample(racers, len(racers)):
             outside.restore()
             with _leaving(racer, last=racers[0], together=together):
@@ -262,7 +262,7 @@ def race(
 
 
 @contextlib.contextmanager
-def _leaving(racer: Racer, last: Racer, together: Together) -> Iterator[None]:
+def _leaving(racer: RunningArm, last: RunningArm, together: Coordinator) -> Iterator[None]:
     """Drop an arm that raises; re-raise for the reference (`last`)."""
     try:
         yield
@@ -272,5 +272,5 @@ def _leaving(racer: Racer, last: Racer, together: Together) -> Iterator[None]:
         racer.fail(error)
 
 
-def _standing(racers: Sequence[Racer]) -> str:
+def _standing(racers: Sequence[RunningArm]) -> str:
     return "  ".join(f"{racer.entry.name} {racer.rows} rows {racer.train_s:.0f} s" for racer in racers)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from trimtab.core.energy_reading import WINDOW_S, MeterFacts, Provenance
-from trimtab.distributed.coordinator import Together
+from trimtab.distributed.coordinator import Coordinator
 from trimtab.distributed.rank_energy import RankMeter, meter_of_rank
 from trimtab.measure.energy_meter import EnergyClock
 from trimtab.measure.meter_selection import Metering
@@ -16,10 +16,10 @@ from trimtab.measure.meter_selection import Metering
 _AIM = 1.1
 
 
-class RaceMeter:
+class PairedRunMeter:
     """Joules per block; every rank reads its own meter, and readings are summed once per block."""
 
-    def __init__(self, metered: RankMeter, together: Together) -> None:
+    def __init__(self, metered: RankMeter, together: Coordinator) -> None:
         self._metered, self._together = metered, together
         self._clock = EnergyClock(metered.meter)
 
@@ -43,8 +43,8 @@ class RaceMeter:
 
 
 def race_meter(
-    device: torch.device, metering: Metering | None, together: Together
-) -> tuple[RaceMeter | None, MeterFacts]:
+    device: torch.device, metering: Metering | None, together: Coordinator
+) -> tuple[PairedRunMeter | None, MeterFacts]:
     """Return the meter of a device, or None without one, and its description, equal on all ranks."""
     found = meter_of_rank(device, metering, idle=True)
-    return (None if found.job.is_absent else RaceMeter(found, together)), found.job
+    return (None if found.job.is_absent else PairedRunMeter(found, together)), found.job

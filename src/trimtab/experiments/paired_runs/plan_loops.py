@@ -77,7 +77,7 @@ class PlanLoop:
         self._run.close()
 
 
-class StrongPlanLoop(StrongLoop):
+class TunedRecipePlanLoop(StrongLoop):
     """The hand-tuned recipe with a plan applied to its step; the recipe's learning-rate schedule is kept."""
 
     def __init__(self, task: Task, device: torch.device, plan: Plan) -> None:

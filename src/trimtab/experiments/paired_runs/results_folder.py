@@ -13,11 +13,11 @@ from trimtab.calibrate.exception_text import describe
 from trimtab.core.choice import Choice
 from trimtab.core.progress import Progress
 from trimtab.core.record import RunRecord, read_record, read_together, write_record
-from trimtab.distributed.coordinator import ALONE, Together
-from trimtab.experiments.comparison.arm_metrics import ArmFacts
+from trimtab.distributed.coordinator import ALONE, Coordinator
+from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
-from trimtab.experiments.paired_runs.paired_run import Entry, race
-from trimtab.experiments.paired_runs.paired_run_meter import RaceMeter
+from trimtab.experiments.paired_runs.paired_run import PairedArm, race
+from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.paired_runs.run_failures import end_with
 from trimtab.experiments.task_plans import Plans
 from trimtab.measure.machine import environment
@@ -28,7 +28,7 @@ from trimtab.tasks.task import Task, TaskData
 REFERENCE = "reference"
 
 
-class RaceFolder:
+class ResultsFolder:
     """Results folder of a task's paired runs on a device; only rank 0 reads and writes it.
 
     Attributes:
@@ -43,7 +43,7 @@ class RaceFolder:
         data: TaskData,
         device: torch.device,
         progress: Progress,
-        together: Together = ALONE,
+        together: Coordinator = ALONE,
     ) -> None:
         self.path, self._task, self._data, self.device = path, task, data, device
         self._progress, self._together = progress, together
@@ -62,12 +62,12 @@ class RaceFolder:
         self._together.write(path, plans, indent=1)
         return plans
 
-    def facts(self, entries: Sequence[Entry], peaks_alone: Collection[str] = ()) -> dict[str, ArmFacts]:
+    def facts(self, entries: Sequence[PairedArm], peaks_alone: Collection[str] = ()) -> dict[str, ArmMetrics]:
         """Return the measurements of all arms; for arms in `peaks_alone`, only peak memory."""
         facts = {}
         for entry in entries:
             path = self.path / f"arm-{entry.name}.json"
-            fact = self._together.read(ArmFacts, path)
+            fact = self._together.read(ArmMetrics, path)
             if fact is None or not fact.is_current:
                 is_peak = entry.name in peaks_alone
                 self._progress(f"{'memory' if is_peak else 'memory and phases'} of {entry.name}")
@@ -76,14 +76,14 @@ class RaceFolder:
             facts[entry.name] = fact
         return facts
 
-    def _measured(self, entry: Entry, *, is_peak: bool) -> ArmFacts:
+    def _measured(self, entry: PairedArm, *, is_peak: bool) -> ArmMetrics:
         try:
             return measure_arm(entry.make, self._task, self._data, self.device, self._together, peak_alone=is_peak)
         except Exception as error:  # A failed arm is reported as such; a failed reference ends the comparison.
             is_reference = entry.name == REFERENCE
             if is_reference or not self._together.may_leave(error):
                 end_with(error, self._together, is_reference=is_reference)
-            return ArmFacts(None, error=describe(error))
+            return ArmMetrics(None, error=describe(error))
 
     def of_race(self, seed: int, *, brief: bool) -> Path:
         """Return the folder of a seed's paired run, brief or full."""
@@ -91,14 +91,14 @@ class RaceFolder:
 
     def race(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[PairedArm],
         seed: int,
         num: int,
         *,
         brief: bool,
         cap_s: float = math.inf,
         reference_cap_s: float | None = None,
-        meter: RaceMeter | None = None,
+        meter: PairedRunMeter | None = None,
     ) -> dict[str, RunRecord]:
         """Return the records of all arms for a seed, read from the folder or from a new paired run.
 
@@ -157,7 +157,7 @@ def environment_of(races: Mapping[int, Mapping[str, RunRecord]]) -> Mapping[str,
     return read_together(header.environment for header in headers) or environment()
 
 
-def reference_s(plans: Plans, facts: Mapping[str, ArmFacts], num_ranks: int = 1) -> float:
+def reference_s(plans: Plans, facts: Mapping[str, ArmMetrics], num_ranks: int = 1) -> float:
     """Return the approximate seconds of a reference step.
 
     A given plan may come from another machine, and a plan for several ranks was made for a shard, so both use the

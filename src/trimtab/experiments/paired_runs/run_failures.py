@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from trimtab.calibrate.exception_text import describe
 from trimtab.core.errors import LoopError, TrimtabError
-from trimtab.distributed.coordinator import Together
+from trimtab.distributed.coordinator import Coordinator
 
 
 def blame_reference(error: BaseException) -> NoReturn:
@@ -26,7 +26,7 @@ def blame_reference(error: BaseException) -> NoReturn:
     ) from error
 
 
-def end_with(error: Exception, together: Together, *, is_reference: bool) -> NoReturn:
+def end_with(error: Exception, together: Coordinator, *, is_reference: bool) -> NoReturn:
     """Raise the cause of an arm's error: the error itself, or the failure of another rank.
 
     Raises:

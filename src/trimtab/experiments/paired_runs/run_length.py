@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trimtab.distributed.coordinator import ALONE, Together
+from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.tasks.task import Task
 
 # Minimum steps and reference seconds of a short arm, so that fast steps also fill more than one block.
@@ -21,14 +21,14 @@ _CONTROL_S = 60.0
 _QUICK_END_S = 110.0
 
 
-class Lengths(NamedTuple):
+class RunLengths(NamedTuple):
     """Samples of a timed-only arm and of the control, which is longer in a full run."""
 
     few: int
     control: int
 
 
-def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool = False) -> Lengths:
+def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool = False) -> RunLengths:
     """Return the samples of short arms, at most the task's budget.
 
     Args:
@@ -44,10 +44,10 @@ def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool =
         min(task.budget_rows, max(steps, math.ceil(s / step_s)) * task.batch_rows)
         for s in (seconds, seconds if brief else max(seconds, _CONTROL_S))
     )
-    return Lengths(few, control)
+    return RunLengths(few, control)
 
 
-def seeds_in_time(num: int, *, quick: bool, begun: float, together: Together = ALONE) -> Iterator[int]:
+def seeds_in_time(num: int, *, quick: bool, begun: float, together: Coordinator = ALONE) -> Iterator[int]:
     """Yield the seeds of `num` paired runs; a quick comparison stops when no further run fits, after at least one.
 
     Args:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.core.bounded_read import read_text
 from trimtab.core.serialization import from_json, parse, to_json, write_whole
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.comparison.comparison_result import Comparison, ThirdRow
 from trimtab.experiments.evaluation.result import Run
@@ -117,7 +117,7 @@ def terminal_report(found: Comparison | Ablation) -> RenderableType:
     return terminal_view(_document(found))
 
 
-def gains_report(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> RenderableType:
+def gains_report(gains: Sequence[TimedGain], thirds: Sequence[Sequence[ThirdRow]]) -> RenderableType:
     """Return the attribution of every gain for `rich.print`, with a side-by-side table of several gains at the end.
 
     Raises:

@@ -9,7 +9,7 @@ from trimtab.experiments.ablation.ablation_result import ALONE, WITHIN, Ablation
 from trimtab.experiments.comparison.comparison_result import Ratio
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import svg
-from trimtab.experiments.report.figure_spec import LABEL, Drawing, Key
+from trimtab.experiments.report.figure_spec import LABEL, FigureSpec, LegendEntry
 from trimtab.experiments.report.figures import paint_ratio
 from trimtab.experiments.report.svg import COLOUR
 from trimtab.experiments.report.tables import tier_title
@@ -17,7 +17,7 @@ from trimtab.experiments.report.tables import tier_title
 _ROLES = {ALONE: "s2", WITHIN: "s4"}
 
 
-def effects_figure(ablation: Ablation, tier: str) -> Drawing:
+def effects_figure(ablation: Ablation, tier: str) -> FigureSpec:
     """Throughput effects of a tier's changes in both settings with intervals; the widest A/A interval is shaded."""
     rows = [
         (change, setting, effect.ratio)
@@ -26,7 +26,7 @@ def effects_figure(ablation: Ablation, tier: str) -> Drawing:
         if change.tier == tier and (effect := ablation.effect(change.name, setting)) is not None
     ]
     if not rows:
-        return Drawing("", "No figure: no effect was timed.")
+        return FigureSpec("", "No figure: no effect was timed.")
     control = _widest([row.ratio for row in ablation.controls])
 
     def paint(axes: Sequence[Any]) -> None:
@@ -43,11 +43,11 @@ def effects_figure(ablation: Ablation, tier: str) -> Drawing:
         ax.set_xlabel("throughput with the change over without (log scale)")
         svg.plain_log(ax, "x")
 
-    keys = [Key(role, setting) for setting, role in _ROLES.items()] + [Key("ink", "raw pair", "dotted")]
-    keys += [Key("s0", "A/A control: not told from noise")] if control else []
+    keys = [LegendEntry(role, setting) for setting, role in _ROLES.items()] + [LegendEntry("ink", "raw pair", "dotted")]
+    keys += [LegendEntry("s0", "A/A control: not told from noise")] if control else []
     title = f"What each change is worth in throughput, {tier_title(tier)}"
     drawn = svg.render(paint, name=f"effects-{tier}", title=title, height=70 + 30 * len(rows))
-    return Drawing(drawn, "Dots: raw pairs. Under 5 pairs there is no interval, only the pairs.", tuple(keys))
+    return FigureSpec(drawn, "Dots: raw pairs. Under 5 pairs there is no interval, only the pairs.", tuple(keys))
 
 
 def _widest(controls: Sequence[Ratio]) -> tuple[float, float] | None:

@@ -26,7 +26,7 @@ from trimtab.experiments.report.key_figures import tile_of
 from trimtab.experiments.report.tables import tier_title
 
 if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
-    from trimtab.experiments.report.figure_spec import Drawing
+    from trimtab.experiments.report.figure_spec import FigureSpec
 
 READ = (
     "Alone: the loop with the change, over the loop. In the plan: the plan, over the plan without the change. The loop "
@@ -50,7 +50,7 @@ def document(ablation: Ablation) -> Document:
     )
 
 
-def _draw(ablation: Ablation, picture: Picture) -> Drawing:
+def _draw(ablation: Ablation, picture: Picture) -> FigureSpec:
     from trimtab.experiments.report.ablation_figure import effects_figure
 
     return effects_figure(ablation, picture.tier)

@@ -12,10 +12,10 @@ from trimtab.experiments.ablation.ablation_result import (
     WHOLE,
     WITHIN,
     AblatedArm,
+    AblatedChange,
     Ablation,
-    Change,
+    ChangeEffect,
     ChangeTime,
-    Effect,
 )
 from trimtab.experiments.comparison.comparison_result import RatioRow, Verdict
 from trimtab.experiments.report import formatting as say
@@ -121,7 +121,7 @@ def _timed_of(ablation: Ablation, each: ChangeTime) -> str:
     return "The plan as a whole" if change is None else _capital(say.one_line(change.says))
 
 
-def _lines(ablation: Ablation, change: Change, measured: str) -> Iterator[tuple[Cell, ...]]:
+def _lines(ablation: Ablation, change: AblatedChange, measured: str) -> Iterator[tuple[Cell, ...]]:
     for setting, usual in _SETTINGS.items():
         words = _words(setting, measured, usual)
         effect, name = ablation.effect(change.name, setting, measured), say.one_line(change.says)
@@ -135,7 +135,7 @@ def _words(setting: str, measured: str, usual: str) -> str:
     return _BEYOND if (setting, measured) == (INTERACTION, QUALITY) else usual
 
 
-def _cells(row: RatioRow | Effect, ablation: Ablation) -> tuple[Cell, ...]:
+def _cells(row: RatioRow | ChangeEffect, ablation: Ablation) -> tuple[Cell, ...]:
     figures = say.estimate(row.ratio, say.words_of(row.metric, ablation.unit))
     return (*figures, str(row.ratio.n), say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted))
 
@@ -155,7 +155,7 @@ def pair_table(ablation: Ablation, measured: str, tier: str) -> Table:
     )
 
 
-def _pair(ablation: Ablation, effect: Effect) -> str:
+def _pair(ablation: Ablation, effect: ChangeEffect) -> str:
     found = (ablation.change(name) for name in (effect.change, effect.other))
     return " with ".join(say.one_line(change.says) for change in found if change is not None)
 
@@ -180,7 +180,7 @@ def raw_table(ablation: Ablation, tier: str) -> Table:
     )
 
 
-def _of(ablation: Ablation, effect: Effect) -> str:
+def _of(ablation: Ablation, effect: ChangeEffect) -> str:
     return _pair(ablation, effect) if effect.change else ", ".join(_ALL)
 
 
@@ -206,6 +206,6 @@ def _arm_row(arm: AblatedArm) -> tuple[Cell, ...]:
     )
 
 
-def tiers_of(rows: Sequence[Change] | Sequence[Effect] | Sequence[RatioRow]) -> tuple[str, ...]:
+def tiers_of(rows: Sequence[AblatedChange] | Sequence[ChangeEffect] | Sequence[RatioRow]) -> tuple[str, ...]:
     """Return the tiers present, S first."""
     return tuple(sorted({row.tier for row in rows}, key="SF".find))

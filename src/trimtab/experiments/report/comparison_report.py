@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.comparison.comparison_result import Comparison, ThirdRow
 from trimtab.experiments.report import energy_tables, gain_tables, plan_tables, tables
 from trimtab.experiments.report import formatting as say
@@ -24,7 +24,7 @@ from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.tables import Table
 
 if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
-    from trimtab.experiments.report.figure_spec import Drawing
+    from trimtab.experiments.report.figure_spec import FigureSpec
 
 TIER_NOTE = (
     "Tier S keeps the same maths (same batch, learning rate, schedule and optimizer; at most rounding differs). "
@@ -52,7 +52,7 @@ def document(comparison: Comparison) -> Document:
     )
 
 
-def _draw(comparison: Comparison, picture: Picture) -> Drawing:
+def _draw(comparison: Comparison, picture: Picture) -> FigureSpec:
     from trimtab.experiments.report.figures import draw
 
     return draw(picture, comparison)
@@ -92,7 +92,9 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
     )
 
 
-def gain_section(gain: Gain | None, thirds: Sequence[ThirdRow], title: str = GAIN, *, folded: bool = True) -> Section:
+def gain_section(
+    gain: TimedGain | None, thirds: Sequence[ThirdRow], title: str = GAIN, *, folded: bool = True
+) -> Section:
     """Return the attribution of a gain: by phase and bound from interleaved steps, by third from the records.
 
     Args:
@@ -116,7 +118,7 @@ def gain_section(gain: Gain | None, thirds: Sequence[ThirdRow], title: str = GAI
     return Section(title, tuple(blocks), brief=gain is not None)
 
 
-def gain_sections(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> tuple[Section, ...]:
+def gain_sections(gains: Sequence[TimedGain], thirds: Sequence[Sequence[ThirdRow]]) -> tuple[Section, ...]:
     """Return the attribution of every gain, and a side-by-side table for several gains."""
     each = [
         gain_section(gain, rows, f"{GAIN}: {say.one_line(gain.task)}", folded=False)

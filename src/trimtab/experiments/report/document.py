@@ -10,7 +10,7 @@ from trimtab.experiments.comparison.comparison_result import Verdict
 from trimtab.experiments.report.tables import Table
 
 if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
-    from trimtab.experiments.report.figure_spec import Drawing
+    from trimtab.experiments.report.figure_spec import FigureSpec
 
 
 @dataclass(frozen=True)
@@ -91,4 +91,4 @@ class Document:
     byline: str
     tiles: tuple[Tile, ...]
     sections: tuple[Section, ...]
-    draw: Callable[[Picture], Drawing]
+    draw: Callable[[Picture], FigureSpec]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from trimtab.core.step_phases import Gain
+from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.evaluation.machines import sameness
 from trimtab.experiments.evaluation.paper_claims import LITERAL, NEAR, Judged, headline, judge
 from trimtab.experiments.evaluation.paper_figures import IMAGES, MACHINE, MAIN_TABLES, TOKENS, Claim, MainTable
@@ -150,7 +150,7 @@ def _gains(runs: Sequence[Run]) -> Iterator[Block]:
         yield Paragraph(f"Not clocked by phase: {'; '.join(others)}.")
 
 
-def _of_each_kind(clocked: Sequence[tuple[int, Gain]]) -> list[tuple[int, Gain]]:
+def _of_each_kind(clocked: Sequence[tuple[int, TimedGain]]) -> list[tuple[int, TimedGain]]:
     """Return the run with the most rounds for images (a CNN) and for text (a transformer); the last of equals.
 
     Only single-process runs of plans with changes count. If a kind is missing, all runs are returned.

@@ -14,7 +14,7 @@ _BORDERS = {"-": "solid", "--": "dashed", ":": "dotted"}
 
 
 @dataclass(frozen=True)
-class Key:
+class LegendEntry:
     """An entry of a legend: colour role, label and line style."""
 
     role: str
@@ -23,12 +23,12 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class FigureSpec:
     """A figure for the page. Without `svg`, `caption` gives the reason; `aside` lists missing values."""
 
     svg: str
     caption: str
-    legend: tuple[Key, ...] = ()
+    legend: tuple[LegendEntry, ...] = ()
     aside: tuple[str, ...] = ()
 
 

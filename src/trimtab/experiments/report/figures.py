@@ -13,14 +13,14 @@ from trimtab.experiments.comparison.comparison_result import Arm, ArmCurve, Comp
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import memory_figures, planning_figures, svg, tables
 from trimtab.experiments.report.document import Picture
-from trimtab.experiments.report.figure_spec import LABEL, Drawing, Key, border, dash, series, time_unit
+from trimtab.experiments.report.figure_spec import LABEL, FigureSpec, LegendEntry, border, dash, series, time_unit
 from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
 
 _MAX_POINTS = 150  # Per curve: more points are not visible and enlarge the page.
 
 
 @dataclass(frozen=True)
-class Band:
+class CurveBand:
     """An arm's curves over seeds at equal samples: median seconds; lowest, median and highest metric."""
 
     seconds: NDArray[np.float64]
@@ -29,7 +29,7 @@ class Band:
     high: NDArray[np.float64]
 
 
-def draw(picture: Picture, comparison: Comparison) -> Drawing:
+def draw(picture: Picture, comparison: Comparison) -> FigureSpec:
     """Return the drawing of a picture."""
     of_a_tier = {"forest": forest, "curves": curves}
     if picture.name in of_a_tier:
@@ -42,7 +42,7 @@ def draw(picture: Picture, comparison: Comparison) -> Drawing:
     }[picture.name](comparison)
 
 
-def curve_band(arm: Arm) -> Band | None:
+def curve_band(arm: Arm) -> CurveBand | None:
     """Return the arm's band over samples reached by all seeds, to avoid survivorship bias beyond them."""
     found = [_columns(curve) for curve in arm.curves if curve.points]
     if not found:
@@ -56,7 +56,7 @@ def curve_band(arm: Arm) -> Band | None:
     seconds = np.stack([np.interp(grid, rows, times) for rows, times, _ in found])
     if len(grid) == 0 or not np.isfinite(metric).all(axis=0).any():
         return None
-    return Band(np.median(seconds, axis=0), metric.min(axis=0), np.median(metric, axis=0), metric.max(axis=0))
+    return CurveBand(np.median(seconds, axis=0), metric.min(axis=0), np.median(metric, axis=0), metric.max(axis=0))
 
 
 def _columns(curve: ArmCurve) -> tuple[NDArray[np.float64], ...]:
@@ -64,7 +64,7 @@ def _columns(curve: ArmCurve) -> tuple[NDArray[np.float64], ...]:
     return rows, seconds, np.where(np.isfinite(metric), metric, np.nan)
 
 
-def curves(comparison: Comparison, tier: str) -> Drawing:
+def curves(comparison: Comparison, tier: str) -> FigureSpec:
     """Held-out metric against training seconds of a tier's plan and comparable arms, with the range of seeds.
 
     Other recipes train differently, so an equivalent plan is compared with them in throughput and memory only.
@@ -72,7 +72,7 @@ def curves(comparison: Comparison, tier: str) -> Drawing:
     arms = [arm for arm in comparison.arms if arm.tier == tier or (not arm.tier and _may_meet(tier, arm))]
     bands = [(arm, band) for arm in arms if (band := curve_band(arm)) is not None]
     if not bands:
-        return Drawing("", "No figure: no held-out curve was recorded.")
+        return FigureSpec("", "No figure: no held-out curve was recorded.")
     factor, unit = time_unit(max(float(band.seconds[-1]) for _, band in bands))
 
     def paint(axes: Sequence[Any]) -> None:
@@ -88,10 +88,10 @@ def curves(comparison: Comparison, tier: str) -> Drawing:
         _label_targets(ax, comparison.targets)
 
     title = f"{say.one_line(comparison.metric)} against training time, one line per arm"
-    keys = [Key(series(comparison, arm), say.arm_name(arm, 80), border(arm)) for arm, _ in bands]
-    keys += [Key("ink", "target", "dashed")] if comparison.targets else []
+    keys = [LegendEntry(series(comparison, arm), say.arm_name(arm, 80), border(arm)) for arm, _ in bands]
+    keys += [LegendEntry("ink", "target", "dashed")] if comparison.targets else []
     caption = "Line: median over seeds at equal rows. Band: lowest to highest seed. Ends where the first seed ended."
-    return Drawing(svg.render(paint, name=_name("curves", tier), title=title, height=250), caption, tuple(keys))
+    return FigureSpec(svg.render(paint, name=_name("curves", tier), title=title, height=250), caption, tuple(keys))
 
 
 def _name(picture: str, tier: str) -> str:
@@ -103,7 +103,7 @@ def _may_meet(tier: str, arm: Arm) -> bool:
     return tier != "S" or arm.name in ("reference", "self")
 
 
-def _paint_band(ax: Any, band: Band, factor: float, colour: str, style: str) -> None:
+def _paint_band(ax: Any, band: CurveBand, factor: float, colour: str, style: str) -> None:
     time = band.seconds / factor
     ax.fill_between(time, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
     marker = "o" if len(time) == 1 else ""  # A line through a single evaluation would be invisible.
@@ -126,11 +126,11 @@ def _label_targets(ax: Any, targets: Sequence[float]) -> None:
             ax.annotate(say.metric(target), xytext=(4, 0), va="center", fontsize=9, **at)
 
 
-def forest(comparison: Comparison, tier: str) -> Drawing:
+def forest(comparison: Comparison, tier: str) -> FigureSpec:
     """Throughput ratios of a tier with intervals; the A/A control's interval is shaded around 1."""
     rows = [row for row in comparison.ratios if row.metric == "throughput" and row.tier == tier and row.ratio.pairs]
     if not rows:
-        return Drawing("", "No figure: no throughput ratio was measured for this group.")
+        return FigureSpec("", "No figure: no throughput ratio was measured for this group.")
     control, resolved = comparison.resolution, say.is_resolved(comparison.resolution)
 
     def paint(axes: Sequence[Any]) -> None:
@@ -148,11 +148,11 @@ def forest(comparison: Comparison, tier: str) -> Drawing:
         svg.plain_log(ax, "x")
 
     title = f"Throughput ratios with 95% intervals, {tables.tier_title(tier)}"
-    keys = [Key("s4", "mean and 95% interval"), Key("ink", "raw pair", "dotted")]
-    keys += [Key("s0", "A/A control: not told from noise")] if resolved else []
+    keys = [LegendEntry("s4", "mean and 95% interval"), LegendEntry("ink", "raw pair", "dotted")]
+    keys += [LegendEntry("s0", "A/A control: not told from noise")] if resolved else []
     caption = "Dots: raw pairs. Under 5 pairs there is no interval, only the pairs."
     height = 70 + 34 * len(rows)
-    return Drawing(svg.render(paint, name=_name("forest", tier), title=title, height=height), caption, tuple(keys))
+    return FigureSpec(svg.render(paint, name=_name("forest", tier), title=title, height=height), caption, tuple(keys))
 
 
 def _forest_label(row: RatioRow, comparison: Comparison) -> str:
@@ -170,11 +170,11 @@ def paint_ratio(ax: Any, height: float, ratio: Ratio, role: str = "s4") -> None:
     ax.plot([ratio.mean], [height], "D", color=COLOUR[role], markersize=5)
 
 
-def phases(comparison: Comparison) -> Drawing:
+def phases(comparison: Comparison) -> FigureSpec:
     """Seconds per batch of all arms, stacked by phase."""
     arms, names = [arm for arm in comparison.arms if arm.phases_s], tables.phase_names(comparison)
     if not arms:
-        return Drawing("", "No figure: no phases were measured.")
+        return FigureSpec("", "No figure: no phases were measured.")
     factor, unit = time_unit(max(sum(arm.phases_s.values()) for arm in arms))
 
     def paint(axes: Sequence[Any]) -> None:
@@ -189,6 +189,8 @@ def phases(comparison: Comparison) -> Drawing:
         ax.grid(visible=False, axis="y")
         ax.set_xlabel(f"time per batch, {unit}")
 
-    keys = tuple(Key(f"p{i % NUM_PARTS}", say.one_line(name.replace("_", " "), 40)) for i, name in enumerate(names))
+    keys = tuple(
+        LegendEntry(f"p{i % NUM_PARTS}", say.one_line(name.replace("_", " "), 40)) for i, name in enumerate(names)
+    )
     title, height = "Time per batch by phase, one bar per arm", 60 + 24 * len(arms)
-    return Drawing(svg.render(paint, name="phases", title=title, height=height), "Lengths are absolute.", keys)
+    return FigureSpec(svg.render(paint, name="phases", title=title, height=height), "Lengths are absolute.", keys)

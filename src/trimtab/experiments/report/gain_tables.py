@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from trimtab.core.step_phases import MEANINGS, Gain
+from trimtab.core.step_phases import MEANINGS, TimedGain
 from trimtab.decide.phase_attribution import (
     BOUNDS,
     COMPUTE,
@@ -14,7 +14,7 @@ from trimtab.decide.phase_attribution import (
     UNBOUND,
     WHOLE,
     Attribution,
-    Saved,
+    SavedTime,
     attribute,
     bound_seconds,
     is_distorted,
@@ -37,7 +37,7 @@ _DISTORTED = (
 )
 
 
-def phase_gain_table(gain: Gain) -> Table:
+def phase_gain_table(gain: TimedGain) -> Table:
     """Return the seconds saved by phase of a step."""
     found = attribute(gain)
     rows = (*found.phases, found.unattributed, found.whole)
@@ -64,7 +64,7 @@ def _longer(ratio: float) -> str:
     return say.percent(ratio - 1)
 
 
-def _saved(row: Saved) -> tuple[str, ...]:
+def _saved(row: SavedTime) -> tuple[str, ...]:
     share = _NO_SHARE if row.share is None else say.share(row.share)
     shown = (say.signed_seconds(each) for each in (row.reference_s, row.plan_s, row.saved.mean))
     return *shown, _between(row.saved, say.signed_seconds), share
@@ -76,7 +76,7 @@ def _between(interval: Interval, words: Callable[[float], str]) -> str:
     return f"{words(interval.low)} to {words(interval.high)}"
 
 
-def part_table(gain: Gain, *, folded: bool) -> Table:
+def part_table(gain: TimedGain, *, folded: bool) -> Table:
     """Return the seconds saved in forward and backward by class of module."""
     rows = tuple((_part(row.phase), *_saved(row)) for row in attribute(gain).parts)
     note = (
@@ -91,7 +91,7 @@ def _part(name: str) -> str:
     return f"{phase}: {part or 'outside of them'}"
 
 
-def bound_table(gain: Gain) -> Table:
+def bound_table(gain: TimedGain) -> Table:
     """Return the seconds of a step of both arms by limiting resource (compute, memory, communication, ...)."""
     columns, title = ("Bound by", "Reference", "Plan"), "What bounds it"
     if is_distorted(gain):
@@ -119,7 +119,7 @@ def _of_step(found: Mapping[str, float], name: str) -> str:
     return f"{say.seconds(seconds)} ({say.share(seconds / math.fsum(found.values()))})"
 
 
-def _roofs(gain: Gain) -> str:
+def _roofs(gain: TimedGain) -> str:
     device = gain.device
     said = (
         "By roofline: each operator by its FLOP or by the bytes of its arguments and results, whichever take longer at "
@@ -133,7 +133,7 @@ def _roofs(gain: Gain) -> str:
     return said + " Above 100% caches hold what is moved."
 
 
-def gain_notes(gain: Gain) -> tuple[str, ...]:
+def gain_notes(gain: TimedGain) -> tuple[str, ...]:
     """Return notes on missing figures with reasons, and the meaning of the phases."""
     theirs, ours = set(gain.reference.notes), set(gain.plan.notes)
     told = (("both", theirs & ours), ("the reference", theirs - ours), ("the plan", ours - theirs))
@@ -177,14 +177,14 @@ def _beside(value: str, interval: str) -> str:
     return value if interval == _NO_INTERVAL else f"{value} ({interval})"
 
 
-def projection_sentences(gain: Gain) -> tuple[str, ...]:
+def projection_sentences(gain: TimedGain) -> tuple[str, ...]:
     """Return eqs. 21 to 23 computed from step times without phase timing, if the speed-up is significant."""
     speedup = speedup_of(gain)
     net, doubling = _net(gain, speedup), _doubling(gain, speedup)
     return f"Net speed-up [21], by laps in one process: {net}", f"Doubling [22, 23], by these laps: {doubling}"
 
 
-def _net(gain: Gain, speedup: Interval) -> str:
+def _net(gain: TimedGain, speedup: Interval) -> str:
     if not gain.changes:
         return "the plan changes nothing."
     if speedup.n < MIN_PAIRS_FOR_VERDICT:
@@ -203,7 +203,7 @@ def _net(gain: Gain, speedup: Interval) -> str:
     )
 
 
-def _doubling(gain: Gain, speedup: Interval) -> str:
+def _doubling(gain: TimedGain, speedup: Interval) -> str:
     if reason := unprojected(speedup, bool(gain.changes)):
         measured = f" ({say.ratio(speedup.mean)})" if gain.changes else ""
         return f"{reason}{measured}: nothing is projected by that."
@@ -225,7 +225,7 @@ def _months(speedup: float) -> str:
     return f"after {doubling_months(speedup):.1f} months"
 
 
-def side_by_side(gains: Sequence[Gain]) -> Table:
+def side_by_side(gains: Sequence[TimedGain]) -> Table:
     """Return tasks side by side: fractions of a step by phase and bound, and the saved time."""
     founds = [attribute(gain) for gain in gains]
     phases = [phase for phase in MEANINGS if any(row.phase == phase for found in founds for row in found.phases)]
@@ -241,11 +241,11 @@ def side_by_side(gains: Sequence[Gain]) -> Table:
     return Table("Side by side", ("", *columns), tuple(rows), "No task was measured.", note, tuple(columns))
 
 
-def _title(gain: Gain) -> str:
+def _title(gain: TimedGain) -> str:
     return f"{say.one_line(gain.task)} {gain.on_ranks}".rstrip()
 
 
-def _speedup_cell(gain: Gain) -> str:
+def _speedup_cell(gain: TimedGain) -> str:
     found = speedup_of(gain)
     return _beside(say.ratio(found.mean), _between(found, say.ratio))
 

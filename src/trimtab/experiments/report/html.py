@@ -18,7 +18,7 @@ from trimtab.experiments.report.document import (
     Section,
     Tile,
 )
-from trimtab.experiments.report.figure_spec import Drawing, Key
+from trimtab.experiments.report.figure_spec import FigureSpec, LegendEntry
 from trimtab.experiments.report.stylesheet import style_sheet
 from trimtab.experiments.report.svg import variable
 from trimtab.experiments.report.tables import Cell, Table
@@ -185,7 +185,7 @@ def _extra(label: str, items: tuple[str, ...]) -> str:
     return f"<details><summary>{escape(label)} ({len(items)})</summary>{_list(items)}</details>"
 
 
-def _figure(drawing: Drawing) -> str:
+def _figure(drawing: FigureSpec) -> str:
     aside = _aside(drawing.aside)
     if not drawing.svg:
         return f'<p class="muted">{escape(drawing.caption)}</p>{aside}'
@@ -193,7 +193,7 @@ def _figure(drawing: Drawing) -> str:
     return f"<figure>{legend}{drawing.svg}<figcaption>{escape(drawing.caption)}</figcaption></figure>{aside}"
 
 
-def _key(key: Key) -> str:
+def _key(key: LegendEntry) -> str:
     style = f"border-top-color:{variable(key.role)};border-top-style:{key.border}"
     return f'<li><span class="swatch" style="{style}"></span>{escape(key.text)}</li>'
 

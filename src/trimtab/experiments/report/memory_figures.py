@@ -11,15 +11,15 @@ from trimtab.core.step_memory import PARTS, StepMemory
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import svg
-from trimtab.experiments.report.figure_spec import Drawing, Key, byte_unit
+from trimtab.experiments.report.figure_spec import FigureSpec, LegendEntry, byte_unit
 from trimtab.experiments.report.svg import COLOUR
 
 
-def timeline(comparison: Comparison) -> Drawing:
+def timeline(comparison: Comparison) -> FigureSpec:
     """Bytes by part over a step, stacked; a panel for every traced loop."""
     steps = comparison.memory
     if not steps:
-        return Drawing("", "No figure: no step could be traced.")
+        return FigureSpec("", "No figure: no step could be traced.")
     factor, unit = byte_unit(max(step.peak_bytes for step in steps.values()))
 
     def paint(axes: Sequence[Any]) -> None:
@@ -29,11 +29,11 @@ def timeline(comparison: Comparison) -> Drawing:
             ax.set_xlabel("one step, by its allocations")
         axes[0].set_ylabel(f"held, {unit}")
 
-    keys = tuple(Key(f"p{index}", name) for index, name in enumerate(PARTS) if _is_seen(steps.values(), name))
+    keys = tuple(LegendEntry(f"p{index}", name) for index, name in enumerate(PARTS) if _is_seen(steps.values(), name))
     title = "Bytes held by part over one step"
     picture = svg.render(paint, name="timeline", title=title, height=220, columns=len(steps))
     caption = "Traced without running it. Thin lines: where backward and the optimizer's step begin. Dot: the peak."
-    return Drawing(picture, caption, keys)
+    return FigureSpec(picture, caption, keys)
 
 
 def _is_seen(steps: Any, part: str) -> bool:

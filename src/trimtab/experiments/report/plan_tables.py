@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.core.plan import Choice, Effect, Plan
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.step_memory import PARTS
 from trimtab.experiments.comparison.arms import PLAN_ARMS, PLAN_LOOPS
@@ -12,7 +12,7 @@ from trimtab.experiments.comparison.comparison_result import Arm, Comparison
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Cell, Table, plan_name, tiers
 
-MARKS = {Mark.EXACT: "exact", Mark.ROUNDING: "same maths, other rounding", Mark.DYNAMICS: "other dynamics"}
+MARKS = {Effect.EXACT: "exact", Effect.ROUNDING: "same maths, other rounding", Effect.DYNAMICS: "other dynamics"}
 
 
 def change_table(plan: Plan, *, changed: bool) -> Table:

@@ -10,11 +10,11 @@ from trimtab.core.profile import Trial
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import plan_tables, svg, tables
-from trimtab.experiments.report.figure_spec import Drawing, Key, byte_unit, time_unit
+from trimtab.experiments.report.figure_spec import FigureSpec, LegendEntry, byte_unit, time_unit
 from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
 
 
-def memory_time(comparison: Comparison) -> Drawing:
+def memory_time(comparison: Comparison) -> FigureSpec:
     """Peak memory against step time of full-step trials; the reference and chosen settings are ringed and named.
 
     The Pareto front of all candidates for the equivalent plan is drawn too, with infeasible points crossed out.
@@ -24,7 +24,7 @@ def memory_time(comparison: Comparison) -> Drawing:
     aside = tuple(_not_drawn(trial) for trial in whole if trial not in drawn)
     if not drawn:
         reason = "no trial has both a time and a peak memory" if comparison.trials else "no planning trial was made"
-        return Drawing("", f"No figure: {reason}.", aside=aside)
+        return FigureSpec("", f"No figure: {reason}.", aside=aside)
     precisions = list(dict.fromkeys(trial.candidate.precision for trial in drawn))
     time, time_name = time_unit(max(trial.step_s or 0 for trial in drawn))
     size, size_name = byte_unit(max(trial.peak_bytes or 0 for trial in drawn))
@@ -46,11 +46,11 @@ def memory_time(comparison: Comparison) -> Drawing:
         ax.set_xlabel(f"time per optimizer step, {time_name}")
         ax.set_ylabel(f"peak memory, {size_name}")
 
-    keys = [Key(f"p{i % NUM_PARTS}", say.one_line(name, 40)) for i, name in enumerate(precisions)]
-    keys += [Key("ink", "Pareto front of all that was considered; crosses break a limit")] if front else []
+    keys = [LegendEntry(f"p{i % NUM_PARTS}", say.one_line(name, 40)) for i, name in enumerate(precisions)]
+    keys += [LegendEntry("ink", "Pareto front of all that was considered; crosses break a limit")] if front else []
     picture = svg.render(paint, name="memory-time", title="Peak memory against step time of each trial", height=250)
     caption = "One dot per trial of whole steps; lower left is better. Ringed: the reference and what was chosen."
-    return Drawing(picture, caption, tuple(keys), aside)
+    return FigureSpec(picture, caption, tuple(keys), aside)
 
 
 def _not_drawn(trial: Trial) -> str:
@@ -71,7 +71,7 @@ def _ring(ax: Any, at: tuple[float, float], name: str, *, above: bool) -> None:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _PredictionOutcome:
     """A quantity of a plan: prediction, measurement, and the values of single runs."""
 
     predicted: float | None
@@ -79,13 +79,13 @@ class _Outcome:
     runs: tuple[float, ...] = ()
 
 
-def predictions(comparison: Comparison) -> Drawing:
+def predictions(comparison: Comparison) -> FigureSpec:
     """Predicted and measured step time and peak memory of all plans, from zero."""
     tiers = tables.tiers(comparison.plans)
     times = [_time(comparison, tier) for tier in tiers]
     peaks = [_peak(comparison, tier) for tier in tiers]
     if not any(row.predicted is not None and row.measured is not None for row in times + peaks):
-        return Drawing("", "No figure: no plan has both a prediction and a measurement.")
+        return FigureSpec("", "No figure: no plan has both a prediction and a measurement.")
 
     def paint(axes: Sequence[Any]) -> None:
         _paint_outcomes(axes[0], times, "time per step", time_unit(_largest(times)))
@@ -93,28 +93,32 @@ def predictions(comparison: Comparison) -> Drawing:
         axes[0].set_yticks(range(len(tiers)), [tables.plan_name(tier).replace(", ", "\n") for tier in tiers])
         axes[0].invert_yaxis()
 
-    keys = (Key("p4", "predicted"), Key("p0", "measured, median"), Key("ink", "one run", "dotted"))
+    keys = (
+        LegendEntry("p4", "predicted"),
+        LegendEntry("p0", "measured, median"),
+        LegendEntry("ink", "one run", "dotted"),
+    )
     title, height = "Predicted against measured step time and peak memory of each plan", 62 + 44 * len(tiers)
     picture = svg.render(paint, name="predictions", title=title, height=height, columns=2)
-    return Drawing(picture, "A missing bar was not measured, or not predicted.", keys)
+    return FigureSpec(picture, "A missing bar was not measured, or not predicted.", keys)
 
 
-def _time(comparison: Comparison, tier: str) -> _Outcome:
+def _time(comparison: Comparison, tier: str) -> _PredictionOutcome:
     predicted, arm = comparison.plans[tier].predicted, plan_tables.arm_of(comparison, tier)
     runs = arm.step_s if arm else ()
-    return _Outcome(predicted.step_s if predicted else None, say.middle(runs), runs)
+    return _PredictionOutcome(predicted.step_s if predicted else None, say.middle(runs), runs)
 
 
-def _peak(comparison: Comparison, tier: str) -> _Outcome:
+def _peak(comparison: Comparison, tier: str) -> _PredictionOutcome:
     predicted, arm = comparison.plans[tier].predicted, plan_tables.arm_of(comparison, tier)
-    return _Outcome(predicted.peak_bytes if predicted else None, arm.peak_bytes if arm else None)
+    return _PredictionOutcome(predicted.peak_bytes if predicted else None, arm.peak_bytes if arm else None)
 
 
-def _largest(rows: Sequence[_Outcome]) -> float:
+def _largest(rows: Sequence[_PredictionOutcome]) -> float:
     return max((value for row in rows for value in (row.predicted, row.measured, *row.runs) if value), default=0.0)
 
 
-def _paint_outcomes(ax: Any, rows: Sequence[_Outcome], label: str, unit: tuple[float, str]) -> None:
+def _paint_outcomes(ax: Any, rows: Sequence[_PredictionOutcome], label: str, unit: tuple[float, str]) -> None:
     factor, name = unit
     for height, row in enumerate(rows):
         ax.barh(height - 0.19, (row.predicted or 0) / factor, height=0.34, color=COLOUR["p4"])

@@ -28,7 +28,7 @@ _MOST_POINTS = 600  # Longer curves are thinned out to keep the page small.
 
 
 @dataclass(frozen=True)
-class Track:
+class StepFigure:
     """A figure of a value per step, with a line at every event."""
 
     name: str
@@ -45,15 +45,15 @@ def run_page(found: RunRecord | RunSummary) -> str:
     return page(f"{record.header.name}: trimtab run", body)
 
 
-def tracks(steps: StepColumns) -> tuple[Track, ...]:
+def tracks(steps: StepColumns) -> tuple[StepFigure, ...]:
     """Return the curves to draw; noise scale and micro-batches only if informative."""
-    found = [Track("loss", "mean loss per term", steps.loss)]
+    found = [StepFigure("loss", "mean loss per term", steps.loss)]
     if len(set(steps.num_micro_batches)) > 1:
-        found.append(Track("k", "micro-batches per window", steps.num_micro_batches, is_step=True))
+        found.append(StepFigure("k", "micro-batches per window", steps.num_micro_batches, is_step=True))
     if any(map(math.isfinite, steps.noise_scale)):
-        found.append(Track("noise", "noise scale N, in rows", steps.noise_scale, is_log=True))
+        found.append(StepFigure("noise", "noise scale N, in rows", steps.noise_scale, is_log=True))
     if not steps or any(map(math.isfinite, steps.learning_rate)):  # An optimizer may set its own learning rates.
-        found.append(Track("rate", "learning rate, first group", steps.learning_rate))
+        found.append(StepFigure("rate", "learning rate, first group", steps.learning_rate))
     return tuple(found)
 
 
@@ -86,7 +86,7 @@ def _tracks(record: RunSummary) -> str:
     return f"<section><h2>Course</h2>{''.join(figures)}</section>"
 
 
-def _figure(track: Track, rows: Sequence[float], marks: Sequence[float]) -> str:
+def _figure(track: StepFigure, rows: Sequence[float], marks: Sequence[float]) -> str:
     every = -(-len(rows) // _MOST_POINTS)
     finite = ((x, y) for x, y in zip(rows, track.values, strict=True) if math.isfinite(y))
     points = list(itertools.islice(finite, 0, None, every))

@@ -21,7 +21,7 @@ from trimtab.experiments.output_folder import claim
 from trimtab.experiments.scaling.scaling_bench import JobSettings
 from trimtab.experiments.scaling.scaling_job import run_job
 from trimtab.experiments.scaling.scaling_plans import refuse_other_maths
-from trimtab.experiments.scaling.scaling_result import MODES, Job, Scaling, summarise
+from trimtab.experiments.scaling.scaling_result import MODES, Scaling, ScalingJob, summarise
 from trimtab.experiments.task_ranks import refuse_on_ranks
 from trimtab.measure.machine import environment
 from trimtab.tasks.task import Task
@@ -130,9 +130,9 @@ def path_of(out: Path, number: int, ranks: int) -> Path:
     return out / f"job-{number}-{ranks}.json"
 
 
-def jobs_in(out: Path) -> Sequence[Job]:
+def jobs_in(out: Path) -> Sequence[ScalingJob]:
     """Return the jobs stored in a folder."""
-    return [read_json(Job, path) for path in sorted(out.iterdir()) if _FILE.fullmatch(path.name)]
+    return [read_json(ScalingJob, path) for path in sorted(out.iterdir()) if _FILE.fullmatch(path.name)]
 
 
 def next_round(out: Path, ranks: int) -> int:

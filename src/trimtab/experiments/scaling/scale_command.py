@@ -25,7 +25,7 @@ from trimtab.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTable:
     """A table with its report path and the name of the link; None to use the link of every row."""
 
     table: Scaling
@@ -45,7 +45,7 @@ class Found:
 
 def run_scale(
     task: str, out: Path, settings: ScaleSettings, job: int | None, progress: Progress, asked: Sequence[str] = ()
-) -> Found | None:
+) -> FoundTable | None:
     """Return the scaling table of a task; None on ranks that do not report.
 
     Args:
@@ -88,8 +88,8 @@ def _next(task: Task, out: Path, settings: ScaleSettings, ranks: int) -> str:
     return str(next_round(out, ranks))
 
 
-def _written(found: Scaling, out: Path, link: str | None) -> Found:
+def _written(found: Scaling, out: Path, link: str | None) -> FoundTable:
     write_whole(out / "scaling.json", to_json(found, indent=1))
     path = out / "report.html"
     write_whole(path, scaling_page(found))
-    return Found(found, path, link)
+    return FoundTable(found, path, link)

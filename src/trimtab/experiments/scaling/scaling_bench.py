@@ -29,7 +29,7 @@ from trimtab.distributed.sharded_loader import shard
 from trimtab.experiments.paired_runs.inspect_arm import held_at_most
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop, nonfinite_in
 from trimtab.experiments.scaling.scaling_plans import told_bytes
-from trimtab.experiments.scaling.scaling_result import RECIPES, Refused, Sharing, Timed, TimedArm
+from trimtab.experiments.scaling.scaling_result import RECIPES, PlanSharding, RefusedRecipe, TimedArm, TimedBlocks
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import Loop, MakeLoop
@@ -65,7 +65,7 @@ class JobSettings:
     plan: Plan | None = None
 
 
-class _Stepped:
+class _SteppedLoop:
     """A loop over this rank's shard of the batches, with separate global modes and random generators."""
 
     def __init__(self, loop: Loop, batches: Iterator[Any]) -> None:
@@ -117,7 +117,7 @@ class Bench:
         self._task, self._data, self._device = task, data, device
         self._mode, self._number, self._settings, self._progress = mode, number, settings, progress
         self._nonfinite: dict[str, str] = {}
-        self.refused: list[Refused] = []
+        self.refused: list[RefusedRecipe] = []
 
     def arms(self, plan: Plan | None) -> list[TimedArm]:
         """Return the timings of all recipes; without a plan, of the plain loop.
@@ -158,7 +158,7 @@ class Bench:
                 code="training.nonfinite",
             )
         said = f"it became non-finite: {why}"
-        self.refused.append(Refused(recipe, self._mode, place().num_ranks, said, nonfinite=True))
+        self.refused.append(RefusedRecipe(recipe, self._mode, place().num_ranks, said, nonfinite=True))
 
     def _makes(self, plan: Plan | None) -> dict[str, MakeLoop]:
         several = place().num_ranks > 1
@@ -174,12 +174,12 @@ class Bench:
             makes["plan alone"] = partial(PlanLoop, plan=alone(plan))
         return makes
 
-    def _loop(self, name: str, make: MakeLoop, outside: ProcessState) -> _Stepped:
+    def _loop(self, name: str, make: MakeLoop, outside: ProcessState) -> _SteppedLoop:
         """Return a new loop after warm-up, with its kernels selected and its batch size settled."""
         self._progress(f"{self._mode}: {name}")
         outside.restore()
         torch.manual_seed(0)
-        made = _Stepped(make(self._task, self._device), self._batches())
+        made = _SteppedLoop(make(self._task, self._device), self._batches())
         made.steps(_WARM_WINDOWS)
         if name == "plan_batch":
             made.settled = _settle(made)
@@ -202,7 +202,7 @@ class Bench:
         gc.collect()  # A loop is part of a reference cycle and would be in the next loop's count.
         return None if peak is None else int(slowest(peak))
 
-    def _timed(self, loops: dict[str, _Stepped]) -> dict[str, tuple[Timed, int]]:
+    def _timed(self, loops: dict[str, _SteppedLoop]) -> dict[str, tuple[TimedBlocks, int]]:
         """Return the blocks of all loops with their number of steps; a loop is closed after its last block."""
         counts = {name: self._windows_of(loop) for name, loop in loops.items()}
         rows: dict[str, list[int]] = {name: [] for name in loops}
@@ -221,14 +221,14 @@ class Bench:
                     loops.pop(name).end()
                     gc.collect()  # A run is part of a reference cycle and would be freed late.
         blocks = self._settings.blocks
-        return {name: (Timed(tuple(rows[name]), tuple(seconds[name])), blocks * counts[name]) for name in counts}
+        return {name: (TimedBlocks(tuple(rows[name]), tuple(seconds[name])), blocks * counts[name]) for name in counts}
 
-    def _windows_of(self, loop: _Stepped) -> int:
+    def _windows_of(self, loop: _SteppedLoop) -> int:
         """Return the number of steps per block, equal on all ranks."""
         _, seconds = self._block(loop, 2)
         return max(_MIN_WINDOWS, math.ceil(2 * self._settings.block_s / seconds))
 
-    def _block(self, loop: _Stepped, windows: int) -> tuple[int, float]:
+    def _block(self, loop: _SteppedLoop, windows: int) -> tuple[int, float]:
         """Return the samples of all ranks and the seconds of the slowest rank; all ranks begin together."""
         loop.enter()
         total(0.0)
@@ -241,7 +241,7 @@ class Bench:
         return rows, taken_s
 
 
-def _settle(loop: _Stepped) -> bool:
+def _settle(loop: _SteppedLoop) -> bool:
     """Step a loop with adaptive batch size until the size is stable; return True if it became stable.
 
     Batch sizes, and so the number of steps, are equal on all ranks.
@@ -255,9 +255,9 @@ def _settle(loop: _Stepped) -> bool:
     return False
 
 
-def _sharing(plan: Plan) -> Sharing:
+def _sharing(plan: Plan) -> PlanSharding:
     """Return the sharding of a plan."""
-    return Sharing(
+    return PlanSharding(
         None if plan.zero_stage.value is None else int(plan.zero_stage.value),
         bool(plan.reduces_once.value),
         int(plan.micro_batch.value or 1),

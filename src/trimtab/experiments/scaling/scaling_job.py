@@ -14,15 +14,15 @@ from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.oversubscription import crowded
 from trimtab.distributed.process_group import place
 from trimtab.experiments.scaling.scaling_bench import Bench, JobSettings
-from trimtab.experiments.scaling.scaling_plans import Planned, fitted, plan_of_job, within
-from trimtab.experiments.scaling.scaling_result import Job, Refused, TimedArm
+from trimtab.experiments.scaling.scaling_plans import JobPlan, fitted, plan_of_job, within
+from trimtab.experiments.scaling.scaling_result import RefusedRecipe, ScalingJob, TimedArm
 from trimtab.experiments.task_ranks import require_same_task, task_of_rank
 from trimtab.measure.machine import environment
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 
 
-def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progress: Progress) -> Job | None:
+def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progress: Progress) -> ScalingJob | None:
     """Time a task on the current ranks, and return the job on rank 0. Collective: all ranks must call it.
 
     Args:
@@ -36,7 +36,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
     require_same_task(task, data)
     device = device_here()
     arms: list[TimedArm] = []
-    refused: list[Refused] = []
+    refused: list[RefusedRecipe] = []
     for mode in settings.modes if here.num_ranks > 1 else ("weak",):
         whole = replace(task, batch_rows=task.batch_rows * here.num_ranks) if mode == "weak" else task
         share = task if mode == "weak" else task_of_rank(task, here.num_ranks)
@@ -45,14 +45,14 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         bench = Bench(whole, data, device, mode, number, settings, progress)
         arms += bench.arms(found.plan)
         refused += bench.refused
-        refused += [] if found.plan is not None else [Refused("plan", mode, here.num_ranks, found.refusal)]
+        refused += [] if found.plan is not None else [RefusedRecipe("plan", mode, here.num_ranks, found.refusal)]
     # Once per number of ranks, because a slow link takes seconds.
     link = _link(device) if here.num_ranks > 1 and not number else None
     shared = crowded()
     if here.rank:
         return None
     how = {"threads": torch.get_num_threads(), "device": device.type, "refused": tuple(refused)}
-    return Job(here.num_ranks, number, tuple(arms), shared, link, **how, environment=environment())
+    return ScalingJob(here.num_ranks, number, tuple(arms), shared, link, **how, environment=environment())
 
 
 def _planned(
@@ -63,9 +63,9 @@ def _planned(
     folder: Path,
     settings: JobSettings,
     progress: Progress,
-) -> Planned:
+) -> JobPlan:
     if settings.plan is not None:
-        return Planned(fitted(settings.plan, share.batch_rows, place().num_ranks))
+        return JobPlan(fitted(settings.plan, share.batch_rows, place().num_ranks))
     if settings.budget.memory_bytes is not None:
         return within(settings.budget, whole, share.batch_rows, folder, progress)
     return plan_of_job(share, data, device, folder)

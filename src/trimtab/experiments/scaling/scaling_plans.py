@@ -16,7 +16,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import from_json, read_json, to_json, write_whole
 from trimtab.decide.multi_rank_plan import alone, replicated
-from trimtab.distributed.plan_on_ranks import Made, plan_together
+from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
 from trimtab.distributed.process_group import first_ended_by, from_first, place
 from trimtab.experiments.task_plans import make_plans
 from trimtab.experiments.task_ranks import plan_on_ranks, rehearsal_of
@@ -24,14 +24,14 @@ from trimtab.tasks.task import Task, TaskData
 
 
 @dataclass(frozen=True)
-class Planned:
+class JobPlan:
     """A job's plan, or None with the reason if no plan meets the limit. A JSON value."""
 
     plan: Plan | None
     refusal: str = ""
 
 
-def plan_of_job(share: Task, data: TaskData, device: torch.device, folder: Path) -> Planned:
+def plan_of_job(share: Task, data: TaskData, device: torch.device, folder: Path) -> JobPlan:
     """Return the plan of the current ranks, without limits. Collective: all ranks must call it.
 
     Args:
@@ -42,27 +42,27 @@ def plan_of_job(share: Task, data: TaskData, device: torch.device, folder: Path)
     """
     make = kept(share, data, device, folder)
     if place().num_ranks == 1:
-        return Planned(make().plan)
-    return Planned(plan_together(make, device, lambda: rehearsal_of(share, device, silent)))
+        return JobPlan(make().plan)
+    return JobPlan(plan_together(make, device, lambda: rehearsal_of(share, device, silent)))
 
 
-def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], Made]:
+def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], BroadcastPlan]:
     """Return a function that makes the plan of a rank's shard, or reads the plan of an earlier job."""
     path = folder / f"plan-{share.batch_rows}.json"
 
-    def make() -> Made:
+    def make() -> BroadcastPlan:
         if not path.exists():
             plans = make_plans(share, data, device, adapt=(), strong=False, progress=lambda *_: None)
             with torch.device("meta"):
                 model = share.make_model()
             plan = plans.plans["S"]
-            write_whole(path, to_json(Made(plan, step_shape(model, plans.profiles["S"], plan)), indent=1))
-        return read_json(Made, path)
+            write_whole(path, to_json(BroadcastPlan(plan, step_shape(model, plans.profiles["S"], plan)), indent=1))
+        return read_json(BroadcastPlan, path)
 
     return make
 
 
-def within(budget: Budget, whole: Task, rows: int, folder: Path, progress: Progress) -> Planned:
+def within(budget: Budget, whole: Task, rows: int, folder: Path, progress: Progress) -> JobPlan:
     """Return the plan chosen under a limit, including the ZeRO stage. Collective: all ranks must call it.
 
     Jobs with the same number of ranks and samples share the plan of the first job.
@@ -78,22 +78,22 @@ def within(budget: Budget, whole: Task, rows: int, folder: Path, progress: Progr
     path = folder / f"plan-{rows}-{here.num_ranks}.json"
     text = from_first(lambda: read_text(path, "a plan's JSON file") if path.exists() else "")
     if text:
-        return from_json(Planned, text)
+        return from_json(JobPlan, text)
     found = _chosen(budget, whole, progress)
     if here.rank == 0:
         write_whole(path, to_json(found, indent=1))
     return found
 
 
-def _chosen(budget: Budget, whole: Task, progress: Progress) -> Planned:
+def _chosen(budget: Budget, whole: Task, progress: Progress) -> JobPlan:
     try:
-        return Planned(plan_on_ranks(whole, budget, (), progress))
+        return JobPlan(plan_on_ranks(whole, budget, (), progress))
     except InfeasibleError as error:
-        return Planned(None, f"given {error.got}")
+        return JobPlan(None, f"given {error.got}")
     except RankError as error:
         if not first_ended_by(error, InfeasibleError):
             raise
-        return Planned(None, error.got)
+        return JobPlan(None, error.got)
 
 
 def fitted(plan: Plan, rows: int, ranks: int) -> Plan:

@@ -27,7 +27,7 @@ SCALING_SCHEMA = 2
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedBlocks:
     """Timed blocks of steps: samples of all ranks, and seconds of the slowest rank."""
 
     rows: tuple[int, ...]
@@ -44,7 +44,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class PlanSharding:
     """Sharding of a plan on a rank.
 
     Args:
@@ -82,17 +82,17 @@ class TimedArm:
 
     recipe: str
     mode: str
-    together: Timed
-    alone: Timed | None
+    together: TimedBlocks
+    alone: TimedBlocks | None
     window_rows: float
     says: str = ""
     settled: bool = True
-    sharing: Sharing | None = None
+    sharing: PlanSharding | None = None
     peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedRecipe:
     """A recipe without timings on a number of ranks, with the reason.
 
     Args:
@@ -111,7 +111,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Job:
+class ScalingJob:
     """Timings of a launch on a number of ranks; a JSON value.
 
     Args:
@@ -133,7 +133,7 @@ class Job:
     link: Link | None = None
     threads: int = 1
     device: str = "cpu"
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[RefusedRecipe, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCALING_SCHEMA
 
@@ -178,7 +178,7 @@ class ScalingRow:
     pairs: tuple[float, ...] = ()
     resolution: float | None = None
     settled: bool = True
-    sharings: tuple[Sharing, ...] = ()
+    sharings: tuple[PlanSharding, ...] = ()
     peak_bytes: int | None = None
 
     @property
@@ -211,12 +211,12 @@ class Scaling:
     links: tuple[Link, ...] = ()
     environment: dict[str, str] | None = None
     threads: tuple[int, ...] = ()
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[RefusedRecipe, ...] = ()
     linked: tuple[int, ...] = ()
     schema: int = SCALING_SCHEMA
 
 
-def summarise(task: str, jobs: Sequence[Job], environment: dict[str, str] | None = None) -> Scaling:
+def summarise(task: str, jobs: Sequence[ScalingJob], environment: dict[str, str] | None = None) -> Scaling:
     """Return the table of a task's jobs: recipes and modes in order, by number of ranks.
 
     Args:
@@ -240,7 +240,7 @@ def summarise(task: str, jobs: Sequence[Job], environment: dict[str, str] | None
     return Scaling(task, tuple(rows), tuple(map(links.__getitem__, numbers)), where, threads, ordered, numbers)
 
 
-def _row(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> ScalingRow | None:
+def _row(jobs: Sequence[ScalingJob], recipe: str, mode: str, ranks: int) -> ScalingRow | None:
     found = [(job, arm) for job in jobs if job.ranks == ranks and (arm := job.arm(recipe, mode)) is not None]
     if not found:
         return None
@@ -266,7 +266,7 @@ def _row(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> ScalingRow 
     )
 
 
-def _efficiencies(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> dict[int, float]:
+def _efficiencies(jobs: Sequence[ScalingJob], recipe: str, mode: str, ranks: int) -> dict[int, float]:
     """Return the efficiency by round, for rounds with a single-rank job with the same number of threads."""
     alone = {(job.round, job.threads): arm for job in jobs if job.ranks == 1 and (arm := job.arm(recipe, mode))}
     return {
@@ -276,7 +276,7 @@ def _efficiencies(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> di
     }
 
 
-def _resolution(jobs: Sequence[Job], mode: str, ranks: int) -> float | None:
+def _resolution(jobs: Sequence[ScalingJob], mode: str, ranks: int) -> float | None:
     """Return the smallest significant effect on efficiency, from the control over the baseline."""
     control, base = (_efficiencies(jobs, recipe, mode, ranks) for recipe in ("self", "baseline"))
     pairs = [control[number] / base[number] for number in control.keys() & base.keys()]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from trimtab.core.interconnect import Link
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
-from trimtab.experiments.scaling.scaling_result import RECIPES, TIERS, Refused, Scaling, ScalingRow, Sharing
+from trimtab.experiments.scaling.scaling_result import RECIPES, TIERS, PlanSharding, RefusedRecipe, Scaling, ScalingRow
 
 _TIMED = ("scaling", "recipe", "ranks", "batch", "rows/s", "efficiency (95%)", "waiting", "a window")
 _COLUMNS = (*_TIMED, "stage", "micro-batches", "sent in", "peak a rank", "as told", "n")
@@ -28,7 +28,7 @@ def tables(found: Scaling) -> dict[str, tuple[tuple[str, ...], ...]]:
     }
 
 
-def _refused_cells(row: Refused) -> tuple[str, ...]:
+def _refused_cells(row: RefusedRecipe) -> tuple[str, ...]:
     found = (
         row.mode if row.ranks > 1 else "",
         row.recipe,
@@ -39,7 +39,7 @@ def _refused_cells(row: Refused) -> tuple[str, ...]:
     return (*found, *("" for _ in _COLUMNS[len(found) :]))
 
 
-def _why(row: Refused) -> str:
+def _why(row: RefusedRecipe) -> str:
     return f"{'' if row.nonfinite else 'no plan meets the limit: '}{row.why}"
 
 
@@ -65,24 +65,24 @@ def _num(row: ScalingRow) -> int:
     return row.rows_per_s.n if row.efficiency is None else len(row.pairs)
 
 
-def _each(row: ScalingRow, said: Callable[[Sharing], str]) -> str:
+def _each(row: ScalingRow, said: Callable[[PlanSharding], str]) -> str:
     """Return the descriptions of the plans over all rounds."""
     return " / ".join(dict.fromkeys(said(each) for each in row.sharings))
 
 
-def _stage(each: Sharing) -> str:
+def _stage(each: PlanSharding) -> str:
     return "" if each.zero_stage is None else f"{each.zero_stage}{'' if each.reduces_once else ', each reduced'}"
 
 
-def _split(each: Sharing) -> str:
+def _split(each: PlanSharding) -> str:
     return f"{each.num_micro_batches} x {each.micro_batch}"
 
 
-def _sent(each: Sharing) -> str:
+def _sent(each: PlanSharding) -> str:
     return "" if each.zero_stage is None else each.reduce_dtype
 
 
-def _told(each: Sharing) -> str:
+def _told(each: PlanSharding) -> str:
     return "" if each.told_bytes is None else format_bytes(each.told_bytes)
 
 
