@@ -140,7 +140,7 @@ def on_device(name, value=1.0):
 
 
 def test_a_loss_on_a_device_is_read_one_step_later(monkeypatch):
-    monkeypatch.setattr(nonfinite, "Late", Arriving)
+    monkeypatch.setattr(nonfinite, "AsyncScalar", Arriving)
     READ.clear()
     watch = NonFinitePolicy("error")
     watch.applied(0, on_device("first"))
@@ -153,7 +153,7 @@ def test_a_loss_on_a_device_is_read_one_step_later(monkeypatch):
 
 
 def test_the_last_loss_on_a_device_is_read_at_the_close(monkeypatch):
-    monkeypatch.setattr(nonfinite, "Late", Arriving)
+    monkeypatch.setattr(nonfinite, "AsyncScalar", Arriving)
     watch = NonFinitePolicy("warn")
     watch.applied(0, on_device("first", math.inf))
     with pytest.warns(RuntimeWarning):

@@ -734,7 +734,7 @@ def test_phases_of_what_cannot_be_told_are_refused(trimtab, tmp_path):
     (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8)))
     explained(trimtab("phases", "tiny:task", "tiny.py:task", "--plan", "mine.json"), "--plan", "2 tasks")
     explained(trimtab("phases", "tiny:task", "--plan", "mine.json", "--memory", "1GiB"), "--memory")
-    explained(trimtab("phases", "mine.json"), "phasepage.schema", "got 13")
+    explained(trimtab("phases", "mine.json"), "phaseresult.schema", "got 13")
     explained(trimtab("phases", "tiny:task", "--out", "no/where.json"), "--out")
     quick = ("--quick", "--pairs", 1, "--plan", "mine.json", "--out", "out")
     assert trimtab("compare", "tiny.py:task", *quick).code == 0

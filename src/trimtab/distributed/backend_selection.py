@@ -21,7 +21,7 @@ from trimtab.runtime.metadata_exchange import MetadataExchange, SingleProcessExc
 # Backend by ZeRO stage, imported on demand: torch's sharded optimizer alone takes a second to import.
 _BACKENDS = {
     0: ("trimtab.distributed.ddp", "DataParallel"),
-    1: ("trimtab.distributed.zero1", "ShardedState"),
+    1: ("trimtab.distributed.zero1", "Zero1Backend"),
     2: ("trimtab.distributed.fsdp2", "FullySharded"),
     3: ("trimtab.distributed.fsdp2", "FullySharded"),
 }

@@ -32,7 +32,7 @@ def never(model, batch):
 
 
 DOORS = {
-    "Subject": TrainingLoop,
+    "TrainingLoop": TrainingLoop,
     "profile": trimtab.profile,
     "plan": trimtab.plan,
     "adapt": lambda *given: trimtab.plan(*given, adapt="learning_rate", data=[BATCH]),

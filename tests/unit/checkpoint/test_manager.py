@@ -282,7 +282,7 @@ def test_what_is_gone_on_from_is_what_was_verified(saved, tmp_path, monkeypatch)
 
 def test_a_start_that_is_refused_holds_no_state(saved, monkeypatch):
     once, loop = VerifiedReader(), Loop(saved)
-    monkeypatch.setattr(rank_checkpoints, "ReadOnce", lambda: once)
+    monkeypatch.setattr(rank_checkpoints, "VerifiedReader", lambda: once)
     loop.optimizer = torch.optim.RMSprop(loop.model.parameters())
     with raises(ValueGivenError, code="value.invalid", field="resume: optimizer"):
         loop.start()

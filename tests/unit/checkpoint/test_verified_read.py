@@ -123,7 +123,7 @@ def test_what_cannot_be_read_holds_no_memory(tmp_path, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         return whole(descriptor, pieces, at)
 
-    monkeypatch.setattr(verified_read, "Room", room)
+    monkeypatch.setattr(verified_read, "FileBuffer", room)
     monkeypatch.setattr(os, "preadv", broken)
     once = VerifiedReader()
     good = newest_good(tmp_path, verifies=once.verify)

@@ -216,7 +216,7 @@ records = st.builds(
 VALUES = {
     "Budget": budgets,
     "Candidate": candidates,
-    "Check": check_values,
+    "SplitCheck": check_values,
     "DeviceSpec": devices,
     "LoopFacts": facts,
     "Objective": objectives,
