@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import advice_figures, docs_figures, evaluation_figures, technique_figures
-from benchmarks.figure_words import difference, interval, ratio, speed
+from benchmarks.comparison_figures import comparison
+from benchmarks.figure_words import ratio
 from benchmarks.frontier_figures import drawings
 from benchmarks.paper import evaluation_archive
 from benchmarks.paper.evaluation_slices import Slice, slices
-from benchmarks.phases_figures import METRICS, phases
+from benchmarks.phases_figures import phases
 from benchmarks.scaling_figures import scaling, sending
 from trimtab.decide.goodput import StepTimes, relative_time
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
@@ -37,17 +38,6 @@ RANKS = ("scaling-courses",)  # records shown in full on docs/scaling.md
 CLOSE = 0.25  # relative error of step times predicted for another device
 
 Row = dict[str, Any]
-NAMES = {
-    "reference": "P0 reference",
-    "self": "P0 again (A/A control)",
-    "paper": "P1 paper, literal",
-    "strong": "P2 strong",
-    "muon": "P3 strong, with Muon",
-    "strict": "P0 strict fp32",
-    "plan_S": "trimtab S",
-    "plan_F": "trimtab F",
-    "strong_plan": "plan made for P2",
-}
 
 
 def main() -> None:
@@ -133,7 +123,7 @@ def _of_size(folder: Path) -> tuple[str, tuple[Slice, ...]]:
 
 def _evaluations(root: Path) -> Iterator[str]:
     for folder in evaluation_figures.folders(root):
-        yield from evaluation_figures.section(folder, _comparison)
+        yield from evaluation_figures.section(folder, comparison)
 
 
 def _files(root: Path) -> list[Path]:
@@ -214,62 +204,6 @@ def _present(command: str) -> str:
         return f"python -m benchmarks.{next(folders)}.{found[1]}"
 
     return re.sub(r"^python benchmarks/(\w+)\.py", module, command)
-
-
-def _comparison(rows: list[Row]) -> Iterator[str]:
-    yield "| figure | arm | against | value (95%) | n | verdict |"
-    yield "|---|---|---|---|---|---|"
-    gained = [row for row in rows if row["metric"] in METRICS]
-    for row in rows:
-        if row["metric"] in METRICS:
-            continue
-        if row["metric"] == "planning_s":
-            yield f"| planning, seconds | {NAMES[row.get('arm', 'plan_S')]} | | {_planning(row)} | 1 | |"
-        elif row["metric"] == "time_to_target_ratio":
-            yield _rung(row)
-        else:
-            value = difference(row) if row["metric"] == "final_metric_difference" else ratio(row) + _processor(row)
-            yield _line(row["metric"].removesuffix("_ratio").replace("_", " "), row, value)
-    if gained:
-        yield ""
-        yield from phases(gained)
-
-
-def _planning(row: Row) -> str:
-    """Return planning seconds and, if recorded, the changes of the plan."""
-    if "changes" not in row:
-        return f"{row['planning_s']:.1f}"
-    return f"{row['planning_s']:.1f}; changes {row['changes']}"
-
-
-def _rung(row: Row) -> str:
-    charge = "search charged" if row["charged"] else "uncharged"
-    value = speed(row)
-    seconds = row.get("median_s"), row.get("median_against_s")
-    everywhere = row["reached"] == row["reached_against"] == row["n"]
-    if all(seconds) and everywhere:  # otherwise both medians would be over different pairs
-        value += f"; medians {seconds[0]:.0f} s against {seconds[1]:.0f} s"
-    reached = f", reached {row['reached']} and {row['reached_against']}" if row["censored"] else ""
-    return _line(f"speed to {row['target']:g}, {charge}", row, value + reached)
-
-
-def _line(figure: str, row: Row, value: str) -> str:
-    arm, against = NAMES[row["arm"]], NAMES["reference" if row["against"] == "self" else row["against"]]
-    return f"| {figure} | {arm} | {against} | {value} | {_pairs(row)} | {row.get('verdict', '')} |"
-
-
-def _pairs(row: Row) -> str:
-    """Return the number of pairs, and the number that ran to the end if it differs."""
-    whole = row.get("n_whole")
-    return str(row["n"]) if whole in (None, 0, row["n"]) else f"{row['n']} ({whole} whole)"
-
-
-def _processor(row: Row) -> str:
-    """Return the ratio of CPU times, if recorded."""
-    if row.get("cpu_mean") is None:
-        return ""
-    bounds = (row["cpu_low"], row["cpu_high"]) if row["n"] >= FEW else (None, None)
-    return f"; by processor time {interval(row['cpu_mean'], *bounds)}"
 
 
 def _overhead(rows: list[Row]) -> Iterator[str]:
@@ -654,7 +588,7 @@ def _imports(rows: list[Row]) -> Iterator[str]:
 
 
 KINDS = {
-    "compare": _comparison,
+    "compare": comparison,
     "phases": phases,
     "overhead": _overhead,
     "strong_sweep": _sweep,

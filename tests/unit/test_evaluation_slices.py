@@ -866,10 +866,11 @@ def measured(tmp_path):
 
 
 def test_the_results_page_has_goals_and_figures_of_every_run(measured):
-    from benchmarks import evaluation_figures, figures
+    from benchmarks import evaluation_figures
+    from benchmarks.comparison_figures import comparison
 
     assert evaluation_figures.folders(measured.parents[2]) == [measured]
-    lines = list(evaluation_figures.section(measured, figures._comparison))
+    lines = list(evaluation_figures.section(measured, comparison))
     shown = "\n".join(lines)
     assert "| cifar: S 1.8x P0 | met | 2.000x (95%" in shown
     assert "| wikitext: S 1.3x P0 | not measured |" in shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -807,9 +806,9 @@ def test_importing_loads_no_torch_and_no_optional_package() -> None:
 
 def test_the_results_page_shows_every_row_of_a_comparison_with_peers(monkeypatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[3])
-    figures = importlib.import_module("benchmarks.figures")
+    comparison_figures = importlib.import_module("benchmarks.comparison_figures")
     rows = benchmark_object(comparison())["rows"]
-    shown = list(figures._comparison(rows))
+    shown = list(comparison_figures.comparison(rows))
     heads = sum(line.startswith("|---") for line in shown)
     assert heads == 6  # one table of comparisons, five of where the gain comes from
     assert sum(line.startswith("|") for line in shown) == len(rows) + 2 * heads
