@@ -56,6 +56,11 @@ def archive_of(root: Path, name: str) -> Path:
     return root / RESULTS / f"{name}{SUFFIX}"
 
 
+def summary_of(archive: Path) -> Path:
+    """Return the file of the compact record beside an archive."""
+    return archive.with_name(archive.name.removesuffix(SUFFIX) + ".json")
+
+
 def unpack_all(root: Path) -> list[Path]:
     """Unpack every archive that differs from its folder's record, and return the folders sorted by name.
 
