@@ -6,14 +6,15 @@ They depend only on the records, so they are identical on every machine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.evaluation_archive import RESULTS, SUFFIX, unpack_all
+from benchmarks.comparison_figures import comparison
+from benchmarks.paper.evaluation_archive import unpack_all
 from benchmarks.paper.evaluation_goals import GOALS, Reached, reached, runs_in, unfounded_in
-from benchmarks.paper.evaluation_slices import DONE, TO_DO, Ran, Slice, slices
+from benchmarks.paper.evaluation_slices import DONE, TO_DO, Ran, Slice
 from benchmarks.phases_figures import phases
 from trimtab.core.serialization import read_json
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
@@ -31,7 +32,7 @@ from trimtab.experiments.scaling.scaling_table import tables
 
 Row = dict[str, Any]
 Runs = Mapping[str, Run]
-SUMMARY, MACHINE_FILE = "summary.json", "machine.json"
+SUMMARY, REPORT, PAGE, MACHINE_FILE = "summary.json", "report.md", "evaluation.md", "machine.json"
 _SETTINGS = {"interaction": "together", "whole": "the plan"}  # display names of settings
 
 
@@ -57,7 +58,7 @@ def ran_of(each: Slice, folder: Path) -> Path:
 
 
 def written(size: str, found: Sequence[Slice], folder: Path, runs: Runs | None = None) -> dict[str, str]:
-    """Return the generated files of a folder by name: summary of the goals, and pages of all runs.
+    """Return the generated files of a folder by name: summary of the goals, pages and tables of all runs.
 
     Args:
         size: Size of the evaluation.
@@ -68,6 +69,7 @@ def written(size: str, found: Sequence[Slice], folder: Path, runs: Runs | None =
     runs = runs_in(found, folder) if runs is None else runs
     texts = {SUMMARY: json.dumps(recorded(size, found, folder, runs), indent=1) + "\n"}
     if runs:
+        texts[REPORT] = "\n".join(report(folder, runs)) + "\n"
         goals = [each.told for each in _goals(size, folder, runs)]
         made = evaluation_texts(tuple(runs.values()), _command(size), goals)
         texts |= {f"evaluation.{kind}": text for kind, text in made.items()}
@@ -109,20 +111,18 @@ def _command(size: str) -> str:
     return f"python -m benchmarks.paper.evaluation --size {size}"
 
 
-def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
-    """Yield the lines of an evaluation: goals, then every run.
+def report(folder: Path, runs: Runs) -> Iterator[str]:
+    """Yield the lines of an evaluation's page: goals, then all figures of every run.
 
     Args:
         folder: Folder of results.
-        comparison: Formats the rows of a comparison.
+        runs: Runs of the folder.
     """
     size, facts = size_of(folder), machine_of(folder)
-    archive = f"{folder.name}{SUFFIX}"
-    runs = runs_in(slices(size), folder)
-    yield f"## {folder.name}"
+    yield f"# {folder.name}"
     yield ""
     yield f"{', '.join(facts[key] for key in ('cpu', 'gpu') if key in facts)}. `make evaluation SIZE={size}`."
-    yield f"Records, reports of the runs and the comparison with the paper: [{archive}](../{RESULTS}/{archive})."
+    yield f"Comparison with the paper: [{PAGE}]({PAGE})."
     yield ""
     yield "| goal | | measured |"
     yield "|---|---|---|"
@@ -130,34 +130,47 @@ def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> I
         yield f"| {each.goal.says} | {each.status} | {each.figure} |"
     yield ""
     for name, run in runs.items():
-        yield from _run(folder / name, run, comparison)
+        yield from _run(folder / name, run)
 
 
-def _run(path: Path, run: Run, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
+def rows_of(folder: Path, run: Run) -> list[Row] | None:
+    """Return the rows of a comparison, an ablation or a phase table; None for another kind of run.
+
+    Measures that were found to be invalid are left out.
+    """
+    path = folder / run.name
+    if (path / PHASES).is_file():
+        page = read_json(PhaseResult, path / PHASES)
+        return list(phase_object(page.gains, page.thirds)["rows"])
+    if not (path / "report.json").is_file():
+        return None
+    found = read_report(path / "report.json")
+    if isinstance(found, Ablation):
+        return list(ablation_object(found)["rows"])
+    unfounded = unfounded_in(folder, run)
+    return [row for row in benchmark_object(found)["rows"] if row["metric"].removesuffix("_ratio") not in unfounded]
+
+
+def _run(path: Path, run: Run) -> Iterator[str]:
+    rows = rows_of(path.parent, run)
     if (path / "scaling.json").is_file():
         yield from _scaling(run, read_json(Scaling, path / "scaling.json"))
     elif (path / PHASES).is_file():
-        page = read_json(PhaseResult, path / PHASES)
-        yield f"### {path.name}: {run.task}"
+        yield f"## {path.name}: {run.task}"
         yield ""
         yield f"{run.headline.sentence} With {_versions(run)}."
         yield ""
-        yield from phases(phase_object(page.gains, page.thirds)["rows"])
+        yield from phases(rows or [])
     elif (path / "report.json").is_file():
         found = read_report(path / "report.json")
-        yield f"### {path.name}: {found.task}"
+        yield f"## [{path.name}]({path.name}/report.md): {found.task}"
         yield ""
         yield f"`{found.command}`; {_versions(run)}."
         yield ""
         for says in run.known:
             yield f"*{says}*"
             yield ""
-        if isinstance(found, Comparison):
-            unfounded = unfounded_in(path.parent, run)
-            rows = benchmark_object(found)["rows"]
-            yield from comparison([row for row in rows if row["metric"].removesuffix("_ratio") not in unfounded])
-        else:
-            yield from ablation(found)
+        yield from (comparison if isinstance(found, Comparison) else ablation)(rows or [])
         yield ""
 
 
@@ -166,11 +179,11 @@ def _versions(run: Run) -> str:
     return ", ".join(f"{name} {run.environment[name]}" for name in ("torch", "sources", "threads"))
 
 
-def ablation(found: Ablation) -> Iterator[str]:
+def ablation(rows: list[Row]) -> Iterator[str]:
     """Yield a table with the effect of each change, added to the loop and removed from the plan."""
     yield "| change | set in | figure | with it (95%) | n | verdict |"
     yield "|---|---|---|---|---|---|"
-    for row in ablation_object(found)["rows"]:
+    for row in rows:
         if row["metric"] in ("arm", "planning_s"):
             continue
         change = row.get("change", row.get("arm", "")).replace("_", " ")
@@ -200,7 +213,7 @@ def _value(row: Row) -> str:
 
 
 def _scaling(run: Run, found: Scaling) -> Iterator[str]:
-    yield f"### {run.name}: {found.task}"
+    yield f"## {run.name}: {found.task}"
     yield ""
     yield f"`trimtab scale {found.task}`; {_versions(run)}."
     yield ""

@@ -2,6 +2,7 @@
 
     python -m benchmarks.figures            # write the pages
     python -m benchmarks.figures --check    # write nothing; fail if a page differs from the results
+    python -m benchmarks.figures --record NAME    # print all tables of a record in benchmarks/results
 
 Results contain ratios of time and memory, trimtab over baseline. Pages show time as a speed-up (above 1 is faster).
 README shows only comparisons with at least 8 pairs and a control whose interval contains 1.
@@ -19,12 +20,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import advice_figures, docs_figures, evaluation_figures, technique_figures
+from benchmarks import advice_figures, docs_figures, evaluation_figures, results_page, technique_figures
 from benchmarks.comparison_figures import comparison
 from benchmarks.figure_words import ratio
 from benchmarks.frontier_figures import drawings
-from benchmarks.paper import evaluation_archive
-from benchmarks.paper.evaluation_slices import Slice, slices
+from benchmarks.paper import evaluation_archive, evaluation_record
+from benchmarks.paper.evaluation_goals import runs_in
+from benchmarks.paper.evaluation_slices import slices
 from benchmarks.phases_figures import phases
 from benchmarks.scaling_figures import scaling, sending
 from trimtab.decide.goodput import StepTimes, relative_time
@@ -44,7 +46,12 @@ def main() -> None:
     """Write or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something is out of date")
-    check = parser.parse_args().check
+    parser.add_argument("--record", metavar="NAME", help="print all tables of a record; write nothing")
+    options = parser.parse_args()
+    if options.record is not None:
+        print("\n".join(_sections([each for each in _records(ROOT) if each["file"] == f"{options.record}.json"])))
+        return
+    check = options.check
     stale = {path: text for path, text in pages(ROOT).items() if _written(path) != text}
     for path, text in stale.items():
         print(f"{path.relative_to(ROOT)}: {'out of date' if check else 'rebuilt'}", file=sys.stderr)
@@ -78,7 +85,7 @@ def pages(root: Path) -> dict[Path, str]:
 
     Pages of evaluations are in their unpacked folders.
     """
-    results = [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in _files(root)]
+    results = _records(root)
     comparisons = [found for found in results if found["name"] == "compare"]
 
     def of(*names: str) -> Iterator[str]:
@@ -87,10 +94,10 @@ def pages(root: Path) -> dict[Path, str]:
     def files(*parts: str) -> Iterator[str]:
         return _sections([found for found in results if found["file"].startswith(parts)])
 
-    drawn = drawings(root)
+    drawn, (generated, evaluations) = drawings(root), _evaluations(root)
     made: dict[Path, dict[str, Any]] = {
         root / "README.md": {"figures": _claims(comparisons)},
-        root / "docs" / "RESULTS.md": {"figures": [*_sections(results), *_evaluations(root)]},
+        root / "docs" / "RESULTS.md": {"figures": results_page.page(results, evaluations)},
         root / "docs" / "memory.md": {"frontier": _drawn(drawn)},
         root / "docs" / "install.md": {"figures": of("import_time")},
         root / "docs" / "hosts.md": {"figures": _or_unmeasured(of("hosts"), "hosts")},
@@ -104,30 +111,30 @@ def pages(root: Path) -> dict[Path, str]:
     for path, parts in made.items():
         for name, lines in parts.items():
             texts[path] = _between(texts[path], name, "\n".join(lines))
-    return texts | drawn | _beside(root)
+    return texts | drawn | generated
 
 
-def _beside(root: Path) -> dict[Path, str]:
-    """Return the generated files in the folders of evaluations."""
-    return {
-        folder / name: text
-        for folder in evaluation_figures.folders(root)
-        for name, text in evaluation_figures.written(*_of_size(folder), folder).items()
-    }
-
-
-def _of_size(folder: Path) -> tuple[str, tuple[Slice, ...]]:
-    size = evaluation_figures.size_of(folder)
-    return size, slices(size)
-
-
-def _evaluations(root: Path) -> Iterator[str]:
+def _evaluations(root: Path) -> tuple[dict[Path, str], dict[str, Row]]:
+    """Return the generated files of evaluations by path, and their compact records by name."""
+    texts, records = {}, {}
     for folder in evaluation_figures.folders(root):
-        yield from evaluation_figures.section(folder, comparison)
+        size = evaluation_figures.size_of(folder)
+        found = slices(size)
+        runs = runs_in(found, folder)
+        for name, text in evaluation_figures.written(size, found, folder, runs).items():
+            texts[folder / name] = text
+        record = evaluation_record.compact(size, found, folder, runs)
+        path = evaluation_archive.summary_of(evaluation_archive.archive_of(root, folder.name))
+        texts[path] = evaluation_record.text_of(record)
+        records[folder.name] = record
+    return texts, records
 
 
-def _files(root: Path) -> list[Path]:
-    return sorted((root / "benchmarks" / "results").glob("*.json"))
+def _records(root: Path) -> list[Row]:
+    """Return all records except evaluations, with the name of the file."""
+    paths = sorted((root / evaluation_archive.RESULTS).glob("*.json"))
+    names = [path for path in paths if not path.name.startswith(evaluation_archive.PREFIX)]
+    return [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in names]
 
 
 def _between(text: str, name: str, figures: str) -> str:
@@ -166,7 +173,7 @@ def _is(row: Row, metric: str, arm: str, against: str) -> bool:
     return row["metric"] == metric and row.get("arm") == arm and row.get("against") == against
 
 
-# docs/RESULTS.md: all results.
+# All tables of a record.
 
 
 def _sections(results: list[Row]) -> Iterator[str]:

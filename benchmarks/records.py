@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,28 @@ from trimtab.experiments.report import read_report
 
 Row = dict[str, Any]
 EVALUATION = "evaluation-epyc-avx2-2core"
+# Sections of docs/RESULTS.md, with the kinds of their records.
+SECTIONS = {
+    "Plans and recipes compared with the unchanged loop": ("compare", "phases"),
+    "Plans for hand-tuned recipes, and searches": ("no_harm", "strong_sweep", "exhaustive", "planted"),
+    "Memory limits and recomputation": ("budget_sweep", "frontier", "frontier_compiled", "frontier_walk"),
+    "Predictions": ("prediction", "published", "published_ranks", "rank_memory"),
+    "Planning time": ("planning_time", "probing", "import_time"),
+    "Overhead": ("overhead", "hosts", "monitor"),
+    "Adaptive batch size": ("regret",),
+    "Ranks": ("scaling", "sending"),
+    "Checkpoints and faults": ("faults", "checkpoint_cost"),
+}
+
+
+def section_of(kind: str) -> str:
+    """Return the section of docs/RESULTS.md with the records of a kind."""
+    return next(title for title, kinds in SECTIONS.items() if kind in kinds)
+
+
+def anchor_of(title: str) -> str:
+    """Return the anchor of a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,7 @@ def evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> Record:
     found = read_report(folder / name / "report.json")
     made = benchmark_object(found) if isinstance(found, Comparison) else ablation_object(found)
     machine = _machine(json.loads((folder / "machine.json").read_text(encoding="utf-8")))
-    return Record(f"{evaluation}, {name}", f"{name}-{found.task}", machine, tuple(made["rows"]))
+    return Record(f"{evaluation}, {name}", evaluation, machine, tuple(made["rows"]))
 
 
 def is_evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> bool:
@@ -94,7 +117,8 @@ def plan_of(root: Path, name: str, tier: str) -> Plan:
 
 def _read(path: Path) -> Record:
     held = json.loads(path.read_text(encoding="utf-8"))
-    return Record(path.stem, path.stem, _machine(held.get("environment", {})), tuple(held["rows"]))
+    anchor = anchor_of(section_of(held["name"]))
+    return Record(path.stem, anchor, _machine(held.get("environment", {})), tuple(held["rows"]))
 
 
 def timed_on_gpus(root: Path) -> list[Record]:

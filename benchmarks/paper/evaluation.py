@@ -37,9 +37,10 @@ from typing import Any
 from benchmarks import command
 from benchmarks.command import ROOT
 from benchmarks.evaluation_figures import ran_of, recorded, written
-from benchmarks.paper.evaluation_archive import UNPACKED, archive_of, pack, unpack_all
+from benchmarks.paper.evaluation_archive import UNPACKED, archive_of, pack, summary_of, unpack_all
 from benchmarks.paper.evaluation_folder import claim, own_folder, slug
 from benchmarks.paper.evaluation_goals import runs_in
+from benchmarks.paper.evaluation_record import compact, text_of
 from benchmarks.paper.evaluation_slices import (
     DONE,
     GPU_TASKS,
@@ -381,7 +382,7 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
-    """Return the status of slices and goals, and write the pages and the archive of the evaluation.
+    """Return the status of slices and goals, and write the pages, the archive and the compact record.
 
     The pages depend only on the records, so they are identical on every machine.
     """
@@ -390,6 +391,7 @@ def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
         write_whole(place.folder / name, made)
     if place.archive is not None and any((place.folder / "done").glob("*.json")):
         pack(place.folder, place.archive)
+        write_whole(summary_of(place.archive), text_of(compact(size, found, place.folder, runs)))
     known = recorded(size, found, place.folder, runs)
     states = [(each, *place.state(each)) for each in found]
     here = [{"metric": "slice", "slice": each.name, "state": state, "why": why} for each, state, why in states]

@@ -203,3 +203,29 @@ def test_an_evaluation_resumes_from_its_archive(archive, monkeypatch, tmp_path):
     assert place.archive.read_bytes() != before
     shutil.rmtree(tmp_path / "runs")
     assert evaluation.here("cpu").state(second)[0] == "done"
+
+
+def test_the_compact_record_has_the_goals_and_the_figures_without_their_pairs():
+    from benchmarks.paper import evaluation_record
+    from benchmarks.paper.evaluation_archive import archive_of, summary_of, unpack_all
+
+    found = {
+        folder.name: json.loads(summary_of(archive_of(ROOT, folder.name)).read_text()) for folder in unpack_all(ROOT)
+    }
+    for name, each in found.items():
+        summary = json.loads((ROOT / "runs" / "evaluations" / name / "summary.json").read_text())
+        goals = [row for row in summary["rows"] if row["metric"] == "goal"]
+        assert [(goal["says"], goal["status"]) for goal in each["goals"]] == [
+            (row["says"], row["status"]) for row in goals
+        ]
+        done = [row["slice"] for row in summary["rows"] if row["metric"] == "slice" and row["state"] == "done"]
+        assert [row["slice"] for row in each["slices"]["done"]] == done
+        assert all(run["environment"]["torch"] and run["sentence"] and run["figures"] for run in each["runs"])
+    (run,) = (run for run in found["evaluation-h200-x1"]["runs"] if run["name"] == "gpt2-timed")
+    report = json.loads((ROOT / "runs/evaluations/evaluation-h200-x1/gpt2-timed/report.json").read_text())
+    (ratio,) = (row["ratio"] for row in report["ratios"] if (row["metric"], row["arm"]) == ("throughput", "plan_S"))
+    (row,) = (row for row in run["figures"]["throughput_ratio"] if row["arm"] == "plan_S")
+    assert row["low"] == pytest.approx(ratio["low"], rel=1e-4)
+    assert "pairs" not in row
+    assert json.loads(evaluation_record.text_of(found)) == found
+    assert max(map(len, evaluation_record.text_of(found).splitlines())) < 2000

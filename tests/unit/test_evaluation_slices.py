@@ -865,12 +865,13 @@ def measured(tmp_path):
     return folder
 
 
-def test_the_results_page_has_goals_and_figures_of_every_run(measured):
+def test_the_report_has_goals_and_figures_of_every_run(measured):
     from benchmarks import evaluation_figures
-    from benchmarks.comparison_figures import comparison
+    from benchmarks.paper import evaluation_goals, evaluation_slices
 
     assert evaluation_figures.folders(measured.parents[2]) == [measured]
-    lines = list(evaluation_figures.section(measured, comparison))
+    runs = evaluation_goals.runs_in(evaluation_slices.slices("cpu"), measured)
+    lines = list(evaluation_figures.report(measured, runs))
     shown = "\n".join(lines)
     assert "| cifar: S 1.8x P0 | met | 2.000x (95%" in shown
     assert "| wikitext: S 1.3x P0 | not measured |" in shown
@@ -878,7 +879,7 @@ def test_the_results_page_has_goals_and_figures_of_every_run(measured):
         assert f"| throughput | {arm} | P0 reference |" in shown
     assert "| precision | alone | throughput | 1." in shown
     assert "| schedule | alone | | not run: it needs a rate of its own | | |" in shown
-    assert "### cifar-scale: cifar10_resnet50" in lines
+    assert "## cifar-scale: cifar10_resnet50" in lines
     assert "`trimtab scale cifar10_resnet50`; torch 2.13, sources abc, threads 1 a rank." in lines
     assert any(line.startswith("| weak | plan | 2 |") for line in lines)
 
@@ -903,7 +904,7 @@ def test_the_page_beside_the_papers_tables_is_made_of_the_same_runs(measured):
     from benchmarks.paper import evaluation_slices
 
     files = evaluation_figures.written("cpu", evaluation_slices.slices("cpu"), measured)
-    assert set(files) == {"summary.json", "evaluation.md", "evaluation.html", "evaluation.json"}
+    assert set(files) == {"summary.json", "evaluation.md", "evaluation.html", "evaluation.json", "report.md"}
     assert files == evaluation_figures.written("cpu", evaluation_slices.slices("cpu"), measured)
     page = files["evaluation.md"]
     for said in ("Table I: CIFAR-10", "Table III", "Table IV", "cifar10_resnet_short"):

@@ -185,8 +185,7 @@ def test_the_figures_shown_are_those_measured(monkeypatch) -> None:
     for folder in evaluation_archive.unpack_all(ROOT):
         archive = evaluation_archive.archive_of(ROOT, folder.name)
         assert evaluation_archive.is_packed(folder, archive), f"{archive.name} is out of date: run `make figures`"
-        for kind in ("evaluation.*", "summary.json"):
-            held += folder.glob(kind)
+        held += [archive.with_name(f"{folder.name}.json"), *map(folder.joinpath, evaluation_archive.PAGES)]
     assert set(held) <= made.keys()
     assert {path.suffix for path in held} == {".svg", ".html", ".md", ".json"}
 

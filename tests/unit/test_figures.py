@@ -94,7 +94,7 @@ def test_a_page_without_its_marks_is_refused():
 def recorded(root, name, rows):
     path = root / "benchmarks" / "results" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rows": rows}))
+    path.write_text(json.dumps({"name": name.partition("-")[0], "rows": rows}))
 
 
 def test_figures_amid_text_are_of_the_newest_record(tmp_path):
@@ -240,3 +240,65 @@ def test_a_drawing_is_the_same_bytes_whatever_matplotlib_is_told():
     assert len(first) == 5
     with matplotlib.rc_context({"axes.facecolor": "red", "lines.linewidth": 9.0, "svg.hashsalt": "other"}):
         assert drawings(ROOT) == first
+
+
+# docs/RESULTS.md.
+
+
+def test_results_are_small_and_their_page_is_short():
+    results = ROOT / "benchmarks" / "results"
+    sizes = {path.name: path.stat().st_size for path in results.iterdir()}
+    assert sum(sizes.values()) <= 3_000_000
+    assert {name: size for name, size in sizes.items() if name.endswith(".json") and size > 200_000} == {}
+    assert {"".join(path.suffixes[-2:]) for path in results.iterdir()} == {".json", ".tar.xz"}
+    assert len((ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def test_every_record_has_a_row_and_can_be_printed_with_all_tables():
+    from benchmarks import figures, results_page
+    from benchmarks.records import SECTIONS
+
+    assert {kind for kinds in SECTIONS.values() for kind in kinds} == {*results_page.KINDS, "compare", "phases"}
+    found = figures._records(ROOT)
+    assert len(found) > 40
+    lines = list(results_page.page(found, {}))
+    for each in found:
+        (row,) = (line for line in lines if f"(../benchmarks/results/{each['file']})" in line)
+        assert row.count("|") in (6, 11)
+        assert "nan" not in row
+        tables = list(figures._sections([each]))
+        assert any(line.startswith(("|---", "- ")) for line in tables), each["file"]
+
+
+def test_a_tuned_plans_time_is_to_the_hardest_target_with_a_verdict():
+    from benchmarks import results_page
+
+    def target(value, **more):
+        row = {"metric": "time_to_target_ratio", "arm": "plan_F", "against": "reference", "charged": True, "n": 5}
+        row |= {"target": value, "censored": "bound" in more, "reached": 5, "reached_against": 5, "verdict": "gain"}
+        return row | {"mean": 0.5, "low": 0.4, "high": 0.625} | more
+
+    def shown(*rows):
+        return results_page._to_target(rows)
+
+    assert shown() == ""
+    assert (
+        shown(target(0.3), target(0.4, mean=0.25, low=0.2, high=0.5)) == "4.00x (2.00 to 5.00) (target 0.4), n=5, gain"
+    )
+    few = target(0.5, bound="reached in some pairs only", reached=2, verdict="no verdict")
+    assert shown(target(0.3), few) == "2.00x (1.60 to 2.50) (target 0.3), n=5, gain; target 0.5 in 2 of 5 runs, P0 in 5"
+    assert shown(target(0.3), target(0.5, bound=">= 4.57x")) == ">= 4.57x (target 0.5), n=5, gain"
+    slower = target(0.5, bound="<= 0.06x", verdict="harm")
+    assert shown(slower, target(0.6, bound=">= 0.03x", verdict="no verdict")) == "<= 0.06x (target 0.5), n=5, harm"
+    assert shown(few) == "reached in some pairs only (target 0.5)"
+
+
+def test_a_small_number_of_pairs_is_shown_as_pairs_in_a_comparison():
+    from benchmarks import results_page
+
+    row = {"metric": "throughput_ratio", "arm": "plan_S", "against": "reference", "low": 1.1, "high": 1.3, "mean": 1.2}
+    few = row | {"n": 3, "pairs": [1.1, 1.2, 1.3], "verdict": "no verdict"}
+    assert results_page._cell([few], "throughput_ratio", "plan_S") == "pairs 1.10x, 1.20x, 1.30x, n=3, no verdict"
+    enough = row | {"n": 5, "pairs": [1.2] * 5, "verdict": "gain"}
+    assert results_page._cell([enough], "throughput_ratio", "plan_S") == "1.20x (1.10 to 1.30), n=5, gain"
+    assert results_page._cell([enough], "throughput_ratio", "plan_F") == ""

@@ -806,7 +806,8 @@ def test_importing_loads_no_torch_and_no_optional_package() -> None:
 
 def test_the_results_page_shows_every_row_of_a_comparison_with_peers(monkeypatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[3])
-    comparison_figures = importlib.import_module("benchmarks.comparison_figures")
+    from benchmarks import comparison_figures
+
     rows = benchmark_object(comparison())["rows"]
     shown = list(comparison_figures.comparison(rows))
     heads = sum(line.startswith("|---") for line in shown)
