@@ -49,8 +49,9 @@ def main() -> None:
     parser.add_argument("--record", metavar="NAME", help="print all tables of a record; write nothing")
     options = parser.parse_args()
     if options.record is not None:
-        print("\n".join(_sections([each for each in _records(ROOT) if each["file"] == f"{options.record}.json"])))
-        return
+        found = [each for each in _records(ROOT) if each["file"] == f"{options.record}.json"]
+        print("\n".join(_sections(found)) if found else f"No record {options.record} in benchmarks/results.")
+        sys.exit(0 if found else 1)
     check = options.check
     stale = {path: text for path, text in pages(ROOT).items() if _written(path) != text}
     for path, text in stale.items():
