@@ -64,7 +64,12 @@ PLANNING = {
     "a batch of another kind": (lambda k: {"example_batch": (k.batch["x"],)}, LossError, "loss_fn", "TypeError"),
     "no batch": (lambda k: {"example_batch": None}, LossError, "loss_fn", "TypeError"),
     "an empty batch": (lambda k: {"example_batch": {"x": torch.zeros(0, 4)}}, BatchError, "batch", "0 samples"),
-    "a loader for a batch": (lambda k: {"example_batch": iter([k.batch])}, BatchError, "example_batch", "only once"),
+    "a loader for a batch": (
+        lambda k: {"example_batch": iter([k.batch])},
+        BatchError,
+        "example_batch",
+        "list_iterator",
+    ),
     "an array": (lambda k: {"example_batch": numpy.zeros(3)}, LossError, "loss_fn", "IndexError"),
     "a longest batch that is none": (lambda k: {"longest_batch": Unknown()}, LossError, "loss_fn", "TypeError"),
     "a longest batch of fewer rows": (
@@ -82,13 +87,13 @@ PLANNING = {
         lambda k: {"objective": trimtab.Objective(energy=0.5), "metering": NO_METER},
         ValueGivenError,
         "energy",
-        "a weight or limit",
+        "no powercap",
     ),
     "energy limited without a meter": (
         lambda k: {"budget": trimtab.Budget(energy=1.0), "metering": NO_METER},
         ValueGivenError,
         "energy",
-        "a weight or limit",
+        "no powercap",
     ),
 }
 ADAPTING = {
@@ -99,15 +104,15 @@ ADAPTING = {
         lambda k: {"batch_rule": trimtab.BatchRule()},
         ValueGivenError,
         "batch_rule",
-        "goodput of k = 1",
+        "k = 1",
     ),
     "a larger batch that is not freed": (
         lambda k: {"batch_rule": trimtab.BatchRule("fixed", k=2)},
         ValueGivenError,
         "batch_rule",
-        "fixed of k = 2",
+        "k = 2",
     ),
-    "an adaptation without data": (lambda k: {"adapt": "learning_rate"}, ValueGivenError, "data", "nothing"),
+    "an adaptation without data": (lambda k: {"adapt": "learning_rate"}, ValueGivenError, "data", "learning_rate"),
     "an adaptation on no data": (
         lambda k: {"adapt": "learning_rate", "data": [], "num_blocks": 3},
         ValueGivenError,

@@ -51,10 +51,11 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
         return RecomputableBlocks(candidate, refusal=NO_BLOCKS)
     recurrent = recurrent_layer(subject.model)
     if recurrent is not None:
-        given = f"its {type(recurrent).__name__} keeps more for its backward than tensors show"
-        return RecomputableBlocks(candidate, refusal=f"what recomputing saves cannot be told: {given}")
+        why = f"{type(recurrent).__name__} holds memory outside of tensors for its backward"
+        return RecomputableBlocks(candidate, refusal=f"the memory that recomputation saves is unknown, because {why}")
     if not has_two_sizes(subject.batch, subject.batching):
-        return RecomputableBlocks(candidate, refusal=f"a batch of {subject.rows} cannot be traced at two sizes")
+        refusal = f"the batch of {subject.rows} samples cannot be traced at two micro-batch sizes"
+        return RecomputableBlocks(candidate, refusal=refusal)
     chains, parts, seconds = _traced(subject, candidate)
     forward_s = sum(seconds)
     shares = [each / forward_s if forward_s > 0 else 1 / len(names) for each in seconds]

@@ -53,7 +53,7 @@ def trace_candidates(
         progress(f"tracing: {candidate.describe()}")
         traced = functools.partial(_trace_candidate, subject, candidate)
         found += notes.attempt(
-            "peaks.not_traced", "peaks of sizes that were not run are unknown", traced, list[TracedCandidate]()
+            "peaks.not_traced", "the peak memory of other micro-batch sizes is unknown", traced, list[TracedCandidate]()
         )
     return tuple(found)
 
@@ -101,9 +101,12 @@ def trace_elsewhere(
     if recurrent is not None:
         raise ModelError(
             "model",
-            got=f"{type(recurrent).__name__}, whose operators take more memory than their tensors show",
-            expected="layers whose memory a trace tells",
-            hint="trimtab.plan, where it will run, measures it.",
+            got=f"a {type(recurrent).__name__} layer",
+            expected="a model without recurrent layers",
+            problem=f"The memory of {type(recurrent).__name__} layers cannot be predicted for another device, because "
+            "their operators hold memory outside of tensors.",
+            hint="Run trimtab.plan on the device itself, which measures the memory.",
+            code="model.recurrent",
         )
     forwards = [functools.partial(autocast, candidate.precision, HERE) for candidate in candidates]
     with applied(model, optimizer, candidates[0]), FakeCudaMode():

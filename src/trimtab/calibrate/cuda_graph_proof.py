@@ -42,13 +42,13 @@ def replay_refusal(subject: TrainingLoop, candidate: Candidate) -> str | None:
     call = subject.model._compiled_call_impl
     recorder = call.recorder if isinstance(call, CompiledCall) else None
     if recorder is None:
-        return "the model was compiled before"
+        return "CUDA graphs could not be checked, because the model was compiled before planning"
     gradients = functools.partial(_gradients, subject, candidate, recorder)
     batch, rows = next(subject.batching.slices(subject.batch, subject.rows, candidate.micro_batch))
     try:
         other = samples_at(batch, [index // 2 for index in range(rows)])
     except BatchError as error:
-        return f"no other batch can be made of this one to prove graphs on: {error.reason}"
+        return f"CUDA graphs could not be checked, because no second batch could be made: {error.reason}"
     before = gradients(batch, _DRAWS[0], launched=False)
     apart, moved, differing = [], [], ""
     with _moved_weights(subject):
@@ -56,10 +56,11 @@ def replay_refusal(subject: TrainingLoop, candidate: Candidate) -> str | None:
             launches = recorder.launches
             launched = gradients(other, draw, launched=True)
             if recorder.launches == launches:
-                return recorder.refusal or f"nothing of its forward was launched: {recorder.left or 'not one call'}"
+                unused = "no part of the forward was replayed as a CUDA graph"
+                return recorder.refusal or (f"{unused}: {recorder.left}" if recorder.left else unused)
             own, again = (gradients(other, draw, launched=False) for _ in range(2))
             if [each is None for each in own] != [each is None for each in launched]:
-                return "launched as graphs its gradient arrives at other parameters"
+                return "with CUDA graphs, other parameters receive gradients than without"
             apart.append(_relative(own, launched))
             moved.append(_relative(own, before))
             differing = differing or _differing(subject, _SavedGradients(before, own, again, launched))
@@ -68,12 +69,14 @@ def replay_refusal(subject: TrainingLoop, candidate: Candidate) -> str | None:
 
 def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str | None:
     if None in apart or None in moved:
-        return "its gradient is zero or not finite: nothing can be proved of graphs"
+        return "CUDA graphs could not be checked, because the gradient is zero, NaN or infinite"
     least, worst = min(each or 0.0 for each in moved), max(each or 0.0 for each in apart)
     if least < _LEAST_MOVE:
-        return "other rows and weights hardly move its gradient: nothing can be proved of graphs"
+        return "CUDA graphs could not be checked, because other samples and weights hardly change the gradient"
     limit = LIMIT * min(1.0, least)
-    return None if worst <= limit else f"launched as graphs its gradient differs by {worst:.2g}, relative ({limit:.2g})"
+    if worst <= limit:
+        return None
+    return f"with CUDA graphs, the gradient differs by {worst:.2g} (relative), more than the limit of {limit:.2g}"
 
 
 class _SavedGradients(NamedTuple):
@@ -107,14 +110,14 @@ def _differing(subject: TrainingLoop, held: _SavedGradients) -> str:
     for name, (own, norm, *_) in found.items():
         module = name.rpartition(".")[0]
         typical[module] = max(typical.get(module, least), norm / math.sqrt(own.numel()))
-    worst, said = 1.0, ""
+    worst, reason = 1.0, ""
     for name, (own, norm, moved, noise, error) in found.items():
         rounded = _ROUNDED * (norm + typical[name.rpartition(".")[0]] * math.sqrt(own.numel()))
         limit = LIMIT * min(norm, moved) + rounded + _TIMES_NOISE * noise
         if limit > 0 and error / limit > worst:
-            worst, far = error / limit, f"by {error / norm:.2g}, relative" if norm else "from zero"
-            said = f"launched as graphs the gradient of {name} differs {far}"
-    return said
+            worst, far = error / limit, f"by {error / norm:.2g} (relative)" if norm else "from zero"
+            reason = f"with CUDA graphs, the gradient of {name} differs {far}"
+    return reason
 
 
 def _norm(gradient: Tensor, other: Tensor | None = None) -> float:

@@ -36,9 +36,11 @@ def require_repeatable(batch: Any) -> None:
         if isinstance(each, Iterator):
             raise BatchError(
                 "example_batch",
-                got=f"a {type(each).__name__}, which can be read only once",
-                expected="a batch that the loss can be called with many times",
-                hint="Pass a list of its items: list(batch).",
+                got=f"an iterator ({type(each).__name__})",
+                expected="a batch that can be read several times",
+                problem=f"The example batch is or contains an iterator ({type(each).__name__}), which can be read "
+                "only once, but planning calls the loss function many times.",
+                hint="Replace the iterator by a list of its items: list(iterator).",
                 code="batch.iterator",
             )
 

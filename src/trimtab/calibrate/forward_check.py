@@ -26,9 +26,12 @@ def require_own_forward(subject: TrainingLoop, precision: str) -> None:
     if not casts:
         raise LossError(
             "loss_fn",
-            got="a loss without a forward of the model",
-            expected="one that calls model(...) itself, not a copy, a submodule or another method of it",
-            hint="Wrap what it calls in a module whose forward computes it.",
+            got="a loss without a call of model(...)",
+            expected="a loss function that calls model(...)",
+            problem="loss_fn did not call model(...), so settings of a plan would have no effect on the loss.",
+            hint="Call the model that is passed to loss_fn, not a copy, a submodule or another method of it. To use "
+            "another method, pass a module whose forward calls that method.",
+            code="loss.model_not_called",
         )
     own = casts - {None, dtype_of(precision)}
     if dtype_of(precision) is not None:  # The loop's own autocast to the same dtype is visible only without the plan's.
@@ -40,10 +43,13 @@ def require_own_forward(subject: TrainingLoop, precision: str) -> None:
         name = str(own.pop()).removeprefix("torch.")
         raise LossError(
             "loss_fn",
-            got=f"a loss whose forward is under an autocast of the loop's own ({name})",
-            expected="one that leaves the precision to the plan, which tries several",
-            hint="Take autocast and GradScaler out of the loop, and say what it computes in: "
-            'reference=trimtab.Reference("bf16"), or "fp16".',
+            got=f"a forward under autocast to {name}",
+            expected="a forward without autocast",
+            problem=f"loss_fn runs the model under its own autocast to {name}, which overrides every precision that a "
+            "plan can choose.",
+            hint="Remove autocast and GradScaler from the loop, and pass its precision to trimtab.plan: "
+            'reference=trimtab.Reference("bf16") or trimtab.Reference("fp16").',
+            code="loss.own_autocast",
         )
 
 

@@ -128,7 +128,8 @@ def _check_of_batch(subject: TrainingLoop, precision: str, start: LoopState) -> 
             return check if part is subject else replace(check, reason=check.reason + fewer)
         rows //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
         if rows < 2 or not _can_split(subject):
-            return _refused("split.out_of_memory", "the batch does not fit in memory in fp32, so nothing can be proved")
+            reason = "the splitting check ran out of memory in fp32, and the batch cannot be reduced further"
+            return _refused("split.out_of_memory", reason)
 
 
 def _can_split(subject: TrainingLoop) -> bool:
@@ -156,21 +157,23 @@ def _check(subject: TrainingLoop, start: LoopState) -> SplitCheck:
     try:
         pieces = list(_unequal_split(subject))
     except BatchError as error:
-        return _refused("split.not_sliceable", error.reason)
+        return _refused("split.not_sliceable", f"the batch cannot be split: {error.reason}")
     with _restoring(start):
         shared = _shared_masks(subject)
     if shared:
-        return _refused("split.random", f"unproved: samples share random numbers of {shared}")
+        reason = f"samples share the random numbers drawn by {shared}, and micro-batches would draw different ones"
+        return _refused("split.random", reason)
     with _restoring(start):
         verdict = _proof(subject, pieces)
         if verdict.code:
             return _refused(verdict.code, verdict.reason, verdict.difference)
         if shared is None:
-            return _refused("split.random", "unproved: the random numbers of a forward could not be counted")
+            reason = "the random numbers drawn in a forward could not be counted, and samples may share some of them"
+            return _refused("split.random", reason)
         if (other := _second_batch(subject)) is not None:
             second = _proof(other, list(_unequal_split(other)))
             if second.code in _DIFFERS:
-                reason = f"{second.reason} (found on a second batch of other values)"
+                reason = f"{second.reason} (found on a second batch with other values)"
                 return _refused(second.code, reason, second.difference)
     difference = verdict.difference or 0.0
     reason = f"an unequal split changes no parameter's gradient by more than {difference:.1e} (limit {TOLERANCE:g})"
@@ -277,15 +280,16 @@ def _batch_statistics(model: nn.Module, changed: Sequence[StateChange]) -> Split
     moved = {c.path.rpartition(".")[0].removeprefix("model.").removeprefix("model") for c in changed}
     kinds = sorted({type(module).__name__ for name, module in owners.items() if name in moved})
     if kinds:
-        reason = f"{', '.join(kinds)} normalises over the batch: micro-batches would have other statistics"
+        reason = f"{', '.join(kinds)} normalises over the batch, and micro-batches would have other batch statistics"
         return _refused("split.batch_statistics", reason)
     others = [change.path for change in changed if _STATISTIC.search(change.path)]
     if len(others) < len(changed):
         return None
     return _refused(
         "split.batch_statistics",
-        f"the loss runs a network that normalises over the batch and moves {others[0]}: micro-batches would have other "
-        "statistics. Run that network outside of the loss and pass its output in the batch",
+        f"the loss function runs a network that normalises over the batch and updates {others[0]}, and micro-batches "
+        "would have other batch statistics. Run that network outside of the loss function, and pass its output in the "
+        "batch",
     )
 
 
@@ -294,8 +298,8 @@ def _changes_refusal(changed: Sequence[StateChange]) -> SplitCheck:
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     return _refused(
         "split.state_changes",
-        f"each forward changes {named}, which micro-batches would change several times per step; what only records "
-        "the training can be returned instead, as (loss, {name: value}), and recorded outside of the loss",
+        f"each forward changes {named}, and micro-batches would change this state several times per step. If the "
+        "state is only a log, return (loss, {name: value}) from the loss function and log the value outside",
     )
 
 
@@ -369,26 +373,28 @@ def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> _Verdict
             whole = _gradient(subject, whole_batch, masks)
         except Exception as error:
             _pass_on_memory(error)
-            reason = f"nothing can be proved: in training mode without dropout the loss fails ({describe(error)})"
+            reason = f"the forward and backward failed in training mode with dropout disabled ({describe(error)})"
             return _Verdict("split.whole_fails", reason)
         sizes = norms(whole)
         if not 0 < total(sizes) < float("inf"):
-            reason = "the gradient of the whole batch is zero or not finite, so nothing can be proved"
+            reason = "the gradient of the whole batch is zero, NaN or infinite, so gradients cannot be compared"
             return _Verdict("split.no_gradient", reason)
         try:
             split = _gradient(subject, pieces, masks)
         except UnmatchedMasks as error:
-            return _Verdict("split.random", f"unproved: {error}")
+            return _Verdict("split.random", str(error))
         except Exception as error:  # The user's model may reject a part of its batch with any exception.
             _pass_on_memory(error)
-            return _Verdict("split.part_fails", f"a part of the batch does not run alone: {describe(error)}")
+            return _Verdict(
+                "split.part_fails", f"the forward and backward of a part of the batch failed ({describe(error)})"
+            )
         found = _within(subject, whole, sizes, split, masks)
         if found.is_rounding:
             return _Verdict(difference=found.relative if found.ratio > 0 else 0.0)
         repeat = _within(subject, whole, sizes, _gradient(subject, whole_batch, masks), masks)
         if not repeat.is_rounding:
-            why = "is still random from one forward to the next with dropout held off"
-            return _Verdict("split.random", f"unproved: the gradient of {repeat.name} {why}")
+            reason = f"the gradient of {repeat.name} differs between two equal forwards, although dropout is disabled"
+            return _Verdict("split.random", reason)
         return _cause(subject, whole, sizes, pieces, found, masks)
 
 
@@ -436,23 +442,25 @@ def _cause(
     If the whole gradient is a weighted sum of the pieces' gradients, only the weights were wrong: weights of 1
     indicate a sum over samples, other weights a mean over unequal numbers of terms.
     """
-    text = f"the gradient of {found.name} differs by {found.relative:.2g} (relative) when the batch is split unequally"
+    text = f"splitting the batch unequally changes the gradient of {found.name} by {found.relative:.2g} (relative)"
     starts = itertools.accumulate((rows for _, rows in pieces), initial=0)
     parts = [_gradient(subject, [piece], masks, first) for piece, first in zip(pieces, starts, strict=False)]
     weights = _weights_that_fit(whole, parts)
     nominal = [rows / subject.rows for _, rows in pieces]
     if weights is not None and any(abs(w - n) > _OTHER_WEIGHT * n for w, n in zip(weights, nominal, strict=True)):
-        remedy = "return trimtab.Summed(loss_sum, count), and it can be split"
+        remedy = "Return trimtab.Summed(loss_sum, count) from the loss function to allow splitting"
         if all(abs(weight - 1) < _HALF_ROUNDING for weight in weights):
-            return _Verdict("split.loss_is_sum", f"{text}; the loss is a sum over samples: {remedy}", found.relative)
-        why = "the loss is a mean over terms (such as tokens) that samples have different numbers of"
-        return _Verdict("split.token_mean", f"{text}; {why}: {remedy}", found.relative)
+            reason = f"{text}, because the loss is a sum over samples. {remedy}"
+            return _Verdict("split.loss_is_sum", reason, found.relative)
+        why = "because the loss is a mean over terms (such as tokens) and samples have different numbers of terms"
+        return _Verdict("split.token_mean", f"{text}, {why}. {remedy}", found.relative)
     halves = {p.dtype for p in subject.trained.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
     if halves and found.relative < _HALF_ROUNDING:
         name = str(halves.pop()).removeprefix("torch.")
-        why = f"its weights are {name}, and so are the sums of its gradients; weights in fp32 can be split"
-        return _Verdict("split.half_weights", f"{text}; {why}", found.relative)
-    return _Verdict("split.gradient_differs", f"{text}; the loss or the model couples samples", found.relative)
+        why = f"because gradients of {name} weights are also accumulated in {name}. Keep the weights in fp32 to allow"
+        return _Verdict("split.half_weights", f"{text}, {why} splitting", found.relative)
+    reason = f"{text}, because the loss or the model couples samples"
+    return _Verdict("split.gradient_differs", reason, found.relative)
 
 
 def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[float] | None:

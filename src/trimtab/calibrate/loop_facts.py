@@ -56,7 +56,7 @@ def with_tested_step(facts: LoopFacts, optimizer: torch.optim.Optimizer) -> Loop
     """Return the facts without support for a fused optimizer step that differs from the plain step on this machine."""
     if not facts.supports_fused or facts.is_fused or not (difference := fused_difference(optimizer)):
         return facts
-    refusal = f"the fused step of {facts.optimizer} differs from its plain step: {difference}"
+    refusal = f"the fused step of {facts.optimizer} differs from its unfused step on this machine: {difference}"
     return replace(facts, supports_fused=False, fused_refusal=refusal)
 
 

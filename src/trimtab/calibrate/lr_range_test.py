@@ -57,7 +57,7 @@ def range_test(
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))
-            progress(f"range test: step {index + 1} of {num_steps}, {scale:.3g}x")
+            progress(f"learning-rate range test: step {index + 1} of {num_steps}, {scale:.3g}x")
             with scaled_rates(optimizer, scale):
                 loss = run.train_step(run.window(batch), subject.loss_fn)
             norm = None if run.grad_norm is None else float(run.grad_norm)
@@ -65,7 +65,14 @@ def range_test(
             if index > 10 and has_diverged([point.loss for point in points]):
                 break
     if not points:
-        raise ValueGivenError("data", got="no batches", expected="training batches for the learning-rate range test")
+        raise ValueGivenError(
+            "data",
+            got="no batches",
+            expected="training batches",
+            problem="data yields no batches, but the learning-rate range test trains on some.",
+            hint="Pass a loader that yields at least one batch.",
+            code="data.too_few_batches",
+        )
     return tuple(points)
 
 

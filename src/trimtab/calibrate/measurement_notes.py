@@ -38,7 +38,11 @@ class Notes:
             why: the exception or a reason.
         """
         reason = why.reason if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
-        self._found[Note(code, f"{what}: {reason}")] = None
+        self.record(code, f"{what}: {reason}")
+
+    def record(self, code: str, text: str) -> None:
+        """Record a note with a complete text."""
+        self._found[Note(code, text)] = None
 
     def attempt(self, code: str, what: str, function: Callable[[], T], default: T) -> T:
         """Return the function's result, or the default and a note if it raises."""
@@ -54,10 +58,10 @@ def report_not_restorable(changes: Sequence[object], notes: Notes) -> None:
     if not changes:
         return
     names = ", ".join(map(str, changes))
-    what = f"planning took items of {names}, which cannot be copied and so cannot be put back"
-    remedy = "pass the values in the batch, or make the iterator again after planning"
-    notes.add("state.not_restored", what, remedy)
-    warnings.warn(f"{what}: {remedy}.", RuntimeWarning, stacklevel=2)
+    text = f"Planning consumed items of {names}, and could not restore them because they cannot be copied"
+    remedy = "Pass the values in the batch, or create the iterator again after planning"
+    notes.record("state.not_restored", f"{text}. {remedy}")
+    warnings.warn(f"{text}. {remedy}.", RuntimeWarning, stacklevel=2)
 
 
 def loss_failed(error: Exception) -> LossError:
@@ -66,9 +70,11 @@ def loss_failed(error: Exception) -> LossError:
         return found
     return LossError(
         "loss_fn",
-        got=f"{describe(error)} in a plain forward and backward of the example batch",
-        expected="a loss that trains in the loop without trimtab",
-        hint="Run loss_fn(model, batch).backward() by itself, and correct the model, the loss or the batch.",
+        got=describe(error),
+        expected="a forward and backward without errors",
+        problem=f"The forward and backward of the example batch failed without any setting of a plan "
+        f"({describe(error)}).",
+        hint="Run loss_fn(model, batch).backward() yourself, and correct the model, the loss function or the batch.",
         code="loss.failed",
     )
 
@@ -77,9 +83,10 @@ def planning_failed(error: Exception) -> ModelError:
     """Return the error for a loop that planning fails on for an unknown cause."""
     return ModelError(
         "plan",
-        got=f"a loop that planning fails on ({describe(error)}); the original error is chained",
+        got=describe(error),
         expected="a loop that can be measured",
-        hint="Train with settings of your own: trimtab.Plan.fixed(batch_rows).",
+        problem=f"Planning failed with an unexpected error ({describe(error)}), whose traceback is shown above.",
+        hint="Start a plan with your own settings instead: trimtab.Plan.fixed(batch_size).",
         code="planning.failed",
     )
 

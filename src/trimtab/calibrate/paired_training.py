@@ -67,24 +67,30 @@ def short_race(
         for index in range(num_pairs):
             data = list(itertools.islice(drawn, num_steps))
             if len(data) < num_steps:
-                given, expected = f"{len(data)} batches", f"at least the {num_steps} of one training of the race"
-                raise ValueGivenError("data", got=given, expected=expected)
-
+                raise ValueGivenError(
+                    "data",
+                    got=f"{len(data)} batches",
+                    expected=f"at least {num_steps} batches",
+                    problem=f"data yielded {len(data)} batches for pair {index + 1} of {num_pairs}, but each pair of "
+                    f"short trainings takes {num_steps}.",
+                    hint=f"Pass a loader (not an iterator) with at least {num_steps} batches per epoch.",
+                    code="data.too_few_batches",
+                )
             if index:
                 # Few batches, never shuffled by the loader, would come in the same order in each pair.
                 random.Random(index).shuffle(data)
 
             def run(name: str, plan: Plan, seed: int, data: list[Any] = data, index: int = index) -> ShortRun:
-                progress(f"race of {name}, pair {index + 1} of {num_pairs}")
+                progress(f"short training with {name}: pair {index + 1} of {num_pairs}")
                 snapshot.restore()
                 torch.manual_seed(seed)
                 found = _train(subject, plan, data, by_unseen=by_unseen)
                 return replace(found, step_s=1.0) if same_step else found
 
-            pair = ShortPair(run("the plan as it stands", stands, index), run("its rival", rival, index))
+            pair = ShortPair(run("the current plan", stands, index), run("the rival plan", rival, index))
             if is_lost(pair):
                 return (*pairs, pair)
-            again = run("the plan as it stands, again", stands, num_pairs + index)
+            again = run("the current plan, repeated", stands, num_pairs + index)
             pairs.append(ShortPair(pair.stands, pair.rival, again))
     return tuple(pairs)
 

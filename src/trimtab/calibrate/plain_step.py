@@ -40,14 +40,14 @@ def checked(
     try:
         check = check_splitting(subject, precision, start)
         if hooks:
-            check = replace(check, splittable=False, reason=f"the model has {in_words(hooks)}", code="split.hooks")
+            check = replace(check, splittable=False, reason=_of_hooks(hooks), code="split.hooks")
         return check, hooks
     except Exception as error:
         if isinstance(error, TrimtabError) and not is_of_loss(error):
             raise
         require_plain_step(subject, precision)
-        notes.add("splitting.not_checked", "whether the batch can be split was not checked", error)
-        return SplitCheck(False, f"splitting was not checked: {describe(error)}", code="split.not_checked"), hooks
+        notes.add("splitting.not_checked", "the splitting check failed", error)
+        return SplitCheck(False, f"the splitting check failed ({describe(error)})", code="split.not_checked"), hooks
 
 
 def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientHook, ...]:
@@ -69,9 +69,12 @@ def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientH
     if changed := [name for name, p, version in versions if p._version != version]:
         raise OptimizerError(
             "optimizer",
-            got=f"parameters that change in the backward: {changed[0]} and {len(changed) - 1} more",
-            expected="parameters that stay until optimizer.step(): trials repeat backwards",
-            hint="Start a plan that changes nothing, trimtab.Plan.fixed(batch_size).",
+            got=f"{len(changed)} parameters that change in the backward",
+            expected="parameters that change only in optimizer.step()",
+            problem=f"The backward changes {len(changed)} parameters (the first is {changed[0]}), so planning cannot "
+            "repeat a backward from the same weights.",
+            hint="Update parameters in optimizer.step(), or train without planning: "
+            "trimtab.start(model, optimizer, trimtab.Plan.fixed(batch_size)).",
             code="optimizer.steps_in_backward",
         )
     try:
@@ -84,12 +87,17 @@ def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientH
     return tuple(watch.found)
 
 
+def _of_hooks(hooks: tuple[GradientHook, ...]) -> str:
+    return f"the model has {in_words(hooks)}, which would receive the gradients of micro-batches"
+
+
 def _failed(subject: TrainingLoop, error: Exception) -> OptimizerError:
     return OptimizerError(
         "optimizer",
-        got=f"a step of {type(subject.optimizer).__name__} that fails after the backward: {describe(error)}",
-        expected="an optimizer whose step() needs no argument and uses param.grad",
-        hint="Call loss_fn(model, batch).backward() and optimizer.step() by themselves, and correct what fails. An "
-        "optimizer that needs a closure trains in your own loop (docs/own_loop.md).",
+        got=describe(error),
+        expected="an optimizer whose step() takes no argument",
+        problem=f"{type(subject.optimizer).__name__}.step() failed after the backward ({describe(error)}).",
+        hint="Run loss_fn(model, batch).backward() and optimizer.step() yourself, and correct the error. An optimizer "
+        "whose step() takes a closure cannot be planned (docs/own_loop.md).",
         code="optimizer.step_failed",
     )

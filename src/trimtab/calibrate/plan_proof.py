@@ -184,7 +184,8 @@ def prove(
                 raise
         samples //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
         if samples < 2:
-            return Proof(False, "no two samples fit in memory for the proof", "proof.out_of_memory", changed)
+            reason = "the comparison ran out of memory, even with a batch of two samples"
+            return Proof(False, reason, "proof.out_of_memory", changed)
 
 
 def refuted_settings(
@@ -233,7 +234,9 @@ def with_proof(
     proof = _proof_or_error(subject, candidate, reference, step_s, start)
     profile = replace(profile, proofs=(*profile.proofs, ProvedCandidate(candidate, proof)))
     if proof.code == "proof.out_of_memory" or (candidate == reference and proof.code in ("proof.differs", _NON_FINITE)):
-        warnings.warn(f"The plan is not proved on this loop: {proof.reason}.", RuntimeWarning, stacklevel=2)
+        text = f"The plan could not be proved equivalent to your loop: {proof.reason}."
+        hint = "Compare its losses with those of your loop before you rely on it."
+        warnings.warn(f"{text} {hint}", RuntimeWarning, stacklevel=2)
     if proof.holds or candidate == reference or proof.code == "proof.out_of_memory":
         return profile, True
     causes = proof.settings
@@ -244,7 +247,9 @@ def with_proof(
                 causes = refuted_settings(subject, candidate, reference, step_s, start)
     for name in causes:
         value = None if name == "micro_batch" else getattr(candidate, name)
-        profile = replace(profile, refuted=(*profile.refuted, RefusedByProof(name, value, f"refused: {proof.reason}")))
+        profile = replace(
+            profile, refuted=(*profile.refuted, RefusedByProof(name, value, f"not proved equivalent: {proof.reason}"))
+        )
         if name == "micro_batch":
             profile = replace(profile, check=SplitCheck(False, proof.reason, code="split.plan_differs"))
     return profile, False
@@ -257,7 +262,7 @@ def _proof_or_error(
         return prove(subject, candidate, reference, step_s, start)
     except Exception as error:  # Treated like a failed proof.
         changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
-        return Proof(False, f"unproved: the proof itself failed ({describe(error)})", _ERROR, changed)
+        return Proof(False, f"the comparison itself failed ({describe(error)})", _ERROR, changed)
 
 
 # Size of the proof --------------------------------------------------------------------------------------------------
@@ -319,13 +324,13 @@ def _prove(
         found.append(proof)
         precisions.append(precision)
     if not found:
-        return Proof(False, "the plain loop ran in no precision", "proof.baseline_failed", changed)
+        return Proof(False, "your loop failed in every precision of the comparison", "proof.baseline_failed", changed)
     largest = max((difference for difference, _ in found), key=lambda each: each.ratio)
     tensors = found[0][1]
     names = tuple(dict.fromkeys(precisions))
     reason = (
-        f"two steps of a plain loop and of the plan, both in {' and then both in '.join(names)}, agree to rounding in "
-        f"gradients and {tensors} tensors of state; the largest difference is {largest.ratio:.2g} of its tolerance"
+        f"two optimizer steps of your loop and of the plan, in {' and in '.join(names)}, agree to rounding in the "
+        f"gradients and in {tensors} tensors of state; the largest difference is {largest.ratio:.2g} of its tolerance"
     )
     return Proof(True, reason, "proof.holds", changed, names, tensors, largest.ratio)
 
@@ -396,11 +401,11 @@ def _compared(
     try:
         steps(plain, expected)
     except Exception as error:
-        return _failed("proof.baseline_failed", "the plain loop", error, changed)
+        return _failed("proof.baseline_failed", "your loop", error, changed)
     start.restore()
     judge = _Judge(_FP32 if precision == "fp32" else _REDUCED, _state(subject), expected)
     if name := judge.non_finite():
-        reason = f"unproved: two steps of the plain loop in {precision} make {name} NaN or infinite"
+        reason = f"two optimizer steps of your loop in {precision} make {name} NaN or infinite"
         return Proof(False, reason, _NON_FINITE, changed)
     apart = _Distances(expected)
     try:
@@ -412,7 +417,7 @@ def _compared(
         again = _Distances(expected)
         steps(plain, again)
         if name := judge.not_reproducible(again):
-            reason = f"unproved: two runs of the plain loop from one state differ in the gradient of {name}"
+            reason = f"two runs of your loop from the same state differ in the gradient of {name}"
             return Proof(False, reason, "proof.not_reproducible", changed)
         rounding = _Distances(expected)  # The rounding errors of both loops, as long as they may explain more.
         steps(moved(plain), rounding)
@@ -428,8 +433,8 @@ def _compared(
     if difference.is_rounding:
         return difference, judge.num_tensors
     reason = (
-        f"{difference.name} differs from the plain loop's in {precision} by {difference.relative:.2g} (relative), "
-        f"{difference.ratio:.2g} times the tolerance"
+        f"{difference.name} differs from that of your loop in {precision} by {difference.relative:.2g} (relative), "
+        f"which is {difference.ratio:.2g} times the tolerance"
     )
     return Proof(False, reason, "proof.differs", changed, worst=difference.ratio)
 
@@ -437,7 +442,7 @@ def _compared(
 def _failed(code: str, who: str, error: Exception, changed: tuple[str, ...]) -> Proof:
     if is_out_of_memory(error):
         raise error
-    return Proof(False, f"{who} fails: {describe(error)}", code, changed)
+    return Proof(False, f"{who} failed ({describe(error)})", code, changed)
 
 
 class _Judge:

@@ -67,7 +67,7 @@ from trimtab.runtime.window_snapshot import bytes_to_begin_anew
 
 NUM_BLOCKS = 5
 _PHASE_STEPS, _PHASES_S = 3, 3.0
-_NO_TIME = "there was no time left to measure its blocks"
+_NO_TIME = "the planning time was used up before its blocks were measured"
 
 
 @one_at_a_time
@@ -135,12 +135,12 @@ def _profile(
     with unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot:
         drawn = SampledBatches() if data is None else draw_some(subject, data, notes)
         subject = replace(subject, second=drawn.batch)
-        progress("checking that splitting keeps the gradient")
+        progress("checking that splitting the batch keeps the gradient")
         check, hooks = checked(subject, reference.precision, notes, snapshot)
         if check.splittable:
             kept = functools.partial(bytes_to_begin_anew, subject.trained)
-            said = "memory that a run keeps to repeat a window was not counted"
-            subject = replace(subject, start_bytes=notes.attempt("memory.not_counted", said, kept, 0))
+            what = "the memory that a run holds for repeating a step was not measured"
+            subject = replace(subject, start_bytes=notes.attempt("memory.not_counted", what, kept, 0))
         facts = _facts(subject, reference.precision, notes, hooks)
         device = device_spec(subject.device)
         profile = Profile(
@@ -179,7 +179,8 @@ def _require_no_profiler() -> None:
         raise LoopError(
             "profiler",
             got="an active torch.profiler session on this thread",
-            expected="none while trimtab plans: every timing would include the profiler's overhead",
+            expected="no profiler session",
+            problem="A torch.profiler session is active on this thread, so all timings would include its overhead.",
             hint="Plan before the session starts or after it has ended.",
             code="planning.profiler_active",
         )
@@ -191,9 +192,10 @@ def _require_initialized(model: nn.Module) -> None:
         if is_lazy(tensor):
             raise ModelError(
                 "model",
-                got=f"a parameter or buffer without a shape, {name} of a lazy module",
-                expected="one whose parameters are initialized",
-                hint="Run one forward first, under torch.no_grad(), and build the optimizer after it.",
+                got=f"{name} without a shape",
+                expected="initialized parameters and buffers",
+                problem=f"{name} belongs to a lazy module and has no shape yet.",
+                hint="Run one forward under torch.no_grad(), build the optimizer, and then plan.",
                 code="model.uninitialized",
             )
 
@@ -209,9 +211,10 @@ def _with_traces_for_others(
     def blocks() -> tuple[TracedBlocks, ...]:
         return trace_blocks_for_others(subject, with_steps, progress)
 
-    said = "were not traced for other devices"
-    with_steps = replace(profile, elsewhere_traces=notes.attempt("traces.not_made", f"steps {said}", steps, ()))
-    return replace(with_steps, elsewhere_blocks=notes.attempt("traces.not_made", f"blocks {said}", blocks, ()))
+    what = "steps were not traced for other devices"
+    with_steps = replace(profile, elsewhere_traces=notes.attempt("traces.not_made", what, steps, ()))
+    what = "blocks were not traced for other devices"
+    return replace(with_steps, elsewhere_blocks=notes.attempt("traces.not_made", what, blocks, ()))
 
 
 def _search(
@@ -314,7 +317,7 @@ def _phases_or_none(subject: TrainingLoop, candidate: Candidate, notes: Notes) -
     """Return phases and page faults of a candidate; none if the step fails, which the trials will report."""
     measured = functools.partial(measure_phases, subject, candidate)
     none: tuple[dict[str, float], float | None] = ({}, None)
-    return notes.attempt("phases.not_timed", "phases of a step were not timed", measured, none)
+    return notes.attempt("phases.not_timed", "the phases of a step were not timed", measured, none)
 
 
 def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[str, float], float | None]:
@@ -354,15 +357,15 @@ def _phased_step(run: Any, subject: TrainingLoop, clock: PhaseClock) -> None:
 def _facts(subject: TrainingLoop, precision: str, notes: Notes, hooks: tuple[GradientHook, ...]) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
     with contextlib.ExitStack() as open_ones:
-        said = "the loss head is not tried in chunks, as it could not be watched"
+        what = "chunked loss heads were not tried, because the loss head could not be observed"
         none: dict[LossHead, int] = {}
-        heads = notes.attempt("loss_head.not_watched", said, lambda: open_ones.enter_context(watched(model)), none)
+        heads = notes.attempt("loss_head.not_watched", what, lambda: open_ones.enter_context(watched(model)), none)
         counts = count_step(subject, precision, notes)
     hazard = notes.attempt(
         "memory_layout.not_checked",
-        "channels_last is not tried",
+        "channels_last was not tried",
         lambda: channels_last_hazard(model),
-        "its modules could not be looked at",
+        "the modules of the model could not be inspected",
     )
     return replace(
         with_tested_step(loop_facts(subject.trained, optimizer, subject.rows, heads, hooks), optimizer),

@@ -243,7 +243,7 @@ class ModuleMasks:
             return result
         assert draw.module is not None
         if not isinstance(result, Tensor):
-            raise UnmatchedMasks(f"{draw.text(self._model)} cannot be repeated")
+            raise UnmatchedMasks(f"the random numbers drawn by {draw.text(self._model)} cannot be replayed")
         known, number = use.recorded.setdefault(draw.module, []), use.counts[draw.module]
         use.counts[draw.module] += 1
         if is_first:
@@ -251,7 +251,7 @@ class ModuleMasks:
             return result
         mask = use.part(known[number], result) if number < len(known) else None
         if mask is None:
-            raise UnmatchedMasks(f"{draw.text(self._model)} draws masks that do not belong to single samples")
+            raise UnmatchedMasks(f"{draw.text(self._model)} draws a mask that several samples share")
         return result.copy_(mask)
 
 

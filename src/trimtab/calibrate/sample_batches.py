@@ -22,10 +22,10 @@ from trimtab.measure.timing import time_call
 from trimtab.runtime.batch import iterate, tensors_in
 
 _BATCHES = 8
-_NOT_DRAWN = "the wait for data was not timed"
+_NOT_DRAWN = "the data loading time was not measured"
 _CHANGED = (
-    "two epochs began with different batches though the state of the data was restored: either each epoch seeds a "
-    "generator of its own, or something keeps state where planning does not see it"
+    "Planning with data= may change the first epoch: two epochs began with different batches, although the state of "
+    "data was restored. Either each epoch seeds its own generator, or data keeps state that planning cannot find"
 )
 
 
@@ -67,9 +67,9 @@ def draw_some(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> Sampl
 def one_shot(data: Any) -> str:
     """Return the reason why drawing from the data would consume batches of the first epoch; "" if it would not."""
     if isinstance(data, Iterator):
-        return "the data are an iterator, and what is drawn from it is gone"
+        return "data is an iterator, and batches drawn from it cannot be put back"
     state = DataState(data)
-    return f"the data hold {state.one_shot}, and what is drawn from it is gone" if state.one_shot else ""
+    return f"data contains {state.one_shot}, and drawn items cannot be put back" if state.one_shot else ""
 
 
 def require_restorable(data: Any) -> None:
@@ -84,9 +84,10 @@ def require_restorable(data: Any) -> None:
         raise ValueGivenError(
             "data",
             got=reason,
-            expected="data that can begin again, as adapt=... trains on some of them",
-            hint="Pass data whose dataset makes its iterators in __iter__; or iter(data), whose first batches adapt "
-            "then uses up.",
+            expected="data that can be iterated again from the start",
+            problem=f"adapt=... trains on some batches of data and would consume them: {reason}.",
+            hint="Pass data whose dataset creates its iterators in __iter__, or pass iter(data) if planning may "
+            "consume its first batches.",
             code="data.one_shot",
         )
 
@@ -103,9 +104,8 @@ def _drawn(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledB
         batches = islice(iterate("data", lent), 1 + _BATCHES)
         again = next(batches, None)
         if first is not None and not _are_equal(first, again):
-            said = "the first epoch may differ from that without planning"
-            notes.add("data.not_repeatable", said, _CHANGED)
-            warnings.warn(f"data: {said}: {_CHANGED}. Leave data= out.", RuntimeWarning, stacklevel=2)
+            notes.record("data.not_repeatable", _CHANGED)
+            warnings.warn(f"{_CHANGED}. Call trimtab.plan without data=.", RuntimeWarning, stacklevel=2)
         del first
         elements, last = ([] if again is None else [_elements(again)]), [again]
 

@@ -50,7 +50,7 @@ class CrashTest:
         end = self._ends.get(kernels, DONE)
         if end in (DONE, RAISED, LATE):
             return None
-        return f"{end} ended a process that stepped through {self._few.rows} of {self._rows} rows"
+        return f"a test on {self._few.rows} of {self._rows} samples crashed its process with {end}"
 
     def _end_of(self, candidate: Candidate) -> str:
         few, chunk = self._few, candidate.loss_chunk
@@ -90,8 +90,8 @@ class SpeedTest:
             seconds = self._seconds(self._few, candidate)
             if seconds is None or seconds <= _HOPELESS * self._base_s:
                 return None
-        share = f"{self._few.rows} of {self._rows} rows"
-        return f"stopped after {share}: {format_seconds(seconds)} per step against {format_seconds(self._base_s)}"
+        few, base = f"{self._few.rows} of {self._rows} samples", format_seconds(self._base_s)
+        return f"too slow in a test on {few}: {format_seconds(seconds)} per step, compared with {base} before"
 
     @staticmethod
     def _seconds(few: TrainingLoop, candidate: Candidate) -> float | None:

@@ -13,7 +13,7 @@ from trimtab.measure.flops import count_flops
 from trimtab.measure.softmax_detector import SoftmaxDetector
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
-_REFUSED = "an operator does not run under torch's FLOP counter, or has a shape that the counter does not know"
+_REFUSED = "torch's FLOP counter does not support an operator of the model, or a shape of its inputs"
 
 
 class StepCounts(NamedTuple):
@@ -58,9 +58,9 @@ def count_step(subject: TrainingLoop, precision: str, notes: Notes) -> StepCount
         if not counts:
             notes.add("flops.not_counted", "FLOP were not counted", flop_error or _REFUSED)
         if not watches:
-            notes.add("attention.not_watched", "softmaxes were not watched", watch_error or _REFUSED)
+            notes.add("attention.not_watched", "the sizes of softmaxes were not recorded", watch_error or _REFUSED)
         return StepCounts(flops, *_terms(subject, terms), seen)
-    raise AssertionError("the last way counts nothing, and returns or raises")
+    raise AssertionError("the last attempt uses no instrument, and returns or raises")
 
 
 def require_plain_step(subject: TrainingLoop, precision: str) -> None:

@@ -31,7 +31,7 @@ from trimtab.runtime.optimizers import check_ownership
 from trimtab.runtime.run import LossFn
 from trimtab.runtime.split_conditions import has_batch_statistics
 
-_SPLITS = "no module computes over the batch; proved where it will run"
+_SPLITS = "no module normalises over the batch; the splitting check runs when planning on the target device"
 
 
 @one_at_a_time
@@ -69,11 +69,9 @@ def profile_elsewhere(
     if named_blocks:
         blocks_of(model, loss_fn, batch, named_blocks)
     facts = _of_rows(_facts(model, optimizer, loss_fn, batch), rows)
-    check = (
-        SplitCheck(False, "a module computes over the batch")
-        if has_batch_statistics(model)
-        else SplitCheck(True, _SPLITS)
-    )
+    check = SplitCheck(True, _SPLITS, code="split.not_checked")
+    if has_batch_statistics(model):
+        check = SplitCheck(False, "a module normalises over the batch", code="split.batch_statistics")
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
 
     def trace(candidates: Sequence[Candidate]) -> Sequence[TracedCandidate]:
@@ -94,12 +92,31 @@ def _check_traceable(model: nn.Module, batch: Any, device: DeviceSpec) -> None:
     place, rows = next(model.parameters()).device.type, BY_CONTAINERS.require(batch, "example_batch")
     if place != "cpu":
         raise ModelError(
-            "model", got=f"parameters on {place}", expected="parameters on the CPU, or without memory there"
+            "model",
+            got=f"parameters on {place}",
+            expected="parameters on the CPU or the meta device",
+            problem=f"The model is on {place}, but planning for another device traces it on the CPU.",
+            hint="Move the model to the CPU, or create it under torch.device('meta').",
+            code="model.not_on_cpu",
         )
     if rows < MIN_ROWS:
-        raise ValueGivenError("example_batch", got=f"{rows} rows", expected=f"{MIN_ROWS} rows or more")
+        raise ValueGivenError(
+            "example_batch",
+            got=f"{rows} samples",
+            expected=f"at least {MIN_ROWS} samples",
+            hint="Pass a larger batch: memory is traced for two micro-batch sizes.",
+            code="batch.too_small",
+        )
     if not device.bandwidth_bytes_s or not device.peak_flops:
-        raise ValueGivenError("device", got=f"{device.name} of unknown peaks", expected="peaks and bandwidth")
+        raise ValueGivenError(
+            "device",
+            got=f"{device.name} without peak FLOP/s or memory bandwidth",
+            expected="a device with both figures",
+            problem=f"The peak FLOP/s or the memory bandwidth of {device.name} is unknown, so step times cannot be "
+            "predicted.",
+            hint="Pass a trimtab.core.hardware.DeviceSpec with peak_flops and bandwidth_bytes_s.",
+            code="device.peaks_unknown",
+        )
 
 
 def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any) -> LoopFacts:

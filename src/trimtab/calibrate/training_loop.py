@@ -161,8 +161,12 @@ class TrainingLoop:
         except (TypeError, KeyError, IndexError, AttributeError) as error:
             raise LossError(
                 "loss_fn",
-                got=f"{type(error).__name__}: {error} when called as loss_fn(model, batch)",
-                expected="a function of (model, batch) that fits the example batch",
+                got=f"{type(error).__name__}: {error}",
+                expected="a function of (model, batch)",
+                problem=f"loss_fn(model, batch) raised {type(error).__name__}: {error}.",
+                hint="Pass a function that takes the model and a batch, and an example batch that the function "
+                "accepts.",
+                code="loss.failed",
             ) from error
         loss, count, _ = as_loss(result, is_auxiliary=is_part)  # The loss of the whole batch was validated before.
         return loss, count
@@ -191,6 +195,8 @@ def _check_measured(device: torch.device) -> None:
         raise ModelError(
             "model",
             got=f"parameters on {device}",
-            expected=f"parameters on {' or '.join(MEASURED)}: time and memory of other devices cannot be measured",
-            hint="Move the model to one of them, then build its optimizer.",
+            expected=f"parameters on {' or '.join(MEASURED)}",
+            problem=f"The model is on {device}, but trimtab measures time and memory on {' and '.join(MEASURED)} only.",
+            hint="Move the model to a supported device, then build its optimizer.",
+            code="model.device_unsupported",
         )

@@ -63,7 +63,14 @@ def adaptations(adapt: str | Collection[str] | None, data: Iterable[Any] | None)
     names = (adapt,) if isinstance(adapt, str) or not isinstance(adapt, Collection) else tuple(adapt)
     freed = frozenset(validation.one_of("adapt", name, ADAPTATIONS) for name in names if name is not None)
     if freed & TRAINED and data is None:
-        raise ValueGivenError("data", got="nothing", expected="training batches", hint="plan(..., data=loader)")
+        raise ValueGivenError(
+            "data",
+            got="no data",
+            expected="training batches",
+            problem=f'adapt="{sorted(freed & TRAINED)[0]}" trains on batches of data=, which was not passed.',
+            hint="Pass the training loader: trimtab.plan(..., data=loader).",
+            code="adapt.needs_data",
+        )
     require_rate(freed)
     return freed
 
@@ -78,8 +85,12 @@ def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
     if found is not None and not is_freed and not found.only_measures:
         raise ValueGivenError(
             "batch_rule",
-            got=f"{found.policy} of k = {found.k}, and a batch that is not freed",
-            expected='adapt="batch" with it, or BatchRule("fixed"), which only measures',
+            got=f'policy "{found.policy}" with k = {found.k}',
+            expected='adapt="batch", or BatchRule("fixed")',
+            problem=f'batch_rule changes the batch size (policy "{found.policy}", k = {found.k}), but adapt does not '
+            'contain "batch".',
+            hint='Add "batch" to adapt, or pass BatchRule("fixed"), which only measures the gradient noise scale.',
+            code="batch_rule.needs_adapt",
         )
     return found
 
@@ -87,8 +98,15 @@ def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
 def require_rate(freed: Collection[str]) -> None:
     """Raise if the schedule may be tuned but not the learning rate: a plan's schedule scales the plan's peak rate."""
     if "schedule" in freed and "learning_rate" not in freed:
-        given, expected = "schedule without learning_rate", "both: the user's own schedule is not the plan's to shape"
-        raise ValueGivenError("adapt", got=given, expected=expected)
+        raise ValueGivenError(
+            "adapt",
+            got='"schedule" without "learning_rate"',
+            expected="both or neither",
+            problem='adapt contains "schedule" without "learning_rate", but a planned schedule scales the planned '
+            "peak learning rate.",
+            hint='Pass adapt=("learning_rate", "schedule"), or remove "schedule" to keep your own scheduler.',
+            code="adapt.schedule_without_rate",
+        )
 
 
 def require_adaptable(
@@ -102,9 +120,13 @@ def require_adaptable(
     if (raced := sorted(freed & RACED)) and not is_alone:
         raise ValueGivenError(
             "adapt",
-            got=f"{raced[0]}, on one of several ranks",
-            expected="one process: its race trains alone",
-            hint="Plan in one process; the ranks start that plan on a model in DistributedDataParallel.",
+            got=f'"{raced[0]}" on one of several ranks',
+            expected="a single process",
+            problem=f'adapt="{raced[0]}" runs short trainings in a single process, but this process is one of several '
+            "ranks.",
+            hint="Plan in a single process and save the plan, then start that plan on every rank with the model in "
+            "DistributedDataParallel.",
+            code="adapt.needs_single_process",
         )
     if "optimizer" in freed:
         require_muon(hidden_matrices(model, optimizer))
@@ -113,9 +135,12 @@ def require_adaptable(
     if "learning_rate" in freed and not any(float(group["lr"]) for group in optimizer.param_groups):
         raise ValueGivenError(
             "optimizer",
-            got="a learning rate of 0, as a schedule that warms up sets it",
-            expected="the rate of the loop without its schedule, which the range test rises from",
-            hint="Plan before the scheduler is made.",
+            got="a learning rate of 0",
+            expected="a positive learning rate",
+            problem="All parameter groups of the optimizer have a learning rate of 0, as at the start of a warm-up, "
+            "so the learning-rate range test has no rate to multiply.",
+            hint="Call trimtab.plan before you create the scheduler.",
+            code="optimizer.rate_is_zero",
         )
 
 
@@ -190,7 +215,7 @@ def _schedule_raced(subject: TrainingLoop, stands: Plan, data: Iterable[Any], pr
     begin = time.perf_counter()
     rival = replace(stands, schedule=_LINEAR)
     pairs = short_race(subject, stands, rival, data, progress, same_step=True)
-    return adapt_schedule(stands, rival, judge(pairs, "a straight line down"), time.perf_counter() - begin)
+    return adapt_schedule(stands, rival, judge(pairs, "a linear decay"), time.perf_counter() - begin)
 
 
 def _dropout_raced(
@@ -202,27 +227,31 @@ def _dropout_raced(
     begin = time.perf_counter()
     rival = replace(stands, dropout=_NONE_DROPPED)
     pairs = short_race(subject, stands, rival, data, progress, by_unseen=True)
-    verdict = within(budget, rival, judge(pairs, "no dropout"))
-    where = f"for a run of {passes:.2g} passes over its data, by the loss of batches not trained on yet"
-    told = replace(verdict, reason=f"{where}: {verdict.reason}")
-    return adapt_dropout(stands, rival, told, time.perf_counter() - begin)
+    verdict = within(budget, rival, judge(pairs, "training without dropout"))
+    length = "1 epoch" if passes == 1 else f"{passes:.2g} epochs"
+    how = f"compared by the loss of batches before they are trained on, for a run of {length}"
+    explained = replace(verdict, reason=f"{how}: {verdict.reason}")
+    return adapt_dropout(stands, rival, explained, time.perf_counter() - begin)
 
 
 def _not_raced(subject: TrainingLoop, data: Iterable[Any], passes: float | None) -> str:
     """Return the reason for not trying a model without dropout, or ""."""
     if not droppers(subject.model):
-        return "as the loop has it: no module drops anything"
+        return "unchanged: the model has no dropout"
     if passes is None:
         return (
-            "as the loop has it, not raced: how often the run goes over its data is not known (total_steps, and data "
-            "with a length), and dropout is against learning by heart what is repeated"
+            "unchanged: training without dropout was not tried, because the number of epochs is unknown (pass "
+            "total_steps and data with a length), and dropout reduces overfitting to repeated samples"
         )
     if passes > 1:
         return (
-            f"as the loop has it, not raced: in {passes:.2g} passes over its data a run may learn them by heart, which "
-            "dropout is against and a race of batches not seen before does not show"
+            f"unchanged: training without dropout was not tried, because the run takes {passes:.2g} epochs, and a "
+            "short training on unseen batches does not show overfitting to repeated samples"
         )
     number = length_of(data)
     if number is not None and number < NUM_STEPS:
-        return f"as the loop has it, not raced: {number} batches, and one training of a race takes {NUM_STEPS}"
+        return (
+            f"unchanged: training without dropout was not tried, because data has {number} batches and a short "
+            f"training takes {NUM_STEPS}"
+        )
     return ""

@@ -36,9 +36,9 @@ def step_until_applied(run: Run, subject: TrainingLoop) -> None:
         step(run, subject)
         require_finite(run)
     if run.applied_steps == 0:
-        raise UntrainableCandidate("its gradients overflow at every loss scale tried")
+        raise UntrainableCandidate(f"gradients overflow at all of the {_MOST_SCALES} loss scales tried")
 
 
 def require_finite(run: Run) -> None:
     if not bool(torch.isfinite(run.loss)):
-        raise UntrainableCandidate("its loss is not finite")
+        raise UntrainableCandidate("the loss is NaN or infinite")

@@ -174,8 +174,8 @@ def run_stage(
                     measures = stage.name != ALONE
                     _warm_up(subject, arm, measure_memory=measures, slowest=slowest, paces=arm is arms[0])
                 if notes is not None and arm.uncounted is not None:
-                    said = f"peak memory of {arm.candidate.describe()} was not counted"
-                    notes.add("memory.not_counted", said, arm.uncounted)
+                    what = f"the peak memory of {arm.candidate.describe()} was not measured"
+                    notes.add("memory.not_counted", what, arm.uncounted)
                 snapshot.restore()
                 if stage.is_known([each.peak_bytes for each in arms[: arms.index(arm) + 1]]):
                     arms = arms[: arms.index(arm) + 1]
@@ -187,7 +187,7 @@ def run_stage(
         wanted = num_blocks if stage.accepts else MIN_BLOCKS
         _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, patient, start, progress, run_s), arms, running)
         if power is not None and (windows := power.num_windows(stage, hurried=not patient)):
-            progress(f"{stage.name}: watts")
+            progress(f"{stage.name}: measuring power")
             power.read(subject, [arm for arm in arms if arm.error is None and arm.block_s], start, windows)
     return tuple(_trial(stage, arm, step_s) for arm in arms)
 
@@ -397,6 +397,7 @@ def _trial(stage: SearchPhase, arm: _TrialArm, incumbent_s: float) -> Trial:
     blocks = tuple(arm.block_s)
     error = arm.error
     if error is None and not blocks:
-        error = f"stopped after warm-up: {format_seconds(arm.first_s)} per step against {format_seconds(incumbent_s)}"
+        before = format_seconds(incumbent_s)
+        error = f"too slow in the warm-up: {format_seconds(arm.first_s)} per step, compared with {before} before"
     found = Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, error, arm.control)
     return replace(found, compile_s=arm.compile_s, unused_bytes=arm.unused_bytes, watts=tuple(arm.watts))

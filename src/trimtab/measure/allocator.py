@@ -58,8 +58,15 @@ def set_mode(wanted: str) -> None:
         return
     _way = _way or _found_way()
     if _way is None:
-        given, expected = f"{wanted} on a C library that refuses it", "glibc with mallopt"
-        raise ValueGivenError("allocator", got=given, expected=expected, hint="Use keep.")
+        raise ValueGivenError(
+            "allocator",
+            got=f'"{wanted}"',
+            expected='"keep"',
+            problem=f'allocator="{wanted}" needs glibc with its default allocator settings, and the C library of this '
+            "process rejected it.",
+            hint='Use allocator="keep".',
+            code="allocator.unsupported",
+        )
     retain, keep = _way
     _set(retain if wanted == "retain" else keep)
     _mode = wanted

@@ -70,8 +70,11 @@ def blocks_of(model: nn.Module, loss_fn: LossFn, batch: Any, named: tuple[str, .
     if others:
         raise ValueGivenError(
             "blocks",
-            got=f"{', '.join(map(repr, others))[:80]}, which a forward runs several times, or never",
-            expected="modules that each run once in a forward",
+            got=f"{', '.join(map(repr, others))[:80]}",
+            expected="modules that each run exactly once in a forward",
+            problem=f"blocks lists {', '.join(map(repr, others))[:80]}, which a forward runs several times or never.",
+            hint="List modules that each run exactly once in a forward.",
+            code="blocks.not_run_once",
         )
     return found
 

@@ -51,9 +51,22 @@ def _check(model: nn.Module, names: tuple[str, ...]) -> None:
     known = {name for name, _ in model.named_modules()}
     for name in names:
         if name not in known or not name:
-            raise ValueGivenError("blocks", got=f"{name!r:.80}", expected="names of modules below the model")
+            raise ValueGivenError(
+                "blocks",
+                got=f"{name!r:.80}",
+                expected="names of submodules of the model",
+                hint="Use names from model.named_modules(), such as 'layers.0'.",
+                code="blocks.unknown_module",
+            )
         if names.count(name) > 1 or any(name.startswith(f"{other}.") for other in names):
-            raise ValueGivenError("blocks", got=f"{name!r:.80} inside another", expected="blocks apart")
+            raise ValueGivenError(
+                "blocks",
+                got=f"{name!r:.80}",
+                expected="separate modules",
+                problem=f"blocks lists {name!r:.80} twice, or together with a module that contains it.",
+                hint="List each module once, without the modules inside it.",
+                code="blocks.overlap",
+            )
 
 
 def _composite(prefix: str, module: nn.Module) -> Iterator[str]:

@@ -23,7 +23,16 @@ _DUE_S = WINDOW_S / 4
 
 
 class MeterLost(Exception):
-    """The meter is unreadable, or the energy since the last reading is unknown. Later readings may succeed."""
+    """The meter is unreadable, or the energy since the last reading is unknown. Later readings may succeed.
+
+    Args:
+        reason: explanation for the user.
+        code: stable identifier of the cause, such as "nvml.mig".
+    """
+
+    def __init__(self, reason: str = "", *, code: str = "meter.lost") -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 @runtime_checkable
@@ -55,16 +64,16 @@ class Meter(Protocol):
 
 
 class NoMeter:
-    """Absent meter with a reason."""
+    """Absent meter with a reason and the code of its cause."""
 
     provenance, sources, period_s = Provenance.ABSENT, (), math.inf
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, reason: str, *, code: str = "meter.missing") -> None:
+        self.reason, self.code = reason, code
 
     def joules(self) -> float:
         """Raise `MeterLost` with the reason."""
-        raise MeterLost(self.reason)
+        raise MeterLost(self.reason, code=self.code)
 
 
 class GivenWatts:
@@ -144,7 +153,7 @@ class EnergyClock:
         self._meter, self._window_s, self._clock = meter, window_s, clock
         self._due_s = min(_DUE_S, meter.period_s / 2)
         self._begun: _Reading | None = None  # start of the current interval; None while paused
-        self._last = _Reading(clock(), None, "it was not started")
+        self._last = _Reading(clock(), None, "the energy clock was not started")
         self._whole: Energy | None = None
         self._short_s = 0.0
         self._ticked_at = clock()
@@ -182,7 +191,7 @@ class EnergyClock:
     def lap(self) -> Energy:
         """Return the energy from the start or last lap to the last reading, and start a new interval there."""
         if self._begun is None:
-            return absent(self._last.lost or "its clock does not run")
+            return absent(self._last.lost or "the energy clock is paused")
         found, self._begun = self._close(self._begun), self._last.anew
         self._last = self._begun
         return found
@@ -201,7 +210,7 @@ class EnergyClock:
         is_lost = whole is not None and whole.joules is None
         if not is_lost and short_s > _SHORT * (known_s + short_s):
             return absent(self._too_short(short_s), known_s + short_s)
-        return whole or absent("nothing was read")
+        return whole or absent("the meter was not read")
 
     def _close(self, begun: _Reading) -> Energy:
         """Add the interval up to the last reading to the total, and return its energy."""
@@ -214,7 +223,7 @@ class EnergyClock:
         last, meter = self._last, self._meter
         seconds = last.at_s - begun.at_s
         if not seconds > 0:
-            return absent("no time has passed"), True
+            return absent("the interval has a length of 0 s"), True
         if begun.joules is None or last.joules is None or last.lost:
             return absent(last.lost or begun.lost, seconds), False
         if meter.provenance is Provenance.MEASURED and seconds < self._window_s:
@@ -229,7 +238,7 @@ class EnergyClock:
         return found if self._whole is None else summed((self._whole, found), in_turn=True), self._short_s
 
     def _too_short(self, seconds: float) -> str:
-        return f"{seconds:.2g} s lie in windows of less than {self._window_s:g} s, of which a meter says nothing"
+        return f"{seconds:.2g} s were in intervals of less than {self._window_s:g} s, which are too short for the meter"
 
     def _reading(self, lost: str = "") -> _Reading:
         joules, why = self._asked()
@@ -241,14 +250,17 @@ class EnergyClock:
         try:
             return float(self._meter.joules()), ""
         except MeterLost as reason:
-            return None, str(reason) or "its meter could not be read"
+            return None, str(reason) or "the meter could not be read"
         except Exception as error:  # a user's meter may raise any exception, which must not end the run
-            return None, f"its meter could not be read ({type(error).__name__}: {error})"
+            return None, f"the meter could not be read ({type(error).__name__}: {error})"
 
 
 def _counted(joules: float, seconds: float, meter: Meter) -> Energy:
     if joules == 0:
-        return absent(f"{', '.join(meter.sources)} stood still for {seconds:.3g} s", seconds)
+        return absent(f"{', '.join(meter.sources)} did not increase in {seconds:.3g} s", seconds)
     if not 0 < joules < math.inf:
-        return absent(f"{', '.join(meter.sources)} counted {joules:g} J in {seconds:.3g} s", seconds)
+        return absent(
+            f"{', '.join(meter.sources)} increased by {joules:g} J in {seconds:.3g} s, which is not a valid energy",
+            seconds,
+        )
     return Energy(seconds, joules, meter.provenance, tuple(meter.sources))

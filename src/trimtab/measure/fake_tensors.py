@@ -28,7 +28,12 @@ class FakeTensors:
             from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
         except ImportError:
             raise DependencyError(
-                "torch", got=torch.__version__, expected="one whose fake tensors are known", hint="Use torch 2.13."
+                "torch",
+                got=torch.__version__,
+                expected="2.13",
+                problem=f"Fake tensors of torch {torch.__version__} are not supported.",
+                hint="Install torch 2.13.",
+                code="dependency.torch_version",
             ) from None
         self._copies, self.mode = FakeCopyMode, FakeTensorMode()
         self._log, self._level = logging.getLogger(FakeTensorMode.__module__), logging.NOTSET

@@ -285,10 +285,9 @@ class LoopState:
         self._process.restore()
 
     def _warn_of(self, place: ObjectPath) -> None:
-        text = (
-            f"{StateChange(place.path(), place.kind)} was changed and cannot be restored: it is too large to be copied."
-        )
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        text = f"A training step changed {StateChange(place.path(), place.kind)}, which is too large to be copied and restored."
+        hint = "Reload its value before you continue."
+        warnings.warn(f"{text} {hint}", RuntimeWarning, stacklevel=3)
 
     def __enter__(self) -> LoopState:
         return self

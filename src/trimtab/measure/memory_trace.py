@@ -65,7 +65,13 @@ def trace_step(
     """
     device = next(model.parameters()).device.type
     if counts_scratch and device != "cpu":
-        raise ValueGivenError("counts_scratch", got=f"a model on {device}", expected="one on the CPU")
+        raise ValueGivenError(
+            "counts_scratch",
+            got=f"True for a model on {device}",
+            expected="False, or a model on the CPU",
+            hint="Move the model to the CPU, or pass counts_scratch=False.",
+            code="counts_scratch.not_on_cpu",
+        )
     runs = [(batch, autocast)]
     how: dict[str, Any] = {"num_micro_batches": num_micro_batches, "prepare": prepare}
     (step,), marks = _traced(model, optimizer, loss_fn, runs, blocks, granule, **how)

@@ -64,7 +64,13 @@ class Metering:
         if self.watts is not None:
             validation.number("energy_watts", self.watts, low=0, open_low=True)
         if self.watts is not None and self.meter is not None:
-            raise ValueGivenError("energy_watts", got="watts and a meter", expected="the one or the other")
+            raise ValueGivenError(
+                "energy_watts",
+                got="watts and a meter",
+                expected="either watts or a meter",
+                hint="Pass watts for an estimate, or a meter for measurements.",
+                code="energy.watts_and_meter",
+            )
 
     @property
     def is_of_machine(self) -> bool:
@@ -114,7 +120,9 @@ def find_meter(
 
 def elsewhere_meter(device: str) -> SelectedMeter:
     """Return the absent meter of a target device that is not in this machine."""
-    return _as_found(NoMeter(f"{device} is not here, and no data sheet tells what a step takes"))
+    return _as_found(
+        NoMeter(f"{device} is not in this machine, and its data sheet does not contain the energy of a step")
+    )
 
 
 def measurable(
@@ -132,14 +140,16 @@ def measurable(
         return objective.without_energy(), replace(found.facts, left_out=objective.energy)
     raise ValueGivenError(
         "energy",
-        got=f"a weight or limit on energy, which is not measured here ({found.facts.reason})",
+        got=f"no energy meter ({found.facts.reason})",
         expected="a machine with an energy meter",
-        hint='Leave energy out; or Metering(without="renormalise") does, where it is weighed and not limited, and '
-        "says so; or Metering(watts=...) estimates.",
+        problem=f"The objective or the budget contains energy, which cannot be measured: {found.facts.reason}.",
+        hint="Remove energy, or pass Metering(watts=...) for an estimate. "
+        'Metering(without="renormalise") drops the weight of energy from the objective, but no limit.',
+        code="energy.no_meter",
     )
 
 
-_BY_OTHERS = "another rank reads it"
+_BY_OTHERS = "another rank reads the meter of this machine"
 
 
 def _of_device(device: torch.device, reads: ReadCounters, processor: Any, library: Any) -> SelectedMeter:
@@ -151,7 +161,7 @@ def _of_device(device: torch.device, reads: ReadCounters, processor: Any, librar
         return _as_found(gpu)
     if isinstance(processor, NoMeter):
         found = _as_found(gpu)
-        return replace(found, facts=replace(found.facts, uncounted=(f"the processor: {processor.reason}",)))
+        return replace(found, facts=replace(found.facts, uncounted=(f"the CPU: {processor.reason}",)))
     return _as_found(SeveralMeters((gpu, processor)), limits=_limits(gpu) + _limits(processor))
 
 
@@ -175,8 +185,14 @@ def _limits(meter: Any) -> tuple[PowerLimit, ...]:
 def _checked(meter: Meter) -> Meter:
     is_one = isinstance(meter, Meter) and meter.provenance in (Provenance.MEASURED, Provenance.ESTIMATED)
     if not is_one or isinstance(getattr(meter, "uncounted", ()), str):
-        expected = "what has provenance (measured or estimated), sources, period_s and joules(); uncounted, a tuple"
-        raise ValueGivenError("meter", got=f"{meter!r:.80}", expected=expected, hint="See docs/energy.md.")
+        raise ValueGivenError(
+            "meter",
+            got=f"{meter!r:.80}",
+            expected="an object with provenance (measured or estimated), sources, period_s and joules(), whose "
+            "uncounted is a tuple if it exists",
+            hint="See docs/energy.md for an example of a meter.",
+            code="meter.invalid",
+        )
     return meter
 
 

@@ -27,7 +27,8 @@ def load() -> Any:
     try:
         return importlib.import_module("pynvml")
     except ImportError:
-        raise MeterLost("nvidia-ml-py is missing: pip install 'trimtab[energy]'") from None
+        reason = "the package nvidia-ml-py is not installed (pip install 'trimtab[energy]')"
+        raise MeterLost(reason, code="nvml.not_installed") from None
 
 
 def position(ordinal: int, uuids: Sequence[str], names: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -46,29 +47,35 @@ def position(ordinal: int, uuids: Sequence[str], names: Sequence[str], environme
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     is_by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(set(names)) < 2
-    order = "the GPUs differ, and CUDA counts the fastest first: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    order = "CUDA numbers GPUs of different models in another order than NVML (set CUDA_DEVICE_ORDER=PCI_BUS_ID)"
     entries = [str(i) for i in range(len(uuids))] if visible is None else [e.strip() for e in visible.split(",")]
     if not 0 <= ordinal < len(entries):
-        raise MeterLost(f"cuda:{ordinal} is none of CUDA_VISIBLE_DEVICES={visible!r}")
+        found = f"NVML finds {len(uuids)} GPUs" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
+        raise MeterLost(f"cuda:{ordinal} does not exist ({found})", code="nvml.unknown_gpu")
     entry = entries[ordinal]
     if entry.upper().startswith("MIG-"):
-        raise MeterLost(f"cuda:{ordinal} is a MIG slice, {_MIG}")
+        raise MeterLost(f"cuda:{ordinal} is a MIG slice, {_MIG}", code="nvml.mig")
     if entry.isdecimal() and int(entry) < len(uuids):
         if not is_by_bus:
-            raise MeterLost(order)
+            raise MeterLost(order, code="nvml.device_order")
         return int(entry)
     return _of_uuid(entry, uuids, f"{entry!r} of CUDA_VISIBLE_DEVICES={visible!r}")
 
 
-_MIG = "and a counter is the whole GPU's, others' work included"
+_MIG = "and the energy counter covers the whole GPU, including the work of other slices"
 
 
-def _of_uuid(uuid: str, uuids: Sequence[str], said: str) -> int:
-    """Return the index of the GPU whose UUID starts with `uuid`. CUDA accepts such prefixes."""
+def _of_uuid(uuid: str, uuids: Sequence[str], name: str) -> int:
+    """Return the index of the GPU whose UUID starts with `uuid`. CUDA accepts such prefixes.
+
+    Args:
+        name: name of the GPU in an error.
+    """
     wanted = uuid.lower() if uuid.lower().startswith("gpu-") else f"gpu-{uuid.lower()}"
     found = [index for index, each in enumerate(uuids) if uuid and each.lower().startswith(wanted)]
     if len(found) != 1:
-        raise MeterLost(f"{said} is {'no GPU' if not found else 'more than one GPU'} of NVML's")
+        reason = f"{name} matches {len(found)} of the {len(uuids)} GPUs that NVML finds, instead of one"
+        raise MeterLost(reason, code="nvml.unknown_gpu")
     return found[0]
 
 
@@ -133,7 +140,8 @@ class Nvml:
         self._last_mw, self._read_at = self._call("nvmlDeviceGetPowerUsage", self._handle), self._clock()
         passed_s = self._read_at - then
         if passed_s > SAMPLED_S:
-            raise MeterLost(f"the power of {self._device} was not sampled for {passed_s:.3g} s")
+            reason = f"the power of {self._device} was not sampled for {passed_s:.3g} s (limit {SAMPLED_S:g} s)"
+            raise MeterLost(reason, code="meter.read_too_late")
         self._total += (before + self._last_mw) / 2e3 * passed_s
         return self._total
 
@@ -155,7 +163,7 @@ class Nvml:
             self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle)
         except self._library.NVMLError as error:
             if not self._is_none(error):
-                raise MeterLost(self._why(error)) from None
+                raise MeterLost(self._why(error), code="nvml.failed") from None
             self._last_mw = self._call("nvmlDeviceGetPowerUsage", self._handle)
             self._read_at = self._clock()
             return False
@@ -167,22 +175,22 @@ class Nvml:
         except self._library.NVMLError as error:
             if self._is_none(error):  # the GPU has no MIG mode
                 return
-            raise MeterLost(self._why(error)) from None
+            raise MeterLost(self._why(error), code="nvml.failed") from None
         if current == self._library.NVML_DEVICE_MIG_ENABLE:
-            raise MeterLost(f"{self._device} is in MIG mode, {_MIG}")
+            raise MeterLost(f"{self._device} is in MIG mode, {_MIG}", code="nvml.mig")
 
     def _call(self, name: str, *given: Any) -> Any:
         try:
             return getattr(self._library, name)(*given)
         except self._library.NVMLError as error:
-            raise MeterLost(self._why(error)) from None
+            raise MeterLost(self._why(error), code="nvml.failed") from None
 
     def _is_none(self, error: Any) -> bool:
         return getattr(error, "value", None) in [getattr(self._library, code) for code in _NONE]
 
     @staticmethod
     def _why(error: Exception) -> str:
-        return f"NVML says: {error}"
+        return f"NVML failed ({error})"
 
 
 def _text(value: str | bytes) -> str:
@@ -194,4 +202,4 @@ def nvml(ordinal: int = 0, *, uuid: str = "", library: Any = None) -> Nvml | NoM
     try:
         return Nvml(ordinal, uuid=uuid, library=library)
     except MeterLost as reason:
-        return NoMeter(str(reason))
+        return NoMeter(str(reason), code=reason.code)

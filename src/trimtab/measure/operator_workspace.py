@@ -109,9 +109,14 @@ def measured(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemory]:
     each = dict.fromkeys(calls)
     for call in each:
         if (size := _size(call)) > MOST_BYTES:
-            given = f"{name_of(call.operator)} of {format_bytes(size)}"
             raise WorkspaceTooLarge(
-                "model", got=given, expected=f"{format_bytes(MOST_BYTES)} at the most, to be tried out"
+                "model",
+                got=f"{format_bytes(size)} of tensors",
+                expected=f"at most {format_bytes(MOST_BYTES)}",
+                problem=f"The workspace of {name_of(call.operator)} cannot be measured: its tensors take "
+                f"{format_bytes(size)}, more than the limit of {format_bytes(MOST_BYTES)}.",
+                hint="Use a smaller micro-batch.",
+                code="model.operator_too_large",
             )
     modes = _modes()
     return {call: _taken(call, modes) for call in each}

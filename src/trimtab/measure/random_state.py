@@ -69,7 +69,13 @@ def loading_random_state(state: Any, where: str = "state.random") -> Load:
     require_keys(where, state, _NAMES)
     cpu, cuda = _words(f"{where}.cpu", state["cpu"]), [_words(f"{where}.cuda", each) for each in state["cuda"]]
     if len(cpu) != len(torch.get_rng_state()):
-        raise FormatError(f"{where}.cpu", got=f"{len(cpu)} bytes", expected="those of this torch's generator")
+        raise FormatError(
+            f"{where}.cpu",
+            got=f"{len(cpu)} bytes",
+            expected=f"the {len(torch.get_rng_state())} bytes of the CPU generator in torch {torch.__version__}",
+            hint="Load the state with the torch version that saved it.",
+            code="random_state.other_torch",
+        )
     python, numpy = _python(f"{where}.python", state["python"]), _numpy(f"{where}.numpy", state["numpy"])
 
     def load() -> None:
@@ -84,7 +90,7 @@ def loading_random_state(state: Any, where: str = "state.random") -> Load:
 
 def _words(where: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype is not torch.uint8 or value.dim() != 1:
-        raise FormatError(where, got=f"{value!r:.60}", expected="a tensor of bytes")
+        raise FormatError(where, got=f"{value!r:.60}", expected="a 1-D tensor of dtype uint8")
     return value.cpu()
 
 
@@ -93,7 +99,8 @@ def _python(where: str, state: Any) -> tuple[int, tuple[int, ...], float | None]
     words = _integers(f"{where}.words", state["words"], _WORDS + 1)
     gauss = state["gauss"]
     if state["version"] != 3 or not (gauss is None or isinstance(gauss, float)):
-        raise FormatError(where, got=f"version {state['version']!r}, {gauss!r}", expected="version 3 of random's state")
+        given = f"version {state['version']!r} with gauss {gauss!r}"
+        raise FormatError(where, got=given, expected="version 3 of Python's random state with a float or None")
     return 3, tuple(words), gauss
 
 
@@ -103,14 +110,16 @@ def _numpy(where: str, state: Any) -> tuple[str, np.ndarray, int, int, float]:
     name, position, has_gauss, cached = (state[key] for key in ("name", "position", "has_gauss", "cached"))
     known = name == "MT19937" and isinstance(position, int) and 0 <= position <= _WORDS
     if not known or has_gauss not in (0, 1) or not isinstance(cached, float):
-        raise FormatError(where, got=f"{name!r} at {position!r}", expected=f"MT19937 at 0 to {_WORDS}")
+        raise FormatError(
+            where, got=f"{name!r} at position {position!r}", expected=f"'MT19937' at a position of 0 to {_WORDS}"
+        )
     return name, np.asarray(words, dtype=np.uint32), position, has_gauss, cached
 
 
 def _integers(where: str, value: Any, length: int) -> list[int]:
     is_list = isinstance(value, Tensor) and value.dtype is torch.int64 and tuple(value.shape) == (length,)
     if not is_list or not bool(((value >= 0) & (value < 2**32)).all()):
-        raise FormatError(where, got=f"{value!r:.60}", expected=f"{length} numbers of 32 bits")
+        raise FormatError(where, got=f"{value!r:.60}", expected=f"an int64 tensor of {length} unsigned 32-bit numbers")
     found: list[int] = value.tolist()
     return found
 
@@ -127,8 +136,13 @@ def loading_generators(generators: list[torch.Generator], state: Any, where: str
         FormatError: Invalid state, or a different number of generators. Nothing was changed.
     """
     if not isinstance(state, list) or len(state) != len(generators):
-        given = f"{len(state) if isinstance(state, list) else state!r} states of generators"
-        raise FormatError(where, got=given, expected=f"{len(generators)}, as the loader has now")
+        raise FormatError(
+            where,
+            got=f"{len(state)} generator states" if isinstance(state, list) else f"{state!r:.60}",
+            expected=f"{len(generators)} generator states, one for each generator of the loader",
+            hint="Resume with the loader, sampler and dataset that were used when the state was saved.",
+            code="random_state.other_loader",
+        )
     states = [_words(f"{where}[{index}]", each) for index, each in enumerate(state)]
 
     def load() -> None:

@@ -221,5 +221,11 @@ def _copying() -> tuple[Any, ...]:
 
 
 def _unknown_torch() -> DependencyError:
-    given = f"{torch.__version__}, whose FSDP2 frees memory in an unknown place"
-    return DependencyError("torch", got=given, expected="one whose FSDP2 is known", hint="Use torch 2.13.")
+    return DependencyError(
+        "torch",
+        got=torch.__version__,
+        expected="2.13",
+        problem=f"The memory of FSDP2 cannot be traced with torch {torch.__version__}.",
+        hint="Install torch 2.13.",
+        code="dependency.torch_version",
+    )

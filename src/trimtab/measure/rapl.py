@@ -18,7 +18,7 @@ from trimtab.measure.energy_meter import MeterLost, NoMeter
 ROOT = Path("/sys/class/powercap")
 # Upper bound for a package's power. It gives the minimum time to a wrap-around, and detects a counter that was reset.
 MOST_W = 1000.0
-_READABLE = "since 2020 Linux lets root alone read it: `chmod a+r`, by root, on the energy_uj files lets you"
+_READABLE = "Linux allows only root to read it; as root, run `chmod a+r` on the energy_uj files"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def zones(root: Path = ROOT) -> tuple[RaplZone, ...]:
         MeterLost: There are no counters, or a counter is unreadable.
     """
     if not root.is_dir():
-        raise MeterLost(f"there is no {root}: a virtual machine or a container is not shown the processor's counters")
+        reason = f"{root} does not exist; virtual machines and containers usually have no access to CPU energy counters"
+        raise MeterLost(reason, code="rapl.missing")
     folders = {path: _name(path) for path in sorted(root.glob("intel-rapl*:*")) if path.name.count(":") == 1}
     own = {path: name for path, name in folders.items() if path.name.startswith("intel-rapl:")}
     packages: dict[str, Path] = {}
@@ -55,7 +56,8 @@ def zones(root: Path = ROOT) -> tuple[RaplZone, ...]:
     platform = {name: path for path, name in own.items() if name == "psys"}
     found = [zone for name, path in (packages or platform).items() for zone in _with_memory(name, path)]
     if not found:
-        raise MeterLost(f"{root} has no RAPL package: the kernel's intel_rapl module is not there, or not loaded")
+        reason = f"{root} contains no RAPL package; the kernel module intel_rapl is missing or not loaded"
+        raise MeterLost(reason, code="rapl.missing")
     for zone in found:
         zone.read()
     return tuple(found)
@@ -72,13 +74,15 @@ def _name(folder: Path) -> str:
     try:
         return (folder / "name").read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:  # an unknown zone might belong to the sum
-        raise MeterLost(f"what {folder.name} counts cannot be told ({type(error).__name__} of its name)") from None
+        reason = f"the name of the RAPL zone {folder.name} could not be read ({type(error).__name__})"
+        raise MeterLost(reason, code="rapl.unknown_zone") from None
 
 
 def _range_j(name: str, folder: Path) -> float:
     found = _microjoules(name, folder / "max_energy_range_uj") / 1e6
     if not found > 0:
-        raise MeterLost(f"the counter of {name} does not say at what it wraps around")
+        reason = f"the RAPL counter of {name} has a range of {found:g} J, so it is unknown when it wraps around"
+        raise MeterLost(reason, code="rapl.invalid_counter")
     return found
 
 
@@ -86,9 +90,11 @@ def _microjoules(name: str, path: Path) -> int:
     try:
         return int(path.read_text(encoding="utf-8"))
     except PermissionError:
-        raise MeterLost(f"the counter of {name} may not be read: {_READABLE}") from None
+        reason = f"the RAPL counter of {name} is not readable ({_READABLE})"
+        raise MeterLost(reason, code="rapl.not_readable") from None
     except (OSError, ValueError) as error:
-        raise MeterLost(f"the counter of {name} is gone, or is no number ({type(error).__name__})") from None
+        reason = f"the RAPL counter of {name} is missing or not an integer ({type(error).__name__})"
+        raise MeterLost(reason, code="rapl.invalid_counter") from None
 
 
 class Rapl:
@@ -121,12 +127,11 @@ class Rapl:
         steps = [(zone, (after - before) % zone.range_j) for zone, after, before in pairs]
         self._last, self._read_at = now, self._read_at + passed_s
         if passed_s > self.period_s:
-            raise MeterLost(
-                f"rapl was not read for {passed_s:.3g} s, and may wrap around twice in {self.period_s:.3g} s"
-            )
+            reason = f"the RAPL counters were not read for {passed_s:.3g} s (limit {self.period_s:.3g} s), and may have"
+            raise MeterLost(f"{reason} wrapped around", code="meter.read_too_late")
         for zone, step in steps:
             if step > MOST_W * (passed_s + 1.0):  # plus 1 s, because counters are updated with a delay
-                raise MeterLost(f"the counter of {zone.name} was begun anew")
+                raise MeterLost(f"the RAPL counter of {zone.name} was reset", code="rapl.reset")
         self._total += sum(step for _, step in steps)
         return self._total
 
@@ -158,4 +163,4 @@ def rapl(root: Path = ROOT) -> Rapl | NoMeter:
     try:
         return Rapl(root)
     except MeterLost as reason:
-        return NoMeter(str(reason))
+        return NoMeter(str(reason), code=reason.code)

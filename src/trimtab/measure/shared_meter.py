@@ -36,7 +36,7 @@ class Reader:
             found = self._meter.joules()
         except Exception as error:
             for other in self._others:
-                other._missed = str(error) or "its meter could not be read"
+                other._missed = str(error) or "the meter could not be read"
             raise
         if self._missed:
             missed, self._missed = self._missed, ""

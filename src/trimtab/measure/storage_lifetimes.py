@@ -46,11 +46,15 @@ def _as_usual(*, last: bool) -> None:
 
 def cannot_trace(error: Exception) -> ModelError:
     """Return the error for a step that does not run on fake tensors, including torch's reason."""
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
     return ModelError(
         "model",
-        got=f"a step that cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})",
-        expected="one whose course does not depend on values, with no tensors but the model's and the batch's",
-        hint="Its memory can be measured instead, by running it.",
+        got=reason,
+        expected="a step that runs on fake tensors",
+        problem=f"The step cannot be traced on fake tensors ({reason}).",
+        hint="Avoid tensor values in Python (such as .item() or `if tensor:`) and tensors outside of the model and the "
+        "batch, or run trimtab.plan on the device itself, which measures the step.",
+        code="model.not_traceable",
     )
 
 

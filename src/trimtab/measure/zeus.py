@@ -17,7 +17,7 @@ from trimtab.measure.energy_meter import MeterLost
 
 # Disjoint parts of an Apple chip; the CPU total includes cores and clusters.
 _APPLE = ("cpu_total_mj", "dram_mj", "gpu_mj", "gpu_sram_mj", "ane_mj")
-_WAY_OUT = "Give watts instead, which are labelled as an estimate: trimtab.Metering(watts=...)."
+_WAY_OUT = "Pass the power in watts instead, for an estimate: trimtab.Metering(watts=...)."
 
 
 class ZeusGpu:
@@ -32,7 +32,7 @@ class ZeusGpu:
     """
 
     provenance, period_s = Provenance.MEASURED, math.inf
-    uncounted: tuple[str, ...] = ("the processor, and other GPUs: it reads one",)
+    uncounted: tuple[str, ...] = ("the CPU, and other GPUs",)
 
     def __init__(self, index: int = 0, *, library: Any = None) -> None:
         self._index = validation.integer("index", index, low=0)
@@ -71,10 +71,11 @@ class ZeusApple:
         Raises:
             MeterLost: The chip is unreadable, or reports none of the known parts.
         """
-        said = _asked(self._device)
-        parts = [part for name in _APPLE if (part := getattr(said, name, None)) is not None]
+        found = _asked(self._device)
+        parts = [part for name in _APPLE if (part := getattr(found, name, None)) is not None]
         if not parts:
-            raise MeterLost(f"Zeus tells no part of this chip that is known: {said!r:.200}")
+            reason = f"Zeus returned no known energy counter of this chip: {found!r:.200}"
+            raise MeterLost(reason, code="zeus.no_counter")
         return math.fsum(parts) / 1e3
 
 
@@ -87,19 +88,36 @@ def _opened(meter: ZeusGpu | ZeusApple, name: str, library: Any) -> Any:
     try:
         library = library or importlib.import_module("zeus.device")
     except ImportError:
-        hint = "pip install 'trimtab[zeus]'"
-        raise ValueGivenError("meter", got="no zeus", expected="the package zeus", hint=hint) from None
-    expected = f"a device whose counter {meter.sources[0]!r} names"
+        raise ValueGivenError(
+            "meter",
+            got="no package zeus",
+            expected="the package zeus",
+            problem=f"{type(meter).__name__} needs the package zeus, which is not installed.",
+            hint="Run `pip install 'trimtab[zeus]'`.",
+            code="zeus.not_installed",
+        ) from None
+    expected = f"a device with the counter {meter.sources[0]!r}"
     try:
         meter._device = getattr(library, name)()
     except Exception as error:  # the exception classes differ between versions of Zeus
-        given = f"none that Zeus finds ({type(error).__name__}: {error})"
-        raise ValueGivenError("meter", got=given, expected=expected, hint=_WAY_OUT) from None
+        raise ValueGivenError(
+            "meter",
+            got=f"{type(error).__name__}: {error}",
+            expected=expected,
+            problem=f"Zeus finds no device with the counter {meter.sources[0]!r} ({type(error).__name__}: {error}).",
+            hint=_WAY_OUT,
+            code="zeus.no_device",
+        ) from None
     try:
         meter.joules()
     except MeterLost as error:
         raise ValueGivenError(
-            "meter", got=f"none that can be read ({error})", expected=expected, hint=_WAY_OUT
+            "meter",
+            got=str(error),
+            expected=expected,
+            problem=f"The counter {meter.sources[0]!r} cannot be read: {error}.",
+            hint=_WAY_OUT,
+            code="zeus.not_readable",
         ) from None
     return meter._device
 
@@ -108,4 +126,4 @@ def _asked(device: Any, *given: Any) -> Any:
     try:
         return device.get_total_energy_consumption(*given)
     except Exception as error:  # the exception classes differ between versions of Zeus
-        raise MeterLost(f"Zeus says: {type(error).__name__}: {error}") from None
+        raise MeterLost(f"Zeus failed ({type(error).__name__}: {error})", code="zeus.failed") from None

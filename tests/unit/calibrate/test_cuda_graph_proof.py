@@ -86,7 +86,7 @@ RECORDED = torch.randn(4, 6, generator=torch.Generator().manual_seed(5))
     ],
 )
 def test_another_gradient_is_refused(launch):
-    assert "its gradient differs by" in refusal(launch)
+    assert "the gradient differs by" in refusal(launch)
 
 
 def with_bias(factor, beside=0.0):
@@ -110,8 +110,7 @@ def thin(model):
 
 
 def test_the_gradient_of_a_small_layer_alone_is_looked_at_too():
-    said = refusal(with_bias(2.5), at_first=thin)
-    assert said == "launched as graphs the gradient of 0.bias differs by 1.5, relative"
+    assert "the gradient of 0.bias differs by 1.5" in refusal(with_bias(2.5), at_first=thin)
     assert refusal(with_bias(1.2), at_first=thin) is None
 
 
@@ -167,7 +166,7 @@ def test_weights_that_it_was_recorded_with_are_refused():
         hidden = torch.tanh(nn.functional.linear(rows, frozen["0.weight"], frozen["0.bias"]))
         return nn.functional.linear(hidden, frozen["3.weight"], frozen["3.bias"])
 
-    assert "its gradient differs by" in refusal(launch, at_first=at_first)
+    assert "the gradient differs by" in refusal(launch, at_first=at_first)
     assert refusal(lambda model, rows: model._call_impl(rows), at_first=at_first) is None
 
 
@@ -180,15 +179,15 @@ def test_where_nothing_moves_the_gradient_nothing_is_proved():
         model[0], model[3] = nn.Identity(), nn.Linear(6, 1)
 
     said = refusal(lambda model, rows: model._call_impl(rows), at_first=linear, rows=rows, loss=torch.mean)
-    assert "hardly move its gradient" in said
+    assert "could not be checked" in said
 
 
 def test_of_a_gradient_that_is_zero_nothing_is_proved():
-    assert "nothing can be proved" in refusal(lambda model, rows: model._call_impl(rows), scale=0.0)
+    assert "could not be checked" in refusal(lambda model, rows: model._call_impl(rows), scale=0.0)
 
 
 def test_what_is_never_launched_is_not_taken():
-    assert "nothing of its forward was launched: not one call" in refusal(None)
+    assert "no part of the forward was replayed" in refusal(None)
     assert refusal(None, refused="it draws") == "it draws"
 
 
@@ -197,4 +196,4 @@ def test_a_model_that_was_compiled_before_is_not_proved():
     subject = TrainingLoop(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean(), torch.randn(8, 6)
     )
-    assert replay_refusal(subject, CANDIDATE) == "the model was compiled before"
+    assert "compiled before" in replay_refusal(subject, CANDIDATE)

@@ -43,21 +43,22 @@ DOORS = {
 @pytest.mark.parametrize(
     ("devices", "given", "expected"),
     [
-        (("meta", "meta"), "parameters on meta", "parameters on cpu or cuda"),
-        (("cpu", "meta"), "parameters on ['cpu', 'meta']", "one device"),
+        (("meta", "meta"), "meta", "cpu or cuda"),
+        (("cpu", "meta"), "['cpu', 'meta']", "one device"),
     ],
 )
 def test_a_device_that_cannot_be_measured_is_refused(door, devices, given, expected):
     with pytest.raises(ModelError) as caught:
         door(*loop(*devices), never, BATCH)
-    assert (caught.value.field, caught.value.got) == ("model", given)
-    assert caught.value.expected.startswith(expected)
+    assert caught.value.field == "model"
+    assert given in caught.value.got
+    assert expected in caught.value.expected
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu:1"])
 def test_the_refusal_names_the_device_and_the_way_out(monkeypatch, device):
     monkeypatch.setattr(TrainingLoop, "device", torch.device(device))
-    with raises(ModelError, code="model.unsupported", field="model"):
+    with raises(ModelError, code="model.device_unsupported", field="model"):
         TrainingLoop(*loop("cpu"), never, BATCH)
 
 
@@ -131,7 +132,7 @@ def cast_inside(model, batch):
 @pytest.mark.parametrize("loss_fn", [its_method, its_submodule])
 def test_a_loss_that_does_not_call_the_model_is_refused_before_anything_is_measured(loss_fn):
     model = Tower()
-    with raises(LossError, code="loss.invalid", field="loss_fn"):
+    with raises(LossError, code="loss.model_not_called", field="loss_fn"):
         trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, BATCH, progress=fails_to_measure)
 
 
@@ -146,7 +147,7 @@ def test_an_autocast_of_the_loops_own_is_refused_whatever_is_declared(precision,
     model, optimizer = loop("cpu")
     subject = TrainingLoop(model, optimizer, mean_square if around else cast_by_the_loop, BATCH)
     cast = torch.autocast("cpu", torch.bfloat16) if around else contextlib.nullcontext()
-    with cast, raises(LossError, code="loss.invalid", field="loss_fn"):
+    with cast, raises(LossError, code="loss.own_autocast", field="loss_fn"):
         require_own_forward(subject, precision)
 
 
@@ -177,7 +178,7 @@ def test_what_a_model_casts_inside_is_its_own():
 def test_a_rate_of_zero_is_no_rate_to_rise_from():
     model, optimizer = loop("cpu")
     optimizer.param_groups[0]["lr"] = 0.0
-    with raises(ValueGivenError, code="value.invalid", field="optimizer"):
+    with raises(ValueGivenError, code="optimizer.rate_is_zero", field="optimizer"):
         trimtab.plan(model, optimizer, never, BATCH, adapt="learning_rate", data=[BATCH])
 
 

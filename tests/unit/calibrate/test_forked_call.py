@@ -83,8 +83,8 @@ def test_where_the_incumbents_own_rows_do_not_come_to_their_end_nothing_is_told_
     candidates = [Candidate(precision, "keep", False, 8) for precision in ("bf16", "fp16", "tf32")]
     guard = smoke_test.CrashTest(subject, Candidate("fp32", "keep", False, 8))
     said = [guard.refusal(each) for each in candidates]  # after a late one nobody is waited for any more
-    told = "SIGSEGV ended a process that stepped through 2 of 8 rows"
-    assert said == ([told, None, None] if of_incumbent == DONE else [None] * 3)
+    assert [each is not None and "SIGSEGV" in each for each in said] == [of_incumbent == DONE, False, False]
+    assert said[1:] == [None, None]
     alike = [replace(each, micro_batch=4, fused_optimizer=True, allocator="retain") for each in candidates]
     assert [guard.refusal(each) for each in alike] == said  # the same kernels: what was told is told again
     assert len(seen) == calls
@@ -135,6 +135,6 @@ def test_settings_that_end_a_process_are_a_loser_with_its_reason(budget):
     errors = {t.candidate.precision: t.error for t in found.stage("modes") if t.error}
     assert set(errors) <= {"bf16", "fp16"}
     for error in errors.values():
-        assert error.startswith("SIGABRT ended a process") or "not tried" in error
+        assert "SIGABRT" in error or "not tried" in error
     assert errors or not any(t.candidate.precision != "fp32" for t in found.trials)
     assert fingerprint(model, optimizer) == before

@@ -181,11 +181,11 @@ def test_a_limit_is_met_by_computing_again_where_the_batch_cannot_be_split():
 def test_blocks_may_be_named():
     given = {"objective": trimtab.Objective(1.0, 1.0), "named_blocks": ("0", "3.0")}
     assert {each.blocks for each in planned(normalised, **given).recomputables} == {("0", "3.0")}
-    with raises(ValueGivenError, code="value.invalid", field="blocks"):
+    with raises(ValueGivenError, code="blocks.unknown_module", field="blocks"):
         trimtab.plan_elsewhere(*normalised(), L4, blocks=["9"])
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     loop_of = model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(m(b)).sum(), torch.randn(8, 4)
-    with raises(ValueGivenError, code="value.invalid", field="blocks"):
+    with raises(ValueGivenError, code="blocks.not_run_once", field="blocks"):
         trimtab.plan_elsewhere(*loop_of, L4, blocks=["0"])
 
 

@@ -70,7 +70,7 @@ def test_nothing_is_run_that_is_too_large(monkeypatch):
     _, structure = torch.utils._pytree.tree_flatten(((0, 0), {}))
     call = operator_workspace.OperatorCall(operator, (like, like), structure)
     monkeypatch.setattr(operator_workspace, "MOST_BYTES", 3 * 2 * 64 * 64 - 1)
-    with raises(operator_workspace.WorkspaceTooLarge, code="model.unsupported", field="model"):
+    with raises(operator_workspace.WorkspaceTooLarge, code="model.operator_too_large", field="model"):
         operator_workspace.measured([call])
     assert ran == []
     monkeypatch.setattr(operator_workspace, "MOST_BYTES", 3 * 2 * 64 * 64)

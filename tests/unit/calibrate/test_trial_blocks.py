@@ -316,7 +316,7 @@ def test_one_that_stays_far_slower_is_dropped(subject, clock):
     bf16 = replace(WHOLE, precision="bf16")
     clock += [1.0, 9.0, 8.0] + [1.0] * 5
     _, rival = run(subject, SearchPhase("modes", (WHOLE, bf16), accepts=True))
-    assert rival.error == "stopped after warm-up: 8 s per step against 1 s"
+    assert all(figure in rival.error for figure in ("8 s", "1 s"))
 
 
 def test_a_slow_first_step_of_every_block_is_no_gain_for_one_that_retains_memory(subject, clock, monkeypatch):
@@ -417,7 +417,7 @@ def test_fp16_that_overflows_at_every_scale_is_no_candidate():
         model, torch.optim.AdamW(model.parameters()), lambda m, x: (0 * m(x).float().mean()).sqrt(), torch.ones(8, 4)
     )
     (trial,) = run(tried, SearchPhase("modes", (HALF_PRECISION,), accepts=True))
-    assert trial.error == "its gradients overflow at every loss scale tried"
+    assert "overflow" in trial.error
 
 
 def test_one_that_fails_after_its_warm_up_is_a_trial_with_its_error(subject, machine, monkeypatch):

@@ -116,21 +116,21 @@ def test_a_step_that_cannot_be_traced_is_for_replicas(profile, of_two):
 
     plan = chosen(profile, loop_of(counts))
     assert plan.zero_stage.value == 0
-    assert "what a rank holds at another stage is not known: a step that cannot be traced" in plan.zero_stage.reason
+    assert "cannot be traced" in plan.zero_stage.reason
 
 
 def test_a_share_of_too_few_rows_is_for_replicas(profile, of_two):
     model, optimizer, loss_fn, batch = loop_of()
     plan = chosen(profile, (model, optimizer, loss_fn, batch[:2]))
     assert plan.zero_stage.value == 0
-    assert "is not known: a step of 2 rows that cannot be traced" in plan.zero_stage.reason
+    assert "cannot be traced" in plan.zero_stage.reason
 
 
 def test_a_torch_without_what_traces_need_is_for_replicas(profile, of_two, monkeypatch):
     monkeypatch.delattr(c10d, "_World")
     plan = chosen(profile, loop_of())
     assert plan.zero_stage.value == 0
-    assert f"is not known: {torch.__version__}" in plan.zero_stage.reason
+    assert torch.__version__ in plan.zero_stage.reason
 
 
 def test_a_link_that_cannot_be_timed_is_for_replicas(profile, of_two, monkeypatch):

@@ -138,7 +138,7 @@ def test_a_hidden_state_that_the_model_hands_out_is_no_link():
 
 
 def test_a_forward_that_looks_at_values_is_refused_with_the_reason():
-    with raises(ModelError, code="model.unsupported", field="model"):
+    with raises(ModelError, code="model.not_traceable", field="model"):
         chain_of(lambda blocks, x: in_turn(blocks, x) if x.sum() > 0 else x)
 
 

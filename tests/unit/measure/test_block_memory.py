@@ -261,7 +261,7 @@ def test_what_is_kept_is_what_a_forward_leaves():
 
 def test_a_step_that_looks_at_values_is_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-    with raises(ModelError, code="model.unsupported", field="model"):
+    with raises(ModelError, code="model.not_traceable", field="model"):
         trace_stages(
             model, lambda m, x: m(x).sum() if x.sum() > 0 else x.sum(), torch.randn(4, 8), BlockGraph(("0",), ())
         )

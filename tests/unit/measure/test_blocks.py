@@ -52,6 +52,9 @@ def test_a_model_of_layers_has_its_layers():
 
 def test_a_person_may_name_them():
     assert find_blocks(Net(), ["down", "up.layers"]) == ("down", "up.layers")
-    for wrong in (["down", "down.layers"], ["nowhere"], [""], ["down", "down"]):
-        with raises(ValueGivenError, code="value.invalid", field="blocks"):
+    for wrong in (["nowhere"], [""]):
+        with raises(ValueGivenError, code="blocks.unknown_module", field="blocks"):
+            find_blocks(Net(), wrong)
+    for wrong in (["down", "down.layers"], ["down", "down"]):
+        with raises(ValueGivenError, code="blocks.overlap", field="blocks"):
             find_blocks(Net(), wrong)

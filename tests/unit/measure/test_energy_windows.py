@@ -95,7 +95,7 @@ def test_what_ran_since_the_last_reading_is_a_stretch_too_short_to_be_told(clock
     found = laps.read()
     if measures:
         assert (found.joules, found.seconds) == (None, pytest.approx(14.0))
-        assert "2 s lie in windows of less than 1 s" in found.reason
+        assert "2 s were in intervals of less than 1 s" in found.reason
     else:  # an estimate of any stretch is as good
         assert (found.joules, found.seconds) == (pytest.approx(600.0), pytest.approx(12.0))
 
@@ -112,7 +112,7 @@ def test_who_reads_a_clock_often_makes_no_stretch_shorter(clock, counter):
 
 def test_a_lap_is_a_stretch_of_what_is_read(clock, counter):
     laps = EnergyClock(counter, clock=clock)
-    assert laps.lap().reason == "it was not started"
+    assert "not started" in laps.lap().reason
     laps.start()
     for joules in (10.0, 20.0):
         passes(clock, counter, 2, joules)
@@ -126,7 +126,7 @@ def test_a_measured_window_below_a_second_says_nothing(clock, counter):
     passes(clock, counter, 0.9, 60.0)
     found = laps.read()
     assert (found.joules, found.provenance) == (None, Provenance.ABSENT)
-    assert "0.9 s lie in windows of less than 1 s" in found.reason
+    assert "0.9 s were in intervals of less than 1 s" in found.reason
 
 
 def test_short_stretches_are_left_out_until_they_are_much(clock, counter):
@@ -144,7 +144,7 @@ def test_short_stretches_are_left_out_until_they_are_much(clock, counter):
 def test_a_counter_that_stands_still_is_no_zero(clock, counter):
     laps = started(counter, clock)
     clock.now += 3
-    assert laps.read().reason == "a counter stood still for 3 s"
+    assert laps.read().reason == "a counter did not increase in 3 s"
 
 
 def test_a_stretch_in_which_the_meter_was_lost_has_no_joules_and_the_next_one_has(clock, counter):
@@ -255,7 +255,7 @@ def test_zero_is_no_reading_and_absence_no_zero(joules, kind):
 def test_on_a_machine_without_a_meter_it_is_absent_and_says_why(tmp_path):
     found = find_meter(CPU, Metering(root=tmp_path / "powercap"))
     assert found.facts.is_absent
-    assert "virtual machine" in found.facts.describe()
+    assert str(tmp_path / "powercap") in found.facts.describe()
     assert with_idle(found) is found
 
 
@@ -271,7 +271,7 @@ def test_idle_watts_are_those_of_a_second(tmp_path, clock, monkeypatch):
 
 @pytest.mark.parametrize("own", [object(), NoMeter("none"), SimpleNamespace(provenance="measured")])
 def test_a_meter_that_is_none_is_refused(own):
-    with raises(ValueGivenError, code="value.invalid", field="meter"):
+    with raises(ValueGivenError, code="meter.invalid", field="meter"):
         find_meter(CPU, Metering(meter=own))
 
 
@@ -298,7 +298,7 @@ def test_a_gpu_is_counted_with_its_processor(on_gpu):
 def test_a_gpu_whose_processor_is_not_counted_says_so(on_gpu, tmp_path):
     found = on_gpu(root=tmp_path / "nothing")
     assert (found.facts.sources, found.facts.is_absent) == (("nvml gpu 0",), False)
-    assert "the processor: there is no" in found.facts.describe()
+    assert f"the CPU: {tmp_path / 'nothing'}" in found.facts.describe()
 
 
 def test_a_processor_alone_is_no_meter_of_a_gpu(on_gpu):
@@ -337,8 +337,10 @@ def nothing(tmp_path):
 def test_energy_that_counts_without_a_meter_is_refused(nothing, objective, budget, without):
     if without == "renormalise" and objective.energy < 1 and budget.energy is None:
         pytest.skip("accepted: the next test")
-    with raises(ValueGivenError, code="value.invalid", field="energy"):
+    with pytest.raises(ValueGivenError) as caught:
         measurable(objective, budget, nothing, without)
+    assert caught.value.field == "energy"
+    assert without == "renormalise" or caught.value.code == "energy.no_meter"
 
 
 def test_a_weight_is_left_out_where_that_is_accepted_and_the_plan_says_so(nothing):
@@ -354,9 +356,12 @@ def test_energy_counts_where_it_is_known(given):
     assert measurable(objective, Budget(energy=1), find_meter(CPU, Metering(**given)))[0] == objective
 
 
-@pytest.mark.parametrize("given", [{"watts": 5, "meter": Counter()}, {"without": "guess"}])
-def test_contrary_wishes_are_refused(given):
-    with pytest.raises(ValueGivenError):
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [({"watts": 5, "meter": Counter()}, "energy.watts_and_meter"), ({"without": "guess"}, "value.invalid")],
+)
+def test_contrary_wishes_are_refused(given, code):
+    with raises(ValueGivenError, code=code):
         Metering(**given)
 
 

@@ -159,7 +159,7 @@ def test_a_step_that_looks_at_a_value_cannot_be_traced():
         loss = loss_fn(model, batch)
         return loss if loss.item() > 0 else 2 * loss
 
-    with raises(ModelError, code="model.unsupported", field="model"):
+    with raises(ModelError, code="model.not_traceable", field="model"):
         trace_step(model, optimizer, looking, batch)
     assert all(not is_fake(p) for p in model.parameters())
 
@@ -289,7 +289,7 @@ def test_an_operator_that_cannot_be_run_cannot_be_traced_with_what_it_takes(monk
 
     monkeypatch.setattr("trimtab.measure.storage_lifetimes.measured", fails)
     model, optimizer, batch = loop()
-    with raises(ModelError, code="model.unsupported", field="model"):
+    with raises(ModelError, code="model.not_traceable", field="model"):
         trace_step(model, optimizer, loss_fn, batch, counts_scratch=True)
 
 

@@ -47,28 +47,31 @@ def test_the_gpu_is_the_one_that_cuda_sees(visible, ordinal, found):
 
 
 @pytest.mark.parametrize(
-    ("visible", "ordinal", "reason"),
+    ("visible", "ordinal", "code"),
     [
-        ("", 0, "is no GPU"),
-        ("-1", 0, "is no GPU"),
-        ("0", 1, "cuda:1 is none of"),
-        ("7", 0, "is no GPU"),
-        ("GPU-", 0, "more than one GPU"),
-        ("GPU-cc", 0, "is no GPU"),
-        ("MIG-1234", 0, "a MIG slice"),
-        ("MIG-GPU-aaaa-0001/1/0", 0, "a MIG slice"),
+        ("", 0, "nvml.unknown_gpu"),
+        ("-1", 0, "nvml.unknown_gpu"),
+        ("0", 1, "nvml.unknown_gpu"),
+        ("7", 0, "nvml.unknown_gpu"),
+        ("GPU-", 0, "nvml.unknown_gpu"),
+        ("GPU-cc", 0, "nvml.unknown_gpu"),
+        ("MIG-1234", 0, "nvml.mig"),
+        ("MIG-GPU-aaaa-0001/1/0", 0, "nvml.mig"),
     ],
 )
-def test_a_gpu_that_cannot_be_told_is_refused(visible, ordinal, reason):
-    with pytest.raises(MeterLost, match=reason):
+def test_a_gpu_that_cannot_be_told_is_refused(visible, ordinal, code):
+    with pytest.raises(MeterLost) as caught:
         Nvml(ordinal, library=two(), environment={"CUDA_VISIBLE_DEVICES": visible})
+    assert caught.value.code == code
+    assert repr(visible) in str(caught.value) or f"cuda:{ordinal}" in str(caught.value)
 
 
 def test_gpus_that_differ_have_two_orders():
     library = two()
     library.gpus[1].name = "a faster one"
-    with pytest.raises(MeterLost, match="PCI_BUS_ID"):
+    with pytest.raises(MeterLost, match="CUDA_DEVICE_ORDER=PCI_BUS_ID") as caught:
         Nvml(0, library=library, environment=NONE)
+    assert caught.value.code == "nvml.device_order"
     assert Nvml(1, library=library, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).uuid == "GPU-bbbb-0002"
     assert Nvml(0, uuid="bbbb-0002", library=library, environment=NONE).uuid == "GPU-bbbb-0002"  # as torch tells it
     named = {"CUDA_VISIBLE_DEVICES": "GPU-bbbb-0002"}
@@ -93,8 +96,9 @@ def test_another_gpu_that_is_lost_takes_no_meter_from_one_that_torch_names():
 def test_a_gpu_that_is_shared_out_is_refused():
     library = two()
     library.gpus[0].mig = 1
-    with pytest.raises(MeterLost, match="gpu 0 is in MIG mode"):
+    with pytest.raises(MeterLost, match="gpu 0") as caught:
         Nvml(0, library=library, environment=NONE)
+    assert caught.value.code == "nvml.mig"
     library.gpus[0].mig = 0
     assert Nvml(0, library=library, environment=NONE).joules() == 1000.0
 
@@ -110,8 +114,9 @@ def test_without_a_counter_power_is_sampled_and_said_to_be():
     assert meter.sources == ("nvml gpu 0 power, sampled at least every 2 s",)
     assert meter.period_s == SAMPLED_S
     clock.now += SAMPLED_S + 1
-    with pytest.raises(MeterLost, match="not sampled for 3 s"):
+    with pytest.raises(MeterLost, match="3 s") as caught:
         meter.joules()
+    assert caught.value.code == "meter.read_too_late"
 
 
 def test_a_gpu_that_vanishes_is_lost_and_not_zero():
@@ -129,7 +134,7 @@ def test_a_counter_that_may_not_be_read_is_lost_and_not_zero():
     with pytest.raises(MeterLost, match="Insufficient Permissions"):
         meter.joules()
     found = nvml(0, library=library)
-    assert found.provenance is Provenance.ABSENT
+    assert (found.provenance, found.code) == (Provenance.ABSENT, "nvml.failed")
     assert "Insufficient Permissions" in found.reason
 
 
@@ -149,6 +154,7 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(module.importlib, "import_module", missing)
+    assert nvml(0).code == "nvml.not_installed"
     assert "pip install 'trimtab[energy]'" in nvml(0).reason
 
 

@@ -73,7 +73,7 @@ def test_what_a_meter_does_not_count_is_named_in_a_tuple():
     assert find_meter(torch.device("cpu"), Metering(meter=Partial())).facts.uncounted == ("the fans",)
     spelt = Partial()
     spelt.uncounted = "the fans"  # whose letters would be named one by one
-    with raises(ValueGivenError, code="value.invalid", field="meter"):
+    with raises(ValueGivenError, code="meter.invalid", field="meter"):
         find_meter(torch.device("cpu"), Metering(meter=spelt))
 
 
