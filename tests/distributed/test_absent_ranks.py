@@ -177,7 +177,7 @@ def test_parameters_that_torch_cannot_deal_out_are_named():
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches, how = (torch.ones(2, 4), torch.ones(4, 4)), Parallelism(2, 1)
-    with raises(ModelError, code="model.unsupported", field="model"):
+    with raises(ModelError, code="model.not_traceable", field="model"):
         trace_rank(model, optimizer, lambda model, rows: model(rows).mean(), batches, (2, 4), how)
     assert not dist.is_initialized()
 

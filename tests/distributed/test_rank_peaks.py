@@ -57,7 +57,7 @@ def test_a_step_that_cannot_be_traced_leaves_no_group_behind():
     def looks(model, tokens):
         return loss(model, tokens) if float(loss(model, tokens)) > 0 else None
 
-    with raises(ModelError, code="model.unsupported", field="model"):
+    with raises(ModelError, code="model.not_traceable", field="model"):
         told(2, loss_fn=looks)
     assert not dist.is_initialized()
 

@@ -72,7 +72,7 @@ def loss_failed(error: Exception) -> LossError:
         "loss_fn",
         got=describe(error),
         expected="a forward and backward without errors",
-        problem=f"The forward and backward of the example batch failed without any setting of a plan "
+        problem=f"The forward and backward of the example batch failed, with all settings unchanged "
         f"({describe(error)}).",
         hint="Run loss_fn(model, batch).backward() yourself, and correct the model, the loss function or the batch.",
         code="loss.failed",
