@@ -69,7 +69,7 @@ def profile_elsewhere(
     if named_blocks:
         blocks_of(model, loss_fn, batch, named_blocks)
     facts = _of_rows(_facts(model, optimizer, loss_fn, batch), rows)
-    check = SplitCheck(True, _SPLITS, code="split.not_checked")
+    check = SplitCheck(True, _SPLITS, code="split.assumed")
     if has_batch_statistics(model):
         check = SplitCheck(False, "a module normalises over the batch", code="split.batch_statistics")
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)

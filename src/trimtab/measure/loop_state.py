@@ -285,9 +285,9 @@ class LoopState:
         self._process.restore()
 
     def _warn_of(self, place: ObjectPath) -> None:
-        text = f"A training step changed {StateChange(place.path(), place.kind)}, which is too large to be copied and restored."
-        hint = "Reload its value before you continue."
-        warnings.warn(f"{text} {hint}", RuntimeWarning, stacklevel=3)
+        changed = StateChange(place.path(), place.kind)
+        text = f"A training step changed {changed}, which is too large to be copied and was not restored."
+        warnings.warn(f"{text} Reload its value before you continue.", RuntimeWarning, stacklevel=3)
 
     def __enter__(self) -> LoopState:
         return self
