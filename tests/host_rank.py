@@ -108,10 +108,11 @@ def accelerated(stage: int | None, *, planned: bool = False, rows: int = STEPS *
 
 
 def refused(call) -> str:
+    """Return the code of the error that a call raises, or ""."""
     try:
         call()
     except ValueGivenError as error:
-        return str(error)
+        return error.code
     return ""
 
 

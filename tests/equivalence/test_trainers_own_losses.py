@@ -108,7 +108,7 @@ def test_smoothed_labels_whose_first_counts_are_not_split_where_a_mean_is_of_wha
         held = model()
         held.__class__ = type("OfNoNextWords", (GPT2LMHeadModel,), {})  # of which the host shifts no labels
         OURS(model=held, args=given, train_dataset=of_unlike_counts(STEPS * ROWS), plan=SPLIT).train()
-    with raises(ValueGivenError, code="value.invalid", field="args.label_smoothing_factor"):
+    with raises(ValueGivenError, code="labels.not_counted", field="args.label_smoothing_factor"):
         ours.train()
 
 

@@ -330,7 +330,7 @@ def test_labels_of_which_some_count_are_not_split_where_the_host_counts_none(tmp
             model=held, args=arguments(tmp_path), train_dataset=rows(64), plan=trimtab.Plan.fixed(ROWS, micro)
         )
 
-    with raises(ValueGivenError, code="value.invalid", field="labels"):
+    with raises(ValueGivenError, code="labels.not_counted", field="labels"):
         made(2).train()
     made(ROWS).train()
 
@@ -405,63 +405,56 @@ def test_an_error_in_the_loop_closes_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"bf16": True}, r"args\.bf16.*the precision is the plan's"),
-        ({RECOMPUTES: True}, rf"args\.{RECOMPUTES}"),
-        ({"auto_find_batch_size": True}, r"args\.auto_find_batch_size"),
-        ({"torch_compile": True}, r"args\.torch_compile"),
-        ({"tf32": False}, r"args\.tf32.*the precision is the plan's"),
-    ],
+    "changes",
+    [{"bf16": True}, {RECOMPUTES: True}, {"auto_find_batch_size": True}, {"torch_compile": True}, {"tf32": False}],
 )
-def test_arguments_that_decide_what_a_plan_does_are_refused(tmp_path, changes, said):
-    with pytest.raises(ValueGivenError, match=said):
+def test_arguments_that_decide_what_a_plan_does_are_refused(tmp_path, changes):
+    (name,) = changes
+    with raises(ValueGivenError, code="trainer.decided_by_plan", field=f"args.{name}"):
         TrimtabTrainer(model=model(), args=arguments(tmp_path, **changes), train_dataset=rows(8))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"average_tokens_across_devices": False}, r"args\.average_tokens_across_devices"),
-        ({"ddp_find_unused_parameters": True}, r"args\.ddp_find_unused_parameters.*freeze"),
-        ({"ddp_bucket_cap_mb": 1}, r"args\.ddp_bucket_cap_mb"),
-    ],
+    "changes",
+    [{"average_tokens_across_devices": False}, {"ddp_find_unused_parameters": True}, {"ddp_bucket_cap_mb": 1}],
 )
-def test_of_ranks_what_a_plan_says_is_not_an_arguments(tmp_path, changes, said):
-    with pytest.raises(ValueGivenError, match=said):
+def test_of_ranks_what_a_plan_says_is_not_an_arguments(tmp_path, changes):
+    (name,) = changes
+    with raises(ValueGivenError, code="trainer.decided_by_plan", field=f"args.{name}"):
         refuse_conflicts(arguments(tmp_path, **changes), num_processes=2)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "field"),
     [
-        ("ACCELERATE_MIXED_PRECISION", "bf16", r"mixed_precision.*the precision is the plan's"),
-        ("ACCELERATE_DYNAMO_BACKEND", "eager", r"dynamo_backend.*the plan compiles"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision"),
+        ("ACCELERATE_DYNAMO_BACKEND", "eager", "Accelerator(dynamo_backend=...)"),
     ],
 )
-def test_what_the_environment_asks_for_is_refused(tmp_path, monkeypatch, name, value, said):
+def test_what_the_environment_asks_for_is_refused(tmp_path, monkeypatch, name, value, field):
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv(name, value)
     try:
-        with pytest.raises(ValueGivenError, match=said):
+        with raises(ValueGivenError, code="trainer.decided_by_plan", field=field) as caught:
             TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8))
+        assert name in caught.value.hint
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("name", ["clip_norm", "stop", "checkpoints", "total_samples"])
 def test_what_the_host_does_is_not_asked_of_the_run(tmp_path, name):
-    with raises(ValueGivenError, code="value.invalid"):
+    with raises(ValueGivenError, code="run.decided_by_trainer", field=f"running.{name}"):
         TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8), running={name: 1})
 
 
 def test_a_plan_that_decides_what_the_arguments_do_is_refused(tmp_path):
     plan = trimtab.Plan.fixed(ROWS, schedule="warmup_cosine")
-    with raises(ValueGivenError, code="value.invalid", field="plan.schedule"):
+    with raises(ValueGivenError, code="plan.decided_by_trainer", field="plan.schedule"):
         TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8), plan=plan)
-    with raises(ValueGivenError, code="value.invalid", field="planning"):
+    with raises(ValueGivenError, code="argument.conflict", field="planning"):
         TrimtabTrainer(
             model=model(),
             args=arguments(tmp_path),

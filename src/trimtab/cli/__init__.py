@@ -16,12 +16,14 @@ try:
     import typer  # noqa: F401 - a missing typer is reported before a module of this package imports it
 except ImportError:
     _MISSING = DependencyError(
-        "command", got="no typer", expected="the packages it needs", hint="Run `pip install 'trimtab[cli]'`."
+        "typer",
+        problem="The package typer is not installed, which the command needs.",
+        hint="Run `pip install 'trimtab[cli]'`.",
     )
 
     def main(launched: Any = None) -> None:
         """Print the extra that the command needs. The console script exists even in an installation without it."""
-        sys.stderr.write(f"trimtab: {_MISSING}\n")
+        sys.stderr.write(f"trimtab: {_MISSING} [{_MISSING.code}]\n")
         sys.exit(1)
 
     def __getattr__(name: str) -> Any:

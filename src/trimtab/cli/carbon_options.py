@@ -58,7 +58,12 @@ def clean_hours(
         _refuse_alone(beside)
         return None
     if by is None:
-        raise ValueGivenError("--by", got="nothing", expected="when the run is to be done: 36h, or a moment")
+        raise ValueGivenError(
+            "--by",
+            problem="--when-clean needs a deadline.",
+            hint="Add --by with a time such as 2026-03-02T06:00+01:00, or a duration such as 36h.",
+            code="option.required",
+        )
     _require_what_they_need(num_ranks, pauses, is_kept=is_kept)
     pause_s = None if pauses is None else parse_duration("--pauses", pauses)
     takes_s = None if takes is None else parse_duration("--takes", takes)
@@ -68,12 +73,26 @@ def clean_hours(
 
 def _refuse_alone(beside: dict[str, Any]) -> None:
     if alone := [name for name, given in beside.items() if given is not None]:
-        raise ValueGivenError(alone[0], got="it alone", expected="--when-clean beside it")
+        raise ValueGivenError(
+            alone[0],
+            problem=f"{alone[0]} has no effect without --when-clean.",
+            hint=f"Add --when-clean, or remove {alone[0]}.",
+            code="option.required",
+        )
 
 
 def _require_what_they_need(num_ranks: int, pauses: str | None, *, is_kept: bool) -> None:
     if num_ranks > 1:
-        hint = "Ask with --dry-run in one process, and start the job then."
-        raise ValueGivenError("--when-clean", got=f"{num_ranks} ranks", expected="one process", hint=hint)
+        raise ValueGivenError(
+            "--when-clean",
+            problem=f"--when-clean supports one process, not {num_ranks} ranks.",
+            hint="Get the schedule in one process with --dry-run, and start the job at that time.",
+            code="option.conflict",
+        )
     if pauses is not None and not is_kept:
-        raise ValueGivenError("--pauses", got="no --checkpoints", expected="a folder that the run is kept in")
+        raise ValueGivenError(
+            "--pauses",
+            problem="--pauses needs checkpoints, because a paused run resumes from a checkpoint.",
+            hint="Add --checkpoints FOLDER.",
+            code="option.required",
+        )

@@ -31,7 +31,12 @@ def verify(
     is_one = (folder / NAME).is_file() or (folder.is_dir() and NAMED.fullmatch(folder.resolve().name))
     folders = [folder] if is_one else committed(folder)
     if not folders:
-        raise FormatError(str(folder), got="no checkpoint", expected="a run's folder, or a checkpoint")
+        raise FormatError(
+            str(folder),
+            problem=f"{folder} contains no checkpoint.",
+            hint="Pass the folder named by --checkpoints, or a single checkpoint in it.",
+            code="checkpoint.missing",
+        )
     rows = [_row(each) for each in folders]
     if as_json:
         print_json({"schema": 1, "name": "checkpoint_verify", "rows": rows})
@@ -51,9 +56,9 @@ def _row(folder: Path) -> dict[str, Any]:
         found = atomic_directory.verify(folder)
         said = said_of(folder, found)  # also validates the metadata, as resuming does
     except FormatError as error:
-        return {"folder": folder.name, "is_whole": False, "says": str(error)}
+        return {"folder": folder.name, "is_whole": False, "code": error.code, "says": str(error)}
     row = {"folder": folder.name, "is_whole": True}
     size = sum(file.bytes for file in found.files.values())
     about = {"step": said.step, "rows": said.rows}
-    says = f"{about['step']} windows, {about['rows']} rows; {len(found.files)} files of {format_bytes(size)}"
+    says = f"{about['step']} steps, {about['rows']} samples; {len(found.files)} files, {format_bytes(size)}"
     return row | about | {"bytes": size, "says": says}

@@ -69,8 +69,13 @@ def compare(
         refuse_adapt(adapt, "--plan")
     freed = None if adapt is None else adaptation(adapt)
     if memory is not None and "batch" in (freed or ()):
-        given, expected = f"{adapt} with --memory", "one of the two: tier S would be held to windows of two batches"
-        raise ValueGivenError("--adapt", got=given, expected=expected)
+        raise ValueGivenError(
+            "--adapt",
+            problem=f"--adapt {adapt} cannot be combined with --memory, because peak memory would then be "
+            "measured for steps of two batches, also for the equivalent plan.",
+            hint="Remove batch from --adapt, or remove --memory.",
+            code="option.conflict",
+        )
     named = None if against is None else tuple(name.strip() for name in against.split(","))
     asked = CompareRequest(
         task,
@@ -178,8 +183,14 @@ def scale(
     if plan_file is not None:
         refuse_memory(memory)
     if frees and (plan_file is not None or memory is not None):
-        given = f"{adapt} with {'--memory' if plan_file is None else '--plan'}"
-        raise ValueGivenError("--adapt", got=given, expected="one of the two: a batch is freed on replicas")
+        other = "--memory" if plan_file is None else "--plan"
+        raise ValueGivenError(
+            "--adapt",
+            problem=f"--adapt {adapt} cannot be combined with {other}, because an adaptive batch size needs the whole "
+            "model on each rank.",
+            hint=f"Remove --adapt or {other}.",
+            code="option.conflict",
+        )
     plan = None if plan_file is None else read_json(Plan, plan_file)
     modes = tuple(part.strip() for part in (scaling or ("weak" if quick else "weak,strong")).split(","))
     blocks, block_s = (2, 0.2) if quick else (JobSettings.blocks, JobSettings.block_s)
@@ -267,4 +278,4 @@ def _write_run_page(source: Path, folder: Path, *, as_json: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{source.stem}.html"
     write_whole(path, page)
-    print_json({"html": str(path)}) if as_json else print_text(f"Report: {path}")
+    print_json({"html": str(path)}) if as_json else print_text(f"report: {path}")

@@ -20,9 +20,19 @@ def init(
 ) -> None:
     """Write a working task file, with three parts to replace by your own code."""
     if file.suffix != ".py" or not file.stem.isidentifier():
-        raise FormatError("init", got=str(file), expected="a name such as my_task.py")
+        raise FormatError(
+            "file",
+            problem=f"{file.name} is not the name of a Python module.",
+            hint="Use letters, digits and underscores, and the suffix .py, as in my_task.py.",
+            code="file.name_invalid",
+        )
     if not file.parent.is_dir():
-        raise FormatError("init", got=f"{file}, whose folder does not exist", expected="a file in one that does")
+        raise FormatError(
+            "file",
+            problem=f"The folder {file.parent} does not exist.",
+            hint="Create it first.",
+            code="folder.missing",
+        )
     import trimtab.tasks
 
     called = shlex.quote(f"{file.as_posix()}:task")
@@ -31,8 +41,10 @@ def init(
         with file.open("x", encoding="utf-8") as written:
             written.write(text.replace(f"{_NAME}:task", called).replace('name="my_task"', f'name="{file.stem}"'))
     except FileExistsError:
-        raise FormatError("init", got=f"{file}, which exists", expected="a new file") from None
-    print_text(f"{file}: edit its parts 1 to 3, then")
+        raise FormatError(
+            "file", problem=f"The file {file} exists already.", hint="Choose another name.", code="file.exists"
+        ) from None
+    print_text(f"Wrote {file}. Edit its parts 1 to 3, then run")
     if find_spec("matplotlib") is None:
-        print_text("  pip install 'trimtab[report]'   # draws the report's figures")
+        print_text("  pip install 'trimtab[report]'   # needed for the report's figures")
     print_text(f"  trimtab compare {called} --quick")

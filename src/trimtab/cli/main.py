@@ -17,6 +17,8 @@ from trimtab.cli.streams import prepare_streams
 from trimtab.core.errors import RankError, TrimtabError, UsageError
 from trimtab.distributed.launched_rank import LaunchedRank
 
+_TRACEBACK = "Set TRIMTAB_TRACEBACK=1 to print the traceback."
+
 
 def no_early_exit(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that `sys.exit(0)` in a task becomes an error."""
@@ -30,9 +32,8 @@ def no_early_exit(command: Callable[..., None]) -> Callable[..., None]:
                 raise
             raise UsageError(
                 "task",
-                got="sys.exit(0) before the command had finished",
-                expected="code that returns, or raises an error",
-                hint="Remove the call from the task; TRIMTAB_TRACEBACK=1 shows where.",
+                problem="The task's code called sys.exit(0) before the command had finished.",
+                hint="Remove the call from the task.",
                 code="task.exits",
             ) from end
 
@@ -65,6 +66,8 @@ app.add_typer(checkpoint_commands.app, name="checkpoint")
 def main(launched: LaunchedRank | None = None) -> None:
     """Run the command. Errors are printed without a traceback unless `TRIMTAB_TRACEBACK=1`.
 
+    The line ends with the error's code in brackets, such as `[file.exists]`.
+
     Args:
         launched: Reports to the launcher how this rank ends.
     """
@@ -85,14 +88,15 @@ def _explained(launched: LaunchedRank) -> None:
             raise
         if not (isinstance(error, RankError) and error.is_echo):
             has_cause = isinstance(error, TrimtabError) and isinstance(error.__cause__, Exception)
-            say(f"trimtab: {error}" + (" (TRIMTAB_TRACEBACK=1 shows where)" if has_cause else ""))
+            code = f" [{error.code}]" if isinstance(error, TrimtabError) else ""
+            say(f"trimtab: {error}{' ' + _TRACEBACK if has_cause else ''}{code}")
         sys.exit(1)
     except Exception as error:  # mostly an error in the task's code
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
         from trimtab.calibrate.exception_text import describe
 
-        say(f"trimtab: {describe(error)} (TRIMTAB_TRACEBACK=1 shows where)")
+        say(f"trimtab: {describe(error).rstrip('.')}. {_TRACEBACK}")
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

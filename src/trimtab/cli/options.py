@@ -85,7 +85,12 @@ def adaptation(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) 
 
     names = [] if adapt is None else [one_of("--adapt", name, (*known, "none")) for name in adapt.split(",")]
     if "none" in names and set(names) != {"none"}:
-        raise ValueGivenError("--adapt", got=str(adapt), expected="none, or what may change")
+        raise ValueGivenError(
+            "--adapt",
+            problem=f"--adapt {adapt} combines none with names of settings.",
+            hint="Pass either none, or the settings that the plan may tune.",
+            code="option.conflict",
+        )
     return tuple(name.replace("-", "_") for name in dict.fromkeys(names) if name != "none")
 
 
@@ -99,8 +104,9 @@ def refuse_adapt(adapt: str | None, recorded: str) -> None:
     if adaptation(adapt):
         raise ValueGivenError(
             "--adapt",
-            got=f"{adapt} with {recorded}, which is decided from what was recorded",
-            expected="a task alone, because a range test or a race trains",
+            problem=f"--adapt {adapt} cannot be combined with {recorded}, because tuning trains the model.",
+            hint=f"Remove --adapt, or plan for a task without {recorded}.",
+            code="option.conflict",
         )
 
 
@@ -112,7 +118,12 @@ def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
 
     if carbon is None:
         if kind is not None:
-            raise ValueGivenError("--carbon-kind", got=f"{kind} alone", expected="--carbon beside it")
+            raise ValueGivenError(
+                "--carbon-kind",
+                problem=f"--carbon-kind {kind} has no effect without a carbon intensity.",
+                hint="Add --carbon, or remove --carbon-kind.",
+                code="option.required",
+            )
         return None
     return named(carbon, kind).forecast(time.time())
 
@@ -138,9 +149,12 @@ def kept_in(
     if folder is None and resume is None:
         for option, value in (("--every", every), ("--accept", accept)):
             if value is not None:
-                hint = "--resume auto keeps it in runs/train-TASK."
-                given, expected = f"{value} of a run that is not kept", "--checkpoints FOLDER beside it"
-                raise ValueGivenError(option, got=given, expected=expected, hint=hint)
+                raise ValueGivenError(
+                    option,
+                    problem=f"{option} {value} has no effect on a run without checkpoints.",
+                    hint="Add --checkpoints FOLDER, or --resume auto to use the folder runs/train-TASK.",
+                    code="option.required",
+                )
         return None
     if folder is None:
         folder = folder_of("train", task, None)
@@ -154,22 +168,33 @@ def _made(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        given = f"{folder} ({error.strerror or error})"
-        raise FormatError("--resume", got=given, expected="a folder to keep the run in, or --checkpoints") from None
+        raise FormatError(
+            "--resume",
+            problem=f"The folder {folder} for checkpoints cannot be created: {error.strerror or error}.",
+            hint="Name another folder with --checkpoints.",
+            code="folder.not_created",
+        ) from None
 
 
 def refuse_memory(memory: str | None) -> None:
     """Raise `ValueGivenError` if `--memory` is used with an existing plan."""
     if memory is not None:
-        raise ValueGivenError("--memory", got="a limit with --plan", expected="one where the plan is made")
+        raise ValueGivenError(
+            "--memory",
+            problem=f"--memory {memory} cannot be combined with --plan, because the plan was made before.",
+            hint="Pass --memory to `trimtab plan`, or remove --plan.",
+            code="option.conflict",
+        )
 
 
 def require_folder(out: Path | None) -> None:
     """Raise `FormatError` if the output file cannot be created."""
     if out is not None and out.is_dir():
-        raise FormatError("--out", got=f"{out}, which is a folder", expected="a file")
+        raise FormatError(
+            "--out", problem=f"{out} is a folder.", hint="Name a file, such as plan.json.", code="file.is_folder"
+        )
     if out is not None and not out.parent.is_dir():
-        raise FormatError("--out", got=f"{out}, whose folder does not exist", expected="a file in a folder that does")
+        raise _without_folder("--out", out)
 
 
 def require_record(record: Path | None, kept: Checkpoints | None, task: str, seed: int) -> None:
@@ -198,6 +223,20 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
 def require_new(record: Path | None) -> None:
     """Raise `FormatError` if the record exists already or cannot be written."""
     if record is not None and record.exists():
-        raise FormatError("--record", got=f"{record}, which exists", expected="a new file")
+        raise FormatError(
+            "--record",
+            problem=f"The file {record} exists already.",
+            hint="Name a new file, or delete the old one.",
+            code="record.exists",
+        )
     if record is not None and not record.parent.is_dir():
-        raise FormatError("--record", got=f"{record}, whose folder does not exist", expected="a file in one that does")
+        raise _without_folder("--record", record)
+
+
+def _without_folder(option: str, file: Path) -> FormatError:
+    return FormatError(
+        option,
+        problem=f"{option} {file} cannot be written: the folder {file.parent} does not exist.",
+        hint="Create the folder, or name a file in another folder.",
+        code="folder.missing",
+    )

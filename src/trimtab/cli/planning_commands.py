@@ -111,14 +111,24 @@ def plan(
 
     require_folder(out)
     if explain and as_json:
-        raise ValueGivenError("--explain", got="with --json", expected="the one or the other: a page is no JSON")
+        raise ValueGivenError(
+            "--explain",
+            problem="--explain prints text and cannot be combined with --json.",
+            hint="Remove one of the two options.",
+            code="option.conflict",
+        )
     if task.endswith(".json") or device is not None:
         refuse_adapt(adapt, task if task.endswith(".json") else "--device")
     limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight, energy_weight)
     is_here = not task.endswith(".json") and device is None and ranks == 1
     if not is_here and (energy_watts is not None or without_meter != "refuse"):
-        expected = "a task on this machine, where energy is counted or estimated"
-        raise ValueGivenError("--energy-watts, --without-meter", got="a plan for elsewhere", expected=expected)
+        raise ValueGivenError(
+            "--energy-watts, --without-meter",
+            problem="--energy-watts and --without-meter apply to measurements on this machine, but this plan is "
+            "predicted from a profile, or for another device or several ranks.",
+            hint="Remove these options.",
+            code="option.conflict",
+        )
     if ranks > 1 or link is not None or engine != "torch":
         asked = {"ranks": ranks, "link": link, "engine": engine, "device": device}
         _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
@@ -153,7 +163,13 @@ def _plan_ranks(
 
     asked = RankPlanOptions(**options)
     if task.endswith(".json") or explain:
-        raise ValueGivenError("--ranks", got=f"{task}, --explain" if explain else task, expected="a task alone")
+        what = "--explain" if explain else f"the profile {task}"
+        raise ValueGivenError(
+            "--ranks",
+            problem=f"Planning for several ranks cannot be combined with {what}.",
+            hint="Remove --explain." if explain else "Pass the task that the profile was measured on.",
+            code="option.conflict",
+        )
     refuse_adapt(adapt, "--ranks")
     with ProgressBar() as progress:
         found = rank_page(task, asked, budget=limits, objective=weights, progress=progress)

@@ -23,7 +23,7 @@ from trimtab.decide.roofline import roof_of
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import rows_of_rank, shard
 from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, by_part, by_phase
-from trimtab.experiments.paired_runs.plan_loops import PlanLoop, nonfinite_in, settling_steps
+from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, PlanLoop, nonfinite_in, settling_steps
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory_trace import Prepare, as_it_is, trace_work
 from trimtab.measure.process_state import ProcessState
@@ -146,12 +146,16 @@ class _TimedLoop:
             how = {"autocast": cast, "prepare": self._traced.prepare}
             work = trace_work(loop.model, loop.optimizer, self._task.loss_fn, micro, **how)
         except ModelError as error:
-            return {}, f"no roof is known: {error.got}"
+            return {}, f"the roofline bound is unknown: {error.reason}"
         times = {"optimizer": 1.0}
         found = {phase: roof_of(seen, spec, precision) for phase, seen in work.items()}
         several = self._rows / self._micro_rows
         roofs = {phase: roof.times(times.get(phase, several)) for phase, roof in found.items() if roof is not None}
-        return (roofs, "") if len(roofs) == len(found) else ({}, f"no roof is known: of {spec.name} not all peaks are")
+        return (
+            (roofs, "")
+            if len(roofs) == len(found)
+            else ({}, f"the roofline bound is unknown: not all peaks of {spec.name} are known")
+        )
 
     def require_finite(self, name: str) -> None:
         """Raise an error if the loop has become non-finite on any rank. Collective: all ranks must call it.
@@ -165,8 +169,7 @@ class _TimedLoop:
         if any(self._together.each(float(bool(found)))):
             raise NonFiniteError(
                 name,
-                got=found or "a non-finite loss or parameter on another rank",
-                expected="finite values",
+                problem=f"{name.capitalize()} became non-finite: {found or ON_ANOTHER_RANK}.",
                 hint="Look for NaN or infinity in the data and in the loss, and lower the learning rate.",
                 code="training.nonfinite",
             )
@@ -210,10 +213,10 @@ def measure_gain(
         fitting = int(_PASS_S / (2 * steps * sum(arm.step_s for arm in arms)))
         number = rounds or max(_FEWEST, min(ROUNDS, fitting))
         for index in range(number):
-            progress(f"phases of {task.name}: lap {index + 1} of {number}", index / number)
+            progress(f"phases of {task.name}: round {index + 1} of {number}", index / number)
             for arm in turns(arms, index, 0):
                 arm.lap(steps, clocked_first=index % 4 < 2)
-        for arm, name in zip(arms, ("the plain loop", "the plan's loop"), strict=True):
+        for arm, name in zip(arms, ("the baseline loop", "the plan's loop"), strict=True):
             arm.require_finite(name)
         spec = device_spec(device)
         found, is_over = [arm.found(spec) for arm in arms], True

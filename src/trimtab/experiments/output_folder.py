@@ -33,8 +33,9 @@ def folder_of(command: str, task: str, out: Path | None) -> Path:
     """
     folder = out or Path("runs") / f"{command}-{named(task)}"
     if folder.exists() and not folder.is_dir():
-        expected = "a folder, or a name to make one of"
-        raise FormatError("--out", got=f"{folder}, which is a file", expected=expected)
+        raise FormatError(
+            "--out", problem=f"{folder} is a file.", hint="Name a folder, new or existing.", code="folder.is_file"
+        )
     return folder
 
 
@@ -84,9 +85,9 @@ def claim(
     elif (found := _as_written_now(read_settings(out))) != wanted:
         raise FormatError(
             str(out),
-            got=f"a comparison with another {_difference(found, wanted)}",
-            expected="the same settings",
-            hint="Name another folder with --out.",
+            problem=f"{out} contains results with different settings: {_difference(found, wanted)}.",
+            hint="Name another folder with --out, or use the same settings to continue.",
+            code="folder.settings_differ",
         )
 
 
@@ -102,7 +103,7 @@ def _difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """Return the names of differing keys, including optional keys present on only one side."""
     both = found.keys() & wanted.keys()
     different = {key for key in both if found[key] != wanted[key]} | ((found.keys() ^ wanted.keys()) & _OPTIONAL)
-    return ", ".join(sorted(different)) or "version's settings"
+    return ", ".join(sorted(different)) or "keys of another trimtab version"
 
 
 def _subject(task: Task, data: TaskData) -> dict[str, object]:

@@ -50,9 +50,19 @@ class PhasesRequest:
         if self.plan is None:
             return None
         if self.memory is not None:
-            raise ValueGivenError("--memory", got="a limit with --plan", expected="one where the plan is made")
+            raise ValueGivenError(
+                "--memory",
+                problem=f"--memory {self.memory} cannot be combined with --plan, because the plan was made before.",
+                hint="Pass --memory to `trimtab plan`, or remove --plan.",
+                code="option.conflict",
+            )
         if len(self.sources) > 1:
-            raise ValueGivenError("--plan", got=f"with {len(self.sources)} tasks", expected="with the one it is for")
+            raise ValueGivenError(
+                "--plan",
+                problem=f"--plan applies to one task, but {len(self.sources)} sources were given.",
+                hint="Pass only the task that the plan was made for.",
+                code="plan.several_tasks",
+            )
         return read_json(Plan, self.plan)
 
     def require_tasks(self, tasks: Collection[str]) -> None:
@@ -65,8 +75,12 @@ class PhasesRequest:
         of["--ranks"] = None if self.ranks == 1 else self.ranks
         asked = [name for name, value in of.items() if value is not None]
         if asked and not tasks:
-            expected = "a task to measure: what was recorded is shown as it is"
-            raise ValueGivenError(asked[0], got=f"with {' and '.join(self.sources)}", expected=expected)
+            raise ValueGivenError(
+                asked[0],
+                problem=f"{asked[0]} applies to measurements, but {' and '.join(self.sources)} are recorded results.",
+                hint=f"Remove {asked[0]}, or pass a task to measure.",
+                code="option.conflict",
+            )
 
     def recorded(self) -> dict[str, PhaseResult]:
         """Return recorded results, by source.
@@ -84,8 +98,12 @@ def _recorded(path: Path) -> PhaseResult:
         return read_json(PhaseResult, path)
     found = read_json(Comparison, path / "report.json")
     if found.gain is None:
-        given, hint = f"{path}, a comparison that clocked no steps", "Compare without --quick, or name the task."
-        raise ValueGivenError("source", got=given, expected="one with the seconds of its phases", hint=hint)
+        raise ValueGivenError(
+            "source",
+            problem=f"The comparison in {path} has no phase times.",
+            hint="Repeat it without --quick, or pass the task to measure its phases now.",
+            code="phases.not_measured",
+        )
     return PhaseResult((found.gain,), (found.thirds,))
 
 

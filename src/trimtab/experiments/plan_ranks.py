@@ -56,8 +56,12 @@ def plan_ranks(
         ModelError: the steps cannot be traced.
     """
     if objective.energy > 0 or budget.energy is not None:
-        given, expected = "energy that counts, on several ranks", "time and memory: no trace tells a stage's joules"
-        raise ValueGivenError("energy", got=given, expected=expected, hint="Leave the energy out, or the ranks.")
+        raise ValueGivenError(
+            "energy",
+            problem=f"Energy cannot be predicted for {ranks} ranks, so it can have neither a weight nor a limit.",
+            hint="Remove --energy-weight, or plan for one rank.",
+            code="energy.several_ranks",
+        )
     share = task_of_rank(task, ranks)
     ring_link(link, device or device_name(device_here()), ranks)  # Validates the link before anything is measured.
     if device is None:

@@ -39,11 +39,26 @@ class RankPlanOptions:
     def __post_init__(self) -> None:
         validation.one_of("--engine", self.engine, ENGINES)
         if self.ranks == 1 and self.engine != "torch":
-            given = f"{self.engine} with one rank"
-            raise ValueGivenError("--engine", got=given, expected="ranks to share a model: --ranks 8 --link nvlink")
-        if self.ranks == 1 or self.link is None:
-            given = "--link with one rank" if self.ranks == 1 else f"--ranks {self.ranks} with no link"
-            raise ValueGivenError("--link", got=given, expected="both: --ranks 8 --link nvlink")
+            raise ValueGivenError(
+                "--engine",
+                problem=f"--engine {self.engine} needs several ranks.",
+                hint="Add the number of ranks and their link, such as --ranks 8 --link nvlink.",
+                code="option.required",
+            )
+        if self.ranks == 1:
+            raise ValueGivenError(
+                "--link",
+                problem=f"--link {self.link} has no effect with one rank.",
+                hint="Add the number of ranks, such as --ranks 8, or remove --link.",
+                code="option.required",
+            )
+        if self.link is None:
+            raise ValueGivenError(
+                "--link",
+                problem=f"--ranks {self.ranks} needs the link between the ranks.",
+                hint="Add --link, such as --link nvlink.",
+                code="option.required",
+            )
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class RankPlanResult:
         """
         lines = [str(self.plan), "", stages_text(self.stages)]
         if self.config is not None:
-            lines.append(said(beside) if beside else f"DeepSpeed is given: {_as_json(self.config)}")
+            lines.append(said(beside) if beside else f"DeepSpeed configuration: {_as_json(self.config)}")
         return "\n".join(lines)
 
     def beside(self, out: Path | None) -> Path | None:
@@ -107,13 +122,17 @@ def rank_page(
 def _check_precision(task: Task) -> None:
     """Raise an error, before planning, for an fp16 loop with DeepSpeed."""
     if task.reference.precision == "fp16":
-        given = "a task whose own loop is fp16, with DeepSpeed"
-        raise ValueGivenError("--engine", got=given, expected="another precision, or the torch engine")
+        raise ValueGivenError(
+            "--engine",
+            problem=f"The loop of {task.name} is in fp16, which is not supported with --engine deepspeed.",
+            hint="Use another precision, or --engine torch.",
+            code="engine.precision_unsupported",
+        )
 
 
 def said(beside: Path) -> str:
     """Return the line with the path of the configuration."""
-    return f"DeepSpeed is given: {beside}"
+    return f"DeepSpeed configuration: {beside}"
 
 
 def _as_json(config: dict[str, Any]) -> str:

@@ -29,9 +29,10 @@ def recorded_profile(path: str, budget: Budget, objective: Objective, device: st
     if not recorded.elsewhere_traces:
         raise FormatError(
             path,
-            got="a profile without traces for other devices",
-            expected="one that says something of them",
-            hint="Record it with `trimtab profile TASK -o FILE.json` on a CPU, of a task whose steps can be traced.",
+            problem=f"The profile {path} has no traces for other devices, which a plan for {device} needs.",
+            hint="Record the profile on a CPU with `trimtab profile TASK -o FILE.json`. If the new profile "
+            "has no traces either, the task's steps cannot be traced.",
+            code="profile.no_traces",
         )
     there = replace(recorded.elsewhere(spec), objective=objective, budget=budget.within(spec.memory_bytes))
     return with_blocks(traced_for(there, recorded_traces(recorded)), recorded_blocks(recorded))

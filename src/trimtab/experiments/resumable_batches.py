@@ -60,8 +60,9 @@ class ResumableBatches:
                 raise ValueGivenError(
                     f"resume: {name}",
                     got=repr(here),
-                    expected=f"{state[name]!r}, as the run was saved with",
-                    hint="Give what it was begun with, or another folder to begin anew.",
+                    expected=f"{state[name]!r}, as in the checkpoint",
+                    hint="Pass the value that the run started with, or start a new run in another folder.",
+                    code=f"resume.{name}_differs",
                 )
         self._drawn = validation.integer("state.data.loader.drawn", state["drawn"], low=0)
 

@@ -67,9 +67,9 @@ def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
     if plan.tier != "S":
         raise ValueGivenError(
             "plan",
-            got=f"a plan of tier {plan.tier}, which changes {plan.changes_in_words}",
-            expected="one that keeps the maths",
-            hint="Leave --plan out, with --adapt for tier F.",
+            problem=f"The plan is not an equivalent plan (tier S): it changes {plan.changes_in_words}.",
+            hint="Remove --plan and use --adapt to compare a tuned plan.",
+            code="plan.not_equivalent",
         )
     return Plans({"S": plan})
 
@@ -86,12 +86,20 @@ def require_fits(task: Task, plan: Plan, num_ranks: int = 1) -> None:
         ValueGivenError: the plan has another batch size or number of ranks.
     """
     if plan.num_ranks != num_ranks:
-        given, hint = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
-        raise ValueGivenError("plan", got=given, expected=f"one for {num_ranks}", hint=hint)
+        raise ValueGivenError(
+            "plan",
+            problem=f"The plan is for {plan.num_ranks} rank(s), but the command runs on {num_ranks}.",
+            hint=f"Add --ranks {plan.num_ranks}, or use a plan for {num_ranks} rank(s).",
+            code="plan.ranks_differ",
+        )
     if plan.batch_rows != task.batch_rows:
-        given = f"a plan for {plan.batch_rows} rows per step"
         name = task.name if num_ranks == 1 else f"{task.name} on each of {num_ranks} ranks"
-        raise ValueGivenError("plan", got=given, expected=f"one for the {task.batch_rows} of {name}")
+        raise ValueGivenError(
+            "plan",
+            problem=f"The plan is for {plan.batch_rows} samples per step, but {name} has {task.batch_rows}.",
+            hint=f"Make a plan with `trimtab plan` for {task.name}.",
+            code="plan.batch_differs",
+        )
 
 
 def make_plans(
@@ -236,9 +244,12 @@ def _for_strong(task: Task, device: torch.device, batch: Any, limits: _PlanningL
     try:
         return limits.chosen(found), found
     except InfeasibleError as error:
-        given = f"for the strong recipe (P2) {error.got}"
-        hint = f"{error.hint} Or leave strong out: --against names the peers that take part.".strip()
-        raise InfeasibleError(error.field, got=given, expected=error.expected, hint=hint) from error
+        raise InfeasibleError(
+            error.field,
+            problem=f"No plan for the hand-tuned recipe (P2): {error}",
+            hint="To compare without this recipe, name other recipes with --against.",
+            code=error.code,
+        ) from error
 
 
 def profile_here(

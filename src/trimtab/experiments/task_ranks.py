@@ -35,9 +35,12 @@ def ranks_of_job(asked: int) -> int:
     """
     here = place().num_ranks
     if here > 1 and asked not in (1, here):
-        given = f"{asked} under a launcher, which started {here}"
-        hint = "Leave --ranks out, or have the launcher start as many."
-        raise ValueGivenError("--ranks", got=given, expected=f"the launcher's {here}", hint=hint)
+        raise ValueGivenError(
+            "--ranks",
+            problem=f"--ranks is {asked}, but the launcher started {here} processes.",
+            hint=f"Remove --ranks, or start {asked} processes.",
+            code="ranks.launcher_differs",
+        )
     return max(asked, here)
 
 
@@ -48,8 +51,13 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
         ValueGivenError: a batch has fewer samples than there are ranks.
     """
     if num_ranks > task.batch_rows:
-        expected = f"{task.batch_rows} at the most, a row of each batch for every rank"
-        raise ValueGivenError("--ranks", got=str(num_ranks), expected=expected)
+        raise ValueGivenError(
+            "--ranks",
+            problem=f"{num_ranks} ranks cannot share a batch of {task.batch_rows} samples; each rank needs one or "
+            "more.",
+            hint=f"Use at most {task.batch_rows} ranks, or a larger batch.",
+            code="ranks.too_many",
+        )
     rows = {name: getattr(task, name) for name in ("batch_rows", "budget_rows", "planned_rows")}
     return replace(task, **{name: None if each is None else -(-each // num_ranks) for name, each in rows.items()})
 
@@ -65,7 +73,7 @@ def require_same_task(task: Task, data: TaskData) -> None:
     own = {"samples": data.num_rows, "source": data.source.sha256, "values": digest(data.columns)}
     held_out = [each for batch in data.held_out for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
     own |= {"held-out batches": len(data.held_out), "held-out values": digest(held_out)}
-    hint = "Have load_data and make_optimizer return the same on every rank: trimtab itself shards the data."
+    hint = "Return the same data from load_data and the same optimizer from make_optimizer on every rank."
     require_same_over_job("task", own | _optimizer_facts(task), hint)
 
 
@@ -111,8 +119,12 @@ def plan_on_ranks(
     if ranks == 1:
         return _preferred(plans_of(task))
     if raced := sorted(RACED & set(adapt)):
-        given, expected = f"{raced[0]}, on {ranks} ranks", "one process: its race trains alone"
-        raise ValueGivenError("--adapt", got=given, expected=expected)
+        raise ValueGivenError(
+            "--adapt",
+            problem=f"--adapt {raced[0]} is not supported on {ranks} ranks: its test trainings need a single process.",
+            hint=f"Remove {raced[0]} from --adapt, or plan in one process.",
+            code="adapt.several_ranks",
+        )
 
     def made() -> BroadcastPlan | StageMeasurements:
         share, asks = task_of_rank(task, ranks), budget.memory_bytes is not None or weights.memory > 0
@@ -176,17 +188,18 @@ def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None = None, p
     if task.step is not None:
         raise ValueGivenError(
             "task.step",
-            got=f"a step function, which would train on each of {num_ranks} ranks by itself",
-            expected="a task whose loss_fn and make_optimizer are its loop",
-            hint="Leave out --ranks, or task.step: the loop is then the plain one, in DistributedDataParallel.",
+            problem=f"Task {task.name} has a step function, which does not reduce gradients over {num_ranks} ranks.",
+            hint="Remove --ranks; or remove task.step, and the baseline is the plain loop in DistributedDataParallel.",
+            code="step.several_ranks",
         )
     asked = " and ".join(name for name, is_asked in (("--adapt", adapts), ("--peers", peers)) if is_asked)
     if asked:
         raise ValueGivenError(
             "--ranks",
-            got=f"{num_ranks} with {asked}",
-            expected="the reference and a plan that keeps the maths, alone",
-            hint=f"Leave out {asked}, or --ranks.",
+            problem=f"On {num_ranks} ranks only the baseline and an equivalent plan are compared, so {asked} cannot be "
+            "used.",
+            hint=f"Remove {asked}, or --ranks.",
+            code="option.conflict",
         )
 
 

@@ -76,8 +76,13 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         rows = -(-self.task.batch_rows // place().num_ranks)
         if self.plan.batch_rows != rows:
-            given = f"{self.plan.batch_rows}, made for another batch or other ranks"
-            raise FormatError("plan.batch_rows", got=given, expected=f"{rows}")
+            raise FormatError(
+                "plan.batch_rows",
+                got=f"{self.plan.batch_rows} samples per step and rank",
+                expected=f"{rows}, as in {self.task.name} on {place().num_ranks} rank(s)",
+                hint="Make a plan for this batch size and number of ranks, or remove --plan.",
+                code="plan.batch_differs",
+            )
 
 
 def train_whole(asked: TrainingOptions, progress: Progress) -> dict[str, Any]:
@@ -163,7 +168,8 @@ def _check_parameters(run: Run) -> None:
     """Report non-finite parameters of any rank according to the run's policy. Collective: all ranks must call it."""
     name = nonfinite_parameter(run.model)
     if total(0.0 if name is None else 1.0):
-        run.report_nonfinite(f"NaN or infinity in parameter {name or 'of another rank'} at the end of training")
+        where = f"parameter {name}" if name else "a parameter on another rank"
+        run.report_nonfinite(f"NaN or infinity in {where} at the end of training")
 
 
 def _evaluated(run: Run, task: Task, model: torch.nn.Module, held_out: Sequence[Any]) -> float:

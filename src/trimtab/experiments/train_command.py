@@ -98,9 +98,9 @@ def _is_of_other_ranks(saved: Plan, kept: Checkpoints) -> bool:
     if not {"ranks", "plan"} <= set(kept.accepts):
         raise ValueGivenError(
             "--ranks",
-            got=f"{here}, for a run whose plan is of {saved.num_ranks}",
-            expected=f"{saved.num_ranks}",
-            hint="--accept ranks,plan goes on by a plan that is made anew for these.",
+            problem=f"The checkpointed run was planned for {saved.num_ranks} rank(s), but this job has {here}.",
+            hint=f"Start {saved.num_ranks} rank(s), or add --accept ranks,plan to resume with a new plan.",
+            code="resume.ranks_differ",
         )
     return True
 
@@ -111,9 +111,9 @@ def _refuse_planning(budget: Budget, adapt: Collection[str]) -> None:
         if is_given:
             raise ValueGivenError(
                 option,
-                got="what a plan is made by, for a run that is gone on with by its own",
-                expected="no such option",
-                hint="Leave it out, or begin anew in another folder (--checkpoints).",
+                problem=f"{option} has no effect on a resumed run, which keeps the plan of its checkpoint.",
+                hint=f"Remove {option}, or start a new run in another folder (--checkpoints).",
+                code="resume.plan_fixed",
             )
 
 
@@ -181,7 +181,12 @@ def outlook(
     """
     done, work = steps_done(kept, task), hours.work(plan, steps)
     if done >= steps:
-        raise ValueGivenError("--dry-run", got=f"a run after {done} of {steps} steps", expected="steps that are left")
+        raise ValueGivenError(
+            "--dry-run",
+            problem=f"The run has completed {done} steps, and --steps is {steps}, so there is nothing to schedule.",
+            hint="Raise --steps.",
+            code="run.complete",
+        )
     found = decided(hours.wish, work, done, Clock().now())
     stretches = [f"{format_moment(begin_s)} to {format_moment(end_s)}" for begin_s, end_s in found.stretches]
     by = {"task": task.name, "by": format_moment(hours.wish.deadline_s), "forecast": hours.wish.source.name}

@@ -22,8 +22,12 @@ def require_trackers(tracks: Sequence[str], record: Path | None) -> None:
     for each in tracks:
         tracker_named(each)
     if tracks and record is None:
-        given, hint = f"{tracks[0]} without a record", "Say where: --record run.jsonl."
-        raise ValueGivenError("--track", got=given, expected="the record that it follows", hint=hint)
+        raise ValueGivenError(
+            "--track",
+            problem=f"--track {tracks[0]} needs a record, whose lines are sent to the tracker.",
+            hint="Add --record run.jsonl.",
+            code="option.required",
+        )
 
 
 def record_of(path: Path | None, header: Header, tracks: Sequence[str], *, continues: bool) -> RecordWriter | None:
@@ -39,6 +43,16 @@ def record_of(path: Path | None, header: Header, tracks: Sequence[str], *, conti
             return TrackedRecord(path, header, [tracker_named(each) for each in tracks], continues=continues)
         return RecordWriter(path, header, continues=continues)
     except FileExistsError:
-        raise FormatError("--record", got=f"{path}, which exists", expected="a new file") from None
+        raise FormatError(
+            "--record",
+            problem=f"The file {path} exists already.",
+            hint="Name a new file, or delete the old one.",
+            code="record.exists",
+        ) from None
     except OSError as error:
-        raise FormatError("--record", got=str(error), expected="a file that can be written") from None
+        raise FormatError(
+            "--record",
+            problem=f"The record {path} cannot be written: {error.strerror or error}.",
+            hint="Name another file.",
+            code="record.not_writable",
+        ) from None

@@ -40,8 +40,12 @@ def plan(
     _refuse(accelerator)
     inner = accelerator.unwrap_model(model)
     if accelerator.num_processes > 1 and inner is not model:
-        hint = "Leave it out of prepare: the plan says how ranks share it. To keep what wraps it, Plan.fixed(rows)."
-        raise ValueGivenError("model", got="one that is prepared", expected="the model itself", hint=hint)
+        raise ValueGivenError(
+            "model",
+            problem="The Accelerator has wrapped the model, so the plan cannot decide how to distribute it over ranks.",
+            hint="Do not pass the model to accelerator.prepare. To keep Accelerate's wrapper, use Plan.fixed(rows).",
+            code="model.prepared",
+        )
     return make_plan(inner.to(accelerator.device), _inner(optimizer), loss_fn, example_batch, **how)
 
 
@@ -84,24 +88,37 @@ def refuse_sharded(accelerator: Accelerator) -> None:
     """Raise `ValueGivenError` if an Accelerator shards the model or uses an unsupported kind of device."""
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
-        hint = "Leave it out: a plan has ZeRO stages of its own (docs/ranks.md)."
-        raise ValueGivenError("Accelerator", got=kind, expected="none, or data parallel", hint=hint)
+        raise ValueGivenError(
+            "Accelerator",
+            problem=f"The Accelerator has the distributed type {kind}; supported are one process and data parallelism.",
+            hint="Remove this configuration; a plan chooses a ZeRO stage itself (docs/ranks.md).",
+            code="trainer.decided_by_plan",
+        )
 
 
 def refuse_compiling(accelerator: Accelerator) -> None:
     """Raise `ValueGivenError` if an Accelerator compiles models, which an environment variable may request too."""
     compiler = str(accelerator.state.dynamo_plugin.backend.value).lower()
     if compiler != "no":
-        hint = "Leave it out: the plan compiles where that pays within the run."
-        raise ValueGivenError("Accelerator(dynamo_backend=...)", got=compiler, expected="none", hint=hint)
+        raise ValueGivenError(
+            "Accelerator(dynamo_backend=...)",
+            problem=f"The Accelerator compiles the model with the backend {compiler}, but the plan decides on "
+            "compilation.",
+            hint="Remove dynamo_backend, and unset ACCELERATE_DYNAMO_BACKEND.",
+            code="trainer.decided_by_plan",
+        )
 
 
 def _refuse(accelerator: Accelerator) -> None:
     refuse_sharded(accelerator)
     if accelerator.mixed_precision != "no":
-        hint = "Leave it out: the precision is the plan's. To fix it, Plan.fixed(rows, precision='bf16')."
-        given = f"{accelerator.mixed_precision!r}"
-        raise ValueGivenError("Accelerator(mixed_precision=...)", got=given, expected="'no'", hint=hint)
+        raise ValueGivenError(
+            "Accelerator(mixed_precision=...)",
+            problem=f"The Accelerator sets mixed_precision={accelerator.mixed_precision!r}, but the plan decides the "
+            "precision.",
+            hint="Remove mixed_precision. To fix a precision, use Plan.fixed(rows, precision='bf16').",
+            code="trainer.decided_by_plan",
+        )
     refuse_compiling(accelerator)
 
 
@@ -110,8 +127,17 @@ def _refuse_windows(accelerator: Accelerator, plan: Plan) -> None:
     if (num_batches := accelerator.gradient_accumulation_steps) == 1:
         return
     if isinstance(plan, Plan) and plan.batch_rule is not None:
-        given, hint = f"{num_batches}, and a batch that the plan freed", "Leave the one out, or the other."
-        raise ValueGivenError("gradient_accumulation_steps", got=given, expected="1", hint=hint)
+        raise ValueGivenError(
+            "gradient_accumulation_steps",
+            problem=f"gradient_accumulation_steps is {num_batches}, but the plan's adaptive batch size also sets the "
+            "number of batches per step.",
+            hint="Use gradient_accumulation_steps=1, or a plan without adapt='batch'.",
+            code="trainer.decided_by_plan",
+        )
     if not accelerator.gradient_state.sync_with_dataloader:
-        given, hint = "False", "Leave it out: the last window of a pass is of the batches that are left."
-        raise ValueGivenError("sync_with_dataloader", got=given, expected="True", hint=hint)
+        raise ValueGivenError(
+            "sync_with_dataloader",
+            problem="sync_with_dataloader=False lets an optimizer step span two epochs, which a run does not support.",
+            hint="Remove it; the last step of an epoch then has the remaining batches.",
+            code="trainer.step_spans_epochs",
+        )

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from trimtab.core.bounded_read import CSV_BYTES, read_bytes
 from trimtab.core.carbon import KINDS, Intensity, constant, of_csv
-from trimtab.core.errors import DataMissingError, FormatError, TrimtabError, ValueGivenError
+from trimtab.core.datetimes import format_moment
+from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.integrations.http_json import missing
 
 MOST_FILE_BYTES = CSV_BYTES
@@ -76,12 +77,17 @@ class CsvIntensity:
     def forecast(self, now_s: float) -> Intensity:
         """Return the file's forecast around `now_s`."""
         try:
-            text = read_bytes(Path(self.path), "a CSV in UTF-8", limit=MOST_FILE_BYTES).decode("utf-8-sig")
+            text = read_bytes(Path(self.path), "a CSV file in UTF-8", limit=MOST_FILE_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise FormatError("carbon", got="a file that is no text", expected="a CSV in UTF-8") from None
+            raise FormatError(
+                "carbon",
+                problem=f"The carbon intensity file {self.path} is not UTF-8 text.",
+                hint="Save it as a CSV file in UTF-8.",
+                code="file.not_text",
+            ) from None
         except FormatError as error:
             if error.code == "file.unreadable":
-                raise missing(f"a file that cannot be read ({error.got})") from None
+                raise missing(f"The carbon intensity file cannot be read: {error}", "intensity.unreadable") from None
             raise
         found = of_csv(text, self.kind)
         period_s = min(after[0] - before[0] for before, after in itertools.pairwise(found.steps))
@@ -95,7 +101,12 @@ def named(given: str, kind: str | None) -> ConstantIntensity | CsvIntensity:
         ValueGivenError: `kind` is missing.
     """
     if kind is None:
-        raise ValueGivenError("carbon.kind", got="nothing", expected=f"which one it is: {' or '.join(KINDS)}")
+        raise ValueGivenError(
+            "carbon.kind",
+            problem=f"The carbon intensity {given} has no kind.",
+            hint=f"Pass the kind {' or '.join(KINDS)}, as in --carbon-kind average.",
+            code="carbon.kind_missing",
+        )
     try:
         return ConstantIntensity(float(given), kind)
     except ValueError:
@@ -111,13 +122,11 @@ def forecast_or_reason(source: IntensitySource, now_s: float | None = None) -> t
     """
     try:
         return source.forecast(time.time() if now_s is None else now_s), ""
-    except DataMissingError as error:
-        why = error.got
     except TrimtabError as error:
-        why = str(error)
+        why = error.problem or str(error)
     except Exception as error:  # A user-defined source; its error text may contain a token.
-        why = f"it raised {type(error).__name__}"
-    return None, f"no forecast from {_name(source)}: {why}"
+        why = f"The source raised {type(error).__name__}."
+    return None, f"no carbon intensity forecast from {_name(source)}. {why}"
 
 
 def known_around(now_s: float, kind: str, steps: Iterable[tuple[float, float]], period_s: float) -> Intensity:
@@ -135,14 +144,15 @@ def known_around(now_s: float, kind: str, steps: Iterable[tuple[float, float]], 
     """
     found = list(steps)
     if not found:
-        raise missing("a forecast of no hour")
+        raise missing("The forecast is empty.", "intensity.empty")
     whole = Intensity(kind, tuple(found), found[-1][0] + period_s)  # Validates all steps before they are selected.
     holes = [at for at, (a, b) in enumerate(itertools.pairwise(found), 1) if b[0] - a[0] > period_s + LITTLE_S]
     for begin, end in itertools.pairwise([0, *holes, len(found)]):
         part = found[begin:end]
         if part[0][0] <= now_s < part[-1][0] + period_s:
             return Intensity(kind, tuple(part), whole.until_s if end == len(found) else part[-1][0] + period_s)
-    raise missing("a forecast that does not hold the present hour")
+    known = f"{format_moment(found[0][0])} to {format_moment(whole.until_s)}"
+    raise missing(f"The forecast, from {known}, does not cover {format_moment(now_s)}.", "intensity.not_current")
 
 
 def _name(source: IntensitySource) -> str:

@@ -29,7 +29,7 @@ from trimtab.core.carbon import Intensity
 from trimtab.core.datetimes import time_of
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.integrations.carbon_intensity import IntensitySource, known_around, named
-from trimtab.integrations.http_json import TIMEOUT_S, json_of, missing
+from trimtab.integrations.http_json import HINT, TIMEOUT_S, json_of, missing
 
 G_PER_KWH_OF_LB_PER_MWH = 453.59237 / 1000  # A pound is 453.59237 g by definition.
 MOST_G = 1e6  # Upper bound for plausible values; the worst fuels emit a few thousand g/kWh.
@@ -55,7 +55,7 @@ class GreatBritain:
             steps.append((begin_s, _number(_inner(row, "intensity"), "forecast")))
         period_s = min(periods_s, default=0.0)
         if periods_s and not 0 < period_s == max(periods_s):
-            raise _unfit("periods of other lengths", "half hours")
+            raise _unfit("The periods of the forecast have different lengths.")
         return known_around(now_s, self.kind, _known(steps), period_s)
 
 
@@ -84,7 +84,7 @@ class ElectricityMaps:
         url = f"{self.base_url}/v3/carbon-intensity/forecast?{urlencode({'zone': self.zone})}"
         answer = json_of(url, {"auth-token": _secret("ELECTRICITYMAPS_TOKEN")}, self.timeout_s)
         if _text(_mapping(answer), "zone") != self.zone:
-            raise _unfit("another zone", "the one that was asked for")
+            raise _unfit(f"The answer is not for the zone {self.zone}.")
         rows = _rows(answer, "forecast")
         steps = [(_time(row, "datetime"), _number(row, "carbonIntensity")) for row in rows]
         return known_around(now_s, self.kind, _known(steps), _period_s(steps))
@@ -126,7 +126,7 @@ class WattTime:
         meta = _inner(_mapping(answer), "meta")
         for name, expected in (("units", "lbs_co2_per_mwh"), ("signal_type", "co2_moer"), ("region", self.region)):
             if _text(meta, name) != expected:
-                raise _unfit(f"another meta.{name}", expected)
+                raise _unfit(f"The field meta.{name} of the answer is not {expected}.")
         steps = []
         for row in _rows(answer, "data"):
             pounds = _number(row, "value")
@@ -153,14 +153,23 @@ def source_named(given: str, kind: str | None) -> IntensitySource:
     if name == "watttime" and place:
         return _of_kind(WattTime(place), kind)
     if not (_is_number(given) or Path(given).suffix or Path(given).exists()):
-        expected = "a CSV file, grams per kWh, great-britain, electricity-maps:ZONE or watttime:REGION"
-        raise ValueGivenError("carbon", got=repr(given), expected=expected)
+        raise ValueGivenError(
+            "carbon",
+            got=repr(given),
+            expected="a CSV file, grams per kWh, great-britain, electricity-maps:ZONE or watttime:REGION",
+            code="carbon.source_unknown",
+        )
     return named(given, kind)
 
 
 def _of_kind(service: GreatBritain | ElectricityMaps | WattTime, kind: str | None) -> IntensitySource:
     if kind not in (None, service.kind):
-        raise ValueGivenError("carbon.kind", got=f"{kind} of {service.name}", expected=service.kind)
+        raise ValueGivenError(
+            "carbon.kind",
+            problem=f"{service.name} forecasts {service.kind} intensity, not {kind}.",
+            hint=f"Pass {service.kind}, or leave the kind out.",
+            code="carbon.kind_differs",
+        )
     return service
 
 
@@ -175,7 +184,7 @@ def _is_number(text: str) -> bool:
 def _secret(name: str) -> str:
     found = os.environ.get(name, "").strip()
     if not found:
-        raise missing(f"no {name} in the environment")
+        raise missing(f"The environment variable {name} is not set.", "token.missing")
     return found
 
 
@@ -187,13 +196,13 @@ def _period_s(steps: list[tuple[float, float | None]]) -> float:
     """Return the length of a step in seconds, from the smallest distance of two times."""
     between = [after[0] - before[0] for before, after in itertools.pairwise(steps)]
     if not between or not min(between) > 0:
-        raise _unfit("times that are not in order, or fewer than two", "a forecast of some hours")
+        raise _unfit("The forecast has fewer than two times, or its times are out of order.")
     return min(between)
 
 
 def _mapping(value: object) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise _unfit(f"a {type(value).__name__}", "an object of JSON")
+        raise _unfit(f"The answer contains a {type(value).__name__} in place of a JSON object.")
     return value
 
 
@@ -204,14 +213,14 @@ def _inner(row: Mapping[str, object], name: str) -> Mapping[str, object]:
 def _rows(answer: object, name: str) -> list[Mapping[str, object]]:
     rows = _mapping(answer).get(name)
     if not isinstance(rows, list):
-        raise _unfit(f"no list of {name}", "one")
+        raise _unfit(f"The answer has no list {name}.")
     return [_mapping(row) for row in rows]
 
 
 def _text(row: Mapping[str, object], name: str) -> str:
     found = row.get(name)
     if not isinstance(found, str):
-        raise _unfit(f"no text as {name}", "one")
+        raise _unfit(f"The answer has no text field {name}.")
     return found
 
 
@@ -219,8 +228,8 @@ def _time(row: Mapping[str, object], name: str) -> float:
     text = _text(row, name)
     try:
         return time_of(text)
-    except ValueError as error:
-        raise _unfit(f"a {name}, {error}", "a time of ISO 8601 with its offset from UTC") from None
+    except ValueError:
+        raise _unfit(f"The field {name} of the answer is not an ISO 8601 time with a UTC offset.") from None
 
 
 def _number(row: Mapping[str, object], name: str) -> float | None:
@@ -229,9 +238,9 @@ def _number(row: Mapping[str, object], name: str) -> float | None:
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= MOST_G:
-        raise _unfit(f"a {name} that is none", "a number, zero or more")
+        raise _unfit(f"The field {name} of the answer is not a number from 0 to {MOST_G:g}.")
     return float(found)
 
 
-def _unfit(given: str, expected: str) -> FormatError:
-    return FormatError("intensity", got=given, expected=expected)
+def _unfit(problem: str) -> FormatError:
+    return FormatError("intensity", problem=problem, hint=HINT, code="intensity.format_differs")

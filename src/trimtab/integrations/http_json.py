@@ -17,7 +17,7 @@ from trimtab.core.errors import DataMissingError, FormatError, ValueGivenError
 TIMEOUT_S = 5.0
 MOST_BYTES = 2**20
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # This machine, for which http discloses nothing.
-WAY_OUT = "Give a file or a constant, or start without."
+HINT = "Use a CSV file or a constant as the source, or start without a forecast."
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -43,9 +43,14 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
     """
     host, is_here = _host(url)
     if any(not value.isascii() or not value.isprintable() for value in headers.values()):
-        raise ValueGivenError("token", got="characters that no header may have", expected="printable ASCII")
+        raise ValueGivenError(
+            "token",
+            problem="The token has characters that an HTTP header cannot contain.",
+            hint="Set the environment variable to printable ASCII text, without a line break.",
+            code="token.invalid",
+        )
     if os.environ.get("TRIMTAB_OFFLINE") == "1":
-        raise missing("TRIMTAB_OFFLINE=1, so nothing is fetched")
+        raise missing("TRIMTAB_OFFLINE=1 forbids requests to web services.", "intensity.offline")
     handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
     if is_here:
         handlers.append(urllib.request.ProxyHandler({}))
@@ -57,15 +62,15 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
         raise
     except urllib.error.HTTPError as error:
         error.close()
-        raise missing(f"{host} answered {error.code}") from None
+        raise missing(f"{host} answered with HTTP status {error.code}.", "intensity.http_status") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise missing(f"{host} {_why(error, timeout_s)}") from None
+        raise _unanswered(host, error, timeout_s) from None
     return _parsed(body, host)
 
 
-def missing(given: str) -> DataMissingError:
+def missing(problem: str, code: str) -> DataMissingError:
     """Return the error for an unavailable forecast."""
-    return DataMissingError("intensity", got=given, expected="a forecast", hint=WAY_OUT)
+    return DataMissingError("intensity", problem=problem, hint=HINT, code=code)
 
 
 def _host(url: str) -> tuple[str, bool]:
@@ -77,7 +82,12 @@ def _host(url: str) -> tuple[str, bool]:
         host, scheme = "", ""
     is_here = host in LOOPBACK
     if not host or not (scheme == "https" or (scheme == "http" and is_here)):
-        raise ValueGivenError("intensity.base_url", got=f"{scheme or 'no'} scheme", expected="an https address")
+        raise ValueGivenError(
+            "intensity.base_url",
+            got=f"an address with {f'the scheme {scheme}' if scheme else 'no scheme'}",
+            expected="an https address",
+            code="url.not_https",
+        )
     return host, is_here
 
 
@@ -87,25 +97,25 @@ def _body(response: http.client.HTTPResponse, host: str, timeout_s: float) -> by
     while chunk := response.read1(2**16):
         body += chunk
         if len(body) > MOST_BYTES:
-            raise _unfit(host, f"an answer of more than {MOST_BYTES:,} bytes")
+            raise _unfit(f"The answer of {host} has more than {MOST_BYTES:,} bytes.", "intensity.too_large")
         if time.monotonic() > ends_s:
             raise TimeoutError
     return body
 
 
-def _why(error: Exception, timeout_s: float) -> str:
+def _unanswered(host: str, error: Exception, timeout_s: float) -> DataMissingError:
     reason = getattr(error, "reason", error)  # The cause of a URLError.
     reason = reason if isinstance(reason, Exception) else error
     if isinstance(reason, TimeoutError):
-        return f"did not answer within {timeout_s:g} s"
-    return f"could not be asked ({type(reason).__name__})"
+        return missing(f"{host} did not answer within {timeout_s:g} s.", "intensity.timeout")
+    return missing(f"The request to {host} failed with {type(reason).__name__}.", "intensity.unreachable")
 
 
 def _parsed(body: bytes, host: str) -> object:
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_once)
     except (ValueError, RecursionError):
-        raise _unfit(host, "an answer that is no JSON") from None
+        raise _unfit(f"The answer of {host} is not JSON.", "intensity.not_json") from None
 
 
 def _no_number(_: str) -> None:
@@ -119,5 +129,5 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _unfit(host: str, given: str) -> FormatError:
-    return FormatError("intensity", got=f"{given}, of {host}", expected="a forecast in JSON", hint=WAY_OUT)
+def _unfit(problem: str, code: str) -> FormatError:
+    return FormatError("intensity", problem=problem, hint=HINT, code=code)

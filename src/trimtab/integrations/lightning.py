@@ -40,8 +40,8 @@ from trimtab.runtime.run import Run
 _HOST = "the Trainer"
 _DEVICES = {"CUDAAccelerator": "cuda:0", "MPSAccelerator": "mps:0"}
 _WHOLE = ("32", "32-true", "64", "64-true")
-_PRECISION = "Leave it out: the precision is the plan's. To fix it, plan=Plan.fixed(rows, precision='bf16')."
-_RANKS = "On ranks, Fabric and start() of this module, or a loop of your own (docs/ranks.md)."
+_PRECISION = "Remove the precision. To fix a precision, use plan=Plan.fixed(rows, precision='bf16')."
+_RANKS = "For several ranks, use Fabric with trimtab.integrations.lightning.start, or a plain loop (docs/ranks.md)."
 
 
 class TrimtabStrategy(SingleDeviceStrategy):
@@ -99,12 +99,21 @@ class TrimtabStrategy(SingleDeviceStrategy):
         asked = trainer._accelerator_connector
         given, num_nodes = getattr(asked, "_parallel_devices", None) or [], getattr(asked, "_num_nodes_flag", 1)
         if num_nodes > 1 or len(given) > 1:
-            said = f"{num_nodes} nodes of {len(given)} devices"
-            raise ValueGivenError("Trainer.devices", got=said, expected="one", hint=_RANKS)
+            raise ValueGivenError(
+                "Trainer.devices",
+                problem=f"TrimtabStrategy supports one device; the Trainer has {len(given)} device(s) on {num_nodes} "
+                "node(s).",
+                hint=_RANKS,
+                code="trainer.several_devices",
+            )
         own = self.root_device.index or 0
         if given and isinstance(given[0], torch.device) and (given[0].index or 0) != own:
-            hint = 'Name it: TrimtabStrategy("cuda:1") with devices=[1].'
-            raise ValueGivenError("Trainer.devices", got=f"{given[0]}", expected=f"{self.root_device}", hint=hint)
+            raise ValueGivenError(
+                "Trainer.devices",
+                problem=f"The Trainer uses {given[0]}, but the strategy uses {self.root_device}.",
+                hint=f'Pass the device to the strategy: TrimtabStrategy("{given[0]}").',
+                code="trainer.device_differs",
+            )
         super().setup(trainer)
 
     def on_train_start(self) -> None:
@@ -201,14 +210,23 @@ class TrimtabStrategy(SingleDeviceStrategy):
             return zero if self._count is None else Summed(zero, 0)
         loss = said.get("loss") if isinstance(said, Mapping) else said
         if not isinstance(loss, Tensor):
-            given = f"{type(said).__name__} without a loss"
-            raise ValueGivenError("training_step", got=given, expected="a tensor, or a dict with 'loss'")
+            raise ValueGivenError(
+                "training_step",
+                got=f"{_kind(said)} as return value",
+                expected="a tensor, or a dict with a tensor 'loss'",
+                code="loss.invalid",
+            )
         self._has_loss = True
         if self._count is None:
             return loss
         if not isinstance(said, Mapping) or self._count not in said:
-            given, expected = "none", f"{self._count!r} in what it returns, as count= says"
-            raise ValueGivenError("training_step", got=given, expected=expected)
+            raise ValueGivenError(
+                "training_step",
+                got=f"{_kind(said)} as return value",
+                expected=f"a dict with 'loss' and the number of terms {self._count!r}",
+                hint="Return the number of terms, or create TrimtabStrategy without count.",
+                code="loss.count_missing",
+            )
         count = said[self._count]
         # Other counts raise later, where the loss is read.
         is_one = not isinstance(count, Tensor) or count.numel() == 1
@@ -246,6 +264,13 @@ class TrimtabStrategy(SingleDeviceStrategy):
             run.close(error)
 
 
+def _kind(said: Any) -> str:
+    """Return a description of a training step's return value."""
+    if isinstance(said, Mapping):
+        return f"a dict with {', '.join(map(repr, said)) or 'no items'}"
+    return f"a {type(said).__name__}"
+
+
 def _beside_loss(said: Any) -> dict[str, Any]:
     """Return the values of a training step other than the loss, detached."""
     named = said.items() if isinstance(said, Mapping) else ()
@@ -271,17 +296,34 @@ def _refuse(module: pl.LightningModule, precision: Precision, num_optimizers: in
         ValueGivenError: names the setting, with a hint.
     """
     if precision.precision not in _WHOLE:
-        given = f"{precision.precision!r}"
-        raise ValueGivenError("Trainer.precision", got=given, expected="'32-true'", hint=_PRECISION)
+        raise ValueGivenError(
+            "Trainer.precision",
+            problem=f"The Trainer sets precision={precision.precision!r}, but the plan decides the precision.",
+            hint=_PRECISION,
+            code="trainer.decided_by_plan",
+        )
     if not module.automatic_optimization:
-        hint = "A loop that steps by itself uses trimtab.start in it, as any other."
-        raise ValueGivenError("automatic_optimization", got="False", expected="True", hint=hint)
+        raise ValueGivenError(
+            "automatic_optimization",
+            problem=f"{type(module).__name__} sets automatic_optimization=False, which TrimtabStrategy does not "
+            "support.",
+            hint="Use automatic optimization, or call trimtab.start in the module's manual loop.",
+            code="trainer.manual_optimization",
+        )
     if type(module).backward is not pl.LightningModule.backward:
-        hint = "Leave it out: each micro-batch's backward is the run's."
-        raise ValueGivenError("LightningModule.backward", got="one of its own", expected="Lightning's", hint=hint)
+        raise ValueGivenError(
+            "LightningModule.backward",
+            problem=f"{type(module).__name__} overrides backward, which a run calls per micro-batch by itself.",
+            hint="Remove the override.",
+            code="trainer.backward_overridden",
+        )
     if num_optimizers != 1:
-        hint = "Of several, each is stepped by a loop of its own: a run has one."
-        raise ValueGivenError("configure_optimizers", got=f"{num_optimizers}", expected="one optimizer", hint=hint)
+        raise ValueGivenError(
+            "configure_optimizers",
+            problem=f"configure_optimizers returns {num_optimizers} optimizers, but a run has exactly one.",
+            hint="Use one optimizer with several parameter groups.",
+            code="trainer.several_optimizers",
+        )
 
 
 def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **running: Any) -> Run:
@@ -298,11 +340,20 @@ def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, pl
         ValueGivenError: Fabric shards the model, or sets a precision.
     """
     if fabric.world_size > 1 and not isinstance(fabric.strategy, DDPStrategy):
-        given, hint = type(fabric.strategy).__name__, "Leave it out: the plan says how ranks share the model."
-        raise ValueGivenError("Fabric(strategy=...)", got=given, expected="'ddp' on several ranks", hint=hint)
+        raise ValueGivenError(
+            "Fabric(strategy=...)",
+            problem=f"Fabric uses {type(fabric.strategy).__name__}, but on several ranks the plan decides how to "
+            "distribute the model.",
+            hint="Use Fabric(strategy='ddp').",
+            code="trainer.decided_by_plan",
+        )
     require_shared(plan, fabric.world_size)
     precision = fabric.strategy.precision.precision
     if precision not in _WHOLE:
-        hint = _PRECISION
-        raise ValueGivenError("Fabric(precision=...)", got=f"{precision!r}", expected="'32-true'", hint=hint)
+        raise ValueGivenError(
+            "Fabric(precision=...)",
+            problem=f"Fabric sets precision={precision!r}, but the plan decides the precision.",
+            hint=_PRECISION,
+            code="trainer.decided_by_plan",
+        )
     return started(model.to(fabric.device), optimizer, plan, **running)

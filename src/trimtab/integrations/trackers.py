@@ -223,7 +223,7 @@ def tracker_named(given: str) -> Tracker:
     name, _, where = given.partition("=")
     if name not in NAMED or not where.strip():
         expected = ", ".join(f"{each}={called}" for each, (_, called) in NAMED.items())
-        raise ValueGivenError("--track", got=repr(given), expected=f"one of {expected}")
+        raise ValueGivenError("--track", got=repr(given), expected=f"one of {expected}", code="tracker.unknown")
     make, _ = NAMED[name]
     return make(where.strip())
 
@@ -241,8 +241,7 @@ def _needed(package: str) -> Iterator[None]:
     except ImportError as error:
         raise DependencyError(
             package,
-            got=f"no importable package ({error})",
-            expected=f"{package}, which this tracker sends to",
+            problem=f"The package {package} cannot be imported: {error}.",
             hint=f"Run `pip install 'trimtab[{package}]'`.",
         ) from error
 

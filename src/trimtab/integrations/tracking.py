@@ -32,7 +32,8 @@ class TrackedRecord(RecordWriter):
 
     Trackers run only on rank 0 and only in the process that created them, not in forks. Lines that a slow tracker does
     not take are dropped and counted. A tracker that raises is not called again. Both cases are recorded once as an
-    event "tracker", and warned of when the record is closed.
+    event "tracker" with the code "tracker.raised", "tracker.timeout" or "tracker.slow", and warned of when the record
+    is closed.
 
     Args:
         path: as in `RecordWriter`.
@@ -61,7 +62,7 @@ class TrackedRecord(RecordWriter):
         self._wait_s = validation.number("wait_s", wait_s, low=0)
         self._process, self._step, self._reason = os.getpid(), 0, CUT_OFF
         self._feeds: tuple[TrackerQueue, ...] = ()
-        self._troubles: dict[TrackerQueue, str] = {}
+        self._errors: dict[TrackerQueue, str] = {}
         super().__init__(path, header, continues=continues)
         if _rank() == 0:
             self._feeds = tuple(TrackerQueue(each, header, capacity) for each in given)
@@ -75,7 +76,7 @@ class TrackedRecord(RecordWriter):
             return
         if not self._is_open_ended:
             for feed in self._feeds:
-                self._note(feed, feed.failure)
+                self._note(feed, "tracker.raised", feed.failure)
         super().write(line)
         self._follow(line)
 
@@ -93,12 +94,12 @@ class TrackedRecord(RecordWriter):
         for feed in self._feeds:
             feed.offer(step, line)
 
-    def _note(self, feed: TrackerQueue, trouble: str) -> None:
-        if not trouble or feed in self._troubles:
+    def _note(self, feed: TrackerQueue, code: str, error: str) -> None:
+        if not error or feed in self._errors:
             return
-        self._troubles[feed] = trouble
+        self._errors[feed] = error
         if not self._is_open_ended:  # An open-ended file holds lines of an earlier run, which this event would replace.
-            super().write(Event("tracker", self._step, {"tracker": feed.name, "trouble": trouble}))
+            super().write(Event("tracker", self._step, {"tracker": feed.name, "code": code, "error": error}))
 
     def close(self) -> None:
         """Wait up to `wait_s` for trackers to take the remaining lines, then close the file; may be called twice.
@@ -112,10 +113,10 @@ class TrackedRecord(RecordWriter):
                 self._leave(feeds)
         finally:
             super().close()
-        troubles, self._troubles = self._troubles, {}
-        for feed, trouble in troubles.items():
-            lost = f"it did not take {feed.num_lost} of {feed.num_offered} lines, which are in the record"
-            warnings.warn(f"{feed.name}: {trouble}; {lost}", RuntimeWarning, stacklevel=2)
+        errors, self._errors = self._errors, {}
+        for feed, error in errors.items():
+            lost = f"The tracker missed {feed.num_lost} of {feed.num_offered} lines; the record has all lines."
+            warnings.warn(f"Tracker {feed.name} failed: {error}. {lost}", RuntimeWarning, stacklevel=2)
 
     def _leave(self, feeds: tuple[TrackerQueue, ...]) -> None:
         try:
@@ -127,9 +128,11 @@ class TrackedRecord(RecordWriter):
             for feed in feeds:
                 feed.wait(deadline)
         for feed in feeds:
-            late = f"it had not ended after {self._wait_s:g} s" if feed.is_running else ""
-            slow = "it was slower than the run" if feed.num_lost else ""
-            self._note(feed, feed.failure or late or slow)
+            self._note(feed, "tracker.raised", feed.failure)
+            if feed.is_running:
+                self._note(feed, "tracker.timeout", f"not finished {self._wait_s:g} s after the end of the run")
+            elif feed.num_lost:
+                self._note(feed, "tracker.slow", "slower than the run")
 
 
 class TrackerQueue:
@@ -201,8 +204,8 @@ def _checked(trackers: object) -> tuple[Tracker, ...]:
     given = tuple(trackers) if isinstance(trackers, Iterable) else (trackers,)
     are_trackers = all(isinstance(each, Tracker) and not isinstance(each, type) for each in given)
     if not are_trackers or not isinstance(trackers, Iterable):
-        expected = "a list of trackers, each with begin, log and end"
-        raise ValueGivenError("trackers", got=f"{trackers!r:.80}", expected=expected)
+        expected = "a list of trackers (objects with the methods begin, log and end)"
+        raise ValueGivenError("trackers", got=f"{trackers!r:.80}", expected=expected, code="tracker.invalid")
     return given
 
 

@@ -47,27 +47,40 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
     if plan is None:
         return None
     if not isinstance(plan, Plan):
-        raise ValueGivenError("plan", got=f"a {type(plan).__name__}", expected="a trimtab.Plan")
+        raise ValueGivenError("plan", got=f"a {type(plan).__name__}", expected="a trimtab.Plan", code="plan.invalid")
     for name, left in _LEFT.items():
         if (value := getattr(plan, name).value) != left:
-            given, hint = f"{value!r}, which {host} decides", "Plan without adapt, and set it there."
-            raise ValueGivenError(f"plan.{name}", got=given, expected=f"{left!r}", hint=hint)
+            raise ValueGivenError(
+                f"plan.{name}",
+                problem=f"The plan sets {name} to {value!r}, but {host} decides this setting.",
+                hint=f"Make a plan without adapt, and configure the setting in {host}.",
+                code="plan.decided_by_trainer",
+            )
     return without_graphs(plan, "of loops that call the model as it was planned")
 
 
 def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
     """Raise `ValueGivenError` if both a plan and arguments for planning are given."""
     if plan is not None and planning:
-        expected = "the one or the other"
-        raise ValueGivenError("planning", got="arguments for a plan, and a plan", expected=expected)
+        raise ValueGivenError(
+            "planning",
+            problem="Both plan and planning are given, but arguments for planning have no effect on an existing plan.",
+            hint="Remove one of them.",
+            code="argument.conflict",
+        )
 
 
 def refuse_running(running: Mapping[str, Any] | None) -> None:
     """Raise `ValueGivenError` for options of the run that the trainer provides or that require `run.windows`."""
     for name in ("clip_norm", "stop", "checkpoints", "total_samples", "total_tokens"):
         if (running or {}).get(name) is not None:
-            hint = "Set it there: clipping, the run's length and its checkpoints are the host's."
-            raise ValueGivenError(f"running.{name}", got="a value", expected="the host's own", hint=hint)
+            raise ValueGivenError(
+                f"running.{name}",
+                problem=f"The option {name} cannot be passed in running: the trainer decides gradient clipping, the "
+                "length of training and checkpoints.",
+                hint="Use the trainer's own option.",
+                code="run.decided_by_trainer",
+            )
 
 
 def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int | None] = STAGES) -> None:
@@ -80,10 +93,15 @@ def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int
     """
     if plan is None or num_processes == 1 or plan.zero_stage.value in stages:
         return
-    given = f"{plan.zero_stage.value}, on {num_processes} processes"
-    hint = f"A plan made on them, or Plan.fixed(rows, num_ranks={num_processes}, zero_stage=0)."
-    expected = " or ".join(map(str, stages))
-    raise ValueGivenError("plan.zero_stage", got=given, expected=expected, hint=hint)
+    raise ValueGivenError(
+        "plan.zero_stage",
+        got=f"{plan.zero_stage.value} on {num_processes} processes",
+        expected=" or ".join(map(str, stages)),
+        hint=f"Make the plan on these processes, or use Plan.fixed(rows, num_ranks={num_processes}, zero_stage=0)."
+        if None not in stages
+        else "Use a plan made for one process: Accelerate has wrapped the model in DistributedDataParallel.",
+        code="plan.zero_stage_unsupported",
+    )
 
 
 def started(

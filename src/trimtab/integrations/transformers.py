@@ -44,26 +44,26 @@ from trimtab.losses import Summed
 from trimtab.runtime.run import Run
 
 # Fields of TrainingArguments that a plan decides or a run replaces, with hints.
-_PRECISION = "Leave it out: the precision is the plan's. To fix it, plan=Plan.fixed(rows, precision=...)."
-_RECOMPUTES = "Leave it out: the plan recomputes where a memory budget asks for it."
-_SHARDS = "Leave it out: a plan has ZeRO stages of its own (docs/ranks.md)."
-_REDUCES = "Leave it out: the plan says how ranks reduce gradients, once a window."
+_PRECISION = "The plan decides the precision; to fix a precision, use plan=Plan.fixed(rows, precision=...)."
+_RECOMPUTES = "The plan uses activation checkpointing if a memory limit requires it."
+_SHARDS = "The plan chooses a ZeRO stage (docs/ranks.md)."
+_REDUCES = "The plan decides how ranks reduce gradients, once per optimizer step."
 _DECIDED = {
     "fp16": _PRECISION,
     "bf16": _PRECISION,
     "tf32": _PRECISION,
     "activation_checkpointing": _RECOMPUTES,
     "gradient_checkpointing": _RECOMPUTES,
-    "auto_find_batch_size": "Leave it out: a window that does not fit is run again in smaller micro-batches.",
-    "torch_compile": "Leave it out: the plan compiles where that pays within the run.",
+    "auto_find_batch_size": "A step that runs out of memory is repeated with smaller micro-batches.",
+    "torch_compile": "The plan compiles if this saves time within the run.",
     "deepspeed": _SHARDS,
     "fsdp": _SHARDS,
-    "parallelism_config": "Leave it out: ranks are of data alone.",
-    "ddp_find_unused_parameters": "Leave it out, and freeze what no loss uses: requires_grad_(False).",
-    "ddp_broadcast_buffers": "Leave it out: buffers are each rank's own, and those of rank 0 in the end.",
+    "parallelism_config": "Ranks are supported for data parallelism only.",
+    "ddp_find_unused_parameters": "Freeze the parameters that no loss uses with requires_grad_(False).",
+    "ddp_broadcast_buffers": "Each rank has its own buffers; at the end of training they are those of rank 0.",
     "ddp_bucket_cap_mb": _REDUCES,
     "ddp_static_graph": _REDUCES,
-    "torch_empty_cache_steps": "Leave it out: a window that does not fit frees what is cached, and is run again.",
+    "torch_empty_cache_steps": "A step that runs out of memory empties the cache and is repeated.",
 }
 _HOST = "TrainingArguments"
 # ZeRO stages with whole gradients and weights on each rank, as the Trainer's clipping and saving require.
@@ -108,11 +108,20 @@ class TrimtabTrainer(Trainer):
         # An environment variable may request compilation without any argument; the same holds for the precision below.
         refuse_compiling(self.accelerator)
         if self.accelerator.mixed_precision != "no":
-            given = f"{self.accelerator.mixed_precision!r}"
-            raise ValueGivenError("mixed_precision", got=given, expected="'no'", hint=_PRECISION)
+            raise ValueGivenError(
+                "mixed_precision",
+                problem=f"Accelerate's mixed_precision is {self.accelerator.mixed_precision!r}, but must be 'no'.",
+                hint=f"Unset ACCELERATE_MIXED_PRECISION. {_PRECISION}",
+                code="trainer.decided_by_plan",
+            )
         if getattr(self, "loss_is_scaled_for_ga", None) is False:  # Some versions lack this attribute.
-            hint = "Return from compute_loss what is divided by num_items_in_batch."
-            raise ValueGivenError("loss_is_scaled_for_ga", got="False", expected="None or True", hint=hint)
+            raise ValueGivenError(
+                "loss_is_scaled_for_ga",
+                got="False",
+                expected="None or True",
+                hint="Divide the loss by num_items_in_batch in compute_loss.",
+                code="loss.not_scaled",
+            )
         refuse_both(plan, planning)
         refuse_running(running)
         self.trimtab_plan = self._checked(plan)
@@ -227,16 +236,21 @@ class TrimtabTrainer(Trainer):
         if is_mean:
             raise ValueGivenError(
                 "labels",
-                got=f"{IGNORED} in some, of a model that takes no num_items_in_batch, split by the plan",
-                expected="a loss that is told how many count",
-                hint="compute_loss_func=, which the host counts for; or Plan.fixed(rows of a loader's batch).",
+                problem=f"The plan splits batches that have ignored labels ({IGNORED}), but "
+                f"{type(self.model).__name__} does not accept num_items_in_batch, so the mean over labels would "
+                "change.",
+                hint="Pass compute_loss_func, which receives num_items_in_batch, or use Plan.fixed(rows) with the "
+                "rows of a loader batch.",
+                code="labels.not_counted",
             )
         if self._smooths_by_itself and not plan.proves_splitting and counts_unpredicted(labels):
             raise ValueGivenError(
                 "args.label_smoothing_factor",
-                got="labels whose first counts and is not predicted, split by the plan",
-                expected=f"{IGNORED} there: this version of the host divides by what is predicted",
-                hint="A newer transformers; or Plan.fixed(rows of a loader's batch), which does not split.",
+                problem="The plan splits batches, but label smoothing in this version of transformers does not "
+                f"count the first label of a sequence, which is not {IGNORED}, so the mean over labels would change.",
+                hint=f"Set the first labels to {IGNORED}, update transformers, or use Plan.fixed(rows) with the rows "
+                "of a loader batch.",
+                code="labels.not_counted",
             )
 
     @property
@@ -284,7 +298,12 @@ class StepsRun(AcceleratedOptimizer):
             ValueGivenError: a closure was given, which would run the window again.
         """
         if closure is not None:
-            raise ValueGivenError("closure", got="one", expected="None: the window's gradient is there already")
+            raise ValueGivenError(
+                "closure",
+                problem="optimizer.step received a closure, but the gradients of the step are computed already.",
+                hint="Call step() without arguments.",
+                code="optimizer.closure_unsupported",
+            )
         self._is_overflow = not self._run.step()
         self.wrapped._opt_called = True
 
@@ -309,8 +328,12 @@ def nothing_of(outputs: Any) -> Tensor:
         part for name, part in named if name not in ("loss", 0) and isinstance(part, Tensor) and part.requires_grad
     ]
     if not parts:
-        expected = "outputs beside the loss, as logits"
-        raise ValueGivenError("labels", got="a micro-batch none of which counts", expected=expected)
+        raise ValueGivenError(
+            "labels",
+            problem=f"All labels of a micro-batch are {IGNORED}, and the model returns no output except the loss.",
+            hint="Return further outputs, such as logits, from the model's forward.",
+            code="loss.no_labels",
+        )
     return torch.stack([0.0 * part.sum() for part in parts]).sum()
 
 
@@ -323,16 +346,33 @@ def refuse_conflicts(args: TrainingArguments, num_processes: int = 1) -> None:
     for name, hint in _DECIDED.items():
         value = getattr(args, name, None)
         if value or (name == "tf32" and value is not None):
-            raise ValueGivenError(f"args.{name}", got=f"{value!r:.80}", expected="it left alone", hint=hint)
+            raise ValueGivenError(
+                f"args.{name}",
+                problem=f"TrainingArguments sets {name}={value!r:.80}, which TrimtabTrainer does not support.",
+                hint=f"Remove {name}. {hint}",
+                code="trainer.decided_by_plan",
+            )
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in _OWN_STEP or optim.endswith("layerwise"):
-        hint = "Use one that steps after backward, as adamw_torch."
-        raise ValueGivenError("args.optim", got=f"{optim}, which steps in backward", expected="another", hint=hint)
-    if num_processes > 1 and not args.average_tokens_across_devices:
-        hint = "Leave it as it is: a run's gradient is that of all ranks' tokens."
         raise ValueGivenError(
-            "args.average_tokens_across_devices", got="False", expected="True on several ranks", hint=hint
+            "args.optim",
+            problem=f"The optimizer {optim} steps during backward, which TrimtabTrainer does not support.",
+            hint="Use an optimizer that steps after backward, such as adamw_torch.",
+            code="optimizer.steps_in_backward",
+        )
+    if num_processes > 1 and not args.average_tokens_across_devices:
+        raise ValueGivenError(
+            "args.average_tokens_across_devices",
+            got="False",
+            expected="True on several ranks",
+            hint="Remove it; gradients are averaged over the tokens of all ranks.",
+            code="trainer.decided_by_plan",
         )
     if args.n_gpu > 1:
-        hint = "Show it one: CUDA_VISIBLE_DEVICES=0."
-        raise ValueGivenError("TrimtabTrainer", got=f"{args.n_gpu} GPUs", expected="one", hint=hint)
+        raise ValueGivenError(
+            "TrimtabTrainer",
+            problem=f"The process sees {args.n_gpu} GPUs, for which the Trainer uses DataParallel, which is not "
+            "supported.",
+            hint="Set CUDA_VISIBLE_DEVICES=0, or start one process per GPU with torchrun.",
+            code="trainer.several_devices",
+        )

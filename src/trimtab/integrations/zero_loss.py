@@ -24,9 +24,9 @@ def zero_loss(mean: Tensor) -> Tensor:
     if not parts:
         raise ValueGivenError(
             "loss",
-            got="a mean over nothing, whose graph shows no parameter",
-            expected="one that comes from some",
-            hint="Divide the sum by count.clamp(min=1): then it is zero, and so is its gradient.",
+            problem="The loss is a mean over no labels and depends on no parameter, so its gradient would be NaN.",
+            hint="Return sum / count.clamp(min=1), which is zero if no label counts.",
+            code="loss.no_labels",
         )
     return torch.stack(parts).sum()
 

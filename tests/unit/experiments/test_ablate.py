@@ -156,7 +156,7 @@ def test_only_the_race_that_is_missing_is_run_again(folder):
 )
 def test_a_folder_holds_one_ablation(folder, settings, options):
     before = files(folder)
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ"):
         run(folder, settings, **options)
     assert files(folder) == before
 
@@ -246,14 +246,14 @@ def test_a_reference_that_fails_ends_it(tmp_path, monkeypatch):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(ablate_module, "ReferenceLoop", broken)
-    with raises(LoopError, code="loop.out_of_order", field="reference loop"):
+    with raises(LoopError, code="baseline.failed", field="baseline loop"):
         run(tmp_path / "out")
 
 
 def test_a_plan_for_something_else_is_refused(tmp_path):
-    with raises(ValueGivenError, code="value.invalid", field="plan"):
+    with raises(ValueGivenError, code="plan.batch_differs", field="plan"):
         run(tmp_path / "out", plan=Plan.fixed(64))
-    with raises(ValueGivenError, code="value.invalid", field="plan"):
+    with raises(ValueGivenError, code="plan.ranks_differ", field="plan"):
         run(tmp_path / "out", plan=Plan.fixed(BATCH_ROWS, num_ranks=2, zero_stage=0))
     assert not (tmp_path / "out").exists()
 

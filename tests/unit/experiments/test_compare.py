@@ -161,7 +161,7 @@ def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
 @pytest.mark.parametrize("others", [{}, {"whole_pairs": 3}, {"adapt": ("learning_rate",)}, {"peers": True}])
 def test_quick_is_throughput_of_tier_s_alone(others):
     settings = {"quick": True, "whole_pairs": 0, "adapt": (), "peers": False}
-    with raises(ValueGivenError, code="value.invalid", field="quick"):
+    with raises(ValueGivenError, code="option.conflict", field="quick"):
         CompareOptions(**(settings | others if others else {"quick": True}))
 
 
@@ -214,7 +214,7 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
 
 def test_a_reference_that_fails_ends_the_comparison(tmp_path, monkeypatch):
     monkeypatch.setattr(arm_selection, "ReferenceLoop", _raise)
-    with raises(LoopError, code="loop.out_of_order", field="reference loop") as caught:
+    with raises(LoopError, code="baseline.failed", field="baseline loop") as caught:
         run(tmp_path / "out")
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -408,13 +408,14 @@ def test_more_pairs_may_be_added(folder):
 )
 def test_a_folder_holds_one_comparison(folder, changes, options, named):
     before = files(folder)
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ") as caught:
         run(folder, replace(PAIRS, **changes), **options)
     assert files(folder) == before
+    assert named in caught.value.problem
 
 
 def test_a_folder_of_another_task_is_refused(folder):
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ"):
         run(folder, task=replace(tiny, name="other"))
 
 
@@ -440,8 +441,9 @@ def retuned(model, lr):
     ],
 )
 def test_a_folder_of_a_task_that_has_changed_is_refused(folder, changes, named):
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ") as caught:
         run(folder, task=replace(tiny, **changes))
+    assert named in caught.value.problem
 
 
 def test_a_folder_of_a_task_whose_file_was_edited_is_refused(tmp_path):
@@ -450,7 +452,7 @@ def test_a_folder_of_a_task_whose_file_was_edited_is_refused(tmp_path):
     path.write_text(text)
     run(folder, task=load_task(f"{path}:task"))
     path.write_text(text + "\n# another loss, say\n")
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ"):
         run(folder, task=load_task(f"{path}:task"))
 
 
@@ -459,7 +461,7 @@ def test_a_folder_of_an_older_version_is_said_to_be_one(folder):
     settings = json.loads(path.read_text())
     del settings["code"]
     path.write_text(json.dumps(settings))
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ"):
         run(folder)
 
 
@@ -507,27 +509,27 @@ def other_data() -> TaskData:
 def test_a_folder_of_another_machine_is_refused(folder, monkeypatch, key, value):
     here = claim_module.environment()
     monkeypatch.setattr(claim_module, "environment", lambda: here | {key: value})
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ"):
         run(folder)
 
 
 def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
     monkeypatch.setattr(trimtab, "__version__", "0.0.0")
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ"):
         run(folder)
 
 
 def test_a_folder_made_under_a_budget_is_refused_without_it(folder):
     settings = json.loads((folder / "settings.json").read_text())
     (folder / "settings.json").write_text(json.dumps(settings | {"budget": "x"}))
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ"):
         run(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3"])
 def test_damaged_settings_are_named(folder, text):
     (folder / "settings.json").write_text(text)
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="settings.damaged"):
         run(folder)
 
 
@@ -600,7 +602,7 @@ def test_a_step_of_other_maths_ends_the_comparison_before_it_is_planned(tmp_path
         optimizer.step()
         optimizer.zero_grad()
 
-    with raises(ValueGivenError, code="value.invalid", field="task.step"):
+    with raises(ValueGivenError, code="step.gradient_differs", field="task.step"):
         run(tmp_path / "out", task=replace(tiny, step=step, make_optimizer=sgd))
 
 

@@ -54,10 +54,10 @@ def test_a_step_of_the_declared_maths_passes(make_optimizer):
     check(stepping(precision="bf16"), Reference("bf16"), make_optimizer=make_optimizer)
 
 
-def refused(step, given: str, reference: Reference | None = None, **changes) -> None:
-    with pytest.raises(ValueGivenError, match=given) as caught:
+def refused(step, code: str, reference: Reference | None = None, **changes) -> ValueGivenError:
+    with raises(ValueGivenError, code=code, field="task.step") as caught:
         check(step, reference, **changes)
-    assert caught.value.field == "task.step"
+    return caught.value
 
 
 both_optimizers = pytest.mark.parametrize("make_optimizer", [sgd, tiny.make_optimizer], ids=["sgd", "adamw"])
@@ -66,7 +66,8 @@ both_optimizers = pytest.mark.parametrize("make_optimizer", [sgd, tiny.make_opti
 @both_optimizers
 @pytest.mark.parametrize("other", [{"factor": 1.01}, {"factor": 4.0}, {"clip": 0.1}, {"precision": "bf16"}], ids=str)
 def test_a_step_of_other_maths_is_refused(other, make_optimizer):
-    refused(stepping(**other), r"a step whose gradient.*loss_fn.*reference\.clip_norm", make_optimizer=make_optimizer)
+    error = refused(stepping(**other), "step.gradient_differs", make_optimizer=make_optimizer)
+    assert "clip_norm" in error.hint
 
 
 def smoothed(model, optimizer, batch):
@@ -110,7 +111,7 @@ OTHER_GRADIENTS = [smoothed, half_of_the_rows, never_zeroed, without_dropout, on
 @both_optimizers
 @pytest.mark.parametrize("step", OTHER_GRADIENTS)
 def test_a_gradient_of_another_loss_is_refused(step, make_optimizer):
-    refused(step, "a step whose gradient, within 2 steps", make_optimizer=make_optimizer)
+    refused(step, "step.gradient_differs", make_optimizer=make_optimizer)
 
 
 class Quiet(nn.Sequential):
@@ -137,7 +138,7 @@ def test_a_small_parameters_gradient_is_held_too():
 
     changes = {"make_model": Quiet, "make_optimizer": tiny.make_optimizer}
     check(stepping(), **changes)
-    refused(left_out, "a step whose gradient", **changes)
+    refused(left_out, "step.gradient_differs", **changes)
 
 
 # The optimizer's own step.
@@ -193,7 +194,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make_optimizer", [momentum, tiny.make_optimizer], ids=["momentum", "adamw"])
 @pytest.mark.parametrize("step", OTHER_STEPS)
 def test_an_optimizer_that_moves_the_weights_otherwise_is_refused(step, make_optimizer):
-    refused(step, r"a step whose weights.*Let make_optimizer hold", make_optimizer=make_optimizer)
+    refused(step, "step.weights_differ", make_optimizer=make_optimizer)
 
 
 def stepping_twice(model, optimizer, batch):
@@ -209,12 +210,12 @@ def a_step_per_half(model, optimizer, batch):
 @both_optimizers
 @pytest.mark.parametrize("step", [stepping_twice, a_step_per_half])
 def test_another_number_of_steps_is_refused(step, make_optimizer):
-    given = r"optimizer steps, 4 in 2 batches; expected 2, .*batch_rows"
-    refused(step, given, make_optimizer=make_optimizer)
+    error = refused(step, "step.count_differs", make_optimizer=make_optimizer)
+    assert "4 optimizer steps in 2 batches" in error.problem
 
 
 def test_an_undeclared_step_that_does_nothing_is_refused():
-    with raises(ValueGivenError, code="value.invalid", field="task.step"):
+    with raises(ValueGivenError, code="step.weights_differ", field="task.step"):
         check(lambda model, optimizer, batch: None)
 
 
@@ -229,7 +230,8 @@ def test_steps_taken_every_other_batch_are_refused(make_optimizer):
             optimizer.step()
             optimizer.zero_grad()
 
-    refused(step, "optimizer steps, 1 in 2 batches; expected 2, ", make_optimizer=make_optimizer)
+    error = refused(step, "step.count_differs", make_optimizer=make_optimizer)
+    assert "1 optimizer steps in 2 batches" in error.problem
 
 
 # What is the same maths.
@@ -301,7 +303,7 @@ def test_accumulation_by_rows_is_no_other_maths():
     ids=["undivided", "a mean of unequal means", "one weight wrong"],
 )
 def test_accumulation_weighted_wrongly_is_refused(step, make_optimizer):
-    with raises(ValueGivenError, code="value.invalid", field="task.step"):
+    with raises(ValueGivenError, code="step.gradient_differs", field="task.step"):
         check_step(replace(reader, step=step, make_optimizer=make_optimizer), text(), CPU)
 
 
@@ -332,7 +334,7 @@ def by_hand(factor):
 @pytest.mark.parametrize("make_step", [by_closure, by_hand])
 def test_a_step_whose_gradients_are_not_seen_is_held_by_its_weights(make_step):
     check(make_step(1.0))
-    refused(make_step(1.01), "a step whose weights")
+    refused(make_step(1.01), "step.weights_differ")
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -362,7 +364,7 @@ def test_a_loss_scalers_step_is_held_by_its_true_gradient(overflows, fused):
 
     changes = {"reference": Reference("fp16"), "make_optimizer": adamw, "loss_fn": loss_fn}
     check(scaling(1.0), **changes)
-    refused(scaling(1.01), "a step whose gradient", **changes)
+    refused(scaling(1.01), "step.gradient_differs", **changes)
 
 
 class Branches(nn.Module):
@@ -392,7 +394,7 @@ def test_a_parameter_without_a_gradient_does_not_move(to_none):
     if to_none:
         check(step, **changes)
     else:
-        refused(step, "a step whose weights", **changes)
+        refused(step, "step.weights_differ", **changes)
 
 
 def test_rounding_is_no_other_maths():
@@ -435,7 +437,7 @@ def test_a_gradient_that_strays_by_itself_is_not_blamed_and_excuses_nothing_else
 
     noise = torch.Generator().manual_seed(5)
     check(step)
-    refused(by_another_rate, "a step whose weights")
+    refused(by_another_rate, "step.weights_differ")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -472,5 +474,5 @@ def test_a_step_that_raises_is_named():
     def step(model, optimizer, batch):
         raise ZeroDivisionError("by nothing")
 
-    with raises(LoopError, code="loop.out_of_order", field="reference loop"):
+    with raises(LoopError, code="baseline.failed", field="baseline loop"):
         check(step)

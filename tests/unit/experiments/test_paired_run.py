@@ -176,7 +176,7 @@ def test_an_error_closes_every_arm_and_restores_the_process():
         return Watched(replace(its, loss_fn=broken), device)
 
     before = state()
-    with raises(LoopError, code="loop.out_of_order", field="reference loop") as e:
+    with raises(LoopError, code="baseline.failed", field="baseline loop") as e:
         run(PairedArm("b", make, BUDGET_ROWS), PairedArm("a", Noisy, BUDGET_ROWS))
     assert isinstance(e.value.__cause__, ZeroDivisionError)
     assert state() == before
@@ -393,7 +393,7 @@ def test_an_arm_that_cannot_be_built_leaves_too():
 
 
 def test_without_the_first_arm_there_is_no_race():
-    with raises(LoopError, code="loop.out_of_order", field="reference loop"):
+    with raises(LoopError, code="baseline.failed", field="baseline loop"):
         run(PairedArm("a", Breaks, BUDGET_ROWS), PairedArm("b", Watched, BUDGET_ROWS))
     assert [loop.closed for loop in Watched.made] == [1, 1]
 

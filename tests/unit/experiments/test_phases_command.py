@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     ("name", "value"), [("memory", "1GiB"), ("plan", Path("plan.json")), ("rounds", 3), ("ranks", 2)]
 )
 def test_what_is_asked_of_measuring_is_refused_where_nothing_is_measured(name, value):
-    with raises(ValueGivenError, code="value.invalid"):
+    with raises(ValueGivenError, code="option.conflict", field=f"--{name}"):
         phases_of(PhasesRequest(("found.json",), **{name: value}))
 
 

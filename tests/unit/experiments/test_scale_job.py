@@ -127,7 +127,7 @@ def test_a_given_plan_runs_on_each_number_of_ranks_with_its_settings():
     assert {each.predicted for each in (one, four, wide)} == {None}
     assert fitted(Plan.fixed(16), 32, 1).num_micro_batches == 1  # a batch that was whole stays so
     assert fitted(Plan.fixed(16), 32, 2).zero_stage.value == 0
-    with raises(ValueGivenError, code="value.invalid", field="--plan"):
+    with raises(ValueGivenError, code="plan.not_equivalent", field="--plan"):
         refuse_other_maths(Plan.fixed(16, learning_rate_scale=2.0))
 
 
@@ -149,6 +149,6 @@ def test_one_rank_has_every_recipe_and_no_link(folder):
 def test_a_task_with_a_step_of_its_own_is_refused_before_a_job_is_launched(tmp_path):
     own = replace(task, step=lambda model, optimizer, batch: None)
     launched = []
-    with raises(ValueGivenError, code="value.invalid", field="task.step"):
+    with raises(ValueGivenError, code="step.several_ranks", field="task.step"):
         scale(own, tmp_path / "table", ScaleSettings((1, 2)), lambda *job: launched.append(job), silent)
     assert not launched

@@ -255,7 +255,7 @@ def test_a_table_is_of_where_its_jobs_ran_and_not_of_where_it_was_made():
 def test_one_rank_is_always_among_them_and_numbers_are_read():
     assert ScaleSettings(numbers("4, 2")).ranks == (1, 2, 4)
     for bad in ("", "2,x", "0", "-1", "2.5"):
-        with raises(ValueGivenError, code="value.invalid", field="--ranks"):
+        with raises(ValueGivenError, code="ranks.invalid", field="--ranks"):
             numbers(bad)
     with raises(ValueGivenError, code="value.invalid", field="scaling"):
         ScaleSettings(job=JobSettings(modes=("weakly",)))

@@ -123,7 +123,7 @@ OF_TWO = Plan.fixed(4, num_ranks=2, zero_stage=0)
 @pytest.mark.parametrize("accepts", [(), ("ranks",), ("plan",)])
 def test_other_ranks_than_a_run_was_saved_with_are_refused_with_the_way_out(accepts):
     kept = SimpleNamespace(saved_plan=lambda: OF_TWO, accepts=accepts)
-    with raises(ValueGivenError, code="value.invalid", field="--ranks"):
+    with raises(ValueGivenError, code="resume.ranks_differ", field="--ranks"):
         train_command.plan_of_run(tiny, STEPS, file=None, kept=kept, budget=Budget(), adapt=(), rehearse=True)
 
 

@@ -58,20 +58,21 @@ def test_a_run_that_is_gone_on_with_is_followed_from_there(train, tmp_path, boar
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "code", "word"),
     [
-        (("--track", "aim=runs", "--record", "r.jsonl"), "--track: got 'aim=runs'"),
-        (("--track", "tensorboard=runs"), "--track: got tensorboard=runs without a record"),
-        (("--track", "wandb=mine", "--record", "r.jsonl"), "pip install 'trimtab[wandb]'"),
+        (("--track", "aim=runs", "--record", "r.jsonl"), "tracker.unknown", "'aim=runs'"),
+        (("--track", "tensorboard=runs"), "option.required", "--track tensorboard=runs"),
+        (("--track", "wandb=mine", "--record", "r.jsonl"), "dependency.missing", "pip install 'trimtab[wandb]'"),
     ],
     ids=str,
 )
 def test_what_cannot_be_followed_is_refused_before_anything_is_measured(
-    train, tmp_path, monkeypatch, boards, arguments, says
+    train, tmp_path, monkeypatch, boards, arguments, code, word
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    code, out, err = train(*arguments)  # without a plan: one would have to be made
-    assert (code, out) == (1, "")
-    assert says in err
+    status, out, err = train(*arguments)  # without a plan: one would have to be made
+    assert (status, out) == (1, "")
+    assert word in err
+    assert err.endswith(f" [{code}]\n")
     assert err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "tiny.py"]

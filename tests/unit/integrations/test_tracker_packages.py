@@ -169,8 +169,9 @@ def test_a_package_reports_nothing_of_itself_unless_its_user_says_so(monkeypatch
 )
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, missing, make, extra):
     monkeypatch.setitem(sys.modules, missing, None)
-    with raises(DependencyError, code="dependency.missing"):
+    with raises(DependencyError, code="dependency.missing", field=extra) as caught:
         make()
+    assert f"'trimtab[{extra}]'" in caught.value.hint
 
 
 def test_files_of_the_real_tensorboard_can_be_read(tmp_path):
@@ -223,5 +224,5 @@ def test_a_tracker_is_named_by_a_command(packages, given, kind, place):
 
 @pytest.mark.parametrize("given", ["tensorboard", "tensorboard=", "aim=runs", "", "=runs"])
 def test_a_tracker_that_is_none_is_refused(given):
-    with raises(ValueGivenError, code="value.invalid", field="--track"):
+    with raises(ValueGivenError, code="tracker.unknown", field="--track"):
         tracker_named(given)

@@ -56,7 +56,7 @@ def test_weights_of_any_kind_and_value_are_of_no_account():
 
 
 def test_a_mean_that_comes_from_nothing_says_what_to_return_in_its_place():
-    with raises(ValueGivenError, code="value.invalid", field="loss"):
+    with raises(ValueGivenError, code="loss.no_labels", field="loss"):
         zero_loss(torch.zeros((), requires_grad=True))
 
 

@@ -64,10 +64,14 @@ class AblateSettings:
         if self.whole_seeds is not None:
             validation.integer("whole", self.whole_seeds, low=0, high=self.num_seeds)
         if self.quick and self.whole_seeds != 0:
-            hint = "Leave out --quick, or --whole."
-            raise ValueGivenError("quick", got="whole races", expected="time and memory alone", hint=hint)
+            raise ValueGivenError(
+                "quick",
+                problem="--quick measures only throughput and memory, and cannot be combined with --whole.",
+                hint="Remove one of the two options.",
+                code="option.conflict",
+            )
         if not self.cap_s > 0:
-            raise ValueGivenError("cap", got=f"{self.cap_s:g}", expected="seconds above zero")
+            raise ValueGivenError("cap", got=f"{self.cap_s:g}", expected="seconds above zero", code="cap.not_positive")
 
     def is_brief(self, seed: int) -> bool:
         """Return True if the arms of a seed's run take only a few steps."""

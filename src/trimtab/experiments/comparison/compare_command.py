@@ -70,7 +70,12 @@ class CompareRequest:
             ValueGivenError: a memory limit was given together with a plan.
         """
         if self.plan is not None and self.memory is not None:
-            raise ValueGivenError("--memory", got="a limit with --plan", expected="one where the plan is made")
+            raise ValueGivenError(
+                "--memory",
+                problem=f"--memory {self.memory} cannot be combined with --plan, because the plan was made before.",
+                hint="Pass --memory to `trimtab plan`, or remove --plan.",
+                code="option.conflict",
+            )
         return None if self.plan is None else read_json(Plan, self.plan)
 
     def settings(self, num_ranks: int) -> CompareOptions:
@@ -90,7 +95,12 @@ class CompareRequest:
             ValueGivenError: recipes are named but excluded.
         """
         if self.against is not None and self.peers is False:
-            raise ValueGivenError("--against", got="peers with --no-peers", expected="the one or the other")
+            raise ValueGivenError(
+                "--against",
+                problem="--against names recipes to compare with, and --no-peers excludes all recipes.",
+                hint="Remove one of the two options.",
+                code="option.conflict",
+            )
         return True if self.against is not None else self.peers
 
 

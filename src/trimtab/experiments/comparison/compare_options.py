@@ -48,15 +48,21 @@ class CompareOptions:
         if self.quick and (self.whole_pairs != 0 or self.adapt or self.peers):
             raise ValueGivenError(
                 "quick",
-                got="whole pairs, tier F or peers with it",
-                expected="throughput and memory of tier S alone",
-                hint="Leave out --quick, or --whole, --adapt and --peers.",
+                problem="--quick measures only throughput and memory of the equivalent plan, and cannot be combined "
+                "with --whole, --adapt or --peers.",
+                hint="Remove --quick, or the other options.",
+                code="option.conflict",
             )
         if not self.cap_s > 0:
-            raise ValueGivenError("cap", got=f"{self.cap_s:g}", expected="seconds above zero")
+            raise ValueGivenError("cap", got=f"{self.cap_s:g}", expected="seconds above zero", code="cap.not_positive")
         if self.reference_cap_s is not None and not self.reference_cap_s >= self.cap_s:
-            given, expected = f"{self.reference_cap_s:g}", f"no less than --cap, {self.cap_s:g}"
-            raise ValueGivenError("reference_cap", got=given, expected=expected)
+            raise ValueGivenError(
+                "reference_cap",
+                got=f"{self.reference_cap_s:g} s",
+                expected=f"at least the value of --cap, {self.cap_s:g} s",
+                hint="Raise --reference-cap, or remove it to use --cap for all arms.",
+                code="cap.too_small",
+            )
 
     @property
     def raced(self) -> tuple[str, ...]:

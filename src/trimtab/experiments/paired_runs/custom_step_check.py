@@ -181,28 +181,29 @@ def _check_number(theirs: int, ours: int) -> None:
         return
     raise ValueGivenError(
         "task.step",
-        got=f"a number of optimizer steps, {theirs} in {_STEPS} batches",
-        expected=f"{ours}, as in the declared loop",
-        hint="Step the optimizer once a batch, and declare as Task(batch_rows=...) what one step trains on.",
+        problem=f"task.step made {theirs} optimizer steps in {_STEPS} batches, but the declared loop makes {ours}.",
+        hint="Step the optimizer once per batch, and set Task(batch_rows=...) to the samples of one optimizer step.",
+        code="step.count_differs",
     )
 
 
 def _other_gradient(share: float) -> ValueGivenError:
     return ValueGivenError(
         "task.step",
-        got=f"a step whose gradient, within {_STEPS} steps from one seed, is {share:.1%} of its norm from that of "
-        "loss_fn",
-        expected=f"the same maths (at most {_LIMIT:.1%})",
-        hint="Make loss_fn return the loss that the step takes, and declare its precision and clipping: "
-        "Task(reference=Reference(precision=..., clip_norm=...)), that is reference.clip_norm.",
+        problem=f"task.step and loss_fn compute different gradients: they differ by {share:.1%} of the gradient's norm "
+        f"within {_STEPS} steps from the same seed (limit {_LIMIT:.1%}).",
+        hint="Return from loss_fn the loss that task.step minimises, and declare the precision and the "
+        "gradient clipping of task.step with Task(reference=Reference(precision=..., clip_norm=...)).",
+        code="step.gradient_differs",
     )
 
 
 def _other_weights(share: float) -> ValueGivenError:
     return ValueGivenError(
         "task.step",
-        got=f"a step whose weights, after {_STEPS} steps from one seed, are {share:.1%} of their way from where "
-        "loss_fn and make_optimizer lead",
-        expected=f"the same maths (at most {_LIMIT:.1%})",
-        hint="Let make_optimizer hold all that moves the weights, by its gradient: learning rate, decay, averages.",
+        problem=f"task.step moves the weights differently from loss_fn and make_optimizer: after {_STEPS} steps from "
+        f"the same seed the weights differ by {share:.1%} of the distance moved (limit {_LIMIT:.1%}).",
+        hint="Make every change of the weights through the optimizer of make_optimizer, including the learning "
+        "rate, weight decay and weight averages.",
+        code="step.weights_differ",
     )

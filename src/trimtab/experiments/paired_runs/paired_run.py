@@ -34,7 +34,7 @@ from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import shard
 from trimtab.experiments.comparison.comparison_statistics import GIVEN_ROWS
 from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
-from trimtab.experiments.paired_runs.plan_loops import nonfinite_in, settling_steps
+from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, nonfinite_in, settling_steps
 from trimtab.experiments.paired_runs.run_failures import end_with
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
@@ -188,7 +188,7 @@ class RunningArm:
         """
         found = nonfinite_in(self.loop)
         if any(self._together.each(float(bool(found)))):
-            self.end, self.error = "diverged", found or "a non-finite loss or parameter on another rank"
+            self.end, self.error = "diverged", found or ON_ANOTHER_RANK
 
     def record(self, seed: int, environment: dict[str, str]) -> RunRecord:
         """Return the record of the arm."""

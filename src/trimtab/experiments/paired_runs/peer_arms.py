@@ -22,11 +22,16 @@ def require_peers(task: Task, named: Iterable[str]) -> None:
     Raises:
         ValueGivenError: the task has no such recipe, or "strict" was named and the reference is not fp32.
     """
-    lacking = {name: "which has no such recipe" for name in RECIPES if name not in task.recipes}
+    lacking = {name: f"Task {task.name} has no recipe {name}." for name in RECIPES if name not in task.recipes}
     if task.reference.precision != "fp32":
-        lacking["strict"] = f"whose reference computes in {task.reference.precision}"
+        lacking["strict"] = (
+            f"The recipe strict (fp32 without TF32) needs an fp32 baseline, but {task.name} uses "
+            f"{task.reference.precision}."
+        )
     for name in named:
         if name in lacking:
-            hint = f"Task(..., {name}=StrongRecipe(...))." if name in RECIPES else "Leave it out."
-            given, has = f"{name} of {task.name}, {lacking[name]}", ", ".join(p for p in PEERS if p not in lacking)
-            raise ValueGivenError("against", got=given, expected=has, hint=hint)
+            others = ", ".join(p for p in PEERS if p not in lacking)
+            hint = f"Choose from {others}."
+            if name in RECIPES:
+                hint = f"Choose from {others}, or add Task(..., {name}=StrongRecipe(...))."
+            raise ValueGivenError("against", problem=lacking[name], hint=hint, code="recipe.missing")

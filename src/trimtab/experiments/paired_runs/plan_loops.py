@@ -18,6 +18,8 @@ from trimtab.runtime.compile_check import WINDOWS
 from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.tasks.task import Task
 
+ON_ANOTHER_RANK = "the loss or a parameter on another rank is NaN or infinite"
+
 
 def settling_steps(loop: Loop) -> int:
     """Return the number of steps until a loop reaches its steady state.
@@ -36,9 +38,9 @@ def nonfinite_in(loop: Loop) -> str:
     """
     loss = None if getattr(loop, "precision", "") == "fp16" else getattr(loop, "loss", None)
     if isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
-        return f"a loss of {float(loss):g}"
+        return f"the loss is {float(loss):g}"
     name = nonfinite_parameter(loop.model)
-    return "" if name is None else f"NaN or infinity in parameter {name}"
+    return "" if name is None else f"parameter {name} contains NaN or infinity"
 
 
 def _settling(plan: Plan) -> int:

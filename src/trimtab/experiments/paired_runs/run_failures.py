@@ -19,10 +19,10 @@ def blame_reference(error: BaseException) -> NoReturn:
     if isinstance(error, TrimtabError):
         raise error
     raise LoopError(
-        "reference loop",
-        got=describe(error),
-        expected="a loop that trains",
-        hint="TRIMTAB_TRACEBACK=1 shows where it was raised.",
+        "baseline loop",
+        problem=f"The task's baseline loop raised {describe(error).rstrip('.')}.",
+        hint="Correct the task; a comparison needs a baseline that trains.",
+        code="baseline.failed",
     ) from error
 
 

@@ -22,8 +22,7 @@ try:
 except ImportError as error:
     raise DependencyError(
         "matplotlib",
-        got=f"no importable package ({error})",
-        expected="matplotlib, which draws the report's figures",
+        problem=f"The package matplotlib, which draws the report's figures, cannot be imported: {error}.",
         hint="Run `pip install 'trimtab[report]'`.",
     ) from error
 

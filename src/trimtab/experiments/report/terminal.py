@@ -20,8 +20,7 @@ try:
 except ImportError as error:
     raise DependencyError(
         "rich",
-        got=f"no importable package ({error})",
-        expected="rich, which lays out the terminal report",
+        problem=f"The package rich, which prints the terminal report, cannot be imported: {error}.",
         hint="Run `pip install 'trimtab[cli]'`.",
     ) from error
 

@@ -62,7 +62,9 @@ def numbers(text: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
-        raise ValueGivenError("--ranks", got=repr(text), expected="numbers of processes, such as 1,2,4")
+        raise ValueGivenError(
+            "--ranks", got=repr(text), expected="numbers of processes, such as 1,2,4", code="ranks.invalid"
+        )
     return tuple(map(int, parts))
 
 
@@ -102,8 +104,13 @@ def _require_possible(task: Task, settings: ScaleSettings) -> None:
     most, rows = settings.ranks[-1], task.load_data().num_rows
     refuse_on_ranks(task if "strong" in settings.job.modes else replace(task, batch_rows=most), most)
     if "weak" in settings.job.modes and most * task.batch_rows > rows:
-        given = f"{most}, each with a batch of {task.batch_rows} rows, of {rows} that there are"
-        raise ValueGivenError("--ranks", got=given, expected=f"{rows // task.batch_rows} at the most")
+        raise ValueGivenError(
+            "--ranks",
+            problem=f"{most} ranks need {most * task.batch_rows} samples for one step of weak scaling, but the data "
+            f"has {rows}.",
+            hint=f"Use at most {rows // task.batch_rows} ranks, or --scaling strong.",
+            code="ranks.too_many",
+        )
 
 
 def one_job(task: Task, out: Path, number: int, settings: JobSettings, progress: Progress) -> None:

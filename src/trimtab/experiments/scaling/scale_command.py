@@ -64,8 +64,12 @@ def run_scale(
     if job is None and not is_launched():
         return _written(scale(loaded, out, settings, _again(out), progress), out, "local")
     if job is None and asked:
-        given = f"{' and '.join(asked)} under a launcher, whose {here.num_ranks} ranks are one job"
-        raise ValueGivenError(asked[0], got=given, expected="a launch of each number of ranks, with the same --out")
+        raise ValueGivenError(
+            asked[0],
+            problem=f"{' and '.join(asked)} cannot be used under a launcher, whose {here.num_ranks} ranks run one job.",
+            hint="Start the command once for each number of ranks, with the same --out.",
+            code="option.conflict",
+        )
     with joined(), together():
         number = job
         if number is None:

@@ -27,7 +27,7 @@ from trimtab.decide.multi_rank_plan import alone
 from trimtab.distributed.process_group import place, slowest, total
 from trimtab.distributed.sharded_loader import shard
 from trimtab.experiments.paired_runs.inspect_arm import held_at_most
-from trimtab.experiments.paired_runs.plan_loops import PlanLoop, nonfinite_in
+from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, PlanLoop, nonfinite_in
 from trimtab.experiments.scaling.scaling_plans import told_bytes
 from trimtab.experiments.scaling.scaling_result import RECIPES, PlanSharding, RefusedRecipe, TimedArm, TimedBlocks
 from trimtab.measure.process_state import ProcessState
@@ -89,7 +89,7 @@ class _SteppedLoop:
     def nonfinite(self) -> str:
         """Description of a non-finite loss or parameter on any rank, or "". All ranks must read it."""
         found = nonfinite_in(self._loop)
-        return (found or "a non-finite loss or parameter on another rank") if total(float(bool(found))) else ""
+        return (found or ON_ANOTHER_RANK) if total(float(bool(found))) else ""
 
     def end(self) -> None:
         """Close the loop."""
@@ -151,13 +151,12 @@ class Bench:
     def _refuse(self, recipe: str, why: str) -> None:
         if recipe == "baseline":
             raise NonFiniteError(
-                "the plain loop",
-                got=why,
-                expected="finite values",
+                "the baseline loop",
+                problem=f"The baseline loop became non-finite: {why}.",
                 hint="Look for NaN or infinity in the data and in the loss, and lower the learning rate.",
                 code="training.nonfinite",
             )
-        said = f"it became non-finite: {why}"
+        said = f"training became non-finite: {why}"
         self.refused.append(RefusedRecipe(recipe, self._mode, place().num_ranks, said, nonfinite=True))
 
     def _makes(self, plan: Plan | None) -> dict[str, MakeLoop]:

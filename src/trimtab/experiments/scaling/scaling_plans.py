@@ -89,11 +89,11 @@ def _chosen(budget: Budget, whole: Task, progress: Progress) -> JobPlan:
     try:
         return JobPlan(plan_on_ranks(whole, budget, (), progress))
     except InfeasibleError as error:
-        return JobPlan(None, f"given {error.got}")
+        return JobPlan(None, error.reason)
     except RankError as error:
         if not first_ended_by(error, InfeasibleError):
             raise
-        return JobPlan(None, error.got)
+        return JobPlan(None, error.reason)
 
 
 def fitted(plan: Plan, rows: int, ranks: int) -> Plan:
@@ -120,8 +120,12 @@ def refuse_other_maths(plan: Plan | None) -> None:
         ValueGivenError: the plan is of tier F.
     """
     if plan is not None and plan.tier != "S":
-        given = f"a plan of tier {plan.tier}, which changes {plan.changes_in_words}"
-        raise ValueGivenError("--plan", got=given, expected="one that keeps the maths")
+        raise ValueGivenError(
+            "--plan",
+            problem=f"The plan is not an equivalent plan (tier S): it changes {plan.changes_in_words}.",
+            hint="Make a plan without --adapt.",
+            code="plan.not_equivalent",
+        )
 
 
 def told_bytes(plan: Plan) -> int | None:
