@@ -26,7 +26,8 @@ from trimtab.experiments.comparison.gain_rows import phase_object
 from trimtab.experiments.evaluation.result import Run, bound_in_words
 from trimtab.experiments.phase_result import FILE as PHASES
 from trimtab.experiments.phase_result import PhaseResult
-from trimtab.experiments.report import evaluation_texts, read_report
+from trimtab.experiments.report import evaluation_texts
+from trimtab.experiments.results import read_result
 from trimtab.experiments.scaling.scaling_result import Scaling
 from trimtab.experiments.scaling.scaling_table import tables
 
@@ -144,7 +145,7 @@ def rows_of(folder: Path, run: Run) -> list[Row] | None:
         return list(phase_object(page.gains, page.thirds)["rows"])
     if not (path / "report.json").is_file():
         return None
-    found = read_report(path / "report.json")
+    found = read_result(path / "report.json")
     if isinstance(found, Ablation):
         return list(ablation_object(found)["rows"])
     unfounded = unfounded_in(folder, run)
@@ -162,7 +163,7 @@ def _run(path: Path, run: Run) -> Iterator[str]:
         yield ""
         yield from phases(rows or [])
     elif (path / "report.json").is_file():
-        found = read_report(path / "report.json")
+        found = read_result(path / "report.json")
         yield f"## [{path.name}]({path.name}/report.md): {found.task}"
         yield ""
         yield f"`{found.command}`; {_versions(run)}."

@@ -14,7 +14,7 @@ from trimtab.core.plan import Plan
 from trimtab.experiments.ablation.ablation_rows import ablation_object
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison.comparison_rows import benchmark_object
-from trimtab.experiments.report import read_report
+from trimtab.experiments.results import read_result
 
 Row = dict[str, Any]
 EVALUATION = "evaluation-epyc-avx2-2core"
@@ -94,7 +94,7 @@ def every(root: Path, name: str) -> list[Record]:
 def evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> Record:
     """Return a comparison or an ablation of an evaluation."""
     folder = unpacked(root, evaluation)
-    found = read_report(folder / name / "report.json")
+    found = read_result(folder / name / "report.json")
     made = benchmark_object(found) if isinstance(found, Comparison) else ablation_object(found)
     machine = _machine(json.loads((folder / "machine.json").read_text(encoding="utf-8")))
     return Record(f"{evaluation}, {name}", evaluation, machine, tuple(made["rows"]))
@@ -111,7 +111,7 @@ def plan_of(root: Path, name: str, tier: str) -> Plan:
     Raises:
         KeyError: The comparison has no plan of the tier.
     """
-    found = read_report(unpacked(root, EVALUATION) / name / "report.json")
+    found = read_result(unpacked(root, EVALUATION) / name / "report.json")
     return (found.plans if isinstance(found, Comparison) else {})[tier]
 
 

@@ -135,6 +135,7 @@ READERS = (
     "evaluation",
     "phase_result",
     "report",
+    "results",
     "scaling.scaling_result",
     "scaling.scaling_table",
     "settings_file",

@@ -15,10 +15,11 @@ from trimtab.core.plan import Plan
 from trimtab.core.serialization import read_json
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
 from trimtab.experiments.comparison.comparison_result import Ratio
-from trimtab.experiments.evaluation.files import KINDS, RECORD, read_runs
+from trimtab.experiments.evaluation.files import read_runs
 from trimtab.experiments.evaluation.paper_claims import FAIL, PASS, met, nearest
 from trimtab.experiments.evaluation.paper_figures import LEAST, MOST, WITHIN
 from trimtab.experiments.evaluation.result import Finding, Run
+from trimtab.experiments.results import KINDS, RECORD
 
 MET, MISSED, NOT_SHOWN, NOT_MEASURED = "met", "missed", "not shown", "not measured"
 TOLD_MET, TOLD_MISSED = "predicted met", "predicted missed"  # for goals that are only predicted

@@ -26,8 +26,8 @@ from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 from trimtab.core.serialization import read_json, to_jsonable
 from trimtab.experiments.evaluation.files import read_runs
 from trimtab.experiments.evaluation.record_findings import of_record
-from trimtab.experiments.report import read_report
 from trimtab.experiments.report.run_page import run_page
+from trimtab.experiments.results import read_result
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
 from trimtab.runtime.checkpoint_hooks import WindowDecision
@@ -48,8 +48,8 @@ READERS = {
     "plan": lambda path: read_json(Plan, path),
     "profile": lambda path: read_json(Profile, path),
     "record": read_record,
-    "report": read_report,
-    "result": lambda path: read_runs([path]),
+    "result": read_result,
+    "result of an evaluation": lambda path: read_runs([path]),
     "settings of a comparison": in_folder(SETTINGS, read_settings),
     "decisions": lambda path: BatchSizeLog(path, "a plan", writes=False).follow(path),
     "manifest": in_folder(NAME, manifest_of),

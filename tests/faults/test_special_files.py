@@ -18,8 +18,8 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.record import Header, RecordWriter, read_header, read_record, require_own
 from trimtab.core.serialization import read_json
-from trimtab.experiments.evaluation.files import has_own_report, read_runs
-from trimtab.experiments.report import read_report
+from trimtab.experiments.evaluation.files import read_runs
+from trimtab.experiments.results import read_result
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
 from trimtab.integrations.carbon_intensity import CsvIntensity
@@ -31,8 +31,8 @@ READERS = {
     "profile": lambda path: read_json(Profile, path),
     "record": read_record,
     "header": read_header,
-    "report": read_report,
-    "result": lambda path: read_runs([path]),
+    "result": read_result,
+    "result of an evaluation": lambda path: read_runs([path]),
     "record among results": lambda path: read_runs([path.rename(path.with_suffix(".jsonl"))]),
     "carbon": lambda path: CsvIntensity(path, "average").forecast(0.0),
     "a data set's file": sha256_file,
@@ -98,7 +98,6 @@ def test_others_that_look_at_a_pipe_do_not_wait_for_it(tmp_path):
         load_task(f"{path}:task")
     with pytest.raises(FormatError):
         BatchSizeLog(path, "a plan", writes=False)
-    assert has_own_report(path)
     require_own(path, Header("it"))
 
 

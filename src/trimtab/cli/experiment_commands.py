@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,7 +22,7 @@ from trimtab.cli.options import (
     refuse_memory,
     require_folder,
 )
-from trimtab.cli.output import print_json, print_text, show_gains, write_and_show, write_and_show_evaluation
+from trimtab.cli.output import print_json, print_text, show_gains, write_and_show
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
@@ -239,43 +239,57 @@ def report(
         list[Path],
         typer.Argument(help="folders or files of compare, ablate, scale or phases, or records (.jsonl)"),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="folder; default: the folder of a single run, or runs/report")
-    ] = None,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="for a single run, also write the page with the paper's claims")
-    ] = False,
+    out: Annotated[Path | None, typer.Option(help="folder; default: the folder of the run")] = None,
     as_json: Json = False,
 ) -> None:
-    """Combine several runs in a report, next to the paper's claims; with a single run, rewrite its report."""
-    from trimtab.experiments.evaluation.files import has_own_report, read_runs
+    """Write the report of each run again, from its recorded result."""
     from trimtab.experiments.output_folder import folder_of
-    from trimtab.experiments.report import read_report
+    from trimtab.experiments.results import read_result, result_file
 
+    if out is not None and len(runs) > 1:
+        raise ValueGivenError(
+            "--out",
+            problem=f"--out names one folder, but {len(runs)} runs were given.",
+            hint="Remove --out to write each report into the folder of its run.",
+            code="option.conflict",
+        )
     if out is not None:
         folder_of("report", "", out)
-    if paper or len(runs) > 1 or not has_own_report(runs[0]):
-        command = shlex.join(["trimtab", *sys.argv[1:]])
-        write_and_show_evaluation(read_runs(runs), out or Path("runs") / "report", command, as_json=as_json)
+    files = [result_file(run) for run in runs]
+    for file, found in zip(files, [read_result(file) for file in files], strict=True):
+        _show_result(found, file, out or file.parent, as_json=as_json)
+
+
+def _show_result(found: Any, file: Path, folder: Path, *, as_json: bool) -> None:
+    from trimtab.core.record_summary import RunSummary
+    from trimtab.experiments.comparison.gain_rows import phase_object
+    from trimtab.experiments.phase_result import PhaseResult
+    from trimtab.experiments.scaling.scaling_result import Scaling
+
+    if isinstance(found, PhaseResult):
+        print_json(phase_object(found.gains, found.thirds)) if as_json else show_gains(found)
         return
-    (source,) = runs
-    if source.suffix == ".jsonl":
-        _write_run_page(source, out or source.parent, as_json=as_json)
-        return
-    path = source / "report.json" if source.is_dir() else source
-    found = read_report(path)
-    folder = out or path.parent
     folder.mkdir(parents=True, exist_ok=True)
-    write_and_show(found, folder, as_json=as_json)
+    if isinstance(found, RunSummary):
+        _write_run_page(found, folder / f"{file.stem}.html", as_json=as_json)
+    elif isinstance(found, Scaling):
+        _write_scaling_page(found, folder / "report.html", as_json=as_json)
+    else:
+        write_and_show(found, folder, as_json=as_json)
 
 
-def _write_run_page(source: Path, folder: Path, *, as_json: bool) -> None:
-    from trimtab.core.record_summary import read_summary
+def _write_scaling_page(found: Any, path: Path, *, as_json: bool) -> None:
+    from trimtab.core.serialization import write_whole
+    from trimtab.experiments.report.scaling_page import scaling_page
+    from trimtab.experiments.scaling.scaling_table import benchmark_object, text
+
+    write_whole(path, scaling_page(found))
+    print_json(benchmark_object(found, None)) if as_json else print_text(f"{text(found)}\n\nreport: {path}")
+
+
+def _write_run_page(found: Any, path: Path, *, as_json: bool) -> None:
     from trimtab.core.serialization import write_whole
     from trimtab.experiments.report.run_page import run_page
 
-    page = run_page(read_summary(source))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{source.stem}.html"
-    write_whole(path, page)
+    write_whole(path, run_page(found))
     print_json({"html": str(path)}) if as_json else print_text(f"report: {path}")

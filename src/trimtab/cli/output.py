@@ -55,19 +55,6 @@ def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
     print_text(f"report: {paths['html']}")
 
 
-def write_and_show_evaluation(runs: Any, folder: Path, command: str, *, as_json: bool) -> None:
-    """Write and print the report on several runs."""
-    from trimtab.experiments.evaluation.rows import evaluation_object
-    from trimtab.experiments.report import terminal_evaluation, write_evaluation
-
-    paths = write_evaluation(runs, folder, command)
-    if as_json:
-        print_json(evaluation_object(runs, command))
-        return
-    _print_rich(terminal_evaluation(runs, command))
-    print_text(f"report: {paths['html']}")
-
-
 def show_gains(found: Any) -> None:
     """Print the sources of the gain, by phase."""
     from trimtab.experiments.report import gains_report

@@ -33,7 +33,8 @@ from trimtab.experiments.ablation.ablation_rows import ablation_object
 from trimtab.experiments.paired_runs import paired_run as race_module
 from trimtab.experiments.paired_runs import results_folder as race_folder
 from trimtab.experiments.paired_runs import run_length
-from trimtab.experiments.report import read_report, terminal_report, write_report
+from trimtab.experiments.report import terminal_report, write_report
+from trimtab.experiments.results import read_result
 from trimtab.experiments.task_plans import Plans
 
 TWO = Plan.fixed(BATCH_ROWS, micro_batch=8, fused_optimizer=True)
@@ -185,7 +186,7 @@ def test_a_plan_that_changes_nothing_is_said_to(tmp_path, monkeypatch):
     paths = write_report(found, tmp_path / "report")
     for kind in ("html", "md"):
         assert "Nothing to ablate: the plan changes nothing of the loop." in paths[kind].read_text()
-    assert read_report(paths["json"]) == found
+    assert read_result(paths["json"]) == found
     assert terminal_report(found) is not None
 
 
@@ -299,12 +300,12 @@ def test_the_plan_that_is_made_is_the_one_that_is_ablated(tmp_path, monkeypatch)
 def test_the_report_is_written_and_read_back(finished, tmp_path):
     found = finished[1]
     paths = write_report(found, tmp_path)
-    assert read_report(paths["json"]) == found
+    assert read_result(paths["json"]) == found
     page = paths["html"].read_text()
     assert page.lstrip().lower().startswith("<!doctype html>")
     assert "<svg" in page
     assert "trimtab ablation" in page
-    rows = ablation_object(read_report(paths["json"]))["rows"]
+    rows = ablation_object(read_result(paths["json"]))["rows"]
     assert rows == ablation_object(found)["rows"]
     effects = [row for row in rows if row.get("setting") in (ALONE, WITHIN, INTERACTION) and "target" not in row]
     assert len(effects) == len(found.effects)

@@ -35,7 +35,7 @@ from trimtab.experiments.comparison.comparison_result import (
 from trimtab.experiments.comparison.time_to_target import target_row
 from trimtab.experiments.comparison.verdicts import non_inferiority
 from trimtab.experiments.evaluation import paper_arithmetic, paper_claims
-from trimtab.experiments.evaluation.files import KINDS, read_runs
+from trimtab.experiments.evaluation.files import read_runs
 from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_scaling
 from trimtab.experiments.evaluation.machines import letters, sameness
 from trimtab.experiments.evaluation.paper_claims import (
@@ -65,6 +65,7 @@ from trimtab.experiments.evaluation.rows import evaluation_object
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.report import write_evaluation
 from trimtab.experiments.report.evaluation_tables import claim_table, gain_table
+from trimtab.experiments.results import KINDS
 
 
 def judged(found, source, measure, arm="paper"):

@@ -9,8 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from measured_runs import scaled
 from raising import raises
+from typer.testing import CliRunner
 
+from trimtab.cli.main import app
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.interconnect import Link
 from trimtab.core.progress import silent
@@ -279,3 +282,14 @@ def test_each_cell_of_a_narrow_page_has_the_name_of_its_column():
     found = summarise("tiny", [job(2, 0, 100.0), job(2, 1, 100.0, mode="strong")])
     head, *rows = scaling_table.tables(found)["Same maths"]
     assert re.findall(r'<td[^>]*data-label="([^"]*)"', scaling_page(found)) == [*head] * len(rows)
+
+
+def test_report_writes_the_page_of_a_recorded_table_again(tmp_path):
+    found = scaled()
+    (tmp_path / "scaling.json").write_text(to_json(found))
+    shown = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert scaling_table.text(found) in shown.output
+    assert (tmp_path / "report.html").read_text() == scaling_page(found)
+    rows = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).output)["rows"]
+    assert {row["metric"] for row in rows} == {"scaling_efficiency"}

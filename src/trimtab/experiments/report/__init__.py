@@ -5,15 +5,13 @@ Reads values only. matplotlib (figures) and rich (terminal) are optional and loa
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.core.bounded_read import read_text
-from trimtab.core.serialization import from_json, parse, to_json, write_whole
+from trimtab.core.serialization import to_json, write_whole
 from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.comparison.comparison_result import Comparison, ThirdRow
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "evaluation_texts",
     "gains_report",
-    "read_report",
     "terminal_evaluation",
     "terminal_report",
     "write_evaluation",
@@ -91,19 +88,6 @@ def _write(texts: Mapping[str, str], stem: str, directory: Path) -> dict[str, Pa
     for kind, path in paths.items():
         write_whole(path, texts[kind])
     return paths
-
-
-def read_report(path: Path) -> Comparison | Ablation:
-    """Return the comparison or ablation stored in a `report.json`.
-
-    Raises:
-        FormatError: the file is neither.
-    """
-    kind: type[Comparison] | type[Ablation] = Comparison
-    text = read_text(path, "a readable Comparison JSON file")
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):  # `from_json` reports them
-        kind = Ablation if parse(text).get("kind") == "ablation" else Comparison
-    return from_json(kind, text)
 
 
 def terminal_report(found: Comparison | Ablation) -> RenderableType:

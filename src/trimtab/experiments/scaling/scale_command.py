@@ -39,8 +39,7 @@ class FoundTable:
 
     def as_benchmark(self) -> dict[str, Any]:
         """Return the benchmark object."""
-        rows = list(scaling_table.benchmark_rows(self.table, self.link))
-        return {"schema": 1, "name": "scale", "environment": self.table.environment or {}, "rows": rows}
+        return scaling_table.benchmark_object(self.table, self.link)
 
 
 def run_scale(

@@ -145,6 +145,12 @@ def _speed(link: Link) -> str:
     return f"{format_seconds(link.latency_s)} a hop, {link.bytes_per_s / 1e6:.4g} MB/s"
 
 
+def benchmark_object(found: Scaling, link: str | None) -> dict[str, object]:
+    """Return the object printed by `trimtab scale --json`; the arguments are those of `benchmark_rows`."""
+    rows = list(benchmark_rows(found, link))
+    return {"schema": 1, "name": "scale", "environment": found.environment or {}, "rows": rows}
+
+
 def benchmark_rows(found: Scaling, link: str | None) -> Iterable[dict[str, object]]:
     """Yield a flat row for every recipe and number of ranks.
 
