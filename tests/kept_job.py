@@ -105,7 +105,7 @@ RANK = """
         def refused(*_, **__):
             raise FormatError("record", got="no byte of it", expected="all")
         if options["cannot"] == "warn":
-            warnings.filterwarnings("error", message=".*put aside")
+            warnings.filterwarnings("error", message=".*damaged checkpoint")
         elif options["cannot"] == "put_aside":
             manager.put_aside = full
         elif options["cannot"] == "begin":
@@ -217,6 +217,7 @@ RANK = """
         said["left"] = left.code
     except (TrimtabError, ValueError, OSError, UserWarning) as error:
         said["error"] = f"{type(error).__name__}: {error}"
+        said |= {name: getattr(error, name, None) for name in ("code", "field")}
         said["moved"] = "cannot" in options and not all(map(torch.equal, begun, model.parameters()))
         said["cut"] = any(hasattr(p, "placements") for p in model.parameters())
     with open(f"{folder}/{options['name']}-{rank}.json", "w") as file:

@@ -10,7 +10,6 @@ import errno
 import os
 import pickle
 import random
-import re
 import resource
 import shutil
 import signal
@@ -54,13 +53,13 @@ def parent(tmp_path):
     return tmp_path
 
 
-def refusal(parent: Path) -> str:
-    """Return why the second is refused, where the first is used and has its own values."""
+def refusal(parent: Path) -> DamagedError:
+    """Return the error by which the second is refused, where the first is used and has its own values."""
     step, good = gone_on_from(parent)
     assert step == loaded(good.folder) == good.manifest.step == 1
     ((folder, error),) = good.refused
     assert folder.name == "step-2"
-    return str(error)
+    return error
 
 
 def truncated(content: bytes, chance: random.Random) -> bytes:
@@ -89,7 +88,7 @@ def test_no_damage_is_overlooked(parent, damage):
         if damaged == content:  # a block that was blank
             continue
         path.write_bytes(damaged)
-        assert f"step-2/{name}: got" in refusal(parent), (name, damaged)
+        assert refusal(parent).field == str(path), (name, damaged)
         path.write_bytes(content)
         tried[name] += 1
     assert newest_good(parent).manifest.step == 2
@@ -121,13 +120,14 @@ PLACES = [
 def test_what_cannot_be_read_for_now_is_not_taken_for_damage(parent, monkeypatch, call, place, name):
     """It may be whole: the one before is not gone on from, and nothing is put aside."""
     number = getattr(errno, name)
-    said = rf"{place}: got nothing that can be read \({re.escape(os.strerror(number))}\).*stays as it is"
     with monkeypatch.context() as patch:
         failing(patch, call, place, number)
         for read in (verify, lambda folder: newest_good(folder.parent)):
-            with pytest.raises(FormatError, match=said) as refused:
+            with raises(FormatError, code="checkpoint.out_of_reach") as refused:
                 read(parent / "step-2")
             assert not isinstance(refused.value, DamagedError)
+            assert refused.value.field.endswith(place)
+            assert os.strerror(number) in refused.value.problem
     assert newest_good(parent).manifest.step == 2
 
 
@@ -136,7 +136,8 @@ def test_what_cannot_be_read_for_now_is_not_taken_for_damage(parent, monkeypatch
 def test_what_the_system_says_of_the_file_itself_is_damage(parent, monkeypatch, call, place, name):
     """It is away, a link, a folder, a socket, or on a disk that is broken."""
     failing(monkeypatch, call, place, getattr(errno, name))
-    assert f"{place}: got nothing that can be read" in refusal(parent)
+    error = refusal(parent)
+    assert (error.field, error.code) == (str(parent / place), "checkpoint.unreadable")
 
 
 def test_a_copy_that_cannot_be_read_for_now_counts_and_another_programs_folder_does_not(parent, monkeypatch):
@@ -145,7 +146,7 @@ def test_a_copy_that_cannot_be_read_for_now_counts_and_another_programs_folder_d
     (parent / "export" / NAME).write_text("{}")
     failing(monkeypatch, "open", NAME, errno.EACCES)
     assert [each.name for each in committed(parent)] == ["best", "step-1"]
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="checkpoint.out_of_reach"):
         newest_good(parent)
 
 
@@ -156,7 +157,7 @@ def test_damage_anywhere_in_a_file_of_several_chunks(tmp_path, monkeypatch):
     assert len(verify(folder).files["large"].crc32) == 3
     for at in (0, 2_999_999, 3_000_000, 5_999_999, 6_999_999):
         (folder / "large").write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
-        with raises(DamagedError, code="format.damaged"):
+        with raises(DamagedError, code="checkpoint.checksum_differs"):
             verify(folder)
 
 
@@ -179,27 +180,34 @@ def linked(path, content):
     path.symlink_to(path.parents[1] / "elsewhere")
 
 
+DIFFERS, MISSING, UNREADABLE = "checkpoint.checksum_differs", "checkpoint.file_missing", "checkpoint.unreadable"
+UNEXPECTED, INVALID = "checkpoint.file_unexpected", "checkpoint.manifest_invalid"
 CHANGES = {
-    "a file of another checkpoint": (TENSORS, lambda parent: swap(parent, TENSORS)),
-    "a missing file": (TREE, replaced(TREE, lambda path, content: None)),
-    "a missing manifest": (NAME, replaced(NAME, lambda path, content: None)),
-    "a file too many": ("more", lambda parent: (parent / "step-2" / "more").write_text("")),
-    "a folder too many": ("more", lambda parent: (parent / "step-2" / "more").mkdir()),
-    "a hidden file too many": (".more", lambda parent: (parent / "step-2" / ".more").write_text("")),
-    "a longer file": (TENSORS, lambda parent: os.truncate(parent / "step-2" / TENSORS, 10**6)),
-    "a link to the same bytes": (TENSORS, replaced(TENSORS, linked)),
-    "a manifest that is a link": (NAME, replaced(NAME, linked)),
-    "a pipe": (TREE, replaced(TREE, lambda path, content: os.mkfifo(path))),
-    "a manifest that is a pipe": (NAME, replaced(NAME, lambda path, content: os.mkfifo(path))),
-    "a folder instead": (TREE, replaced(TREE, lambda path, content: path.mkdir())),
-    "a manifest that is a folder": (NAME, replaced(NAME, lambda path, content: path.mkdir())),
+    "a file of another checkpoint": (TENSORS, DIFFERS, lambda parent: swap(parent, TENSORS)),
+    "a missing file": (TREE, MISSING, replaced(TREE, lambda path, content: None)),
+    "a missing manifest": (NAME, UNREADABLE, replaced(NAME, lambda path, content: None)),
+    "a file too many": ("more", UNEXPECTED, lambda parent: (parent / "step-2" / "more").write_text("")),
+    "a folder too many": ("more", UNEXPECTED, lambda parent: (parent / "step-2" / "more").mkdir()),
+    "a hidden file too many": (".more", UNEXPECTED, lambda parent: (parent / "step-2" / ".more").write_text("")),
+    "a longer file": (
+        TENSORS,
+        "checkpoint.size_differs",
+        lambda parent: os.truncate(parent / "step-2" / TENSORS, 10**6),
+    ),
+    "a link to the same bytes": (TENSORS, UNREADABLE, replaced(TENSORS, linked)),
+    "a manifest that is a link": (NAME, UNREADABLE, replaced(NAME, linked)),
+    "a pipe": (TREE, UNREADABLE, replaced(TREE, lambda path, content: os.mkfifo(path))),
+    "a manifest that is a pipe": (NAME, UNREADABLE, replaced(NAME, lambda path, content: os.mkfifo(path))),
+    "a folder instead": (TREE, UNREADABLE, replaced(TREE, lambda path, content: path.mkdir())),
+    "a manifest that is a folder": (NAME, UNREADABLE, replaced(NAME, lambda path, content: path.mkdir())),
 }
 
 
-@pytest.mark.parametrize(("name", "change"), CHANGES.values(), ids=CHANGES)
-def test_what_is_not_the_folder_that_was_written_is_refused(parent, name, change):
+@pytest.mark.parametrize(("name", "code", "change"), CHANGES.values(), ids=CHANGES)
+def test_what_is_not_the_folder_that_was_written_is_refused(parent, name, code, change):
     change(parent)
-    assert f"step-2/{name}: got" in refusal(parent)
+    error = refusal(parent)
+    assert (error.field, error.code) == (str(parent / "step-2" / name), code)
 
 
 def named(name):
@@ -229,7 +237,8 @@ FORGED = {
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
 def test_a_forged_manifest_leads_nowhere(parent, change):
     forge(parent / "step-2", change)
-    assert f"step-2/{NAME}: got" in refusal(parent)
+    error = refusal(parent)
+    assert (error.field, error.code) == (str(parent / "step-2" / NAME), INVALID)
 
 
 OTHER_SCRIPTS = ("²", "٢", "２", "१")
@@ -241,44 +250,53 @@ WORLDS = [*({"ranks": ranks} for ranks in (*OTHER_SCRIPTS, *NOT_AS_WRITTEN)), []
 def test_ranks_are_a_number_as_it_is_written(parent, world):
     """And not what `int` may read as one, or `str.isdigit` take for one."""
     forge(parent / "step-2", lambda said: said["about"].update(world=world))
-    assert f"step-2/{NAME}: got what no writer of it writes" in refusal(parent)
+    error = refusal(parent)
+    assert (error.field, error.code) == (str(parent / "step-2" / NAME), INVALID)
+    assert "ranks" in error.problem
 
 
 def test_ranks_that_are_a_number_have_files_each(parent):
     forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "1"}))
     assert newest_good(parent).manifest.num_ranks == 1
     forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "999999999"}))
-    assert f"step-2/rank-1-{TENSORS}: got nothing; expected a file of each rank" in refusal(parent)
+    error = refusal(parent)
+    assert (error.field, error.code) == (str(parent / "step-2" / f"rank-1-{TENSORS}"), MISSING)
+    assert "999999999 ranks" in error.problem
 
 
 @pytest.mark.parametrize("size", [0, 10**15])
 def test_a_size_is_compared_before_anything_is_read(parent, size):
     forge(parent / "step-2", lambda said: said["files"][TREE].update(bytes=size))
-    assert f"step-2/{TREE}: got" in refusal(parent)
+    error = refusal(parent)
+    assert (error.field, error.code) == (str(parent / "step-2" / TREE), "checkpoint.size_differs")
+    assert f"{size} bytes" in error.problem
 
 
 def test_a_negative_size_is_refused_with_its_manifest(parent):
     forge(parent / "step-2", lambda said: said["files"][TREE].update(bytes=-1))
-    assert "step-2/manifest.json: got" in refusal(parent)
+    error = refusal(parent)
+    assert (error.field, error.code) == (str(parent / "step-2" / NAME), INVALID)
 
 
 @pytest.mark.parametrize(
-    ("schema", "given"),
+    ("schema", "got", "age"),
     [
-        (1, "1, of an older trimtab"),
-        (SCHEMA + 1, f"{SCHEMA + 1}, of a newer trimtab"),
-        (True, "True"),
-        (None, "None"),
-        ("2", "'2'"),
+        (1, "1", "older"),
+        (SCHEMA + 1, f"{SCHEMA + 1}", "newer"),
+        (True, "True", ""),
+        (None, "None", ""),
+        ("2", "'2'", ""),
     ],
 )
-def test_another_schema_is_refused_by_name(parent, schema, given):
+def test_another_schema_is_refused_by_name(parent, schema, got, age):
     forge(parent / "step-2", lambda said: said.update(schema=schema, files="of another kind"))
     for read in (verify, lambda folder: newest_good(folder.parent)):
-        with raises(FormatError, code="format.invalid") as refused:
+        with raises(FormatError, code="checkpoint.other_schema") as refused:
             read(parent / "step-2")
         assert not isinstance(refused.value, DamagedError)  # what another version wrote is not to be put aside
-        assert ("the trimtab that wrote it" in str(refused.value)) is ("trimtab" in given)
+        assert (refused.value.got, refused.value.expected) == (got, str(SCHEMA))
+        assert ("version that wrote it" in refused.value.hint) is bool(age)
+        assert age in refused.value.hint
 
 
 def test_a_checkpoint_of_an_older_schema_is_no_matter_where_a_newer_one_is_whole(parent):
@@ -291,13 +309,13 @@ def test_a_checkpoint_of_an_older_schema_is_no_matter_where_a_newer_one_is_whole
 def test_a_manifest_without_end_is_not_read(parent):
     with (parent / "step-2" / NAME).open("wb") as file:
         file.truncate(2**40)  # takes no room
-    assert f"got {2**40} bytes" in refusal(parent)
+    assert f"{2**40} bytes" in refusal(parent).problem
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"1" * 5_000, b"[" * 100_000, b'{"files":' * 3_000, b"\xff\xfe"])
 def test_a_manifest_that_is_none(parent, text):
     (parent / "step-2" / NAME).write_bytes(text)
-    assert f"step-2/{NAME}: got" in refusal(parent)
+    assert refusal(parent).field == str(parent / "step-2" / NAME)
 
 
 class Evil:
@@ -381,7 +399,7 @@ def test_a_run_whose_only_checkpoint_has_another_name_and_is_damaged_does_not_be
 def test_a_folder_of_another_name_and_another_schema_is_refused_by_name(parent):
     os.rename(parent / "step-2", parent / "best")
     forge(parent / "best", lambda said: said.update(schema=SCHEMA + 1))
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="checkpoint.other_schema"):
         newest_good(parent)
 
 
@@ -424,26 +442,30 @@ def test_nothing_is_written_into_or_over_what_is_there(parent):
     (parent / "step-5").symlink_to(parent / "none")
     before = sorted(os.listdir(parent))
     for step in (2, 3, 4, 5):
-        with raises(FormatError, code="format.invalid"):
+        with raises(FormatError, code="checkpoint.exists", field=str(parent / f"step-{step}")):
             save(parent, step)
     assert sorted(os.listdir(parent)) == before
     assert loaded(parent / "step-2") == 2
-    with raises(FormatError, code="format.invalid"):  # while it was being filled
+    with raises(FormatError, code="checkpoint.exists"):  # while it was being filled
         write(parent, "step-7", lambda folder: (parent / "step-7").mkdir(), {"step": 7})
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\\b", "step-1.tmp-1", "step-1.damaged-1"])
 def test_a_name_is_one(tmp_path, name):
-    with raises(ValueGivenError, code="value.invalid", field="name"):
+    with raises(ValueGivenError, code="checkpoint.invalid_name", field="name"):
         write(tmp_path, name, lambda folder: None, {"step": 1})
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "about", [{}, {"step": -1}, {"step": 1.0}, {"step": 1, "it": {1}}, {"step": 1, "it": object()}]
+    ("about", "code"),
+    [
+        *((about, "value.invalid") for about in ({}, {"step": -1}, {"step": 1.0})),
+        *(({"step": 1, "it": it}, "checkpoint.metadata_not_json") for it in ({1}, object())),
+    ],
 )
-def test_what_it_is_about_is_looked_at_before_it_is_filled(tmp_path, about):
-    with raises(ValueGivenError, code="value.invalid"):
+def test_what_it_is_about_is_looked_at_before_it_is_filled(tmp_path, about, code):
+    with raises(ValueGivenError, code=code):
         write(tmp_path, "step-1", lambda folder: pytest.fail("it was filled"), about)
     assert not os.listdir(tmp_path)
 
@@ -453,7 +475,7 @@ def test_what_is_filled_in_is_files(tmp_path, fill):
     parent = tmp_path / "parent"
     parent.mkdir()
     filled = (lambda folder: fill(folder / "a", b"")) if fill is linked else fill
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="checkpoint.not_a_file"):
         write(parent, "step-1", filled, {"step": 1})
     assert not [name for name in os.listdir(parent) if "step" in name]
 
@@ -520,7 +542,8 @@ def test_a_call_that_fails_leaves_the_folder_with_the_last_one_or_the_new_one(pa
     assert 15 < at < 100, "every call failed once"
     assert len(said) > 12
     assert {error.errno for error in said} == {errno.ENOSPC}
-    assert all("step-3: got a file system that says: No space left" in str(error) for error in said)
+    assert {error.field for error in said} == {str(parent / "step-3")}
+    assert all("No space left on device" in str(error) for error in said)
 
 
 def test_what_is_committed_is_there_though_its_name_cannot_be_brought_to_disk(parent, monkeypatch):
@@ -532,7 +555,7 @@ def test_what_is_committed_is_there_though_its_name_cannot_be_brought_to_disk(pa
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", not_of_the_parent)
-    with raises(SaveError, code="checkpoint.not_saved"):
+    with raises(SaveError, code="checkpoint.not_synced"):
         save(parent, 3)
     assert loaded(newest_good(parent).folder) == 3
     assert (parent / "latest").read_text() == "step-2\n"
@@ -739,7 +762,7 @@ def test_two_good_ones_remain_whatever_fails(parent, monkeypatch):
 def test_nothing_is_deleted_for_a_newest_that_is_not_whole(parent):
     save(parent, 3)
     (parent / "step-3" / TENSORS).write_bytes(flipped((parent / "step-3" / TENSORS).read_bytes(), random.Random(0)))
-    with raises(DamagedError, code="format.damaged"):
+    with raises(DamagedError, code="checkpoint.checksum_differs"):
         retain(parent, 1)
     assert [each.name for each in found(parent)] == ["step-3", "step-2", "step-1"]
     (parent / "step-3" / NAME).unlink()  # is none that counts
@@ -752,7 +775,7 @@ def test_what_cannot_be_deleted_is_told_and_whole(parent, monkeypatch):
     monkeypatch.setattr(
         os, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EACCES, "Permission denied"))
     )
-    with raises(SaveError, code="checkpoint.not_saved"):
+    with raises(SaveError, code="checkpoint.not_deleted", field=str(parent / "step-1")):
         retain(parent, 1)
     assert loaded(parent / "step-1") == 1
 

@@ -178,7 +178,7 @@ def test_a_state_that_lacks_any_one_of_its_keys_is_refused(tmp_path):
     assert len(without) > 30
     for each in without:
         (tmp_path / TREE).write_text(json.dumps(each))
-        with raises(FormatError, code="format.invalid"):
+        with raises(FormatError, code="state.malformed"):
             read_state(tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_what_is_said_of_numbers_and_is_not_so_is_refused(tmp_path, kind, change
     said = json.loads((tmp_path / TREE).read_text())
     change(said[kind])
     (tmp_path / TREE).write_text(json.dumps(said))
-    with raises(FormatError, code="format.invalid", field="state"):
+    with raises(FormatError, code="state.malformed", field="state"):
         read_state(tmp_path)
 
 

@@ -133,7 +133,7 @@ def test_writes_that_fail_are_the_policy_s(tmp_path, monkeypatch, policy):
             with raises(SaveError, code="checkpoint.not_saved"):
                 train(place, 1, fails_a_while)
         else:
-            with pytest.warns(RuntimeWarning, match=f"waits for room on disk: .*{name}"):
+            with pytest.warns(RuntimeWarning, match=f"{name}.*No space left on device"):
                 windows = train(place, 1, fails_a_while, on_failure="warn")
             assert whole(place) == windows
             steps = read_record(place / "record.jsonl").steps
@@ -169,7 +169,7 @@ def test_a_disk_that_turns_read_only_leaves_what_was_saved(tmp_path, monkeypatch
             if run.num_windows == before + 10:
                 is_read_only.append(True)
 
-        with pytest.raises(SaveError, match="Read-only file system" if policy == "stop" else "record.jsonl: got"):
+        with pytest.raises(SaveError, match="Read-only file system" if policy == "stop" else "record.jsonl"):
             train(
                 tmp_path, at=turns, on_failure=policy
             )  # of a record, which is the caller's, it is told as that closes

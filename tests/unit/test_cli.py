@@ -408,14 +408,15 @@ def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
     done = trimtab("checkpoint", "verify", "kept")
     assert done.code == 1
     assert "--  step-9" in done.out
-    assert "state.json: got 2 bytes" in done.out
+    assert "state.json" in done.out
+    assert "2 bytes" in done.out
     assert "ok  step-6         6 steps, 192 samples" in done.out
     assert trimtab("checkpoint", "verify", "kept/step-6").code == 0
     explained(trimtab("checkpoint", "verify", "absent"), "checkpoint.missing", "absent")
     (tmp_path / "kept" / "step-9" / "manifest.json").unlink()
     lost = trimtab("checkpoint", "verify", "kept/step-9")
     assert (lost.code, "--  step-9" in lost.out) == (1, True)
-    explained(trimtab(*kept, "--resume", "never"), "format.invalid", "step-9", "kept")
+    explained(trimtab(*kept, "--resume", "never"), "checkpoint.exists", "step-9", "kept")
 
 
 def test_a_checkpoint_that_is_put_aside_is_not_called_whole(trimtab, tmp_path):
@@ -429,7 +430,7 @@ def test_a_checkpoint_that_is_put_aside_is_not_called_whole(trimtab, tmp_path):
     assert done.code == 1
     assert "--  step-2" in done.out
     (row,) = trimtab("checkpoint", "verify", "kept", "--json").json["rows"]
-    assert (row["folder"], row["is_whole"], row["code"]) == ("step-2", False, "format.damaged")
+    assert (row["folder"], row["is_whole"], row["code"]) == ("step-2", False, "checkpoint.metadata_invalid")
     assert "manifest.json" in row["says"]
 
 

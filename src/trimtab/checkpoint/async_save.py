@@ -40,4 +40,5 @@ class AsyncSaver:
     def __del__(self) -> None:
         under_way = self._under_way
         if under_way is not None and under_way.done() and (error := under_way.exception()) is not None:
-            warnings.warn(f"A checkpoint failed, and nobody asked: {error}", RuntimeWarning, stacklevel=1)
+            message = f"A background save failed, and the run was never closed to raise the error: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=1)

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, FileBuffer, crc32_of_chunks
 from trimtab.checkpoint.manifest import (
+    CHANGED,
+    MISSING,
     NAME,
     FileEntry,
     Manifest,
@@ -76,7 +78,13 @@ def write(
     """
     Manifest({}, about).encoded()  # invalid metadata is refused before hours of writing
     if not is_plain(name) or TEMPORARY in name or DAMAGED in name:
-        raise ValueGivenError("name", got=repr(name), expected="a name that a committed folder can have")
+        raise ValueGivenError(
+            "name",
+            got=repr(name),
+            problem=f"{name!r} is not a valid name for a checkpoint folder.",
+            hint=f"Pass a plain name without a directory part, {TEMPORARY!r} and {DAMAGED!r}.",
+            code="checkpoint.invalid_name",
+        )
     final = parent / name
     _require_absent(final)
     try:
@@ -105,10 +113,21 @@ def settle(folder: Path) -> None:
     try:
         sync(folder.parent)
     except OSError as error:
-        expected, hint = "its name on disk", "It is there and whole; a power cut may yet take it."
-        raise not_written(folder, error, expected, hint) from error
+        problem = f"The checkpoint {folder} is complete, but its name could not be synced to disk ({_reason(error)})."
+        hint = f"Check the disk of {folder.parent}: a power failure could still remove this checkpoint."
+        raise _not_done(folder, error, problem, hint, "checkpoint.not_synced") from error
     with contextlib.suppress(OSError):  # nothing depends on this hint
         write_over(folder.parent / LATEST, f"{folder.name}\n".encode(), is_synced=False)
+
+
+def _not_done(folder: Path, error: OSError, problem: str, hint: str, code: str) -> SaveError:
+    found = SaveError(str(folder), got=_reason(error), problem=problem, hint=hint, code=code)
+    found.errno = error.errno
+    return found
+
+
+def _reason(error: OSError) -> str:
+    return str(error.strerror or error)
 
 
 @contextlib.contextmanager
@@ -143,7 +162,12 @@ def seal(folder: Path, about: Mapping[str, Any]) -> Manifest:
     with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as disk:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if not entry.is_file(follow_symlinks=False) or entry.name == NAME:
-                raise FormatError(entry.path, got="a folder, a link or a manifest", expected="files alone")
+                raise FormatError(
+                    entry.path,
+                    problem=f"{entry.path} is a folder, a link or a manifest, and cannot be part of a checkpoint.",
+                    hint="Write regular files with other names.",
+                    code="checkpoint.not_a_file",
+                )
             files[entry.name] = _synced(Path(entry.path), pool, disk)
     manifest = Manifest(files, about)
     (folder / NAME).write_bytes(manifest.encoded())
@@ -185,16 +209,20 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
     try:
         there = {entry.name for entry in os.scandir(folder)} - {NAME}
     except OSError as error:
-        raise unread(folder, "", ReadFailure.of(error), "a folder") from None
+        raise unread(folder, "", ReadFailure.of(error)) from None
     for name in _of_ranks(manifest):
         if name not in manifest.files:
-            raise damaged(folder, name, "nothing", "a file of each rank")
+            problem = (
+                f"The manifest of {folder} lists no {name}, although {manifest.num_ranks} ranks wrote the checkpoint."
+            )
+            raise damaged(folder, name, problem, MISSING)
     if extra := sorted(there - manifest.files.keys()):
-        raise damaged(folder, extra[0], "a file that the manifest does not know")
+        problem = f"{folder / extra[0]} is not listed in the checkpoint's manifest."
+        raise damaged(folder, extra[0], problem, "checkpoint.file_unexpected")
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         for name, said in manifest.files.items():
             if name not in there:
-                raise damaged(folder, name, "nothing", "a file")
+                raise damaged(folder, name, f"{folder / name} is missing.", MISSING)
             _compare(folder, name, said, _found_of(folder / name, said.bytes, pool, rooms))
     return manifest
 
@@ -207,11 +235,13 @@ def _of_ranks(manifest: Manifest) -> Iterator[str]:
 
 def _compare(folder: Path, name: str, said: FileEntry, found: FileEntry | ReadFailure) -> None:
     if isinstance(found, ReadFailure):
-        raise unread(folder, name, found, "a file")
+        raise unread(folder, name, found)
     if found.bytes != said.bytes:
-        raise damaged(folder, name, f"{found.bytes} bytes", f"{said.bytes}")
+        problem = f"{folder / name} has {found.bytes} bytes, but {said.bytes} bytes were written."
+        raise damaged(folder, name, problem, "checkpoint.size_differs")
     if found.crc32 != said.crc32:
-        raise damaged(folder, name, "other bytes than were written")
+        problem = f"{folder / name} has changed since it was written: its checksum differs from the manifest's."
+        raise damaged(folder, name, problem, CHANGED)
 
 
 def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> FileEntry | ReadFailure:
@@ -237,8 +267,10 @@ class DamagedDirectory(NamedTuple):
     folder: Path
     error: DamagedError
 
-    def __str__(self) -> str:
-        return str(self.error)
+    @property
+    def problem(self) -> str:
+        """Sentence about the damage, without a hint."""
+        return self.error.problem or str(self.error)
 
 
 class NewestDirectory(NamedTuple):
@@ -368,8 +400,9 @@ def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
         try:
             remove(folder)
         except OSError as error:
-            expected, hint = "leave to delete it, as there are newer ones", "It stays, and all that is newer."
-            raise not_written(folder, error, expected, hint) from error
+            problem = f"The old checkpoint {folder} could not be deleted ({_reason(error)})."
+            hint = f"Make {parent} writable, or delete the folder yourself; newer checkpoints are intact."
+            raise _not_done(folder, error, problem, hint, "checkpoint.not_deleted") from error
     return old
 
 
@@ -425,4 +458,9 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
 
 def _require_absent(final: Path) -> None:
     if os.path.lexists(final):
-        raise FormatError(str(final), got="something of that name", expected="a new folder")
+        raise FormatError(
+            str(final),
+            problem=f"{final} exists already, and a checkpoint never replaces another one.",
+            hint="Choose another name, or move the existing folder away.",
+            code="checkpoint.exists",
+        )

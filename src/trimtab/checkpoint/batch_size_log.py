@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from trimtab.checkpoint.manifest import open_file
 from trimtab.core import validation
 from trimtab.core.append_only_file import AppendOnlyFile, not_written, written_beside
-from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.serialization import from_jsonable, to_jsonable
 from trimtab.runtime.checkpoint_hooks import WindowDecision
 
@@ -75,8 +75,16 @@ class BatchSizeLog:
         self._decided = self._read.decided
         self._require_whole(0)
         if self._read.by != self._plan:
-            given = f"{'decisions of another plan' if self._read.by else 'no decisions'} in {other.parent}"
-            raise ValueGivenError("checkpoints.follows", got=given, expected="the folder of a run of this plan")
+            has_other = bool(self._read.by)
+            raise ValueGivenError(
+                "checkpoints.follows",
+                got=str(other.parent),
+                problem=f"The batch-size decisions in {other.parent} were made under another plan."
+                if has_other
+                else f"There are no batch-size decisions in {other.parent}.",
+                hint="Pass the checkpoint folder of a run with the same plan.",
+                code="follows.other_plan" if has_other else "follows.no_decisions",
+            )
 
     def prepare(self, windows: int) -> None:
         """Write a temporary copy of the log for a run that resumes after `windows` windows.
@@ -191,15 +199,19 @@ def _lines(path: Path) -> Iterator[bytes]:
                 if line.endswith(b"\n") or len(line) == _LONGEST:
                     yield line
     except OSError as error:
-        given, expected = f"nothing that can be read ({error.strerror or error})", "a file of decisions"
-        raise FormatError(str(path), got=given, expected=expected) from None
+        raise FormatError(
+            str(path),
+            problem=f"The log of batch-size decisions, {path}, cannot be read ({error.strerror or error}).",
+            hint="Make the file readable. If it is lost, delete it: batch sizes are then decided from new timings.",
+            code="decisions.unreadable",
+        ) from None
 
 
 def _data(line: bytes) -> dict[str, Any]:
     data = json.loads(line)
     del data["crc32"]
     if _summed(data) != line:
-        raise ValueError("other bytes than were written")
+        raise ValueError("its checksum does not match")
     return dict(data)
 
 
@@ -212,9 +224,10 @@ def _window(data: dict[str, Any], last: int) -> tuple[int, WindowDecision]:
 
 
 def _damaged(path: Path, number: int, error: Exception) -> FormatError:
+    reason = str(error).rstrip(".") if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
     return FormatError(
         f"{path}:{number}",
-        got=f"a damaged line ({error})",
-        expected="what a window was made by",
-        hint="Without this file the run goes on, and what windows are made by is decided anew, by times.",
+        problem=f"Line {number} of the batch-size decisions in {path} is damaged ({reason}).",
+        hint="Delete the file to resume without it: batch sizes are then decided from new timings.",
+        code="decisions.damaged",
     )

@@ -59,7 +59,7 @@ def crc32_of_chunks(
         ValueError: `room` has another size.
     """
     if room is not None and room.bytes != size:
-        raise ValueError(f"room for {room.bytes} bytes, of {size}")
+        raise ValueError(f"the memory has {room.bytes} bytes, but the file has {size} bytes")
 
     def of(start: int) -> str:
         return _crc32(descriptor, start, min(start + CHUNK_BYTES, size), room)
@@ -74,7 +74,7 @@ def _crc32(descriptor: int, at: int, end: int, room: FileBuffer | None) -> str:
         pieces = taking(at, min(at + _READ_BYTES, end))
         count = os.preadv(descriptor, pieces, at)
         if count == 0:
-            raise OSError(f"it ends after {at} bytes")
+            raise OSError(f"the file ends after {at} bytes")
         at += count
         for piece in pieces:
             found = crc32(piece[:count], found)

@@ -13,17 +13,18 @@ from trimtab.core.plan import Plan
 from trimtab.measure.machine import device_name, environment
 from trimtab.measure.process_state import fp32_places
 
-# Changes that prevent resuming unless accepted by name, and the hint of the error.
-WAYS_OUT = {
-    "torch": "Install the torch that it was saved with",
-    "threads": "torch.set_num_threads as it was",
-    "device": "Train where it was trained",
-    "fp32": "Leave torch's fp32 precision as it was",
-    "ranks": "Start as many ranks",
-    "plan": "Start it with the plan that is in its checkpoint",
-    "optimizer": "Give the optimizer that it was saved with",
+# Changes that prevent resuming unless accepted by name: the changed fact, and the hint of the error.
+_CHANGES = {
+    "torch": ("The version of torch", "Install the saved version of torch"),
+    "threads": ("The number of CPU threads", "Call torch.set_num_threads() with the saved number"),
+    "device": ("The device", "Train on the saved type of device"),
+    "fp32": ("torch's fp32_precision", "Restore the saved settings of torch.backends"),
+    "ranks": ("The number of ranks", "Start the saved number of ranks"),
+    "plan": ("The plan", "Use the saved plan, Checkpoints.saved_plan()"),
+    "optimizer": ("The class of the optimizer", "Build the optimizer with the saved class"),
 }
-ACCEPTED = (*WAYS_OUT, "data")  # "data" is checked when the loader is known (`runtime.data_position`)
+MUST_MATCH = tuple(_CHANGES)
+ACCEPTED = (*MUST_MATCH, "data")  # "data" is checked when the loader is known (`runtime.data_position`)
 _SAID_ALONE = (
     "cpu",
     "gpu",
@@ -113,14 +114,16 @@ def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[s
 
     For a plan, the message shows only the fields that differ.
     """
-    for name, hint in WAYS_OUT.items():
+    for name, (fact, hint) in _CHANGES.items():
         if name in found and name not in accepts:
             then, now = _differing(*found[name]) if name == "plan" else found[name]
             raise ValueGivenError(
                 f"resume: {name}",
                 got=now,
-                expected=f"{then}, as the run was saved with",
+                expected=then,
+                problem=f"{fact} has changed since the checkpoint was saved, from {then} to {now}.",
                 hint=f'{hint}, or accept the change: Checkpoints(..., accepts=("{name}",)).',
+                code=f"resume.{name}_differs",
             )
 
 
@@ -139,8 +142,8 @@ def in_words(found: Mapping[str, tuple[str, str]]) -> dict[str, str]:
 def parted(found: Mapping[str, tuple[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
     """Return two dictionaries of changes as text: changes that need acceptance, and changes that are only recorded."""
     words = in_words(found)
-    asked = {name: change for name, change in words.items() if name in WAYS_OUT}
-    return asked, {name: change for name, change in words.items() if name not in WAYS_OUT}
+    asked = {name: change for name, change in words.items() if name in MUST_MATCH}
+    return asked, {name: change for name, change in words.items() if name not in MUST_MATCH}
 
 
 def _differing(then: str, now: str) -> tuple[str, str]:

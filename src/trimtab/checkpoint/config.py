@@ -62,7 +62,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | Path) or not str(self.folder):
-            raise ValueGivenError("checkpoints.folder", got=repr(self.folder), expected="a path")
+            hint = "Pass the folder in which this run keeps its checkpoints."
+            raise ValueGivenError("checkpoints.folder", got=repr(self.folder), expected="a path", hint=hint)
         object.__setattr__(self, "folder", Path(self.folder))
         if self.every_steps is not None:
             validation.integer("checkpoints.every_steps", self.every_steps)
@@ -96,10 +97,22 @@ class Checkpoints:
         """
         there = committed(self.path)
         if self.resume == "always" and not there:
-            raise FormatError(str(self.path), got="no checkpoint", expected="a checkpoint that is whole")
+            raise FormatError(
+                "checkpoints.resume",
+                got="always",
+                problem=f'resume="always" requires a checkpoint, but {self.path} contains none.',
+                hint='Check the path, or use resume="auto" to start a new run if there is no checkpoint.',
+                code="checkpoint.missing",
+            )
         if self.resume == "never" and there:
-            given, hint = f"{there[0].name} in {self.path}", 'resume="auto" goes on from it.'
-            raise FormatError("checkpoints.resume", got=given, expected="a folder without any", hint=hint)
+            raise FormatError(
+                "checkpoints.resume",
+                got="never",
+                problem=f'resume="never" requires a folder without checkpoints, but {self.path} contains '
+                f"{there[0].name}.",
+                hint='Choose another folder, or use resume="auto" to resume from the checkpoint.',
+                code="checkpoint.exists",
+            )
 
     def _saved(self) -> RunMetadata | None:
         if self.resume == "never":

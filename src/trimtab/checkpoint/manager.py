@@ -126,8 +126,14 @@ class CheckpointManager:
             return None
         found = newest_good(settings.path, said_of, self._ranks.verified.verify)
         if found.folder is None and found.refused:
-            damaged = "; ".join(str(error) for error in found.refused)
-            raise FormatError(str(settings.path), got=damaged, expected="a checkpoint that is whole")
+            damages = " ".join(each.problem for each in found.refused)
+            raise FormatError(
+                str(settings.path),
+                got=f"{len(found.refused)} damaged checkpoints",
+                problem=f"All checkpoints in {settings.path} are damaged. {damages}",
+                hint="Restore one of them from a copy, or start a new run in another folder.",
+                code="checkpoint.all_damaged",
+            )
         self._refused = found.refused
         return found
 
@@ -138,8 +144,12 @@ class CheckpointManager:
         said = self._found.said
         require_accepted(changes(said.world, self._world), self._settings.accepts)
         if self._in_shards and not said.in_shards:
-            given, expected = "a run in shards", "a model that is whole, as it was saved"
-            raise ValueGivenError("resume: shards", got=given, expected=expected, hint="zero_stage=0, or one process")
+            raise ValueGivenError(
+                "resume: shards",
+                problem="The checkpoint was saved with the whole model on each rank, but this run shards the model.",
+                hint="Resume with zero_stage=0, or in one process.",
+                code="resume.shards_differ",
+            )
 
     def _release(self) -> None:
         self._ranks.verified.forget()
@@ -157,7 +167,7 @@ class CheckpointManager:
         self._run = run
         run.position.accepted = self._accept_data if "data" in self._settings.accepts else None
         if run.recorder is not None:
-            run.recorder.on_failure = partial(self._require_room, "The record")
+            run.recorder.on_failure = partial(self._require_room, "of the record")
         windows = 0 if self._found is None else self._found.said.step
         # Run the steps that can fail before any change.
         self._ranks.together(partial(self._prepare, windows), "prepared")
@@ -187,7 +197,7 @@ class CheckpointManager:
         detail: dict[str, Any] = {
             "from": folder.name,
             "changed": in_words(apart),
-            "damaged": [*map(str, self._refused)],
+            "damaged": [each.problem for each in self._refused],
         }
         detail["buffers"] = self._anew
         detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
@@ -201,8 +211,13 @@ class CheckpointManager:
 
     def _put_aside(self, folder: Path) -> None:
         for refused in self._refused:
-            became = "was put aside" if put_aside(refused.folder) else "stays, as a folder or link of yours"
-            warnings.warn(f"{refused} It {became}, and {folder.name} is gone on from.", stacklevel=6)
+            became = (
+                "was renamed and no longer counts as a checkpoint"
+                if put_aside(refused.folder)
+                else "was left as it is, because it is a link or not named step-N"
+            )
+            message = f"{refused.problem} The damaged checkpoint {became}. The run resumes from {folder.name}."
+            warnings.warn(message, stacklevel=6)
 
     def _read(self, folder: Path, said: RunMetadata) -> Mapping[str, Load]:
         """Read the state of this rank and return the loading steps in order.
@@ -272,9 +287,7 @@ class CheckpointManager:
         finite = self._is_finite(windows)
         with self._told(windows):
             taken = self._ranks.together(self._taken, f"taken/{windows}")
-            passes = f"pass {taken[0]['data']['passes']}"
-            expected = "one pass: all leave it, and hold no run.windows(); or call run.interrupt()"
-            self._ranks.require_alike(passes, "checkpoint", expected)
+            self._ranks.require_one_epoch(taken[0]["data"]["passes"])
             write = self._writing(*taken, windows, finite=finite)
             self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()
@@ -307,15 +320,21 @@ class CheckpointManager:
                 raise
             is_there = self._committed == windows
             if self._run is not None:
-                self._run.note("checkpoint", {"windows": windows, "failed": str(error), "is_saved": is_there})
-            what = f"Saved after {windows} windows, and then" if is_there else f"No checkpoint after {windows} windows"
-            warnings.warn(f"{what}: {error}", RuntimeWarning, stacklevel=5)
+                code = error.code if isinstance(error, TrimtabError) else SaveError.default_code
+                detail = {"windows": windows, "failed": str(error), "code": code, "is_saved": is_there}
+                self._run.note("checkpoint", detail)
+            if is_there:
+                message = f"The checkpoint of step {windows} was saved, but the cleanup after the save failed: {error}"
+            else:
+                message = f"The checkpoint of step {windows} was not saved, and training continues: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def _require_room(self, what: str, error: SaveError) -> None:
         """Raise or warn about lines that could not be written; they stay in memory for the next attempt."""
         if self._settings.on_failure == "stop":
             raise error
-        warnings.warn(f"{what} waits for room on disk: {error}", RuntimeWarning, stacklevel=7)
+        message = f"Lines {what} could not be written and stay in memory until the next attempt: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=7)
 
     def _taken(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Return this rank's state, and the tensors of its shards (None for an unsharded run)."""
@@ -376,7 +395,7 @@ class CheckpointManager:
         try:
             write()
         except SaveError as error:
-            self._require_room("What windows are made by", error)
+            self._require_room("of the batch-size decisions", error)
 
     def decided_before(self, index: int) -> WindowDecision | None:
         """Return the saved batch-size decision of a window, or None."""

@@ -29,11 +29,11 @@ NAME = "manifest.json"
 STEP = "step"  # key in `about`: number of completed windows, required in every folder
 FINITE = "finite"  # key in `about`: False if a saved parameter is non-finite; True by default
 WORLD = "world"  # key in `about`: the environment of the run
+# Codes of damages that several functions find.
+CHANGED, MISSING = "checkpoint.checksum_differs", "checkpoint.file_missing"
 # The form written by `str`; `int` would also accept signs, spaces and digits of other scripts.
 _RANKS = re.compile("[1-9][0-9]{0,8}")
 _LONGEST = 2**26
-_WAY_OUT = "Resume from another one: `trimtab checkpoint verify FOLDER` says which are whole."
-_OUT_OF_REACH = "It may be whole, and stays as it is: start again once it can be read, or move it away."
 # Error numbers that concern the file itself: missing, not a regular file (ENXIO for a socket), or on a broken disk.
 # None comes from `open_file` and from short reads. All other errors may be temporary.
 _OF_THE_FILE = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EIO})
@@ -78,11 +78,10 @@ class Manifest:
         validation.integer(f"about[{STEP!r}]", self.about.get(STEP), low=0)
         for name in self.files:
             if not is_plain(name) or name == NAME:
-                raise FormatError(NAME, got=f"the file {name!r}", expected="the name of a file in the folder")
+                raise FormatError(NAME, got=f"the file name {name!r}", expected="a plain name without a directory part")
         said = self._ranks()
         if not (isinstance(said, str) and _RANKS.fullmatch(said)):
-            given, expected = f"{said!r:.40} as ranks", "a number above 0, in digits"
-            raise FormatError(f"about[{WORLD!r}]", got=given, expected=expected)
+            raise FormatError(f"about[{WORLD!r}]: ranks", got=f"{said!r:.40}", expected="a positive number, in digits")
 
     @property
     def step(self) -> int:
@@ -112,7 +111,12 @@ class Manifest:
         try:
             return _encoded(to_jsonable(self))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueGivenError("about", got=f"{error}", expected="what JSON can hold") from None
+            raise ValueGivenError(
+                "about",
+                problem=f"The checkpoint's metadata cannot be written as JSON ({error}).",
+                hint="Use strings, finite numbers, lists, and dictionaries with string keys.",
+                code="checkpoint.metadata_not_json",
+            ) from None
 
 
 def manifest_of(folder: Path) -> Manifest:
@@ -129,15 +133,18 @@ def manifest_of(folder: Path) -> Manifest:
         said = {key: value for key, value in data.items() if key != "sha256"}
         is_whole = _encoded(said) == text
     except (ValueError, RecursionError, AttributeError, TypeError) as error:
-        raise damaged(folder, NAME, f"what is no manifest ({error})") from None
+        problem = f"{folder / NAME} is not a valid manifest ({error})."
+        raise damaged(folder, NAME, problem, "checkpoint.manifest_invalid") from None
     if not is_whole:
-        raise damaged(folder, NAME, "other bytes than were written")
+        problem = f"{folder / NAME} has changed since it was written: its text does not match its own checksum."
+        raise damaged(folder, NAME, problem, CHANGED)
     if said.get("schema") != SCHEMA:
         raise _of_another(folder, said.get("schema"))
     try:
         return from_jsonable(Manifest, said)
     except (FormatError, ValueGivenError) as error:
-        raise damaged(folder, NAME, f"what no writer of it writes ({error})") from None
+        problem = f"{folder / NAME} matches its checksum, but has invalid contents ({str(error).rstrip('.')})."
+        raise damaged(folder, NAME, problem, "checkpoint.manifest_invalid") from None
 
 
 def is_plain(name: str) -> bool:
@@ -155,30 +162,50 @@ def open_file(path: Path) -> tuple[int, int]:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
-        raise OSError("it is no file")
+        raise OSError("not a regular file")
     return descriptor, found.st_size
 
 
-def damaged(folder: Path, name: str, given: str, expected: str = "what the manifest says") -> DamagedError:
-    """Return a `DamagedError` for a file of a folder, or for the folder if `name` is empty."""
-    return DamagedError(str(folder / name), got=given, expected=expected, hint=_WAY_OUT)
+def damaged(folder: Path, name: str, problem: str, code: str) -> DamagedError:
+    """Return a `DamagedError` for a file of a folder, or for the folder if `name` is empty.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the damaged file.
+        problem: Sentence about the damage.
+        code: Code of the error.
+    """
+    hint = f"Run `trimtab checkpoint verify {folder.parent}` to list the undamaged checkpoints, and resume from one."
+    return DamagedError(str(folder / name), problem=problem, hint=hint, code=code)
 
 
-def unread(folder: Path, name: str, why: ReadFailure, expected: str) -> FormatError:
+def unread(folder: Path, name: str, why: ReadFailure) -> FormatError:
     """Return the error for a failed read: `DamagedError`, or `TemporaryReadError` if the failure may be temporary."""
-    given = f"nothing that can be read ({why.words})"
+    problem = f"{folder / name} cannot be read ({why.words})."
     if why.number in _OF_THE_FILE:
-        return damaged(folder, name, given, expected)
-    return TemporaryReadError(str(folder / name), got=given, expected=expected, hint=_OUT_OF_REACH)
+        return damaged(folder, name, problem, "checkpoint.unreadable")
+    return TemporaryReadError(
+        str(folder / name),
+        problem=problem,
+        hint=f"Make the file readable and start again, or move {folder} away to resume from an older checkpoint.",
+        code="checkpoint.out_of_reach",
+    )
 
 
 def _of_another(folder: Path, schema: object) -> FormatError:
     """Return the error for another schema version, written by an older or newer trimtab."""
-    by, hint = "", ""
+    hint = "Start a new run in another folder."
     if type(schema) is int:
-        by = f", of {'an older' if schema < SCHEMA else 'a newer'} trimtab"
-        hint = "Go on with the trimtab that wrote it, or begin in a new folder."
-    return FormatError(f"{folder / NAME}: schema", got=f"{schema!r}{by}", expected=str(SCHEMA), hint=hint)
+        age = "an older" if schema < SCHEMA else "a newer"
+        hint = f"Resume with the version that wrote it, {age} one, or start a new run in another folder."
+    return FormatError(
+        f"{folder / NAME}: schema",
+        got=f"{schema!r}",
+        expected=f"{SCHEMA}",
+        problem=f"{folder / NAME} has schema {schema!r:.40}, but this version of trimtab reads schema {SCHEMA}.",
+        hint=hint,
+        code="checkpoint.other_schema",
+    )
 
 
 def _bytes_of(folder: Path) -> bytes:
@@ -188,8 +215,9 @@ def _bytes_of(folder: Path) -> bytes:
             if size <= _LONGEST:
                 return file.read(_LONGEST)
     except OSError as error:
-        raise unread(folder, NAME, ReadFailure.of(error), "a manifest") from None
-    raise damaged(folder, NAME, f"{size} bytes", f"a manifest of at most {_LONGEST}")
+        raise unread(folder, NAME, ReadFailure.of(error)) from None
+    problem = f"{folder / NAME} has {size} bytes, but a manifest has at most {_LONGEST}."
+    raise damaged(folder, NAME, problem, "checkpoint.manifest_invalid")
 
 
 def _encoded(data: Mapping[str, Any]) -> bytes:

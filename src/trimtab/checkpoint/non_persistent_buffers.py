@@ -47,7 +47,7 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
     """
     where = "state.model.hidden"
     if not isinstance(saved, Mapping) or not all(isinstance(each, Tensor | None) for each in saved.values()):
-        raise FormatError(where, got=f"{saved!r:.80}", expected="tensors by their names")
+        raise FormatError(where, got=f"{saved!r:.80}", expected="a mapping from names of buffers to tensors")
     now = dict(_named(model))
     _require_saved(now, saved)
     places = {name: _place(model, name) for name in saved}
@@ -103,13 +103,21 @@ def _require_saved(now: Mapping[str, Tensor | None], saved: Mapping[str, Any]) -
     for name, value in saved.items():
         own = now.get(name)
         if own is not None and value is not None and not _has_grown(own, value):
-            given, then = (f"{str(each.dtype).removeprefix('torch.')}, {list(each.shape)}" for each in (own, value))
-            expected = f"{then} or smaller, as the run was saved with"
-            raise ModelError("model's buffers", got=f"{name} of {given}", expected=expected)
+            now_is, was = (
+                f"{str(each.dtype).removeprefix('torch.')} of shape {list(each.shape)}" for each in (own, value)
+            )
+            raise ModelError(
+                "model's buffers",
+                got=f"{name}: {now_is}",
+                expected=f"{was}, or smaller in each dimension",
+                problem=f"The model's buffer {name} is {now_is}, and the saved {was} cannot replace it.",
+                hint=f"Build the model as it was saved: {name} may have at most the saved size in each dimension.",
+                code="model.buffer_differs",
+            )
     held = {id(value) for name, value in now.items() if name in saved}
     for name, value in now.items():
         if value is not None and name not in saved and id(value) not in held:
-            raise _unlike(name, "the model")
+            raise _unlike(name, f"The model's buffer {name} is not in the checkpoint.")
 
 
 def _has_grown(own: Tensor, saved: Tensor) -> bool:
@@ -123,12 +131,12 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     try:
         module = model.get_submodule(path)
     except AttributeError:
-        raise _unlike(name, "the checkpoint") from None
+        raise _unlike(name, f"The checkpoint has a buffer {name}, but the model has no module {path!r}.") from None
     if key not in module._buffers and hasattr(module, key):
-        raise _unlike(name, "the checkpoint")
+        raise _unlike(name, f"The checkpoint has a buffer {name}, but that attribute of the model is not a buffer.")
     return module, key
 
 
-def _unlike(name: str, where: str) -> ModelError:
-    expected = "the model that the run was saved with"
-    return ModelError("model's buffers", got=f"{name} in {where} alone", expected=expected)
+def _unlike(name: str, problem: str) -> ModelError:
+    hint = "Build the model with the same code and settings as for the saved run."
+    return ModelError("model's buffers", got=name, problem=problem, hint=hint, code="model.names_differ")

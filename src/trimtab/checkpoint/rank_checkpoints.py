@@ -24,6 +24,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.printable import quoted, unquoted
 from trimtab.core.serialization import to_jsonable
 from trimtab.distributed.gather_with_heartbeat import words_at_work
+from trimtab.distributed.launched_rank import ENDED
 from trimtab.distributed.process_group import from_first, limited_to, time_limit_s
 from trimtab.measure.random_state import derived_random_state
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
@@ -96,18 +97,33 @@ class RankCommunication:
             raise failure[0]
         for rank, word in enumerate(said):
             if word:
-                raise FormatError(f"rank {rank}", got=word, expected="every rank to go on with the run")
+                raise FormatError(
+                    f"rank {rank}",
+                    got=word,
+                    problem=f"Rank {rank} failed ({word}).",
+                    hint=f"Fix the error of rank {rank}; the other ranks stopped because of it.",
+                    code=ENDED,
+                )
         return made[0]
 
     def each(self, word: str, about: str) -> list[str]:
         """Return the string of every rank, ordered by rank."""
         return [word] if self.num == 1 else self._words(lambda: word, about)
 
-    def require_alike(self, word: str, about: str, expected: str) -> None:
-        """Raise `LoopError` on all ranks if their strings differ."""
-        said = self.each(word, about)
-        if len(set(said)) > 1:
-            raise LoopError(about, got=f"of the ranks, in turn, {', '.join(said)}", expected=expected)
+    def require_one_epoch(self, epoch: int) -> None:
+        """Raise `LoopError` on all ranks if a checkpoint is saved in different epochs."""
+        found = self.each(str(epoch), "checkpoint")
+        if len(set(found)) > 1:
+            listed = ", ".join(f"epoch {each} on rank {rank}" for rank, each in enumerate(found))
+            raise LoopError(
+                "checkpoint",
+                got=listed,
+                expected="the same epoch on all ranks",
+                problem=f"The checkpoint was requested in different epochs: {listed}.",
+                hint="Leave the loop over run.windows() at the same step on all ranks and keep no reference to its "
+                "iterator, or call run.interrupt() to end the loop early.",
+                code="checkpoint.epochs_differ",
+            )
 
     def _words(self, make: Callable[[], str], about: str) -> list[str]:
         with limited_to(self._limit_s):
@@ -196,7 +212,13 @@ class RankCommunication:
         if where == _FAILED:
             return  # rank 0 raises the reason
         if not where.startswith(_WRITES):
-            raise RankError("rank 0", got=repr(where), expected="the folder that all write into")
+            raise RankError(
+                "rank 0",
+                got=repr(where),
+                problem=f"Rank 0 sent {where!r} instead of the path of the checkpoint folder.",
+                hint="Run the same version of trimtab on all ranks.",
+                code="ranks.unexpected_message",
+            )
         fill(unquoted(where.removeprefix(_WRITES)))
         self.together(lambda: None, f"{name}/commit")
 
@@ -259,31 +281,51 @@ def require_kept(
     background: bool,
 ) -> None:
     """Raise `ValueGivenError` if the ranks' setup does not support checkpoints."""
-    expected = (
-        "one process, or ranks that share the model by a plan (zero_stage), DistributedDataParallel or fully_shard"
-    )
+    supported = "DistributedDataParallel, fully_shard (FSDP2), or a plan with a zero_stage and torch's engine"
     if exchange.num_ranks == 1 and exchange.has_peers:
-        raise ValueGivenError("checkpoints", got="one of several ranks that nothing joins", expected=expected)
+        raise ValueGivenError(
+            "checkpoints",
+            got="a model without a distributed wrapper",
+            problem=f"This process is one of {torch.distributed.get_world_size()} ranks, but its model is trained on "
+            "this rank only, so the ranks cannot write one checkpoint.",
+            hint=f"Use {supported}, or train in one process.",
+            code="checkpoints.ranks_not_joined",
+        )
     if background and (exchange.num_ranks > 1 or is_sharded(model)):
-        given = "True, on several ranks or of a model in shards"
-        raise ValueGivenError("checkpoints.background", got=given, expected="False there")
+        raise ValueGivenError(
+            "checkpoints.background",
+            got="True",
+            expected="False",
+            problem="Background saves are not supported with several ranks or a sharded model.",
+            hint="Use Checkpoints(..., background=False).",
+            code="checkpoints.background_unsupported",
+        )
     if exchange.num_ranks == 1:
         return
     if (world := torch.distributed.get_world_size()) != exchange.num_ranks:
         raise ValueGivenError(
             "checkpoints",
-            got=f"a model that {exchange.num_ranks} of the job's {world} ranks share",
-            expected="one that all of them share: what each has of its own is known by its place in the job",
-            hint="DistributedDataParallel(model) without process_group, or a job for each part.",
+            got=f"{exchange.num_ranks} ranks",
+            expected=f"{world} ranks",
+            problem=f"Only {exchange.num_ranks} of the job's {world} ranks train this model; a checkpoint needs all.",
+            hint="Use DistributedDataParallel(model) without process_group, or start a separate job for each model.",
+            code="checkpoints.part_of_job",
         )
-    foreign = {
+    unsupported = {
         "DeepSpeed's shards": plan.engine.value == "deepspeed",
-        "a model in FSDP1, whose shards are flat": is_flat_sharded(model),
+        "FSDP1 (FullyShardedDataParallel)": is_flat_sharded(model),
         "a ZeroRedundancyOptimizer": type(optimizer).__name__ == "ZeroRedundancyOptimizer",
     }
-    for given, is_there in foreign.items():
-        if is_there:
-            raise ValueGivenError("checkpoints", got=given, expected=expected)
+    for name, is_used in unsupported.items():
+        if is_used:
+            raise ValueGivenError(
+                "checkpoints",
+                got=name,
+                expected=supported,
+                problem=f"Checkpoints do not support {name}.",
+                hint=f"Use {supported}.",
+                code="checkpoints.sharding_unsupported",
+            )
 
 
 def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: MetadataExchange) -> bool:
@@ -303,7 +345,16 @@ def _saved(does: Callable[[], object]) -> None:
     except TrimtabError:
         raise
     except OSError as error:
-        raise SaveError("checkpoint", got=str(error), expected="a disk that takes it") from error
+        raise not_saved(str(error)) from error
     except Exception as error:
-        given = f"{type(error).__name__}: {error}"
-        raise SaveError("checkpoint", got=given, expected="what can be written") from error
+        raise not_saved(f"{type(error).__name__}: {error}") from error
+
+
+def not_saved(reason: str) -> SaveError:
+    """Return the error for a checkpoint that could not be written."""
+    return SaveError(
+        "checkpoint",
+        got=reason,
+        problem=f"The checkpoint could not be written ({reason}).",
+        hint="Fix the cause and save again; earlier checkpoints are intact.",
+    )

@@ -109,8 +109,13 @@ def opened(folder: Path, field: str = "checkpoints.folder") -> RunLock:
             sync(each.parent)  # without the sync, a power failure could remove the folder with its contents
         return locked(folder)
     except OSError as error:
-        given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
-        raise FormatError(field, got=given, expected=expected) from None
+        raise FormatError(
+            field,
+            got=str(folder),
+            problem=f"{folder} cannot be created or written ({error.strerror or error}).",
+            hint="Pass a folder in which you can create files.",
+            code="folder.not_writable",
+        ) from None
 
 
 def locked(folder: Path) -> RunLock:
@@ -154,9 +159,12 @@ def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> LockH
     try:
         is_free = try_lock(descriptor) and is_free
     except OSError as error:
-        given = f"a file system that has no locks ({error.strerror})"
-        hint = "Choose a folder on a disk of this machine."
-        raise FormatError(str(folder), got=given, expected="one run a folder", hint=hint) from None
+        raise FormatError(
+            str(folder),
+            problem=f"The file system of {folder} has no file locks ({error.strerror}), which keep two runs apart.",
+            hint="Choose a folder on a local disk.",
+            code="folder.no_locks",
+        ) from None
     holder = LockHolder.said(os.pread(descriptor, 1000, 0))
     if not is_free:
         pid = holder.pid if holder is not None else holder_pid(whole)

@@ -40,7 +40,7 @@ class RunMetadata:
     def __post_init__(self) -> None:
         validation.integer("rows", self.rows, low=0)
         if "ranks" not in self.world:
-            raise ValueGivenError("world", got="no ranks", expected="their number")
+            raise ValueGivenError("world", got="no entry 'ranks'", expected="the number of ranks")
 
 
 @dataclass(frozen=True)
@@ -60,4 +60,5 @@ def said_of(folder: Path, manifest: Manifest) -> RunMetadata:
     try:
         return from_jsonable(RunMetadata, dict(manifest.about))
     except (FormatError, ValueGivenError) as error:
-        raise damaged(folder, NAME, f"what no run says of itself ({error})") from None
+        problem = f"The metadata in {folder / NAME} do not describe a run ({str(error).rstrip('.')})."
+        raise damaged(folder, NAME, problem, "checkpoint.metadata_invalid") from None

@@ -29,7 +29,15 @@ def require_writable(tensors: Mapping[str, Tensor]) -> None:
     """Raise `FormatError` for a dtype that sharded files cannot hold."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
-            raise FormatError(name, got=str(tensor.dtype), expected="real numbers of a type that safetensors knows")
+            known = ", ".join(sorted(str(each).removeprefix("torch.") for each in _TYPES))
+            raise FormatError(
+                name,
+                got=str(tensor.dtype),
+                expected=known,
+                problem=f"{name} has dtype {tensor.dtype}, which sharded checkpoints cannot store.",
+                hint=f"Use one of these dtypes: {known}.",
+                code="shards.dtype_unsupported",
+            )
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -48,9 +56,9 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
         with torch.cuda.device(devices.pop()) if devices else contextlib.nullcontext():
             save(tensors, storage_writer=writer, process_group=_host_group(dist.group.WORLD))
     except CheckpointException as error:
-        raise SaveError(str(folder), got=_reasons(error), expected="a disk that takes it") from None
+        raise _not_written(folder, _reasons(error)) from None
     if writer.failure is not None:
-        raise SaveError(str(folder), got=str(writer.failure), expected="a disk that takes it") from writer.failure
+        raise _not_written(folder, str(writer.failure)) from writer.failure
 
 
 def written(folder: Path) -> Mapping[str, Any]:
@@ -62,7 +70,7 @@ def written(folder: Path) -> Mapping[str, Any]:
     try:
         found: Mapping[str, Any] = _reader_type()(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:
-        raise FormatError(str(folder), got=f"what cannot be read ({error})", expected="files of shards") from None
+        raise _unreadable(folder, str(error)) from None
     return found
 
 
@@ -80,7 +88,26 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(tensors, storage_reader=_reader_type()(str(folder)), no_dist=True)
     except CheckpointException as error:
-        raise FormatError(str(folder), got=_reasons(error), expected="files of shards") from None
+        raise _unreadable(folder, _reasons(error)) from None
+
+
+def _not_written(folder: Path, reason: str) -> SaveError:
+    return SaveError(
+        str(folder),
+        got=reason,
+        problem=f"The model's shards could not be written to {folder} ({reason}).",
+        hint="Fix the cause and save again; earlier checkpoints are intact.",
+    )
+
+
+def _unreadable(folder: Path, reason: str) -> FormatError:
+    return FormatError(
+        str(folder),
+        got=reason,
+        problem=f"The model's shards in {folder} cannot be read ({reason}).",
+        hint="Resume from another checkpoint, and update torch if this one passes `trimtab checkpoint verify`.",
+        code="shards.unreadable",
+    )
 
 
 @functools.cache

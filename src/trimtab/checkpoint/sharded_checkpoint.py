@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.checkpoint import shard_files
-from trimtab.checkpoint.train_state import ModelState, keep_types
-from trimtab.core.errors import FormatError, ModelError, OptimizerError
+from trimtab.checkpoint.train_state import ModelState, keep_types, kinds_differ, names_differ
+from trimtab.core.errors import FormatError, OptimizerError
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.sharded_norms import is_sharded_itself
 from trimtab.runtime.memory_format import align_state
@@ -23,6 +23,7 @@ from trimtab.runtime.memory_format import align_state
 _MODEL, _OPTIMIZER = "model", "optimizer"
 # Entries of a rank's shard state that are merged across ranks.
 MERGED = ("members", "others")
+_RESUME_FROM_ANOTHER = "Resume from another checkpoint."
 
 
 class WithoutParameters(ModelState):
@@ -133,18 +134,18 @@ class ShardedState(Stateful):
         return load
 
     def _require_groups(self, groups: Any, members: Mapping[str, Any]) -> None:
-        expected = "the groups of parameters that the run was saved with"
         if len(groups) != (number := len(self._optimizer.param_groups)):
-            given = f"{number} groups of parameters"
-            raise OptimizerError("optimizer", got=given, expected=f"{len(groups)}, as the run was saved with")
+            problem = f"The optimizer has {number} parameter groups, but the saved optimizer had {len(groups)}."
+            raise _groups_differ(f"{number} groups", problem)
         now = {name: index for index, name, _ in self._stepped(self._every)}
         for name in sorted(now.keys() | members.keys()):
-            if name not in now or name not in members:
-                whose = "the checkpoint" if name in members else "the optimizer"
-                raise OptimizerError("optimizer", got=f"{name} in {whose} alone", expected=expected)
-            if now[name] != members[name]["group"]:
-                given = f"{name} in group {now[name]}, not {members[name]['group']}"
-                raise OptimizerError("optimizer", got=given, expected=expected)
+            if name not in members:
+                raise _groups_differ(name, f"The optimizer steps {name}, which the saved optimizer did not step.")
+            if name not in now:
+                raise _groups_differ(name, f"The saved optimizer stepped {name}, which the optimizer does not step.")
+            if now[name] != (saved := members[name]["group"]):
+                problem = f"{name} is in the optimizer's group {now[name]}, but was saved in group {saved}."
+                raise _groups_differ(f"{name} in group {now[name]}", problem)
 
     def _settle(self) -> None:
         """Reshard all parameters: an evaluation may have left some FSDP modules unsharded."""
@@ -162,9 +163,19 @@ class ShardedState(Stateful):
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter not in names:
-                    given = "a parameter that is not the model's"
-                    raise OptimizerError("optimizer", got=given, expected="the model's parameters alone")
+                    raise OptimizerError(
+                        "optimizer",
+                        problem=f"The optimizer's group {index} has a parameter of shape {tuple(parameter.shape)} that "
+                        "does not belong to the model.",
+                        hint="Build the optimizer from model.parameters().",
+                        code="optimizer.foreign_parameters",
+                    )
                 yield index, names[parameter], parameter
+
+
+def _groups_differ(got: str, problem: str) -> OptimizerError:
+    hint = "Build the optimizer with the same parameter groups as for the saved run."
+    return OptimizerError("optimizer", got=got, problem=problem, hint=hint, code="optimizer.groups_differ")
 
 
 def merged(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
@@ -177,8 +188,13 @@ def merged(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
     for part in parts:
         for name, said in part["members"].items():
             if first["members"].setdefault(name, said) != said:
-                given, expected = f"ranks that differ about {name}", "one state of a parameter"
-                raise FormatError("state.shards", got=given, expected=expected)
+                raise FormatError(
+                    "state.shards",
+                    got=name,
+                    problem=f"The ranks' files disagree about the optimizer state of {name}.",
+                    hint=_RESUME_FROM_ANOTHER,
+                    code="shards.inconsistent",
+                )
         first["others"] |= part["others"]
     return first
 
@@ -198,22 +214,36 @@ def _is_cut(value: Tensor) -> bool:
 def _require_apart(name: str, key: Any, value: Tensor, parameter: Tensor) -> None:
     """Raise `FormatError` for optimizer state that ranks would overwrite or could not restore exactly."""
     if type(key) is not str:
-        given, expected = f"{key!r} in the optimizer's state of {name}", "texts as keys"
-        raise FormatError("optimizer", got=given, expected=expected)
+        raise FormatError(
+            "optimizer",
+            got=f"{key!r}",
+            problem=f"The optimizer's state of {name} has the key {key!r}, which is not a string.",
+            hint="Use strings as keys of the optimizer's state.",
+            code="optimizer.state_key",
+        )
     if not _is_cut(parameter) or value.dim() == 0:
         return
     if not _is_cut(value) or value.shape != parameter.shape or value.placements != parameter.placements:  # type: ignore[attr-defined]
         raise FormatError(
             "optimizer",
-            got=f"{key} of {name}, a state of shape {tuple(value.shape)} that is not cut as its parameter",
-            expected="an optimizer whose state has an element for each of a parameter, as Adam's and SGD's",
-            hint="Share the model at stage 1, where every parameter's state is whole.",
+            got=f"{key} of {name}, shape {tuple(value.shape)}",
+            problem=f"The optimizer state {key} of {name} has shape {tuple(value.shape)} and is not sharded like its "
+            "parameter, so that the ranks would overwrite each other's values in a checkpoint.",
+            hint="Use an optimizer with one state element per parameter element, such as Adam or SGD, or a plan with "
+            "zero_stage=1, which keeps each parameter's state on one rank.",
+            code="optimizer.state_not_sharded",
         )
 
 
 def _found(saved: Mapping[str, Any], name: str, key: str) -> Any:
     if (found := saved.get(_key(name, key))) is None:
-        raise FormatError("state.shards", got=f"no {key} of {name}", expected="the state that the checkpoint names")
+        raise FormatError(
+            "state.shards",
+            got=f"{key} of {name}",
+            problem=f"The checkpoint lists optimizer state {key} of {name}, but its sharded files do not contain it.",
+            hint=_RESUME_FROM_ANOTHER,
+            code="shards.inconsistent",
+        )
     return found
 
 
@@ -227,15 +257,16 @@ def _room_like(parameter: Tensor, saved: Any) -> Tensor:
 
 def _require_alike(saved: Mapping[str, Any], now: Mapping[str, Tensor]) -> None:
     then = {name: each for name, each in saved.items() if name.startswith(f"{_MODEL}.")}
-    if apart := sorted(then.keys() ^ now.keys()):
-        where = "the checkpoint" if apart[0] in then else "the model"
-        given = f"{apart[0].removeprefix('model.')} in {where} alone"
-        raise ModelError("model", got=given, expected="the model that the run was saved with")
+    for names, where in (
+        (then.keys() - now.keys(), "in the checkpoint but not in the model"),
+        (now.keys() - then.keys(), "in the model but not in the checkpoint"),
+    ):
+        if names:
+            raise names_differ(_MODEL, sorted(name.removeprefix(f"{_MODEL}.") for name in names), where)
     for name, each in then.items():
-        kinds = [_kind(each.properties.dtype, each.size), _kind(now[name].dtype, now[name].shape)]
-        if kinds[0] != kinds[1]:
-            expected = f"{kinds[0]}, as the run was saved with"
-            raise ModelError(f"model: {name.removeprefix('model.')}", got=kinds[1], expected=expected)
+        saved_as, kind = _kind(each.properties.dtype, each.size), _kind(now[name].dtype, now[name].shape)
+        if saved_as != kind:
+            raise kinds_differ(_MODEL, name.removeprefix(f"{_MODEL}."), kind, saved_as)
 
 
 def _kind(dtype: torch.dtype, size: torch.Size) -> str:

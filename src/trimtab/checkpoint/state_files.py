@@ -69,14 +69,23 @@ def read_state(folder: Path, prefix: str = "", *, taken: StateFiles | None = Non
     try:
         packed = json.loads((_bytes_of(path) if taken is None else taken.tree).decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(str(path), got=f"what cannot be read ({error})", expected="a state") from None
+        raise _unreadable(path, str(error)) from None
     unpacker = Unpacker(read_tensors(folder / f"{prefix}{TENSORS}") if taken is None else taken.tensors)
     try:
         state = unpack(packed, unpacker.leaves)
     except RecursionError:
-        raise FormatError(str(path), got="levels without end", expected="a state") from None
+        raise _unreadable(path, "too many nested levels") from None
     unpacker.require_all_given()
     return state
+
+
+def _unreadable(path: Path, reason: str) -> FormatError:
+    return FormatError(
+        str(path),
+        problem=f"{path} does not contain a readable checkpoint state ({reason}).",
+        hint="Resume from another checkpoint.",
+        code="state.unreadable",
+    )
 
 
 def _bytes_of(path: Path) -> bytes:

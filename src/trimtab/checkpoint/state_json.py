@@ -44,7 +44,13 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
     if kind in _SCALARS:
         return _SCALARS[kind](value, path)
     if depth > MAX_DEPTH:
-        raise FormatError(path, got=f"more than {MAX_DEPTH} levels", expected="a state that has an end")
+        raise FormatError(
+            path,
+            got=f"more than {MAX_DEPTH} levels",
+            problem=f"{path:.60}... has more than {MAX_DEPTH} nested levels.",
+            hint="Return a flatter structure that does not contain itself from state_dict().",
+            code="state.too_deep",
+        )
     if kind in _MAPPINGS:
         items = [[_key(k, path), pack(v, leaf, f"{path}[{k!r}]", depth + 1)] for k, v in value.items()]
         return {_MAPPINGS[kind]: [_factory_of(value, path), items] if kind is defaultdict else items}
@@ -55,8 +61,9 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
     raise FormatError(
         path,
         got=f"a {kind.__module__}.{kind.__qualname__}",
-        expected="tensors, arrays, numbers, texts, bytes, None, and lists, tuples and dicts of them",
-        hint="Return its numbers from state_dict(), and make it of them in load_state_dict().",
+        expected="tensors, arrays, numbers, strings, bytes, None, and lists, tuples and dicts of these types",
+        hint="Convert it to these types in state_dict(), and back in load_state_dict().",
+        code="state.unsupported_type",
     )
 
 
@@ -73,15 +80,22 @@ def _factory_of(value: defaultdict[Any, Any], path: str) -> str:
             return name
     raise FormatError(
         path,
-        got=f"a defaultdict of {value.default_factory!r:.60}",
-        expected=f"one of {', '.join(filter(None, _FACTORIES))}",
-        hint="Return dict(...) of it from state_dict(), and make it of that in load_state_dict().",
+        got=f"a defaultdict with the factory {value.default_factory!r:.60}",
+        expected=f"one of the factories {', '.join(filter(None, _FACTORIES))}",
+        hint="Convert it with dict(...) in state_dict(), and back in load_state_dict().",
+        code="state.unsupported_type",
     )
 
 
 def _key(key: Any, path: str) -> Packed:
     if type(key) not in (str, int):
-        raise FormatError(f"{path} key {key!r:.40}", got=f"a {type(key).__name__}", expected="a text or whole number")
+        raise FormatError(
+            f"{path} key {key!r:.40}",
+            got=f"a {type(key).__name__}",
+            expected="a string or an integer",
+            hint="Convert the key in state_dict(), and back in load_state_dict().",
+            code="state.unsupported_type",
+        )
     return _SCALARS[type(key)](key, path)
 
 
@@ -97,7 +111,13 @@ def _text(value: str, path: str) -> Packed:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise FormatError(path, got=f"{value!r:.40}", expected="a text that UTF-8 can hold") from None
+        raise FormatError(
+            path,
+            got=f"{value!r:.40}",
+            expected="a string that UTF-8 can encode",
+            hint="Return bytes from state_dict() instead.",
+            code="state.unsupported_type",
+        ) from None
     return value
 
 
@@ -107,6 +127,18 @@ _SCALARS: dict[type, Callable[[Any, str], Packed]] = {
     str: _text,
     bytes: lambda value, path: {"bytes": base64.b64encode(value).decode()},
 }
+
+
+def malformed(path: str, got: str, expected: str) -> FormatError:
+    """Return the error for a packed state that `pack` does not produce."""
+    return FormatError(
+        path,
+        got=got,
+        expected=expected,
+        problem=f"The checkpoint's contents are invalid at {path}: got {got}, expected {expected}.",
+        hint="Resume from another checkpoint.",
+        code="state.malformed",
+    )
 
 
 def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> Any:
@@ -123,28 +155,28 @@ def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> A
     if packed is None or isinstance(packed, bool | str | int | float):
         return packed
     if not isinstance(packed, dict) or len(packed) != 1:
-        raise FormatError(path, got=f"{packed!r:.60}", expected="an object of one key")
+        raise malformed(path, got=f"{packed!r:.60}", expected="a JSON object with one key")
     (kind, inside), readers = next(iter(packed.items())), _READERS | dict(leaves)
     if kind in _CONTAINERS:
         return _CONTAINERS[kind](inside, leaves, path)
     if kind not in readers:
-        raise FormatError(path, got=f"{kind!r:.60}", expected=f"one of {', '.join([*_CONTAINERS, *readers])}")
+        raise malformed(path, got=f"{kind!r:.60}", expected=f"one of {', '.join([*_CONTAINERS, *readers])}")
     try:
         return readers[kind](inside, path)
     except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, struct.error) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError(path, got=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None
+        raise malformed(path, got=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None
 
 
 def _map(items: Packed, leaves: Mapping[str, Read], path: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for item in _items(items, path):
         if not isinstance(item, list) or len(item) != 2:
-            raise FormatError(path, got=f"{item!r:.60}", expected="a key and a value")
+            raise malformed(path, got=f"{item!r:.60}", expected="a key and a value")
         key = unpack(item[0], {}, f"{path} key")
         if type(key) not in (str, int) or key in found:
-            raise FormatError(path, got=f"the key {key!r:.60}", expected="each text or whole number once")
+            raise malformed(path, got=f"the key {key!r:.60}", expected="different strings and integers as keys")
         found[key] = unpack(item[1], leaves, f"{path}[{key!r}]")
     return found
 
@@ -152,8 +184,8 @@ def _map(items: Packed, leaves: Mapping[str, Read], path: str) -> dict[Any, Any]
 def _default(inside: Packed, leaves: Mapping[str, Read], path: str) -> defaultdict[Any, Any]:
     is_pair = isinstance(inside, list) and len(inside) == 2
     if not is_pair or not isinstance(inside[0], str) or inside[0] not in _FACTORIES:
-        expected = "what a key that is not there becomes, and keys with values"
-        raise FormatError(path, got=f"{inside!r:.60}", expected=expected)
+        expected = "the name of a default factory, and a list of items"
+        raise malformed(path, got=f"{inside!r:.60}", expected=expected)
     return defaultdict(_FACTORIES[inside[0]], _map(inside[1], leaves, path))
 
 
@@ -163,7 +195,7 @@ def _list(items: Packed, leaves: Mapping[str, Read], path: str) -> list[Any]:
 
 def _items(items: Packed, path: str) -> list[Packed]:
     if not isinstance(items, list):
-        raise FormatError(path, got=f"{items!r:.60}", expected="a list")
+        raise malformed(path, got=f"{items!r:.60}", expected="a list")
     return items
 
 

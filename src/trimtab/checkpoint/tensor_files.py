@@ -38,8 +38,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         library.torch.save_file(dict(tensors), path)
     except (library.SafetensorError, OSError) as error:
-        given, expected = f"a file system that says: {error}", "room and leave to write"
-        raise SaveError(str(path), got=given, expected=expected) from None
+        raise SaveError(
+            str(path),
+            got=str(error),
+            problem=f"{path} could not be written ({error}).",
+            hint="Free space on the disk and check that the folder is writable; earlier checkpoints are intact.",
+        ) from None
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -53,7 +57,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return {name: tensor.clone() for name, tensor in library.torch.load_file(path).items()}
     except (library.SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise FormatError(str(path), got=f"what cannot be read ({error})", expected="a file of tensors") from None
+        raise FormatError(
+            str(path),
+            problem=f"{path} is not a readable safetensors file ({error}).",
+            hint="Resume from another checkpoint.",
+            code="state.unreadable",
+        ) from None
 
 
 def _library() -> Any:
@@ -62,9 +71,8 @@ def _library() -> Any:
     except ImportError:
         raise DependencyError(
             "checkpoints",
-            got="no safetensors",
-            expected="the library that tensors are written with",
-            hint="pip install 'trimtab[checkpoint]'",
+            problem="Checkpoints need the package safetensors, which is not installed.",
+            hint="Install it: pip install 'trimtab[checkpoint]'.",
         ) from None
     return safetensors
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.checkpoint.state_json import Packed, like, pack
+from trimtab.checkpoint.state_json import Packed, like, malformed, pack
 from trimtab.checkpoint.tensor_files import WRITTEN
 from trimtab.core.errors import FormatError
 
@@ -90,14 +90,27 @@ def _looked_at(value: Any, path: str) -> dict[str, Packed] | None:
 
 def _require_held(tensor: Tensor, path: str) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        given = f"a tensor that is {'without values' if tensor.is_meta else tensor.layout}"
-        raise FormatError(path, got=given, expected="one that holds its values")
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise FormatError(
+            path,
+            got=f"a {kind} tensor",
+            expected="a dense tensor",
+            problem=f"{path} is a {kind} tensor, which checkpoints cannot store.",
+            hint="Return a dense tensor from state_dict(), and convert it in load_state_dict().",
+            code="state.unsupported_tensor",
+        )
 
 
 def _require_numbers(array: Any, path: str) -> None:
     kind = array.dtype
     if kind.char not in _ARRAYS or not kind.isnative:
-        raise FormatError(path, got=f"an array of {kind!r}", expected="one of truth values or real numbers")
+        raise FormatError(
+            path,
+            got=f"{kind!r}",
+            problem=f"{path} is a NumPy array of {kind!r}, which checkpoints cannot store.",
+            hint="Return an array of booleans, integers or floats in native byte order from state_dict().",
+            code="state.unsupported_array",
+        )
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -140,7 +153,13 @@ def _written(tensor: Tensor, path: str) -> Tensor:
     try:
         return dense if dense.dtype in WRITTEN else dense.reshape(-1).view(torch.uint8)
     except RuntimeError as error:
-        raise FormatError(path, got=f"a tensor of {_name(tensor.dtype)} ({error})", expected="one of bytes") from None
+        raise FormatError(
+            path,
+            got=_name(tensor.dtype),
+            problem=f"{path} is a tensor of dtype {_name(tensor.dtype)}, which checkpoints cannot store ({error}).",
+            hint="Return a tensor of a standard dtype from state_dict(), and convert it in load_state_dict().",
+            code="state.unsupported_tensor",
+        ) from None
 
 
 class Unpacker:
@@ -154,16 +173,28 @@ class Unpacker:
     def require_all_given(self, path: str = "state") -> None:
         """Raise `FormatError` if the file contains a tensor without a reference."""
         if unnamed := sorted(self._tensors.keys() - self._given.keys()):
-            raise FormatError(path, got=f"the tensor {unnamed[0]!r}, which is nowhere in it", expected="none such")
+            raise FormatError(
+                path,
+                got=unnamed[0],
+                problem=f"The tensor file has a tensor {unnamed[0]!r} that the state does not use.",
+                hint="Resume from another checkpoint.",
+                code="state.malformed",
+            )
 
     def _tensor(self, packed: Packed, path: str) -> Tensor:
         name, shape, dtype, order = _parts(packed, path)
         if name not in self._tensors:
-            raise FormatError(path, got=f"no tensor {name!r}", expected="one of the file's")
+            raise FormatError(
+                path,
+                got=f"the tensor name {name!r}",
+                problem=f"{path} is the tensor {name!r}, which the tensor file does not contain.",
+                hint="Resume from another checkpoint.",
+                code="state.malformed",
+            )
         if name in self._given:
             before, tensor = self._given[name]
             if before != packed:
-                raise FormatError(path, got=f"{packed!r:.80}", expected=f"{before!r:.80}, as elsewhere")
+                raise malformed(path, got=f"{packed!r:.80}", expected=f"{before!r:.80}, as at the tensor's first use")
             return tensor
         tensor, laid_out = self._tensors[name], [shape[d] for d in order]
         is_bytes = dtype not in WRITTEN
@@ -171,7 +202,7 @@ class Unpacker:
             tensor = tensor.view(dtype).reshape(laid_out)
         if tensor.dtype is not dtype or list(tensor.shape) != laid_out:
             given = f"a tensor of {_name(tensor.dtype)}, {list(tensor.shape)}"
-            raise FormatError(path, got=given, expected=f"{_name(dtype)}, {laid_out}")
+            raise malformed(path, got=given, expected=f"{_name(dtype)}, {laid_out}")
         tensor = tensor.permute([order.index(d) for d in range(len(order))])
         self._given[name] = (packed, tensor)
         return tensor
@@ -189,7 +220,7 @@ def _parts(packed: Packed, path: str) -> tuple[str, list[int], torch.dtype, list
     dtype = getattr(torch, str(packed["type"]), None)
     are_sizes = all(type(size) is int and size >= 0 for size in shape)
     if not are_sizes or sorted(order) != list(range(len(shape))) or not isinstance(dtype, torch.dtype):
-        raise FormatError(path, got=f"{packed!r:.80}", expected="a tensor's shape, type and order")
+        raise malformed(path, got=f"{packed!r:.80}", expected="the shape, dtype and order of a tensor")
     return str(packed["name"]), shape, dtype, order
 
 

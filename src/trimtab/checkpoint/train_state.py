@@ -6,7 +6,7 @@ Saved between two windows, when no gradients are held. Loading validates a state
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.runtime.memory_format import align_state
 
 _HIDDEN = "hidden"  # non-persistent buffers, absent from state_dict() but used in training
+_SAME_MODEL = "Build the model with the same architecture, sizes and dtypes as for the saved run."
 
 
 class ModelState(Stateful):
@@ -91,8 +92,14 @@ class OptimizerState(Stateful):
         now = [len(group["params"]) for group in self._optimizer.param_groups]
         then = [len(group["params"]) for group in state["param_groups"]]
         if now != then:
-            given, expected = f"groups of {now} parameters", f"those of {then}, as the run was saved with"
-            raise OptimizerError("optimizer", got=given, expected=expected)
+            raise OptimizerError(
+                "optimizer",
+                got=f"{now} parameters per group",
+                expected=f"{then}",
+                problem=f"The numbers of parameters in the optimizer's groups are {now}, but {then} in the checkpoint.",
+                hint="Build the optimizer with the same parameter groups as for the saved run.",
+                code="optimizer.groups_differ",
+            )
 
         def load() -> None:
             self._optimizer.load_state_dict(state)
@@ -122,8 +129,13 @@ class AdditionalState(Stateful):
     def __init__(self, things: Mapping[str, Any]) -> None:
         for name, thing in things.items():
             if not all(callable(getattr(thing, verb, None)) for verb in ("state_dict", "load_state_dict")):
-                expected = "something with state_dict() and load_state_dict()"
-                raise ValueGivenError(f"checkpoints.also[{name!r}]", got=type(thing).__name__, expected=expected)
+                raise ValueGivenError(
+                    f"checkpoints.also[{name!r}]",
+                    got=type(thing).__name__,
+                    expected="an object with state_dict() and load_state_dict()",
+                    hint="Pass the object itself, such as a scheduler, or write a class with both methods for it.",
+                    code="checkpoints.no_state_dict",
+                )
         self._things = dict(things)
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,15 +172,44 @@ def _detached(value: Any) -> Any:
 def _require_alike(what: str, saved: Any, now: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
         raise FormatError(f"state.{what}", got=f"a {type(saved).__name__}", expected="a mapping")
-    if apart := sorted(saved.keys() ^ now.keys()):
-        where = "the checkpoint" if apart[0] in saved else "the model"
-        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-        given = f"{apart[0]}{more} in {where} alone"
-        raise ModelError(what, got=given, expected="the model that the run was saved with")
+    if missing := sorted(saved.keys() - now.keys()):
+        raise names_differ(what, missing, "in the checkpoint but not in the model")
+    if new := sorted(now.keys() - saved.keys()):
+        raise names_differ(what, new, "in the model but not in the checkpoint")
     for name, value in saved.items():
         if _kind(value) != _kind(now[name]):
-            given, expected = f"{_kind(now[name])}", f"{_kind(value)}, as the run was saved with"
-            raise ModelError(f"{what}: {name}", got=given, expected=expected)
+            raise kinds_differ(what, name, _kind(now[name]), _kind(value))
+
+
+def names_differ(what: str, names: Sequence[str], where: str) -> ModelError:
+    """Return the error for tensors that the model or the checkpoint lacks.
+
+    Args:
+        what: Name of the part of the state.
+        names: Names of the tensors.
+        where: Description of the difference, such as "in the model but not in the checkpoint".
+    """
+    listed = f"{names[0]} and {len(names) - 1} more are" if len(names) > 1 else f"{names[0]} is"
+    return ModelError(what, got=names[0], problem=f"{listed} {where}.", hint=_SAME_MODEL, code="model.names_differ")
+
+
+def kinds_differ(what: str, name: str, now: str, then: str) -> ModelError:
+    """Return the error for a tensor with another shape or dtype than at the save.
+
+    Args:
+        what: Name of the part of the state.
+        name: Name of the tensor.
+        now: Dtype and shape in the model.
+        then: Dtype and shape in the checkpoint.
+    """
+    return ModelError(
+        f"{what}: {name}",
+        got=now,
+        expected=then,
+        problem=f"{name} is {now} in the model, but {then} in the checkpoint.",
+        hint=_SAME_MODEL,
+        code="model.shapes_differ",
+    )
 
 
 def _kind(value: Any) -> str:

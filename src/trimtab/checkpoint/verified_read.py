@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trimtab.checkpoint import atomic_directory
 from trimtab.checkpoint.checksums import FileBuffer
-from trimtab.checkpoint.manifest import Manifest, damaged
+from trimtab.checkpoint.manifest import CHANGED, Manifest, damaged
 from trimtab.checkpoint.state_file_names import TENSORS, TREE
 from trimtab.checkpoint.tensor_files import TYPES
 
@@ -63,7 +63,7 @@ class VerifiedReader:
         try:
             manifest = atomic_directory.verify(folder, self._room)
             if self._layout is not None and self._head != self._layout.head:
-                raise damaged(folder, TENSORS, "bytes that were others a moment ago")
+                raise damaged(folder, TENSORS, f"{folder / TENSORS} changed while it was read.", CHANGED)
         except BaseException:
             self.forget()
             raise
@@ -115,7 +115,7 @@ def _end_of(said: Any, start: int) -> int:
     (begin, end), shape = said["data_offsets"], said["shape"]
     is_one = all(type(number) is int and number >= 0 for number in (begin, end, *shape))
     if not is_one or begin != start or end - begin != math.prod(shape) * TYPES[said["dtype"]].itemsize:
-        raise ValueError("bytes that are no such tensor's")
+        raise ValueError("the offsets do not match the tensor's shape and dtype")
     return int(end)
 
 

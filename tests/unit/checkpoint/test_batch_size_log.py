@@ -102,7 +102,7 @@ def test_any_other_damage_is_refused_by_its_line(tmp_path, line):
     written(tmp_path, _0=ONE).close()
     with (tmp_path / NAME).open("ab") as file:
         file.write(line + b"\n")
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="decisions.damaged"):
         seen(tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_every_flipped_bit_is_found_where_windows_are_to_come_and_costs_nothing_
     ends = [at for at, byte in enumerate(whole) if byte == 10]
     for at in range(len(whole) - 1):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-        with raises(FormatError, code="format.invalid"):
+        with raises(FormatError, code="decisions.damaged"):
             seen(tmp_path)
         if at < ends[1]:  # of the plan, or of a window that is over: not missed
             assert seen(tmp_path, begins=3 if at <= ends[0] else 1)[2] == (None if at <= ends[0] else THREE)
@@ -146,7 +146,7 @@ def test_nothing_is_written_through_links_or_waited_for(tmp_path):
         path = tmp_path / NAME
         path.rmdir() if path.is_dir() else path.unlink()
         make(path)
-        with raises(FormatError, code="format.invalid"):
+        with raises(FormatError, code="decisions.unreadable"):
             seen(tmp_path)
 
 
@@ -183,7 +183,7 @@ def test_another_run_is_followed_by_the_same_plan_alone(tmp_path):
     begun(journal)
     assert [journal.before(index) for index in range(3)] == [ONE, TWO, None]
     journal.close()
-    with raises(ValueGivenError, code="value.invalid", field="checkpoints.follows"):
+    with raises(ValueGivenError, code="follows.other_plan", field="checkpoints.follows"):
         BatchSizeLog(tmp_path / "x", "another", writes=True).follow(tmp_path / NAME)
-    with raises(ValueGivenError, code="value.invalid", field="checkpoints.follows"):
+    with raises(ValueGivenError, code="follows.no_decisions", field="checkpoints.follows"):
         BatchSizeLog(tmp_path / "x", "a plan", writes=True).follow(tmp_path / "none" / NAME)

@@ -109,7 +109,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.no_locks"):
         locked(tmp_path)
 
 

@@ -100,7 +100,7 @@ def test_nothing_is_to_be_had_of_what_was_damaged(tmp_path):
     for name in (TENSORS, TREE, "shard.bin"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with pytest.raises(DamagedError, match=name):
+        with raises(DamagedError, code="checkpoint.checksum_differs", field=str(folder / name)):
             once.verify(folder)
         assert once.take(folder) is None
         assert gone_on_from(tmp_path)[0] == 1
@@ -170,7 +170,7 @@ def test_a_head_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
         return whole(descriptor, size, at).replace(b"a", b"b", 1)
 
     monkeypatch.setattr(os, "pread", other)
-    with raises(DamagedError, code="format.damaged"):
+    with raises(DamagedError, code="checkpoint.checksum_differs"):
         VerifiedReader().verify(folder)
 
 
@@ -230,7 +230,7 @@ def test_no_memory_is_asked_for_by_what_is_odd(tmp_path, monkeypatch, content):
 def test_memory_for_another_size_is_refused(tmp_path):
     folder = save(tmp_path, 1)
     for size in (10, 100_000):
-        with pytest.raises(ValueError, match=f"room for {size} bytes"):
+        with pytest.raises(ValueError, match=f"{size} bytes"):
             verify(folder, lambda name, descriptor, _, size=size: FileBuffer([memoryview(bytearray(size))]))
 
 
