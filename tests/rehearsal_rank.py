@@ -353,6 +353,7 @@ if __name__ == "__main__":
             found[name] = CASES[name]()
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"}
+            found[name] |= {each: getattr(error, each, None) for each in ("code", "ranks", "got")}
         found[name]["seconds"] = time.perf_counter() - begin
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     sys.stdout.flush()

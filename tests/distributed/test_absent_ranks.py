@@ -146,7 +146,7 @@ def test_nothing_is_left_behind():
 @pytest.mark.parametrize("name", ["_pg_map", "_World", "_unregister_process_group"])
 def test_a_torch_that_has_its_groups_elsewhere_is_named(monkeypatch, name):
     monkeypatch.delattr(c10d, name)
-    with raises(DependencyError, code="dependency.missing", field="torch"), absent_ranks(2):
+    with raises(DependencyError, code="torch.version_unsupported", field="torch"), absent_ranks(2):
         pass
 
 
@@ -155,7 +155,7 @@ def test_a_torch_that_cannot_make_such_a_group_is_named(monkeypatch):
         raise TypeError("no such backend")
 
     monkeypatch.setattr(c10d, "init_process_group", refuses)
-    with raises(DependencyError, code="dependency.missing", field="torch"), absent_ranks(2):
+    with raises(DependencyError, code="torch.version_unsupported", field="torch"), absent_ranks(2):
         pass
     assert not dist.is_initialized()
 

@@ -172,7 +172,7 @@ def test_a_limit_that_no_stage_meets_ends_the_job_with_one_reason(folder):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1, which was ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Rank 1 was ended by SIGKILL"),
         ('raise ValueError("a bad batch")', "a bad batch"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_rank_that_leaves_early_is_named_whatever_its_status(folder, fault, sa
     done = train(folder, "faulty:task", "--steps", 6, "--plan", path, "--ranks", 2)
     assert done.returncode == 1
     assert said in done.stderr
-    assert "rank 0, which" not in done.stderr
+    assert "rank 0" not in done.stderr.lower()
     assert "Traceback" not in done.stderr
     assert not done.stdout
 

@@ -212,7 +212,8 @@ OTHER_PLANS = """
     try:
         trimtab.start(model, optimizer, plan)
     except UsageError as error:
-        assert f"ranks that differ in {sys.argv[4]};" in str(error), error
+        assert error.code == "ranks.differ", error
+        assert error.got.startswith(f"differences in {sys.argv[4]};"), error
     else:
         raise SystemExit("ranks that differ were taken")
     dist.barrier()
@@ -221,7 +222,7 @@ OTHER_PLANS = """
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [("cut", "micro_batch"), ("rule", "batch_rule"), ("optimizer", "the optimizer's kind")]
+    ("what", "said"), [("cut", "micro_batch"), ("rule", "batch_rule"), ("optimizer", "the optimizer's class")]
 )
 def test_ranks_that_would_decide_otherwise_are_refused(tmp_path, what, said):
     run_ranks(OTHER_PLANS, tmp_path, what, said)

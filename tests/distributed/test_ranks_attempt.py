@@ -39,7 +39,7 @@ RANK = """
         if rank and case == "after":
             raise ValueError("too much for it")
         if case == "a rank's end":
-            raise RankError("rank", got="an end", expected="all ranks to go on", hint="Mend that.")
+            raise RankError("rank", problem="A rank ended.", hint="Look at its log.")
         return found
 
     inspect_arm.count_flops = count
@@ -50,7 +50,7 @@ RANK = """
             found["flops"] = facts.flops_per_row
             found["after"] = ranks.each(rank)
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"
+        found["error"], found["ranks"] = f"{type(error).__name__}: {error}", getattr(error, "ranks", None)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 """
 
@@ -75,7 +75,8 @@ def test_a_rank_that_fails_where_the_others_wait_for_it_ends_all_by_its_reason(t
     one, other = run(tmp_path, "before")
     assert other["error"] == "ValueError: too much for rank 1"
     assert one["error"].startswith("RankError")
-    assert "rank 1 with ValueError: too much for rank 1" in one["error"]
+    assert one["ranks"] == [1]
+    assert "ValueError: too much for rank 1" in one["error"]
 
 
 def test_a_rank_s_end_is_no_count_that_failed(tmp_path):

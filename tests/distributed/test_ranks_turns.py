@@ -32,7 +32,8 @@ RANK = """
             found["made"] = [ranks.in_turn(load), ranks.in_turn(lambda: 5)]
             found["each"] = ranks.each(rank)
     except Exception as error:
-        found["error"], found["is_echo"] = f"{type(error).__name__}: {error}", getattr(error, "is_echo", None)
+        found["error"] = f"{type(error).__name__}: {error}"
+        found |= {name: getattr(error, name, None) for name in ("is_echo", "code", "ranks")}
     found["seconds"] = time.monotonic() - start
     with open(f"{folder}/rank-{rank}.json", "w") as file:
         json.dump(found, file)
@@ -57,6 +58,7 @@ def test_one_that_fails_ends_all_by_its_reason_and_at_once(tmp_path):
     one, other = run(tmp_path, "raises")
     assert other["error"] == "ValueError: no room for the data"
     assert one["error"].startswith("RankError")
-    assert "the end of rank 1 with ValueError: no room for the data" in one["error"]
+    assert (one["code"], one["ranks"]) == ("ranks.ended", [1])
+    assert "ValueError: no room for the data" in one["error"]
     assert one["is_echo"]
     assert one["seconds"] < 20

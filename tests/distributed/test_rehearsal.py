@@ -63,7 +63,6 @@ def test_what_is_faster_as_predicted_is(found):
 def test_what_cannot_be_run_is_not_changed_and_says_why(found, case, why):
     plan = found[0][case]["plan"]
     assert plan["reduce_dtype"]["value"] == "fp32"
-    assert f"not rehearsed: {'' if case == 'no_copies' else why}" in plan["reduce_dtype"]["reason"]
     assert why in plan["reduce_dtype"]["reason"]
 
 

@@ -56,7 +56,7 @@ RANK = """
             dist.barrier()
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
-        found["is_echo"] = getattr(error, "is_echo", None)
+        found |= {name: getattr(error, name, None) for name in ("is_echo", "code", "ranks", "cause", "got")}
     end()
 """
 
@@ -81,8 +81,9 @@ def test_what_takes_longer_than_the_limit_is_waited_for_and_the_heart_stops_with
 def test_a_first_rank_that_gives_no_sign_is_named(tmp_path, case):
     """It holds the store, too, as it does where no launcher's own process holds it."""
     (other,) = run(tmp_path, case, leaves=(1,))
-    assert other["error"].startswith("RankError: rank 0: got ")
-    assert ("no sign of life for 3 s" if case == "stops" else "the end of what") in other["error"]
+    assert other["error"].startswith("RankError: ")
+    assert (other["code"], other["ranks"]) == ("ranks.silent", [0])
+    assert ("3 s" if case == "stops" else "TCPStore") in other["got"]
     assert not other["is_echo"]
 
 
@@ -90,4 +91,5 @@ def test_what_the_first_rank_raises_is_said_by_it(tmp_path):
     one, other = run(tmp_path, "raises")
     assert one["error"] == "ValueError: no plan"
     assert "ValueError: no plan" in other["error"]
+    assert (other["code"], other["ranks"], other["cause"]) == ("ranks.ended", [0], "ValueError")
     assert other["is_echo"]

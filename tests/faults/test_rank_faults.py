@@ -92,7 +92,7 @@ RANK = """
             found["weights"] = [float(getattr(p, "full_tensor", lambda: p)().sum()) for p in model.parameters()]
     except BaseException as error:
         found["error"], found["kind"] = str(error), type(error).__name__
-        found["is_echo"] = getattr(error, "is_echo", None)
+        found |= {name: getattr(error, name, None) for name in ("is_echo", "code", "ranks")}
     with open(f"{folder}/rank-{rank}.json", "w") as file:
         json.dump(found, file)
     os._exit(0)
@@ -123,14 +123,16 @@ def test_a_rank_that_raises_ends_all_by_its_reason(tmp_path, stage):
     assert (other["kind"], other["error"]) == ("ValueError", "a bad batch")
     assert one["kind"] == "RankError"
     assert one["is_echo"]  # rank 1 says it
-    assert "rank 1 with ValueError: a bad batch" in one["error"]
+    assert (one["code"], one["ranks"]) == ("ranks.ended", [1])
+    assert "ValueError: a bad batch" in one["error"]
     assert one["steps"] == other["steps"] == 5
 
 
 def test_a_reason_that_sounds_like_a_lost_connection_is_told_all_the_same(tmp_path):
     (one, other), _ = run(tmp_path, "words")
     assert (other["kind"], other["error"]) == ("RuntimeError", "object store: connection timed out")
-    assert "rank 1 with RuntimeError: object store" in one["error"]
+    assert (one["code"], one["ranks"]) == ("ranks.ended", [1])
+    assert "RuntimeError: object store" in one["error"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -158,7 +160,8 @@ def test_a_rank_whose_data_end_in_a_void_window_voids_no_other(tmp_path):
 def test_options_that_differ_are_refused_by_all(tmp_path):
     for each in run(tmp_path, "options")[0]:
         assert each["kind"] == "ValueGivenError"
-        assert "differ in clip_norm" in each["error"]
+        assert each["code"] == "ranks.differ"
+        assert "clip_norm" in each["error"]
 
 
 @pytest.mark.parametrize(("fault", "stage"), [("kill", 0), ("kill", 3), ("open-kill", 0), ("open-kill", 1)])
@@ -166,7 +169,8 @@ def test_a_rank_that_is_killed_is_named(tmp_path, fault, stage):
     """In `train_step`, and in the open form of the loop."""
     ((one,), _) = run(tmp_path, fault, stage, leaves=(0,))
     assert one["kind"] == "RankError"
-    assert "no answer from rank 1, of 2" in one["error"]
+    assert (one["code"], one["ranks"]) == ("ranks.silent", [1])
+    assert "2 ranks" in one["error"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -174,7 +178,8 @@ def test_a_rank_that_hangs_is_named_once_the_time_limit_is_over(tmp_path, stage)
     ((one,), _) = run(tmp_path, "stop", stage, leaves=(0,))
     assert one["kind"] == "RankError"
     assert not one["is_echo"]
-    assert "no answer from rank 1, of 2" in one["error"]
+    assert (one["code"], one["ranks"]) == ("ranks.silent", [1])
+    assert "2 ranks" in one["error"]
 
 
 def test_a_rank_whose_memory_runs_out_begins_its_window_anew_and_all_cut_alike(tmp_path):
@@ -190,7 +195,8 @@ def test_a_rank_whose_memory_runs_out_begins_its_window_anew_and_all_cut_alike(t
 def test_where_it_cannot_begin_anew_all_stop_with_one_reason(tmp_path):
     (one, other), _ = run(tmp_path, "memory", stage=3)
     assert other["kind"] == "OutOfMemoryError"
-    assert "rank 1 with OutOfMemoryError: CUDA out of memory" in one["error"]
+    assert (one["code"], one["ranks"]) == ("ranks.ended", [1])
+    assert "OutOfMemoryError: CUDA out of memory" in one["error"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -215,14 +221,16 @@ def test_it_does_so_too_where_windows_are_measured(tmp_path, stage):
 def test_where_ranks_decide_of_the_batch_none_begins_a_window_anew(tmp_path):
     one, other = run(tmp_path, "measured-memory")[0]
     assert other["kind"] == "OutOfMemoryError"
-    assert "rank 1 with OutOfMemoryError: CUDA out of memory" in one["error"]
+    assert (one["code"], one["ranks"]) == ("ranks.ended", [1])
+    assert "OutOfMemoryError: CUDA out of memory" in one["error"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_plans_that_differ_are_refused_by_all(tmp_path, stage):
     for each in run(tmp_path, "plans", stage)[0]:
         assert each["kind"] == "ValueGivenError"
-        assert "plans of 2 ranks that differ in micro_batch" in each["error"]
+        assert each["code"] == "ranks.differ"
+        assert "micro_batch" in each["error"]
 
 
 def test_a_rank_that_the_others_wait_for_is_named_once(tmp_path):

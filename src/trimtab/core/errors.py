@@ -159,12 +159,17 @@ class NonFiniteError(TrimtabError, ArithmeticError):
 class RankError(TrimtabError, RuntimeError):
     """Another rank of the job ended or does not respond.
 
-    `is_echo` is True if this rank only repeats another rank's error.
+    Attributes:
+        is_echo: True if this rank only repeats another rank's error.
+        ranks: ranks that ended or do not respond; empty if unknown.
+        cause: class name of the error that ended the first of `ranks`; "" if unknown.
     """
 
     default_code = "rank.failed"
 
     is_echo = False
+    ranks: tuple[int, ...] = ()
+    cause = ""
 
     def echoed(self) -> RankError:
         """Mark the error as a repetition of another rank's error, and return it."""

@@ -53,24 +53,33 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
     if ranks != plan.num_ranks:
         raise ValueGivenError(
             "plan.num_ranks",
-            got=f"{plan.num_ranks}, in {_processes(ranks)}",
-            expected=f"{ranks}, or as many processes as ranks",
-            hint="Start as many with torchrun, and train inside `with trimtab.joined():`. Or plan anew for these; "
-            'a run that was saved on others goes on by it with Checkpoints(accepts=("ranks", "plan")).',
+            got=f"{plan.num_ranks}",
+            expected=f"{ranks}",
+            problem=f"The plan is for {plan.num_ranks} ranks, but the job has {_processes(ranks)}.",
+            hint="Start that number of ranks with torchrun and train inside `with trimtab.joined():`, or make a new "
+            "plan for this job. A checkpoint of another number of ranks can be resumed with the new plan: "
+            'Checkpoints(accepts=("ranks", "plan")).',
+            code="plan.ranks_differ",
         )
     if ranks == 1:
         return UserBackend(SingleProcessExchange())
     if not is_to_share(model):
         raise ValueGivenError(
             "plan.zero_stage",
-            got=f"{stage}, for a model that the loop has wrapped",
-            expected="the model itself, which the plan wraps; or none, to keep the loop's own",
+            got=f"{stage}",
+            problem=f"The plan distributes the model (zero_stage={stage}), but it is already wrapped in DDP or FSDP.",
+            hint="Pass the model without its wrapper, or use a plan with zero_stage=None to keep the wrapper.",
+            code="plan.model_wrapped",
         )
     if plan.engine.value == "deepspeed" and options.get("nonfinite") in ("skip", "stop"):
         raise ValueGivenError(
             "nonfinite",
-            got=f"{options['nonfinite']} with DeepSpeed, which skips such steps by itself",
-            expected="warn, error or continue with this engine",
+            got=str(options["nonfinite"]),
+            expected="warn, error or continue",
+            problem=f'nonfinite="{options["nonfinite"]}" is not available with DeepSpeed, which skips non-finite steps '
+            "itself.",
+            hint='Use nonfinite="warn", "error" or "continue", or a plan with the torch engine.',
+            code="deepspeed.nonfinite",
         )
     if int(stage) >= 2 or plan.engine.value == "deepspeed":
         _require_no_layout(model, plan)
@@ -88,9 +97,11 @@ def _require_no_flat_shards(model: nn.Module) -> None:
     if has_peers() and is_flat_sharded(model):
         raise ValueGivenError(
             "model",
-            got="one in FSDP1 (FullyShardedDataParallel), whose shards are flat, on one of several ranks",
-            expected="FSDP2, DistributedDataParallel, or the model itself with a plan that shares it (zero_stage)",
-            hint="Wrap it by torch.distributed.fsdp.fully_shard, and make its optimizer after that.",
+            got="FullyShardedDataParallel (FSDP1)",
+            problem="The model uses FullyShardedDataParallel (FSDP1), which trimtab does not support on several ranks.",
+            hint="Call torch.distributed.fsdp.fully_shard(model) (FSDP2) instead, before building the optimizer. "
+            "DistributedDataParallel, and the unwrapped model with a plan that has a zero_stage, work too.",
+            code="model.fsdp1",
         )
 
 
@@ -99,20 +110,28 @@ def _require_no_layout(model: nn.Module, plan: Plan) -> None:
 
     FSDP2 and DeepSpeed shard only contiguous parameters, but would raise after sharding a part of the model.
     """
-    sharer = f"stage {plan.zero_stage.value} of {'DeepSpeed' if plan.engine.value == 'deepspeed' else 'FSDP2'}"
+    backend = f"{'DeepSpeed' if plan.engine.value == 'deepspeed' else 'FSDP2'} (zero_stage={plan.zero_stage.value})"
     if plan.memory_layout.value != "keep":
         raise ValueGivenError(
             "plan.memory_layout",
-            got=f"{plan.memory_layout.value}, at {sharer}, whose shards have no layout",
-            expected="keep, or a stage of 0 or 1 of torch's engine",
+            got=str(plan.memory_layout.value),
+            expected="keep",
+            problem=f'{backend} shards contiguous parameters only, but the plan has memory_layout="'
+            f'{plan.memory_layout.value}".',
+            hint='Use memory_layout="keep", or the torch engine with zero_stage 0 or 1.',
+            code="plan.layout_with_shards",
         )
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous():
             raise ValueGivenError(
                 "model",
-                got=f"{name} with strides {tuple(parameter.stride())}, at {sharer}, whose shards have no layout",
-                expected="contiguous parameters, or a stage of 0 or 1 of torch's engine",
-                hint="parameter.data = parameter.data.contiguous(), before the model's optimizer is made.",
+                got=f"{name} with strides {tuple(parameter.stride())}",
+                expected="contiguous parameters",
+                problem=f"{backend} shards contiguous parameters only, but {name} has strides "
+                f"{tuple(parameter.stride())}.",
+                hint="Set parameter.data = parameter.data.contiguous() before building the optimizer, or use the torch "
+                "engine with zero_stage 0 or 1.",
+                code="model.not_contiguous",
             )
 
 
@@ -132,19 +151,22 @@ def require_plannable(model: nn.Module) -> None:
     _require_no_flat_shards(model)
     is_parallel = any(type(each).__name__ == "DTensor" for each in model.parameters())
     if is_parallel or not is_to_share(model):
-        by = "DTensor holds in parts" if is_parallel else "DistributedDataParallel or FSDP wraps"
+        how = "has DTensor parameters" if is_parallel else "is wrapped in DistributedDataParallel or FSDP"
         raise ValueGivenError(
             "model",
-            got=f"one that {by}, on one of several ranks",
-            expected="the model itself: its plan says how the ranks share it",
-            hint="Plan and start it without the wrap. To keep the wrap, start it with trimtab.Plan.fixed(rows).",
+            problem=f"The model {how}, but planning on several ranks needs the plain model.",
+            hint="Plan and start with the plain model: the plan chooses how the ranks share it. To keep your own "
+            "wrapper, start with trimtab.Plan.fixed(rows) instead of planning.",
+            code="model.parallel",
         )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ValueGivenError(
             "model",
-            got="SyncBatchNorm, on several ranks of which one measures by itself",
-            expected="modules that send nothing in their forward",
-            hint="Plan with BatchNorm, and convert it before trimtab.start.",
+            got="SyncBatchNorm",
+            problem="The model has SyncBatchNorm layers, which communicate in the forward, but planning runs the model "
+            "on one rank alone.",
+            hint="Plan with BatchNorm, and call SyncBatchNorm.convert_sync_batchnorm before trimtab.start.",
+            code="model.sync_batch_norm",
         )
 
 
@@ -153,11 +175,9 @@ def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: MetadataE
     values = {name: getattr(plan, name).value for name in Plan.marks()}
     values |= {"batch_rows": plan.batch_rows, "batch_rule": plan.batch_rule, "recompute_blocks": plan.recompute_blocks}
     values |= options
-    expected, hint = (
-        "one plan on all ranks, started with the same options",
-        "Plan on one rank, hand its JSON to the others.",
-    )
-    require_alike("plan", values, exchange, what="plans", expected=expected, hint=hint)
+    expected = "the same plan and options on all ranks"
+    hint = "Make the plan on one rank, load its JSON on all ranks, and pass the same options to trimtab.start."
+    require_alike("plan", values, exchange, what="plans or options", expected=expected, hint=hint)
 
 
 def _processes(number: int) -> str:

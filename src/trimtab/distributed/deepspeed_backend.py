@@ -87,7 +87,12 @@ class DeepSpeedZero:
 
     def multiply(self, factor: float | Tensor) -> None:
         """Raise `LoopError`: the gradient is in DeepSpeed's shards and not accessible to the loop."""
-        raise LoopError("run.unscale", got="DeepSpeed, which holds the gradient", expected="run.step() alone")
+        raise LoopError(
+            "run.unscale",
+            problem="run.unscale() is not available with DeepSpeed, which keeps gradients in its own shards.",
+            hint="Call run.step() only, and clip gradients with trimtab.start(..., clip_norm=...).",
+            code="deepspeed.no_unscale",
+        )
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
         """Set the factor on the gradient and the clipping limit; return the norm, a tensor that the step fills."""
@@ -179,8 +184,9 @@ def _ready() -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        hint = "pip install 'trimtab[deepspeed]'"
-        raise DependencyError("deepspeed", got="a plan that needs it", expected="it", hint=hint) from error
+        problem = "The plan uses DeepSpeed, which is not installed."
+        hint = "Install it: pip install 'trimtab[deepspeed]'."
+        raise DependencyError("deepspeed", problem=problem, hint=hint) from error
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise compiled on first use
     with _quiet():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)

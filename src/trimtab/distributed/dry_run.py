@@ -97,7 +97,7 @@ class DryRuns:
             Exception: as raised on this rank only.
         """
         start, usual = time.perf_counter(), by_default(plan)
-        self._progress(f"rehearsing: {plan.changes_in_words or 'nothing changed'}")
+        self._progress(f"dry run: {plan.changes_in_words or 'the unchanged loop'}")
         arms = {"plan": plan} if usual is None else {"plan": plan, "usual": usual, "control": usual}
         found = self._together(lambda: self._rehearsed(arms, counts_memory=counts_memory))
         gc.collect()  # An error holds its frames, and the frames hold the run's tensors.
@@ -214,10 +214,13 @@ def _said(failure: Exception | None) -> str:
 def _left_over(rank: int, text: str) -> RankError:
     found = RankError(
         f"rank {rank}",
-        got=f"{text}, while a plan was rehearsed and ranks had sent unlike much to each other",
-        expected="to get through some windows of it, or to fail before it sends anything",
-        hint="Where memory ran out: a lower limit on memory, or smaller batches. Else mend that.",
+        got=text,
+        problem=f"Rank {rank} failed in a dry run of a plan ({text}), and the ranks cannot continue, because they were "
+        "at different collectives.",
+        hint="If memory ran out, plan with a lower memory limit or a smaller batch; otherwise fix the error.",
+        code="ranks.dry_run_failed",
     )
+    found.ranks = (rank,)
     return found if dist.get_rank() == rank else found.echoed()
 
 

@@ -113,9 +113,8 @@ class DryRun:
         _, _, loss_fn, batch = self._loop
         self._run.train_step(self._run.window(batch), loss_fn)
         if self._run.micro_batch_limit is not None:
-            raise DryRunOutOfMemory(
-                f"memory ran out on a rank, which had room for {self._run.micro_batch_limit} rows at once"
-            )
+            limit = self._run.micro_batch_limit
+            raise DryRunOutOfMemory(f"a rank ran out of memory with micro-batches of more than {limit} samples")
 
     def _alive(self) -> Iterator[Tensor]:
         model, optimizer, _, batch = self._loop

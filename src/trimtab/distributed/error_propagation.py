@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from trimtab.core.errors import RankError
-from trimtab.distributed.launched_rank import ENDED, SILENT
+from trimtab.distributed.launched_rank import SILENT, ranks_failed
 from trimtab.distributed.process_group import job_store
 from trimtab.runtime.gradient_sync import UNREDUCED
 
@@ -57,12 +57,9 @@ class ErrorStore:
             return error
         said, silent = self._roll_call()
         if said:
-            given = "; ".join(f"rank {rank} with {text}" for rank, text in said.items())
-            how = {"expected": "all ranks to go on", "hint": _SAID, "code": ENDED}
-            return RankError("rank", got=f"the end of {given}", **how).echoed()
+            return ranks_failed(said)
         if silent:
-            given = f"no answer from rank {', '.join(map(str, silent))}, of {self._ranks}"
-            found = RankError("rank", got=given, expected="all ranks to go on", hint=_SILENT, code=SILENT)
+            found = _no_answer(silent, self._ranks)
             is_first = all(rank in silent for rank in range(self._rank))
             return found if is_first else found.echoed()
         return error
@@ -97,9 +94,23 @@ class ErrorStore:
             yield job_store()
 
 
-_SAID = "Mend that; the others stopped because of it."
+def _no_answer(silent: Sequence[int], ranks: int) -> RankError:
+    """Return the error for ranks that do not answer a roll call."""
+    one = len(silent) == 1
+    names = f"Rank {silent[0]}" if one else f"Ranks {', '.join(map(str, silent))}"
+    error = RankError(
+        f"rank {silent[0]}",
+        got="no answer",
+        problem=f"{names} of {ranks} ranks {'does' if one else 'do'} not respond.",
+        hint=_SILENT,
+        code=SILENT,
+    )
+    error.ranks = tuple(silent)
+    return error
+
+
 _SILENT = (
-    "It was killed, hangs, or its machine is gone: look at its own log and its machine's. Or it works alone for longer "
-    "than the time limit, as an evaluation, a save or an upload on one rank does: do that on all ranks, or raise the "
-    "limit with trimtab.joined(timeout_s=...)."
+    "Check the rank's log and its machine: the process was killed, hangs, or the machine failed. A rank also does not "
+    "respond while it works alone for longer than the time limit, for instance on an evaluation, a save or an upload: "
+    "do such work on all ranks, or raise the limit with trimtab.joined(timeout_s=...)."
 )

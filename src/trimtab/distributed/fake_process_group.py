@@ -36,7 +36,8 @@ def absent_ranks(ranks: int) -> Iterator[None]:
         DependencyError: torch has no fake process group, or its groups in an unknown place.
     """
     if ranks < 2:
-        raise ValueGivenError("ranks", got=str(ranks), expected="2 or more")
+        hint = "Pass the planned number of ranks; a single process needs no trace of other ranks."
+        raise ValueGivenError("ranks", got=str(ranks), expected="2 or more", hint=hint)
     store = _store()
     hook = sys.excepthook
     try:
@@ -86,6 +87,11 @@ def _forget() -> None:
         c10d._unregister_process_group(name)  # type: ignore[attr-defined]
 
 
-def _unknown_torch(why: str = "it has its process groups in an unknown place") -> DependencyError:
-    given = f"{torch.__version__}: {why}"
-    return DependencyError("torch", got=given, expected="one whose groups are known", hint="Use torch 2.13.")
+def _unknown_torch(reason: str = "its process groups are stored in unknown attributes") -> DependencyError:
+    return DependencyError(
+        "torch",
+        got=torch.__version__,
+        problem=f"trimtab cannot trace the memory of several ranks with torch {torch.__version__} ({reason}).",
+        hint="Install torch 2.13.",
+        code="torch.version_unsupported",
+    )

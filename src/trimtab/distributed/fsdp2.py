@@ -101,8 +101,14 @@ def send_in_bf16(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if not hasattr(module, "set_custom_reduce_scatter"):
-                expected = "one with FSDPModule.set_custom_reduce_scatter, or a plan with reduce_dtype='fp32'"
-                raise DependencyError("torch", got=torch.__version__, expected=expected)
+                raise DependencyError(
+                    "torch",
+                    got=torch.__version__,
+                    problem=f"FSDP2 of torch {torch.__version__} cannot reduce gradients in bf16: it has no "
+                    "FSDPModule.set_custom_reduce_scatter.",
+                    hint='Install a newer torch, or use a plan with reduce_dtype="fp32".',
+                    code="torch.version_unsupported",
+                )
             module.set_custom_reduce_scatter(_InBf16())  # type: ignore[arg-type]  # torch's base class is private
 
 
@@ -180,9 +186,12 @@ def require_step_of_shards(optimizer: torch.optim.Optimizer, *, fused: bool = Fa
     if (fused or is_fused) and not steps_shards_fused(name):
         raise OptimizerError(
             "optimizer",
-            got=f"{name}(fused=True), whose step torch has for no shards",
-            expected=f"{name} with fused=False at stages 2 and 3, and a plan with fused_optimizer=False",
-            hint="Leave fused out, or share the model at stage 0 or 1.",
+            got=f"{name}(fused=True)",
+            expected=f"{name}(fused=False)",
+            problem=f"torch has no fused step of {name} for parameters that are sharded by ZeRO stage 2 or 3.",
+            hint="Build the optimizer with fused=False and use a plan with fused_optimizer=False, or use ZeRO stage 0 "
+            "or 1.",
+            code="optimizer.fused_with_shards",
         )
 
 

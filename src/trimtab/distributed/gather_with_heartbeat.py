@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from trimtab.core.errors import RankError
 from trimtab.distributed.heartbeat import HeartbeatTimeout, awaited, beating, say
-from trimtab.distributed.launched_rank import SILENT
+from trimtab.distributed.launched_rank import rank_lost
 from trimtab.distributed.process_group import from_first, job_store, time_limit_s
 
 if TYPE_CHECKING:
@@ -47,10 +46,4 @@ def _word_of(store: Store, rank: int, key: str, limit_s: float) -> str:
     try:
         return awaited(store, key, limit_s)
     except HeartbeatTimeout as silence:
-        raise RankError(
-            f"rank {rank}",
-            got=str(silence),
-            expected="its part of what all do",
-            hint="It was stopped, killed, or its machine is gone: look at its own log and its machine's.",
-            code=SILENT,
-        ) from silence
+        raise rank_lost(rank, str(silence)) from silence

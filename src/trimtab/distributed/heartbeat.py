@@ -68,11 +68,11 @@ def awaited(store: Store, key: str, limit_s: float) -> str:
         while (found := news.get(timeout=limit_s)) is None:
             pass
     except queue.Empty:
-        raise HeartbeatTimeout(f"no sign of life for {limit_s:g} s") from None
+        raise HeartbeatTimeout(f"no heartbeat for {limit_s:g} s") from None
     finally:
         is_over.set()
     if isinstance(found, RuntimeError):
-        raise HeartbeatTimeout("the end of what it talks through") from found
+        raise HeartbeatTimeout("the connection to the job's TCPStore ended") from found
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -23,7 +22,6 @@ _LEFT = "Remove the call of os._exit or exec from the task."
 EARLY = "ranks.ended_early"
 # Exit statuses caused by another rank's end: SIGTERM by the launcher, SIGABRT in a gloo thread that lost its peer.
 _FOLLOWS = (-signal.SIGTERM, -signal.SIGABRT)
-_NAMED = re.compile(r"(?:the end of|no answer from) rank (\d+)")  # in an error message about another rank
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -92,13 +90,11 @@ def _require_done(reports: Path, num_ranks: int) -> None:
     """Raise `RankError` for ranks that ended with status 0 before completing the command."""
     finished = reports_in(reports)
     if early := [rank for rank in range(num_ranks) if rank not in finished]:
-        raise RankError(
-            "rank",
-            got=f"rank {', '.join(map(str, early))}, which ended with status 0 before the command had finished",
-            expected="all ranks to end well",
-            hint=_LEFT,
-            code=EARLY,
-        )
+        names = f"Rank {early[0]}" if len(early) == 1 else f"Ranks {', '.join(map(str, early))}"
+        problem = f"{names} ended with status 0 before the command finished."
+        error = RankError(f"rank {early[0]}", got="status 0", problem=problem, hint=_LEFT, code=EARLY)
+        error.ranks = tuple(early)
+        raise error
 
 
 def _error_of(failed: Any, reports: Path) -> RankError:
@@ -106,16 +102,17 @@ def _error_of(failed: Any, reports: Path) -> RankError:
     rank, text = _behind(failed, reports)
     status = failed.failures[rank].exitcode if rank in failed.failures else 0
     if status == 0:
-        how, hint = "ended with status 0 before the command had finished", _LEFT
-    elif text and status in _FOLLOWS:
-        how, hint = "failed first", text
+        problem, hint = f"Rank {rank} ended with status 0 before the command finished.", _LEFT
+    elif text:
+        problem, hint = f"Rank {rank} ended first. Another rank reported: {text}", ""
     elif status < 0:
-        how = f"was ended by {signal.Signals(-status).name}"
-        hint = "Where it was killed, the machine may have run out of memory: look at its log."
+        problem = f"Rank {rank} was ended by {signal.Signals(-status).name}."
+        hint = "Read its output above and the log of its machine; the system sends SIGKILL if memory runs out."
     else:
-        how, hint = f"ended with status {status}", text or "What it said stands above."
-    given = f"rank {rank}, which {how}"
-    return RankError("rank", got=given, expected="all ranks to end well", hint=hint, code=ENDED)
+        problem, hint = f"Rank {rank} ended with status {status}.", "Read its output above."
+    error = RankError(f"rank {rank}", got=text or f"status {status}", problem=problem, hint=hint, code=ENDED)
+    error.ranks = (rank,)
+    return error
 
 
 def _behind(failed: Any, reports: Path) -> tuple[int, str]:
@@ -126,7 +123,7 @@ def _behind(failed: Any, reports: Path) -> tuple[int, str]:
     if own := [each for each in said.values() if not (each.is_done or each.is_echo)]:
         return min(own, key=lambda each: each.at_s).rank, ""
     for each in said.values():
-        if each.is_echo and (found := _NAMED.search(each.text)):
-            return int(found.group(1)), each.text
+        if each.is_echo and each.behind is not None:
+            return each.behind, each.text
     silent = [rank for rank, status in by_status.items() if rank not in said and status != -signal.SIGTERM]
     return (silent or [failed.get_first_failure()[0]])[0], ""

@@ -22,6 +22,43 @@ from trimtab.core.errors import RankError, TrimtabError
 # Codes of errors about another rank's end.
 ENDED, SILENT = "ranks.ended", "ranks.silent"
 
+
+def ranks_failed(errors: Mapping[int, str]) -> RankError:
+    """Return the error of a rank that ends because other ranks failed.
+
+    Args:
+        errors: class name and message of each failed rank's error, "ValueError: no data", by rank.
+    """
+    first = min(errors)
+    error = RankError(
+        f"rank {first}",
+        got="; ".join(errors.values()),
+        problem=" ".join(f"Rank {rank} failed ({text})." for rank, text in errors.items()),
+        hint="Fix this error; the other ranks stopped because of it.",
+        code=ENDED,
+    )
+    error.ranks, error.cause = tuple(errors), errors[first].partition(":")[0]
+    return error.echoed()
+
+
+def rank_lost(rank: int, reason: str) -> RankError:
+    """Return the error for an awaited rank without heartbeats.
+
+    Args:
+        rank: lost rank.
+        reason: missing sign of life, such as "no heartbeat for 60 s".
+    """
+    error = RankError(
+        f"rank {rank}",
+        got=reason,
+        problem=f"Rank {rank} was lost ({reason}).",
+        hint=f"Check the log of rank {rank} and its machine: the process was stopped or killed, or the machine failed.",
+        code=SILENT,
+    )
+    error.ranks = (rank,)
+    return error
+
+
 LAUNCHER, REPORTS = "TRIMTAB_LAUNCHER_PID", "TRIMTAB_RANK_REPORTS"  # environment variables set by `launch`
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # environment variable set by torchrun
 _LOOK_S = 0.5
@@ -39,12 +76,14 @@ class ExitReport:
         text: error on a single line; "done" if the command finished.
         at_s: time in seconds since 1970.
         is_echo: the error was caused by another rank's end.
+        behind: the other rank in that case; None if unknown.
     """
 
     rank: int
     text: str
     at_s: float
     is_echo: bool = False
+    behind: int | None = None
 
     @property
     def is_done(self) -> bool:
@@ -96,7 +135,8 @@ class LaunchedRank:
         text = str(error).partition("\n")[0]
         text = text if isinstance(error, TrimtabError) else f"{type(error).__name__}: {text}"
         is_echo = isinstance(error, RankError) and (error.is_echo or error.code in (ENDED, SILENT))
-        self._write(ExitReport(self._rank, text, time.time(), is_echo))
+        behind = error.ranks[0] if isinstance(error, RankError) and error.ranks else None
+        self._write(ExitReport(self._rank, text, time.time(), is_echo, behind))
 
     def _write(self, report: ExitReport) -> None:
         if self._reports is None:

@@ -142,12 +142,12 @@ def _next_plan(
         try:
             return _NextPlan(share.plan(ranks, calibration, CompletedDryRuns(ran, only=True)), is_last=True)
         except InfeasibleError:
-            refusal = f"none of {len(ran)} plans that were could be run within the limits, and no more are tried"
+            refusal = f"none of the first {len(ran)} plans stayed within the limits in a dry run, and no more are tried"
     found = CompletedDryRuns(ran, as_usual=bool(refusal))
     plan = share.plan(ranks, calibration, found)
     if not refusal:
         return _NextPlan(plan, is_last=found.of(plan) is not None)
-    stage = replace(plan.zero_stage, reason=f"{plan.zero_stage.reason}; not rehearsed: {refusal}")
+    stage = replace(plan.zero_stage, reason=f"{plan.zero_stage.reason}; not tested in a dry run: {refusal}")
     return _NextPlan(replace(saying_unrehearsed(plan, refusal), zero_stage=stage), is_last=True)
 
 
@@ -166,7 +166,7 @@ def _timed(device: torch.device) -> LinkCalibration | str:
     try:
         return calibrate(device)
     except ValueGivenError as error:
-        return f"the link could not be timed ({error})"
+        return f"the bandwidth between the ranks could not be measured ({str(error).rstrip('.')})"
 
 
 def _chosen(share: StageMeasurements, ranks: int, calibration: LinkCalibration | str) -> Plan:
@@ -176,4 +176,4 @@ def _chosen(share: StageMeasurements, ranks: int, calibration: LinkCalibration |
 
 
 def _as_by_default(plan: Plan, why: str) -> Plan:
-    return replace(plan, reduce_dtype=replace(plan.reduce_dtype, reason=f"as by default: {why}"))
+    return replace(plan, reduce_dtype=replace(plan.reduce_dtype, reason=f"torch's default, because {why}"))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from trimtab.core import validation
 from trimtab.core.errors import RankError, ValueGivenError
 from trimtab.distributed.heartbeat import HeartbeatTimeout, awaited, beating, last_words, say
-from trimtab.distributed.launched_rank import ENDED, SILENT
+from trimtab.distributed.launched_rank import rank_lost, ranks_failed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -28,7 +28,6 @@ TIMEOUT_S = 60.0
 _AFTER_S = 30.0
 ENVIRONMENT = "ranks.environment"  # code of errors in variables set by launchers
 _numbers = itertools.count()  # the same on all ranks, because they call in the same order
-_MADE = "what it makes for all"
 _is_apart = False
 _joined_s: float | None = None
 _has_joined = False
@@ -135,24 +134,28 @@ def backends() -> dict[str, str]:
 def _require_meeting_point() -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
+        names = " and ".join(missing)
         raise ValueGivenError(
-            " and ".join(missing),
-            got="nothing, on one of several ranks",
-            expected="the address of rank 0's machine, and a free port there, the same on every rank",
-            hint="torchrun sets both; before srun: export MASTER_ADDR=$(hostname) MASTER_PORT=29500.",
+            names,
+            got="nothing",
+            problem=f"This process is a rank of several, but {names} {'is' if len(missing) == 1 else 'are'} not set.",
+            hint="Start the ranks with torchrun, which sets the address of rank 0's machine and a free port there. "
+            "Before srun, run: export MASTER_ADDR=$(hostname) MASTER_PORT=29500.",
             code=ENVIRONMENT,
         )
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", os.environ["MASTER_PORT"])
     if not 0 < port < 2**16:
-        raise ValueGivenError("MASTER_PORT", got=str(port), expected="from 1 to 65535", code=ENVIRONMENT)
+        hint = "Set a free port of rank 0's machine, the same on every rank."
+        raise ValueGivenError("MASTER_PORT", got=str(port), expected="from 1 to 65535", hint=hint, code=ENVIRONMENT)
     try:
         socket.getaddrinfo(address, port)  # torch itself would retry for minutes
     except (OSError, UnicodeError) as error:
         raise ValueGivenError(
             "MASTER_ADDR",
-            got=f"{address!r}, which this machine cannot resolve ({error})",
+            got=f"{address!r}",
             expected="the host name or IP address of rank 0's machine",
-            hint="Check its spelling and this machine's DNS, or set the IP address.",
+            problem=f"This machine cannot resolve MASTER_ADDR={address!r} ({error}).",
+            hint="Check the spelling and the DNS of this machine, or set the IP address of rank 0's machine.",
             code=ENVIRONMENT,
         ) from error
 
@@ -175,8 +178,8 @@ def time_limit_s() -> float:
 
 def _number(name: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()):
-        expected = "a whole number, as the launcher sets it"
-        raise ValueGivenError(name, got=repr(value), expected=expected, code=ENVIRONMENT)
+        hint = "Start the ranks with torchrun or srun, which set this variable."
+        raise ValueGivenError(name, got=repr(value), expected="a whole number", hint=hint, code=ENVIRONMENT)
     return int(value)
 
 
@@ -184,9 +187,10 @@ def _require_rank(rank: str, number: str, found: JobPosition) -> None:
     if found.rank >= found.num_ranks:
         raise ValueGivenError(
             rank,
-            got=f"{found.rank} with {number}={found.num_ranks}",
-            expected=f"from 0 to {number} - 1, another on each process",
-            hint="Start the ranks with torchrun or srun, which set both.",
+            got=f"{found.rank}",
+            expected=f"from 0 to {found.num_ranks - 1}",
+            problem=f"{rank}={found.rank} is not below {number}={found.num_ranks}.",
+            hint="Start the ranks with torchrun or srun, which set both variables.",
             code=ENVIRONMENT,
         )
 
@@ -279,15 +283,13 @@ def from_first(make: Callable[[], str], topic: str = "") -> str:
     try:
         found = awaited(store, key, time_limit_s())
     except HeartbeatTimeout as silence:
-        hint = "It was stopped, killed, or its machine is gone: look at its own log and its machine's."
-        lost = RankError("rank 0", got=str(silence), expected=_MADE, hint=hint, code=SILENT)
+        lost = rank_lost(0, str(silence))
         raise (lost if dist.get_rank() == 1 else lost.echoed()) from silence
     if found[0] == "!":
-        hint = "Mend that; the others wait for it."
-        raise RankError("rank 0", got=found[1:], expected=_MADE, hint=hint, code=ENDED).echoed()
+        raise ranks_failed({0: found[1:]})
     return found[1:]
 
 
 def first_ended_by(error: RankError, kind: type[Exception]) -> bool:
     """Return True if the error reports an exception of a class, raised on rank 0 in `from_first`."""
-    return error.field == "rank 0" and error.got.startswith(f"{kind.__name__}: ")
+    return 0 in error.ranks and error.cause == kind.__name__

@@ -18,7 +18,7 @@ from trimtab.runtime.gradient_sync import data_parallel
 from trimtab.runtime.metadata_exchange import MetadataExchange
 
 DIFFER = "ranks.differ"
-KIND = "the optimizer's kind"
+KIND = "the optimizer's class"
 _WIDEST = 60  # characters of a value in a message
 _MOST_FIELDS = 8  # in a message
 _LARGE, _SPREAD = 2**28, 1024  # Larger tensors (bytes) are compared by this number of rows.
@@ -62,8 +62,9 @@ def require_alike(
         more = f" and {len(unlike) - _MOST_FIELDS} more" if len(unlike) > _MOST_FIELDS else ""
         listed = ", ".join(unlike[:_MOST_FIELDS]) + more
         texts_of_first = [found.get(unlike[0], "absent") for found in each]
-        given = f"{what} of {len(each)} ranks that differ in {listed}; {told(unlike[0], texts_of_first)}"
-        raise error(field, got=given, expected=expected, hint=hint, code=DIFFER)
+        given = f"differences in {listed}; {told(unlike[0], texts_of_first)}"
+        problem = f"The {what} of the {len(each)} ranks differ in {listed}: {told(unlike[0], texts_of_first)}."
+        raise error(field, got=given, expected=expected, problem=problem, hint=hint, code=DIFFER)
 
 
 def require_same_loop(
@@ -86,16 +87,17 @@ def require_same_loop(
     own = optimizer_facts(optimizer) | model_facts(model)
     if is_whole:
         state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
-        own["optimizer state"] = digest(state)
+        own["checksums of the optimizer state"] = digest(state)
     if is_whole and not spreads and data_parallel(model) is not None:
-        own["parameter values"] = digest(model.parameters())
+        own["checksums of the parameters"] = digest(model.parameters())
     require_alike(
         "model and optimizer",
         own,
         exchange,
-        what="loops",
+        what="models or optimizers",
         expected="the same model, optimizer and options on every rank",
-        hint="Build both from the same settings on every rank, seed torch alike, and load the same checkpoint.",
+        hint="Build the model and the optimizer with the same settings on every rank, call torch.manual_seed with the "
+        "same number, and load the same checkpoint.",
     )
 
 
@@ -109,7 +111,7 @@ def require_same_over_job(field: str, own: Mapping[str, Any], hint: str) -> None
         return
     exchange = RankExchange(None)
     try:
-        require_alike(field, own, exchange, what=field, expected="the same on every rank", hint=hint)
+        require_alike(field, own, exchange, what=f"{field}s", expected="the same on every rank", hint=hint)
     finally:
         exchange.close()
 
@@ -135,13 +137,13 @@ def dataset_facts(dataset: Any) -> dict[str, Any]:
     """Return the properties of a dataset that must agree between ranks: length, and values if stored in tensors."""
     found: dict[str, Any] = {}
     if hasattr(dataset, "__len__"):
-        found["samples"] = len(dataset)
+        found["number of samples"] = len(dataset)
     if isinstance(dataset, Subset):
         found["indices"] = list(dataset.indices)
         dataset = dataset.dataset
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else [dataset]
     if all(isinstance(each, Tensor) for each in tensors):
-        found["values"] = digest(map(_some_rows, tensors))
+        found["checksums of the values"] = digest(map(_some_rows, tensors))
     return found
 
 
@@ -207,4 +209,4 @@ def told(name: str, texts: Sequence[str]) -> str:
     """Return the texts different from the most frequent text, with their ranks, in words."""
     usual = Counter(texts).most_common(1)[0][0]
     odd = "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts) if text != usual)
-    return f"{name} is {odd}, and {usual} on rank {texts.index(usual)}"
+    return f"{name} is {odd}, but {usual} on rank {texts.index(usual)}"

@@ -17,7 +17,7 @@ from trimtab.core.serialization import from_json, to_json
 from trimtab.distributed.coordinator import BlockLength, Coordinator, M, T
 from trimtab.distributed.gather_with_heartbeat import words_at_work
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.launched_rank import ENDED
+from trimtab.distributed.launched_rank import ranks_failed
 from trimtab.distributed.oversubscription import crowded
 from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
 
@@ -169,12 +169,5 @@ class RankCoordinator(Coordinator):
 
 def _require_none_ended(said: Sequence[str]) -> None:
     """Raise `RankError` if a rank reported an error."""
-    ended = [f"rank {rank} with {words}" for rank, words in enumerate(said) if words]
-    if ended:
-        raise RankError(
-            "rank",
-            got=f"the end of {'; '.join(ended)}",
-            expected="all ranks to go on",
-            hint="Mend that; the others stopped because of it.",
-            code=ENDED,
-        ).echoed()
+    if failed := {rank: words for rank, words in enumerate(said) if words}:
+        raise ranks_failed(failed)

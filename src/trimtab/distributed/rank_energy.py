@@ -58,7 +58,9 @@ class RankMeter:
         joules = total(part)
         if math.isfinite(joules) and joules > 0:
             return Energy(own.seconds, joules, self.job.provenance, self.job.sources)
-        return absent(own.reason if self.is_reader and own.reason else "a rank lost its meter", own.seconds)
+        return absent(
+            own.reason if self.is_reader and own.reason else "another rank's energy meter failed", own.seconds
+        )
 
 
 def meter_of_rank(device: torch.device, metering: Metering | None = None, *, idle: bool = False) -> RankMeter:

@@ -22,8 +22,12 @@ def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Na
     known = {parameter: name for name, parameter in model.named_parameters()}
     groups = [group["params"] for group in optimizer.param_groups]
     if any(parameter not in known for params in groups for parameter in params):
-        given = "a parameter that is not the model's"
-        raise OptimizerError("optimizer", got=given, expected="an optimizer built from this model's parameters")
+        raise OptimizerError(
+            "optimizer",
+            problem="The optimizer has a parameter that does not belong to the model.",
+            hint="Build the optimizer from model.parameters().",
+            code="optimizer.foreign_parameters",
+        )
     return [[known[parameter] for parameter in params] for params in groups]
 
 

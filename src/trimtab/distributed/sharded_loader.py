@@ -145,16 +145,19 @@ def shard(
     ranks = num_ranks if num_ranks is not None else dist.get_world_size() if is_one_of_several else 1
     own = rank if rank is not None else dist.get_rank() if is_one_of_several else 0
     if not 0 <= own < ranks:
-        raise ValueGivenError("rank", got=f"{own} of {ranks}", expected=f"from 0 to {ranks - 1}")
+        hint = "Pass the rank of this process, and the number of ranks as num_ranks."
+        raise ValueGivenError("rank", got=f"{own}", expected=f"from 0 to {ranks - 1}", hint=hint)
     if ranks == 1:
         return loader
     samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if any(isinstance(each, DistributedSampler) for each in samplers):
         raise ValueGivenError(
             "loader",
-            got="one whose DistributedSampler deals rows out to the ranks already",
-            expected="the loader that one process would have",
-            hint="Take the sampler out (shuffle=True, with a generator seeded alike), or leave trimtab.shard out.",
+            got="a loader with a DistributedSampler",
+            problem="The loader has a DistributedSampler, so its batches are already divided between the ranks.",
+            hint="Use shuffle=True with the same seeded generator on all ranks instead of the sampler, or leave out "
+            "trimtab.shard.",
+            code="loader.already_sharded",
         )
     # A loader with a custom iteration or a data position cannot be rebuilt from its attributes.
     is_known = getattr(type(loader), "__iter__", None) is DataLoader.__iter__ and not is_stateful(loader)
@@ -194,8 +197,11 @@ def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
         if len(set(texts)) > 1:
             raise BatchError(
                 "loader",
-                got=f"another {name} on each rank ({told(name, texts)}): samples would be lost and others seen twice",
+                got=f"differences in {name}; {told(name, texts)}",
                 expected="the same dataset in the same order on all ranks",
-                hint="Seed it alike: DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
+                problem=f"The ranks' loaders differ, so some samples would be missed and others repeated: "
+                f"{told(name, texts)}.",
+                hint="Use the same dataset and seed on all ranks: "
+                "DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
                 code=DIFFER,
             )

@@ -87,14 +87,14 @@ class SocketMesh:
             number, count = _HEAD.unpack(self._bytes(peer, _HEAD.size))
             figures = struct.unpack(f"={count}d", self._bytes(peer, 8 * count))
         except OSError as error:
-            raise dist.DistNetworkError(f"rank {peer} was waited for: {error}") from error
+            raise dist.DistNetworkError(f"no message from rank {peer}: {error}") from error
         if (answer := self._awaited.get(number)) is not None:
             answer.said[peer] = list(figures)
 
     def _bytes(self, peer: int, count: int) -> bytes:
         found = self._read[peer].read(count)
         if len(found) < count:
-            raise ConnectionResetError("its connection is closed")
+            raise ConnectionResetError("the connection is closed")
         return found
 
     def close(self) -> None:

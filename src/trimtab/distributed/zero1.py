@@ -31,8 +31,12 @@ class Zero1Backend(DataParallel):
         if len(kinds) > 1:
             raise OptimizerError(
                 "plan.zero_stage",
-                got=f"1, for parameters of {', '.join(sorted(map(str, kinds)))}",
-                expected="parameters of one type, as ZeroRedundancyOptimizer has them",
+                got=f"parameters of {', '.join(sorted(map(str, kinds)))}",
+                expected="parameters of one dtype",
+                problem=f"ZeRO stage 1 needs parameters of one dtype, but the optimizer has parameters of "
+                f"{', '.join(sorted(map(str, kinds)))}.",
+                hint="Use a plan with another zero_stage, or convert the parameters to one dtype.",
+                code="optimizer.dtypes_differ",
             )
         super().spread(model, optimizer, plan)
         self._user, self._whole = optimizer, [list(group["params"]) for group in optimizer.param_groups]

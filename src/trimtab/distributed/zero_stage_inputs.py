@@ -30,8 +30,8 @@ from trimtab.runtime.run import LossFn
 
 RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of a rank, with its part of a batch on the model's device
 
-NO_JOULES = "energy counts, and no trace tells what another stage takes"
-ADAPTS = "a plan that adapts, or measures noise, is made for replicas"
+NO_JOULES = "other ZeRO stages were not considered, because their energy cannot be predicted"
+ADAPTS = "other ZeRO stages were not considered: a plan that adapts, or measures noise, needs replicas of the model"
 _BUT = ("micro_batch", "allocator", "fused_optimizer")  # fields ignored in the choice of the stage
 
 
@@ -89,7 +89,7 @@ def share_of(
         found = with_traces(profile, there, progress)
         traces = traces_of_ranks(found, there, dist.get_world_size(), progress)
     except (DependencyError, ModelError) as error:
-        return f"what a rank holds at another stage is not known: {error.reason}"
+        return f"other ZeRO stages were not considered, because their memory is unknown ({error.reason})"
     found = replace(found, profiling_s=found.profiling_s + time.perf_counter() - start)
     return StageMeasurements(found, traces, functools.partial(step_shape, model, found))
 
@@ -107,8 +107,20 @@ def of_replicas(profile: Profile, why: str) -> Plan:
     try:
         return choose(profile, profile.objective, profile.budget)
     except InfeasibleError as error:
-        given = f"{error.got}, on ranks that hold the whole model: {why}" if why else error.got
-        raise InfeasibleError(error.field, got=given, expected=error.expected, hint=error.hint) from error
+        if not why:
+            raise
+        raise InfeasibleError(
+            error.field,
+            got=error.got,
+            expected=error.expected,
+            problem=f"{_without_hint(error)} Each rank holds the whole model: {why}.",
+            hint=error.hint,
+            code=error.code,
+        ) from error
+
+
+def _without_hint(error: InfeasibleError) -> str:
+    return str(error).removesuffix(error.hint).rstrip()
 
 
 def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None]) -> Profile:
@@ -147,8 +159,14 @@ def traces_of_ranks(
         traces += trace_ways(*loop, candidate, ranks, ways=ways, counts_scratch=profile.device.kind == "cpu")
     if not traces:
         samples = BY_CONTAINERS.read(loop[3]).samples
-        given = f"a step of {samples or 'an unknown number of'} rows that cannot be traced"
-        raise ModelError("model", got=given, expected=f"one whose ranks can be: of {MIN_ROWS} rows at the least")
+        raise ModelError(
+            "model",
+            got=f"{samples or 'an unknown number of'} samples per rank",
+            expected=f"at least {MIN_ROWS}",
+            problem=f"The memory of a rank cannot be traced with {samples or 'an unknown number of'} samples per rank.",
+            hint=f"Use a batch with at least {MIN_ROWS} samples per rank.",
+            code="batch.too_small_to_trace",
+        )
     return tuple(traces)
 
 

@@ -199,14 +199,14 @@ def test_a_model_that_the_loop_has_wrapped_is_not_measured_on_ranks(one_of_sever
     """Each would take as many steps as its own clock says, and wait in a reduction for the others."""
     model, _ = loop("cpu")
     wrapped = nn.parallel.DistributedDataParallel(model)
-    with raises(ValueGivenError, code="value.invalid", field="model"):
+    with raises(ValueGivenError, code="model.parallel", field="model"):
         DOORS[door](wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), never, BATCH)
 
 
 @pytest.mark.parametrize("door", ["profile", "plan", "adapt"])
 def test_a_model_whose_forward_asks_other_ranks_is_not_measured_on_one(one_of_several, door):
     model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
-    with raises(ValueGivenError, code="value.invalid", field="model"):
+    with raises(ValueGivenError, code="model.sync_batch_norm", field="model"):
         DOORS[door](model, torch.optim.SGD(model.parameters(), lr=0.1), never, BATCH)
 
 
@@ -214,7 +214,7 @@ def test_a_model_in_parts_on_several_ranks_is_not_measured_on_one(one_of_several
     model, _ = loop("cpu")
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     parallelize_module(model[0], mesh, ColwiseParallel())
-    with raises(ValueGivenError, code="value.invalid", field="model"):
+    with raises(ValueGivenError, code="model.parallel", field="model"):
         trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), never, BATCH)
 
 

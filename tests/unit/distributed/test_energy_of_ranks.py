@@ -43,7 +43,7 @@ def test_ranks_of_several_devices_add_theirs():
 def test_a_rank_whose_meter_was_lost_makes_all_unknown():
     first, second = reduced([(OWN, True), (absent("the GPU is lost", 2.0), True)])
     assert (first.joules, second.joules) == (None, None)
-    assert (first.reason, second.reason) == ("a rank lost its meter", "the GPU is lost")
+    assert (first.reason, second.reason) == ("another rank's energy meter failed", "the GPU is lost")
 
 
 def test_estimates_stay_estimates_also_where_they_are_another_ranks():

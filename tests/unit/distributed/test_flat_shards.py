@@ -29,12 +29,12 @@ def on_ranks(monkeypatch):
 
 @pytest.mark.parametrize("how", [{}, {"num_ranks": 2, "zero_stage": 0}])
 def test_it_is_not_started_on_ranks(on_ranks, how):
-    with raises(ValueGivenError, code="value.invalid", field="model"):
+    with raises(ValueGivenError, code="model.fsdp1", field="model"):
         trimtab.start(*parts(), trimtab.Plan.fixed(8, **how))
 
 
 def test_nor_is_it_planned_there(on_ranks):
-    with raises(ValueGivenError, code="value.invalid", field="model"):
+    with raises(ValueGivenError, code="model.fsdp1", field="model"):
         backend_selection.require_plannable(parts()[0])
 
 

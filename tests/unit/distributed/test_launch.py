@@ -19,7 +19,7 @@ from trimtab.core.errors import RankError
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
 from trimtab.distributed.launch import launch
-from trimtab.distributed.launched_rank import LAUNCHER, REPORTS, LaunchedRank
+from trimtab.distributed.launched_rank import LAUNCHER, REPORTS, LaunchedRank, rank_lost, ranks_failed
 
 ROOT = Path(__file__).parents[3]
 TINY_TASK = ROOT / "tests" / "unit" / "experiments" / "tiny_task.py"
@@ -122,7 +122,7 @@ def test_ranks_that_leave_before_their_command_has_finished_are_named(monkeypatc
     with pytest.raises(RankError) as caught:
         launch((), 2)
     assert caught.value.code == "ranks.ended_early"
-    assert ("rank 1" if finished else "rank 0, 1") in caught.value.got
+    assert caught.value.ranks == ((1,) if finished else (0, 1))
     assert not {LAUNCHER, REPORTS} & set(os.environ)
 
 
@@ -131,8 +131,7 @@ def as_report(rank: int, error: BaseException) -> None:
 
 
 KILLED, ENDED_BY_LAUNCHER, ABORTED = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
-LOST = RankError("rank", got="no answer from rank 1", expected="all ranks", code="ranks.silent")
-TOLD = RankError("rank", got="the end of rank 1 with ValueError: bad", expected="all ranks", code="ranks.ended")
+LOST, TOLD = rank_lost(1, "no heartbeat for 60 s"), ranks_failed({1: "ValueError: bad"})
 
 
 @pytest.mark.parametrize(
@@ -157,5 +156,6 @@ def test_the_rank_that_failed_by_itself_is_named(monkeypatch, statuses, reports,
     monkeypatch.setattr(api, "elastic_launch", lambda config, program: ranks)
     with pytest.raises(RankError) as caught:
         launch((), 2)
-    assert caught.value.got.startswith(f"rank {behind},")
+    assert caught.value.ranks == (behind,)
+    assert f"Rank {behind} " in str(caught.value)
     assert caught.value.code == "ranks.ended"

@@ -61,7 +61,7 @@ def test_where_no_rehearsal_did_fit_the_best_that_is_told_to_is_taken_and_says_s
     assert len(rehearsal.seen) == MOST_REHEARSALS
     assert plan.measured is None
     assert plan.planning_s >= MOST_REHEARSALS
-    assert f"not rehearsed: none of {MOST_REHEARSALS} plans that were could be run" in plan.zero_stage.reason
+    assert f"none of the first {MOST_REHEARSALS} plans" in plan.zero_stage.reason
     assert plan.predicted.peak_bytes <= 751 * MIB
 
 
@@ -89,8 +89,8 @@ def test_where_nothing_can_be_rehearsed_gradients_are_sent_as_by_default(planned
     assert by_default(plan) is None
     assert plan.predicted.step_s > told.predicted.step_s
     assert plan.measured is None
-    assert "not rehearsed: no copies" in plan.reduce_dtype.reason
-    assert "not rehearsed: no copies" in plan.zero_stage.reason
+    assert "no copies" in plan.reduce_dtype.reason
+    assert "no copies" in plan.zero_stage.reason
 
 
 def test_what_is_refused_as_it_is_to_be_sent_is_rehearsed_as_it_is_by_default(planned):
@@ -103,7 +103,7 @@ def test_what_is_refused_as_it_is_to_be_sent_is_rehearsed_as_it_is_by_default(pl
     assert replace(other, reduce_dtype=one.reduce_dtype, bucket_bytes=one.bucket_bytes) == one
     assert way_of(plan) == way_of(one)
     assert plan.reduce_dtype.value == "fp32"
-    assert "not rehearsed: no bf16 here" in plan.reduce_dtype.reason
+    assert "no bf16 here" in plan.reduce_dtype.reason
     assert plan.measured is not None
     assert plan.planning_s >= 2
 

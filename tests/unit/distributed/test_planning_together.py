@@ -33,7 +33,7 @@ def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
     made = plan_on_ranks.BroadcastPlan(trimtab.Plan.fixed(8), shape)
     plan = plan_on_ranks.plan_together(lambda: made, torch.device("cpu"))
     assert (plan.reduce_dtype.value, plan.bucket_bytes.value) == ("fp32", None)
-    assert "could not be timed" in plan.reduce_dtype.reason
+    assert "could not be measured (link.points: got noise" in plan.reduce_dtype.reason
 
 
 # Which stage: where it cannot be chosen, ranks hold the model as before, and the plan says why.
@@ -107,7 +107,7 @@ def test_a_plan_that_adapts_is_for_replicas(profile, of_two, monkeypatch):
     monkeypatch.setattr(zero_stage_inputs, "trace_here", refuses)
     plan = chosen(profile, loop_of(), adapts=True)
     assert plan.zero_stage.value == 0
-    assert plan.zero_stage.reason.endswith("; a plan that adapts, or measures noise, is made for replicas")
+    assert plan.zero_stage.reason.endswith(f"; {zero_stage_inputs.ADAPTS}")
 
 
 def test_a_step_that_cannot_be_traced_is_for_replicas(profile, of_two):
@@ -116,20 +116,22 @@ def test_a_step_that_cannot_be_traced_is_for_replicas(profile, of_two):
 
     plan = chosen(profile, loop_of(counts))
     assert plan.zero_stage.value == 0
-    assert "cannot be traced" in plan.zero_stage.reason
+    assert "memory is unknown" in plan.zero_stage.reason
 
 
 def test_a_share_of_too_few_rows_is_for_replicas(profile, of_two):
     model, optimizer, loss_fn, batch = loop_of()
     plan = chosen(profile, (model, optimizer, loss_fn, batch[:2]))
     assert plan.zero_stage.value == 0
-    assert "cannot be traced" in plan.zero_stage.reason
+    assert "memory is unknown" in plan.zero_stage.reason
+    assert "2 samples" in plan.zero_stage.reason
 
 
 def test_a_torch_without_what_traces_need_is_for_replicas(profile, of_two, monkeypatch):
     monkeypatch.delattr(c10d, "_World")
     plan = chosen(profile, loop_of())
     assert plan.zero_stage.value == 0
+    assert "memory is unknown" in plan.zero_stage.reason
     assert torch.__version__ in plan.zero_stage.reason
 
 
@@ -140,16 +142,20 @@ def test_a_link_that_cannot_be_timed_is_for_replicas(profile, of_two, monkeypatc
     monkeypatch.setattr(plan_on_ranks, "calibrate", fails)
     plan = chosen(profile, loop_of())
     assert plan.zero_stage.value == 0
-    assert "; the link could not be timed (link.points: got noise" in plan.zero_stage.reason
-    assert plan.reduce_dtype.reason.startswith("as by default: the link could not be timed")
+    for choice in (plan.zero_stage, plan.reduce_dtype):
+        assert "could not be measured (link.points: got noise" in choice.reason
 
 
 def test_replicas_that_do_not_fit_say_why_there_is_no_other_stage(profile):
-    with raises(InfeasibleError, code="plan.infeasible", field="budget"):
-        zero_stage_inputs.of_replicas(replace(profile, budget=Budget(100)), "adapts")
-    with pytest.raises(InfeasibleError) as refused:
-        zero_stage_inputs.of_replicas(replace(profile, budget=Budget(100)), "")
-    assert "whole model" not in str(refused.value)
+    limited, said = replace(profile, budget=Budget(100)), []
+    for why in ("it adapts", ""):
+        with pytest.raises(InfeasibleError) as refused:
+            zero_stage_inputs.of_replicas(limited, why)
+        said.append(refused.value)
+    told, plain = said
+    assert (told.code, told.field, told.hint) == (plain.code, plain.field, plain.hint)
+    assert "it adapts" in str(told)
+    assert "whole model" not in str(plain)
 
 
 def test_a_stage_in_one_process_is_no_stage():
@@ -165,5 +171,5 @@ def test_deepspeed_leaves_no_choice_of_what_a_step_that_is_no_number_does(monkey
     monkeypatch.setattr(backend_selection, "has_peers", lambda: True)
     monkeypatch.setattr(backend_selection.dist, "get_world_size", lambda: 2)
     plan = trimtab.Plan.fixed(8, zero_stage=1, engine="deepspeed", num_ranks=2)
-    with raises(UsageError, code="value.invalid", field="nonfinite"):
+    with raises(UsageError, code="deepspeed.nonfinite", field="nonfinite"):
         backend_selection.backend_of(nn.Linear(4, 1), plan, {"nonfinite": "skip"})

@@ -64,5 +64,5 @@ def test_a_torch_that_takes_no_way_to_send_of_ours_is_refused(mesh, monkeypatch)
         pass
 
     monkeypatch.setattr(fsdp2, "FSDPModule", Without)
-    with raises(DependencyError, code="dependency.missing", field="torch"):
+    with raises(DependencyError, code="torch.version_unsupported", field="torch"):
         send_in_bf16(Without())

@@ -80,11 +80,11 @@ def test_of_a_stream_whole_batches_are_drawn_and_the_rest_is_dropped():
 def test_a_loader_that_deals_rows_out_itself_is_refused():
     data = TensorDataset(torch.arange(12))
     loader = DataLoader(data, batch_size=3, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    with raises(UsageError, code="value.invalid", field="loader"):
+    with raises(UsageError, code="loader.already_sharded", field="loader"):
         trimtab.shard(loader, 0, 2)
     assert trimtab.shard(loader, 0, 1) is loader
     batches = BatchSampler(DistributedSampler(data, num_replicas=2, rank=0), 3, drop_last=False)
-    with raises(UsageError, code="value.invalid", field="loader"):
+    with raises(UsageError, code="loader.already_sharded", field="loader"):
         trimtab.shard(DataLoader(data, batch_sampler=batches), 0, 2)
 
 
