@@ -10,10 +10,10 @@ from typing import Any
 from benchmarks.docs_figures import SAVED, cheapest, optimal
 from benchmarks.evaluation_figures import folders, machine_of, recorded, size_of
 from benchmarks.figure_words import difference, ratio, speed
+from benchmarks.paper.arithmetic import checks
 from benchmarks.paper.evaluation_goals import TOLD, runs_in
 from benchmarks.paper.evaluation_slices import slices
 from benchmarks.records import Record, evaluated, every, is_evaluated, newest
-from trimtab.experiments.evaluation.paper_arithmetic import checks
 
 Row = dict[str, Any]
 MET, MISSED, NOT_SHOWN = "met", "missed", "not shown"

@@ -15,6 +15,8 @@ from benchmarks.comparison_figures import comparison
 from benchmarks.paper.evaluation_archive import unpack_all
 from benchmarks.paper.evaluation_goals import GOALS, Reached, reached, runs_in, unfounded_in
 from benchmarks.paper.evaluation_slices import DONE, TO_DO, Ran, Slice
+from benchmarks.paper.finding import Run, bound_in_words
+from benchmarks.paper.report import evaluation_texts
 from benchmarks.phases_figures import phases
 from trimtab.core.serialization import read_json
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
@@ -23,10 +25,8 @@ from trimtab.experiments.ablation.ablation_rows import ablation_object
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison.comparison_rows import benchmark_object
 from trimtab.experiments.comparison.gain_rows import phase_object
-from trimtab.experiments.evaluation.result import Run, bound_in_words
 from trimtab.experiments.phase_result import FILE as PHASES
 from trimtab.experiments.phase_result import PhaseResult
-from trimtab.experiments.report import evaluation_texts
 from trimtab.experiments.results import read_result
 from trimtab.experiments.scaling.scaling_result import Scaling
 from trimtab.experiments.scaling.scaling_table import tables

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.evaluation_figures import MACHINE_FILE
+from benchmarks.paper.finding import MACHINE
 from trimtab.core.errors import FormatError
 from trimtab.core.serialization import write_whole
-from trimtab.experiments.evaluation.result import MACHINE
 
 MOST_HOSTS = 99  # hosts with the same kind of GPU, each with a separate folder
 

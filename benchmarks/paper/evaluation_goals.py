@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.claims import LEAST, MOST, WITHIN
 from benchmarks.paper.evaluation_slices import Slice
+from benchmarks.paper.finding import Finding, Run
+from benchmarks.paper.judge import FAIL, PASS, met, nearest
+from benchmarks.paper.runs import read_runs
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import read_json
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
 from trimtab.experiments.comparison.comparison_result import Ratio
-from trimtab.experiments.evaluation.files import read_runs
-from trimtab.experiments.evaluation.paper_claims import FAIL, PASS, met, nearest
-from trimtab.experiments.evaluation.paper_figures import LEAST, MOST, WITHIN
-from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.results import KINDS, RECORD
 
 MET, MISSED, NOT_SHOWN, NOT_MEASURED = "met", "missed", "not shown", "not measured"

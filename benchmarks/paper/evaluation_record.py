@@ -14,11 +14,11 @@ from typing import Any
 
 from benchmarks.evaluation_figures import recorded, rows_of
 from benchmarks.paper.evaluation_slices import DONE, Slice
+from benchmarks.paper.finding import Run
+from benchmarks.paper.judge import FAIL, PASS
+from benchmarks.paper.rows import evaluation_object
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT
-from trimtab.experiments.evaluation.paper_claims import FAIL, PASS
-from trimtab.experiments.evaluation.result import Run
-from trimtab.experiments.evaluation.rows import evaluation_object
 
 Row = dict[str, Any]
 DIGITS = 5  # significant digits of figures

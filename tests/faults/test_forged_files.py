@@ -14,6 +14,8 @@ import torch
 from raising import raises
 
 import trimtab
+from benchmarks.paper.record_findings import of_record
+from benchmarks.paper.runs import read_runs
 from trimtab.checkpoint.batch_size_log import BatchSizeLog, _summed
 from trimtab.checkpoint.manifest import NAME, FileEntry, Manifest, _encoded, manifest_of
 from trimtab.checkpoint.run_lock import LockHolder
@@ -24,8 +26,6 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 from trimtab.core.serialization import read_json, to_jsonable
-from trimtab.experiments.evaluation.files import read_runs
-from trimtab.experiments.evaluation.record_findings import of_record
 from trimtab.experiments.report.run_page import run_page
 from trimtab.experiments.results import read_result
 from trimtab.experiments.settings_file import NAME as SETTINGS

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.paper.runs import read_runs
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.manifest import NAME, manifest_of
 from trimtab.core import bounded_read
@@ -18,7 +19,6 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.record import Header, RecordWriter, read_header, read_record, require_own
 from trimtab.core.serialization import read_json
-from trimtab.experiments.evaluation.files import read_runs
 from trimtab.experiments.results import read_result
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings

@@ -5,7 +5,6 @@ Reads values only. matplotlib (figures) and rich (terminal) are optional and loa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,20 +14,17 @@ from trimtab.core.serialization import to_json, write_whole
 from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.comparison.comparison_result import Comparison, ThirdRow
-from trimtab.experiments.evaluation.result import Run
-from trimtab.experiments.evaluation.rows import evaluation_object
-from trimtab.experiments.report import ablation_report, comparison_report, evaluation_outline
+from trimtab.experiments.report import ablation_report, comparison_report
 from trimtab.experiments.report.document import Document
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = [
-    "evaluation_texts",
     "gains_report",
-    "terminal_evaluation",
+    "page_texts",
     "terminal_report",
-    "write_evaluation",
+    "write_pages",
     "write_report",
 ]
 
@@ -39,40 +35,19 @@ def write_report(found: Comparison | Ablation, directory: Path) -> dict[str, Pat
     Raises:
         DependencyError: matplotlib is not installed; nothing is written.
     """
-    return _write(_texts(partial(_document, found), partial(to_json, found, indent=1)), "report", directory)
+    return write_pages(page_texts(partial(_document, found), partial(to_json, found, indent=1)), "report", directory)
 
 
-def write_evaluation(
-    runs: Sequence[Run], directory: Path, command: str, goals: Sequence[tuple[str, str, str]] = ()
-) -> dict[str, Path]:
-    """Write `evaluation.html`, `evaluation.md` and `evaluation.json` of several runs; return the paths by kind.
+def page_texts(make: Callable[[], Document], values: Callable[[], str]) -> dict[str, str]:
+    """Return a report as text by kind: html, md, json.
 
     Args:
-        runs: the runs.
-        directory: output folder.
-        command: command line to reproduce the evaluation.
-        goals: (goal, status, measurement) by goal.
-
-    Raises:
-        DependencyError: matplotlib is not installed; nothing is written.
-    """
-    return _write(evaluation_texts(runs, command, goals), "evaluation", directory)
-
-
-def evaluation_texts(runs: Sequence[Run], command: str, goals: Sequence[tuple[str, str, str]] = ()) -> dict[str, str]:
-    """Return the texts written by `write_evaluation`, by kind; equal runs give equal texts.
+        make: returns the document.
+        values: returns the JSON text.
 
     Raises:
         DependencyError: matplotlib is not installed.
     """
-
-    def values() -> str:
-        return json.dumps(evaluation_object(runs, command), indent=1, allow_nan=False, ensure_ascii=False)
-
-    return _texts(partial(evaluation_outline.document, runs, command, goals), values)
-
-
-def _texts(make: Callable[[], Document], values: Callable[[], str]) -> dict[str, str]:
     # Imported first, so that a missing matplotlib is reported before the document is built.
     from trimtab.experiments.report.html import html_page
     from trimtab.experiments.report.markdown import markdown_page
@@ -81,7 +56,8 @@ def _texts(make: Callable[[], Document], values: Callable[[], str]) -> dict[str,
     return {"html": html_page(document), "md": markdown_page(document), "json": values() + "\n"}
 
 
-def _write(texts: Mapping[str, str], stem: str, directory: Path) -> dict[str, Path]:
+def write_pages(texts: Mapping[str, str], stem: str, directory: Path) -> dict[str, Path]:
+    """Write the texts of a report as `<stem>.<kind>` into a folder, each atomically; return the paths by kind."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     paths = {kind: directory / f"{stem}.{kind}" for kind in texts}
@@ -111,17 +87,6 @@ def gains_report(gains: Sequence[TimedGain], thirds: Sequence[Sequence[ThirdRow]
     from trimtab.experiments.report.terminal import sections_view
 
     return sections_view(gain_sections(gains, thirds))
-
-
-def terminal_evaluation(runs: Sequence[Run], command: str) -> RenderableType:
-    """Return the view of several runs for `rich.print`.
-
-    Raises:
-        DependencyError: rich is not installed.
-    """
-    from trimtab.experiments.report.terminal import terminal_view
-
-    return terminal_view(evaluation_outline.document(runs, command))
 
 
 def _document(found: Comparison | Ablation) -> Document:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
+from benchmarks.paper.finding import Finding, Run
 from trimtab.core.errors import FormatError
 from trimtab.core.step_phases import TimedGain
 from trimtab.decide.phase_attribution import MEMORY as MEMORY_BOUND
 from trimtab.decide.phase_attribution import shares
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, ThirdRow, Verdict
 from trimtab.experiments.comparison.comparison_statistics import as_ratio
-from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.phase_result import PhaseResult
 
 REFERENCE = "reference"

@@ -14,6 +14,37 @@ import race_records
 from measured_runs import CPU, GAIN, GPU, NOISE, ablation, around, comparison, counted, gain, on, recorded, scaled
 from raising import raises
 
+from benchmarks.paper import arithmetic
+from benchmarks.paper import judge as judging
+from benchmarks.paper.claims import (
+    ABOUT,
+    CLAIMS,
+    COMPONENTS,
+    LEAST,
+    MAIN_TABLES,
+    MOST,
+    RANKS,
+    WITHIN,
+)
+from benchmarks.paper.finding import Finding
+from benchmarks.paper.findings import of_ablation, of_comparison, of_scaling
+from benchmarks.paper.judge import (
+    FAIL,
+    NO_VERDICT,
+    NOT_COMPARABLE,
+    NOT_MEASURED,
+    PASS,
+    judge,
+    met,
+    nearest,
+    status_of,
+)
+from benchmarks.paper.machines import letters, sameness
+from benchmarks.paper.record_findings import of_record
+from benchmarks.paper.report import main, write_evaluation
+from benchmarks.paper.rows import evaluation_object
+from benchmarks.paper.runs import read_runs
+from benchmarks.paper.tables import claim_table, gain_table
 from trimtab.core.energy_reading import OTHER_RANKS, MeterFacts, Provenance
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
@@ -34,37 +65,7 @@ from trimtab.experiments.comparison.comparison_result import (
 )
 from trimtab.experiments.comparison.time_to_target import target_row
 from trimtab.experiments.comparison.verdicts import non_inferiority
-from trimtab.experiments.evaluation import paper_arithmetic, paper_claims
-from trimtab.experiments.evaluation.files import read_runs
-from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_scaling
-from trimtab.experiments.evaluation.machines import letters, sameness
-from trimtab.experiments.evaluation.paper_claims import (
-    FAIL,
-    NO_VERDICT,
-    NOT_COMPARABLE,
-    NOT_MEASURED,
-    PASS,
-    judge,
-    met,
-    nearest,
-    status_of,
-)
-from trimtab.experiments.evaluation.paper_figures import (
-    ABOUT,
-    CLAIMS,
-    COMPONENTS,
-    LEAST,
-    MAIN_TABLES,
-    MOST,
-    RANKS,
-    WITHIN,
-)
-from trimtab.experiments.evaluation.record_findings import of_record
-from trimtab.experiments.evaluation.result import Finding
-from trimtab.experiments.evaluation.rows import evaluation_object
 from trimtab.experiments.phase_result import PhaseResult
-from trimtab.experiments.report import write_evaluation
-from trimtab.experiments.report.evaluation_tables import claim_table, gain_table
 from trimtab.experiments.results import KINDS
 
 
@@ -104,7 +105,7 @@ def test_every_claim_of_a_table_is_the_change_that_stands_there():
 
 
 def test_arithmetic_is_of_the_papers_own_figures():
-    found = {each.says: each for each in paper_arithmetic.checks()}
+    found = {each.says: each for each in arithmetic.checks()}
     assert not found["26% a cycle doubles in 14.8 months"].holds
     assert found["26% a cycle doubles in 14.8 months"].gives.startswith("15.0")
     assert found["20% a cycle doubles in about 19 months"].holds
@@ -294,19 +295,19 @@ def test_a_recipe_that_was_stopped_early_has_no_verdict_on_its_end():
 
 def test_why_the_papers_own_recipe_has_no_figure_is_said():
     run = of_comparison("gpu", comparison())
-    said = {(claim.measure, claim.workload.says): paper_claims.unmeasured(claim, [run]) for claim in CLAIMS}
+    said = {(claim.measure, claim.workload.says): judging.unmeasured(claim, [run]) for claim in CLAIMS}
     (early,) = [claim for claim in CLAIMS if claim.part == ("early",)]
-    assert paper_claims.unmeasured(early, [run]) == "P1 saved nothing that could be shared out"
+    assert judging.unmeasured(early, [run]) == "P1 saved nothing that could be shared out"
     (backward,) = [claim for claim in CLAIMS if claim.part == ("backward",)]
     text = of_comparison("gpu", replace(comparison(), task="wikitext2_gpt2"))
-    assert paper_claims.unmeasured(backward, [text]).startswith("P1's steps are clocked by phase once, not")
+    assert judging.unmeasured(backward, [text]).startswith("P1's steps are clocked by phase once, not")
     assert said["gain_share", "WikiText-2, GPT-2 Small"] == "no run of it was given"
     assert said["component_time", "CIFAR-10, ResNet-50"].startswith("P1 is raced whole")
     assert said["scaling_efficiency", "CIFAR-10, ResNet-50"].startswith("P1 is run on one device")
 
 
 def test_where_nothing_can_be_compared_that_comes_first():
-    said = paper_claims.headline(judge([of_comparison("cpu", comparison(environment=CPU))]))
+    said = judging.headline(judge([of_comparison("cpu", comparison(environment=CPU))]))
     assert said.kind == "nothing to compare"
     assert said.sentence.startswith("No run is at the paper's size on a GPU")
 
@@ -318,9 +319,9 @@ def test_of_a_processor_it_is_said_why_precision_has_no_figure(tmp_path):
     page = write_evaluation([cpu], tmp_path, "x")["md"].read_text()
     assert page.count("**not measured**: there is no fast half precision on this processor") == 3  # and none of text
     (claim,) = [each for each in CLAIMS if each.says == "mixed precision: 9.4% less time"]
-    assert paper_claims.unmeasured(claim, [of_comparison("gpu", comparison())]).startswith("P1 is raced whole")
+    assert judging.unmeasured(claim, [of_comparison("gpu", comparison())]).startswith("P1 is raced whole")
     (memory,) = [each for each in CLAIMS if each.says == "accumulation: 13.6% less memory"]
-    assert "batch statistics" in paper_claims.unmeasured(memory, [cpu])
+    assert "batch statistics" in judging.unmeasured(memory, [cpu])
 
 
 def test_what_cannot_be_compared_says_how_it_came_out_here(tmp_path):
@@ -339,7 +340,7 @@ def test_our_plans_do_not_answer_for_the_papers_recipe():
     found = judge([of_comparison("gpu", comparison(paper=1.1, plan=2.0))])
     (claim,) = [each for each in found if (each.source, each.measure) == ("table I", "throughput")]
     assert {(each.finding.arm, each.status) for each in found[claim]} == {("paper", FAIL), ("plan_S", PASS)}
-    said = paper_claims.headline(found)
+    said = judging.headline(found)
     assert said.kind == "1 of 24 shown"  # quality alone
     assert "3 missed" in said.sentence
     assert "By trimtab's plans: 4 reached, 0 missed" in said.sentence
@@ -933,7 +934,7 @@ def test_a_plan_for_a_longer_run_is_said_where_planning_is_counted(folder):
     assert read_runs([folder / "compared"])[0].planned == ""
     for damaged in ("{", '{"planned_rows": "x", "budget_rows": "1"}', '{"planned_rows": "1", "budget_rows": "0"}'):
         settings.write_text(damaged)
-        with raises(FormatError, code="format.invalid"):
+        with raises(FormatError, code="json.invalid" if damaged == "{" else "format.invalid"):
             read_runs([folder / "compared"])
 
 
@@ -1211,3 +1212,15 @@ def test_the_record_of_an_arm_of_a_race_has_the_speed_of_its_laps():
     run = of_record("r", race_records.record(blocks=[(10, 1.0), (20, 2.0)], name="plan_S"))
     assert [each.value for each in run.findings if each.measure == "throughput"] == pytest.approx([10.0])
     assert run.headline.sentence == "plan_S, seed 0: 30 rows of a race, ended: budget"
+
+
+def test_the_command_writes_the_page_of_several_runs(folder, capsys):
+    out = folder / "page"
+    main([str(folder / "compared"), str(folder / "scaled"), "--out", str(out), "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert "claim" in {row["metric"] for row in rows}
+    assert {path.name for path in out.iterdir()} == {"evaluation.html", "evaluation.md", "evaluation.json"}
+    main([str(folder / "compared"), "--out", str(out)])
+    assert capsys.readouterr().out.rstrip().endswith("evaluation.html")
+    with pytest.raises(SystemExit, match="absent"):
+        main([str(folder / "absent"), "--out", str(out)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from string import ascii_uppercase
 
-from trimtab.experiments.evaluation.result import Run
+from benchmarks.paper.finding import Run
 
 UNKNOWN = "not recorded"
 Machine = tuple[tuple[str, str], ...]

@@ -6,10 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
-from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, Verdict
-from trimtab.experiments.comparison.comparison_statistics import bounds
-from trimtab.experiments.evaluation.paper_figures import (
+from benchmarks.paper.claims import (
     ABOUT,
     CLAIMS,
     GPU,
@@ -20,7 +17,10 @@ from trimtab.experiments.evaluation.paper_figures import (
     SPLITTING,
     Claim,
 )
-from trimtab.experiments.evaluation.result import Finding, Run
+from benchmarks.paper.finding import Finding, Run
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, Verdict
+from trimtab.experiments.comparison.comparison_statistics import bounds
 
 PASS, FAIL = "pass", "fail"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from benchmarks.paper import tables
+from benchmarks.paper.claims import IMAGES, MACHINE, MAIN_TABLES, TOKENS, Claim, MainTable
+from benchmarks.paper.finding import Run
+from benchmarks.paper.judge import LITERAL, NEAR, Judged, headline, judge
+from benchmarks.paper.machines import sameness
 from trimtab.core.step_phases import TimedGain
-from trimtab.experiments.evaluation.machines import sameness
-from trimtab.experiments.evaluation.paper_claims import LITERAL, NEAR, Judged, headline, judge
-from trimtab.experiments.evaluation.paper_figures import IMAGES, MACHINE, MAIN_TABLES, TOKENS, Claim, MainTable
-from trimtab.experiments.evaluation.result import Run
-from trimtab.experiments.report import evaluation_tables as tables
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.document import (
     Block,

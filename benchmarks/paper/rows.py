@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.paper.arithmetic import checks
+from benchmarks.paper.claims import Claim
+from benchmarks.paper.finding import Finding, Run
+from benchmarks.paper.judge import NOT_MEASURED, Judged, headline, judge
+from benchmarks.paper.machines import letters
 from trimtab.core.serialization import to_jsonable
 from trimtab.experiments.comparison.comparison_result import Ratio
 from trimtab.experiments.comparison.comparison_rows import ROWS_SCHEMA, interval_of
-from trimtab.experiments.evaluation.machines import letters
-from trimtab.experiments.evaluation.paper_arithmetic import checks
-from trimtab.experiments.evaluation.paper_claims import NOT_MEASURED, Judged, headline, judge
-from trimtab.experiments.evaluation.paper_figures import Claim
-from trimtab.experiments.evaluation.result import Finding, Run
 
 
 def evaluation_object(runs: Sequence[Run], command: str) -> dict[str, Any]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.core.units import format_count, format_joules
-from trimtab.experiments.comparison.comparison_result import Ratio, Verdict
-from trimtab.experiments.evaluation.machines import letters
-from trimtab.experiments.evaluation.paper_arithmetic import checks
-from trimtab.experiments.evaluation.paper_claims import (
+from benchmarks.paper.arithmetic import checks
+from benchmarks.paper.claims import CLAIMS, COMPONENTS, RANKS, Claim, Line, MainTable
+from benchmarks.paper.finding import Finding, Run
+from benchmarks.paper.judge import (
     FAIL,
     NOT_COMPARABLE,
     NOT_MEASURED,
@@ -19,8 +18,9 @@ from trimtab.experiments.evaluation.paper_claims import (
     tasks_of,
     unmeasured,
 )
-from trimtab.experiments.evaluation.paper_figures import CLAIMS, COMPONENTS, RANKS, Claim, Line, MainTable
-from trimtab.experiments.evaluation.result import Finding, Run
+from benchmarks.paper.machines import letters
+from trimtab.core.units import format_count, format_joules
+from trimtab.experiments.comparison.comparison_result import Ratio, Verdict
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Cell, Table
 

@@ -1,4 +1,4 @@
-"""Findings of every kind of run. A new kind is a function here and an entry in `evaluation.files.KINDS`."""
+"""Findings of every kind of run. A new kind is a function here and an entry in `results.KINDS` and `runs`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from benchmarks.paper.finding import Finding, Run
+from benchmarks.paper.gain_findings import REFERENCE, gain_findings
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval
 from trimtab.experiments.ablation.ablation_result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.comparison_result import (
@@ -22,8 +24,6 @@ from trimtab.experiments.comparison.comparison_result import (
 )
 from trimtab.experiments.comparison.comparison_statistics import ALIKE, as_ratio, crossing
 from trimtab.experiments.comparison.ratio_rows import difference
-from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_findings
-from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.scaling.scaling_result import RECIPES, TIERS, Scaling
 
 _Point = tuple[int, float, float]  # A point of a curve: samples, seconds, metric.

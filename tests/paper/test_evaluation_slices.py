@@ -22,6 +22,7 @@ from call_counts import OutOfReach
 from raising import raises
 from torch.nn import functional as F
 
+from benchmarks.paper.findings import of_comparison
 from trimtab.api import start
 from trimtab.cli.main import app
 from trimtab.core.errors import FormatError, ValueGivenError
@@ -30,7 +31,6 @@ from trimtab.core.recompute_schedule import schedule_of
 from trimtab.core.serialization import read_json, to_json
 from trimtab.decide.ablation_design import changes_of
 from trimtab.decide.multi_rank_plan import replicated
-from trimtab.experiments.evaluation.findings import of_comparison
 from trimtab.experiments.task_plans import require_fits
 from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.losses import Summed
@@ -820,7 +820,7 @@ def test_what_is_written_beside_the_records_is_of_the_records_alone(evaluation, 
 
 def test_every_task_that_the_evaluation_races_on_two_cores_is_known_beside_the_papers(listed):
     """One that is not has no row of its claims."""
-    from trimtab.experiments.evaluation.paper_figures import IMAGES, TOKENS
+    from benchmarks.paper.claims import IMAGES, TOKENS
 
     known = {*IMAGES.tasks, *IMAGES.smaller, *TOKENS.tasks, *TOKENS.smaller}
     raced = {each.command[1] for each in listed.slices("cpu") if each.command[0] in ("compare", "ablate", "scale")}

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.finding import Run
+from benchmarks.paper.findings import of_ablation, of_comparison, of_scaling
+from benchmarks.paper.gain_findings import of_phases
+from benchmarks.paper.record_findings import of_record
+from benchmarks.paper.run_folder import environment_beside, planned_beside
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.record_summary import RunSummary
 from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.comparison.comparison_result import Comparison
-from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_scaling
-from trimtab.experiments.evaluation.gain_findings import of_phases
-from trimtab.experiments.evaluation.record_findings import of_record
-from trimtab.experiments.evaluation.result import Run
-from trimtab.experiments.evaluation.run_folder import environment_beside, planned_beside
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.results import KINDS, read_result, result_file
 from trimtab.experiments.scaling.scaling_result import Scaling
