@@ -217,7 +217,7 @@ RANK = """
         said["left"] = left.code
     except (TrimtabError, ValueError, OSError, UserWarning) as error:
         said["error"] = f"{type(error).__name__}: {error}"
-        said |= {name: getattr(error, name, None) for name in ("code", "field")}
+        said |= {name: getattr(error, name, None) for name in ("code", "field", "got", "expected")}
         said["moved"] = "cannot" in options and not all(map(torch.equal, begun, model.parameters()))
         said["cut"] = any(hasattr(p, "placements") for p in model.parameters())
     with open(f"{folder}/{options['name']}-{rank}.json", "w") as file:

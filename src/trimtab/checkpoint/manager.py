@@ -148,7 +148,7 @@ class CheckpointManager:
                 "resume: shards",
                 problem="The checkpoint was saved with the whole model on each rank, but this run shards the model.",
                 hint="Resume with zero_stage=0, or in one process.",
-                code="resume.shards_differ",
+                code="resume.sharding_differs",
             )
 
     def _release(self) -> None:
@@ -324,7 +324,7 @@ class CheckpointManager:
                 detail = {"windows": windows, "failed": str(error), "code": code, "is_saved": is_there}
                 self._run.note("checkpoint", detail)
             if is_there:
-                message = f"The checkpoint of step {windows} was saved, but the cleanup after the save failed: {error}"
+                message = f"The checkpoint of step {windows} was saved, with an error afterwards: {error}"
             else:
                 message = f"The checkpoint of step {windows} was not saved, and training continues: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=5)
