@@ -198,6 +198,7 @@ class CheckpointManager:
             "from": folder.name,
             "changed": in_words(apart),
             "damaged": [each.problem for each in self._refused],
+            "damaged_codes": [each.error.code for each in self._refused],
         }
         detail["buffers"] = self._anew
         detail["was_killed"] = self._lock is not None and self._lock.recovered is not None

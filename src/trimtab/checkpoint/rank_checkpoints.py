@@ -351,7 +351,7 @@ def _saved(does: Callable[[], object]) -> None:
 
 
 def not_saved(reason: str) -> SaveError:
-    """Return the error for a checkpoint that could not be written."""
+    """Return the error for a failed save."""
     return SaveError(
         "checkpoint",
         got=reason,

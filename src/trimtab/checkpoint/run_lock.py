@@ -161,7 +161,7 @@ def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> LockH
     except OSError as error:
         raise FormatError(
             str(folder),
-            problem=f"The file system of {folder} has no file locks ({error.strerror}), which keep two runs apart.",
+            problem=f"{folder} is on a file system without locks ({error.strerror}), so two runs could use it at once.",
             hint="Choose a folder on a local disk.",
             code="folder.no_locks",
         ) from None

@@ -130,7 +130,7 @@ _SCALARS: dict[type, Callable[[Any, str], Packed]] = {
 
 
 def malformed(path: str, got: str, expected: str) -> FormatError:
-    """Return the error for a packed state that `pack` does not produce."""
+    """Return the error for an invalid packed state."""
     return FormatError(
         path,
         got=got,

@@ -182,19 +182,19 @@ def _require_alike(what: str, saved: Any, now: Mapping[str, Any]) -> None:
 
 
 def names_differ(what: str, names: Sequence[str], where: str) -> ModelError:
-    """Return the error for tensors that the model or the checkpoint lacks.
+    """Return the error for tensors missing from the model or the checkpoint.
 
     Args:
         what: Name of the part of the state.
         names: Names of the tensors.
-        where: Description of the difference, such as "in the model but not in the checkpoint".
+        where: Place of the tensors, "in the model but not in the checkpoint" or the reverse.
     """
     listed = f"{names[0]} and {len(names) - 1} more are" if len(names) > 1 else f"{names[0]} is"
     return ModelError(what, got=names[0], problem=f"{listed} {where}.", hint=_SAME_MODEL, code="model.names_differ")
 
 
 def kinds_differ(what: str, name: str, now: str, then: str) -> ModelError:
-    """Return the error for a tensor with another shape or dtype than at the save.
+    """Return the error for a tensor with a changed shape or dtype.
 
     Args:
         what: Name of the part of the state.

@@ -95,7 +95,7 @@ class ErrorStore:
 
 
 def _no_answer(silent: Sequence[int], ranks: int) -> RankError:
-    """Return the error for ranks that do not answer a roll call."""
+    """Return the error for ranks without an answer to a roll call."""
     one = len(silent) == 1
     names = f"Rank {silent[0]}" if one else f"Ranks {', '.join(map(str, silent))}"
     error = RankError(

@@ -24,10 +24,10 @@ ENDED, SILENT = "ranks.ended", "ranks.silent"
 
 
 def ranks_failed(errors: Mapping[int, str]) -> RankError:
-    """Return the error of a rank that ends because other ranks failed.
+    """Return the error of a rank stopped by the failure of different ranks.
 
     Args:
-        errors: class name and message of each failed rank's error, "ValueError: no data", by rank.
+        errors: class names and messages of the errors, "ValueError: no data", by rank.
     """
     first = min(errors)
     error = RankError(
@@ -46,7 +46,7 @@ def rank_lost(rank: int, reason: str) -> RankError:
 
     Args:
         rank: lost rank.
-        reason: missing sign of life, such as "no heartbeat for 60 s".
+        reason: clause such as "no heartbeat for 60 s".
     """
     error = RankError(
         f"rank {rank}",
@@ -76,7 +76,7 @@ class ExitReport:
         text: error on a single line; "done" if the command finished.
         at_s: time in seconds since 1970.
         is_echo: the error was caused by another rank's end.
-        behind: the other rank in that case; None if unknown.
+        behind: rank of the causing error; None if unknown.
     """
 
     rank: int

@@ -254,9 +254,12 @@ def test_a_damaged_one_is_put_aside_and_the_one_before_is_gone_on_from(saved, tm
     victim = saved / "step-4" / "tensors.safetensors"
     victim.write_bytes(victim.read_bytes()[:-1])
     size = victim.stat().st_size
-    with pytest.warns(UserWarning, match=rf"step-4/tensors\.safetensors .*{size} bytes.*{size + 1} bytes.*step-3"):
-        rest = Loop(saved).train(6)
+    told = rf"step-4/tensors\.safetensors .*{size} bytes.*{size + 1} bytes.*step-3"
+    with pytest.warns(UserWarning, match=told), trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it")) as record:
+        rest = Loop(saved).train(6, record=record)
     assert rest == Loop(tmp_path / "other").train(6)[3:]
+    (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed")
+    assert (event.detail["from"], event.detail["damaged_codes"]) == ("step-3", ["checkpoint.size_differs"])
     assert [each.name.partition("-4")[0] for each in saved.glob("step-4.damaged-*")] == ["step"]
 
 
