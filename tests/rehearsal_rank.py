@@ -290,7 +290,7 @@ def one_at_once(*, fails: bool = False) -> dict:
         gc.enable()
         dry_run.copied_together = COPIED
     left = sum(each() is not None for each in copies)
-    return {"most": max(alive), "made": len(alive), "left": left, "refusal": ran[-1].refusal}
+    return {"most": max(alive), "made": len(alive), "left": left, "refusal": ran[-1].refusal, "code": ran[-1].code}
 
 
 def one_raises() -> dict:

@@ -92,4 +92,4 @@ def test_where_memory_is_counted_no_copy_is_there_beside_another(tmp_path):
         assert (ran["most"], ran["left"], ran["refusal"]) == (1, 0, "")
         assert ran["made"] == 6 * 3 + 1  # of each block, and of the peaks
         assert (failed["made"], failed["most"], failed["left"]) == (2, 1, 0)
-        assert failed["refusal"] == "ValueError: no loss"
+        assert (failed["refusal"], failed["code"]) == ("ValueError: no loss", "dry_run.failed")

@@ -19,6 +19,7 @@ class DryRunResult:
         slower: ratio of measured to predicted seconds of the plan as first proposed; None if unknown.
         refusal: reason for not running, or "".
         took_s: seconds of the dry run.
+        code: stable identifier of the refusal, "dry_run.out_of_memory" or "dry_run.failed"; "" if the plan ran.
     """
 
     plan: Plan
@@ -27,6 +28,7 @@ class DryRunResult:
     slower: float | None = None
     refusal: str = ""
     took_s: float = 0.0
+    code: str = ""
 
     @property
     def window_s(self) -> float:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from trimtab.measure.loop_state import unchanged_by
 from trimtab.measure.peak_memory import alive_between_steps, storage_bytes
 from trimtab.measure.process_state import ProcessState
 from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.run import LossFn
 
 _PAIRS, _BLOCKS = 9, 5
@@ -46,6 +47,13 @@ _COUNTED = 7  # steps
 _LONGEST_S = 60.0  # seconds after which no further optional round of blocks begins
 _numbers = itertools.count()  # the same on all ranks, because they call in the same order
 T = TypeVar("T")
+
+
+class _Failure(NamedTuple):
+    """Reason of a failed dry run, and its code."""
+
+    text: str
+    code: str
 
 
 class DryRuns:
@@ -79,7 +87,7 @@ class DryRuns:
     def refusal(self) -> str:
         """Return the reason why dry runs are not possible, such as a failed copy on a rank; or ""."""
         found = self._together(lambda: self._copied() is None)
-        return found if isinstance(found, str) else ""
+        return found.text if isinstance(found, _Failure) else ""
 
     def of(self, plan: Plan, *, counts_memory: bool) -> DryRunResult:
         """Run a plan; if it changes gradient communication, interleaved with the default and an A/A control.
@@ -102,8 +110,8 @@ class DryRuns:
         found = self._together(lambda: self._rehearsed(arms, counts_memory=counts_memory))
         gc.collect()  # An error holds its frames, and the frames hold the run's tensors.
         took_s = slowest(time.perf_counter() - start)
-        if isinstance(found, str):
-            return DryRunResult(plan, refusal=found, took_s=took_s)
+        if isinstance(found, _Failure):
+            return DryRunResult(plan, refusal=found.text, took_s=took_s, code=found.code)
         return replace(found, took_s=took_s)
 
     def _rehearsed(self, arms: Mapping[str, Plan], *, counts_memory: bool) -> DryRunResult:
@@ -155,8 +163,8 @@ class DryRuns:
     def _running(self, plan: Plan) -> contextlib.AbstractContextManager[DryRun]:
         return rehearsing(plan, self._copied, self._clip_norm, self._batching)
 
-    def _together(self, make: Callable[[], T]) -> T | str:
-        """Return the result of `make` on all ranks, or the reason of a failure, the same on all ranks.
+    def _together(self, make: Callable[[], T]) -> T | _Failure:
+        """Return the result of `make` on all ranks, or a failure, the same on all ranks.
 
         If some ranks wait inside a collective, a failed rank ends, and ends them with the same error. If no rank does,
         but the numbers of collectives differ, pending messages would be matched with later collectives, so all ranks
@@ -180,7 +188,8 @@ class DryRuns:
         # A failed rank may have left the others inside a collective, which ends only when this rank does.
         limit_s = time_limit_s() / 4 if failure else time_limit_s()
         try:
-            words = json.dumps([_said(failure), num_sent()])
+            own = _failure_of(failure)
+            words = json.dumps([own.text, own.code, num_sent()])
             said = words_of_all(f"rehearsal/{next(_numbers)}", words, limit_s)
         except (RuntimeError, dist.DistError) as silence:
             cause = failure or silence
@@ -188,12 +197,14 @@ class DryRuns:
                 raise cause from None
             raise reason from cause
         exchange.close()
-        told = [(rank, str(text), sent) for rank, (text, sent) in enumerate(map(json.loads, said))]
-        if (first := next(((rank, text) for rank, text, _ in told if text), None)) is None:
+        reports = [json.loads(each) for each in said]
+        first = next((rank for rank, (text, _, _) in enumerate(reports) if text), None)
+        if first is None:
             return made[0]
-        if any(sent != told[0][2] for _, _, sent in told):
-            raise _left_over(*first) from failure
-        return first[1]
+        text, code, _ = reports[first]
+        if any(sent != reports[0][2] for _, _, sent in reports):
+            raise _left_over(first, text) from failure
+        return _Failure(text, code)
 
 
 @contextlib.contextmanager
@@ -205,10 +216,13 @@ def _process_unchanged() -> Iterator[None]:
         before.restore()
 
 
-def _said(failure: Exception | None) -> str:
-    if failure is None:
-        return ""
-    return str(failure) if isinstance(failure, DryRunOutOfMemory) else describe(failure)
+def _failure_of(error: Exception | None) -> _Failure:
+    """Return the failure for a rank's exception; empty without an exception."""
+    if error is None:
+        return _Failure("", "")
+    is_memory = isinstance(error, DryRunOutOfMemory) or is_out_of_memory(error)
+    text = str(error) if isinstance(error, DryRunOutOfMemory) else describe(error)
+    return _Failure(text, "dry_run.out_of_memory" if is_memory else "dry_run.failed")
 
 
 def _left_over(rank: int, text: str) -> RankError:
