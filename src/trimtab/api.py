@@ -56,18 +56,20 @@ from trimtab.runtime.step_recorder import StepRecorder
 
 MOST_BATCHES = 16
 FREED = (
-    "the batch was freed: it follows gradient noise and the times of a window; "
-    "peaks are of windows of two batches, the loop's too"
+    "the batch size is adaptive, by gradient noise and step times; "
+    "memory peaks are of steps of two loader batches, for the baseline too"
 )
 _APART = (
-    "This plan shares nothing between the ranks there are: each trains a model of its own, unless the loop reduces "
-    "gradients itself. Plan on all of them, or wrap the model in DistributedDataParallel."
+    "This job has several ranks, but the plan and the model do not reduce gradients, so that every rank trains a "
+    "separate model unless the loop reduces gradients. Call trimtab.plan on all ranks, or wrap the model in "
+    "DistributedDataParallel."
 )
 _IN_EVALUATION = (
-    "The model is in evaluation mode, and is measured so: nothing is dropped, and batch statistics are not computed. "
-    "Call model.train() before it is planned; to keep batch statistics frozen, .eval() on those modules behind it."
+    "The model is in evaluation mode, and is measured without dropout and without updates of batch statistics. Call "
+    "model.train() before trimtab.plan. To keep batch statistics frozen, call .eval() on the normalisation modules "
+    "afterwards."
 )
-CUT = "the batch was freed: it is cut into as many micro-batches as gave most rows or tokens per second and byte"
+CUT = "the batch is split into the number of micro-batches with the most samples or tokens per second and byte"
 
 
 def profile(
@@ -329,8 +331,13 @@ def plan(
     objective = validation.dataclass_or("objective", objective, Objective, Objective())
     batch, is_shared = example_batch if longest_batch is None else longest_batch, is_to_share(model)
     if is_shared and isinstance(data, Iterator):
-        given = "an iterator, which planning would draw from on one of several ranks"
-        raise ValueGivenError("data", got=given, expected="a loader, or nothing")
+        raise ValueGivenError(
+            "data",
+            got="an iterator, from which only one of several ranks would draw batches",
+            expected="a loader or None",
+            hint="Pass the DataLoader itself as data=, not iter(loader).",
+            code="data.iterator",
+        )
 
     def measured() -> Profile:
         return profile(
@@ -438,10 +445,19 @@ def start(
     """
     if not isinstance(plan, Plan):
         raise ValueGivenError(
-            "plan", got=f"a {type(plan).__name__}", expected="a Plan", hint="Make one with trimtab.plan(...)."
+            "plan",
+            got=f"a {type(plan).__name__}",
+            expected="a trimtab.Plan",
+            hint="Make a plan with trimtab.plan(...) or trimtab.Plan.fixed(batch_size).",
+            code="plan.not_plan",
         )
     if energy is not None and record is None:
-        raise ValueGivenError("energy", got="a clock without a record", expected="record=..., which its joules go to")
+        raise ValueGivenError(
+            "energy",
+            problem="energy= was passed without record=, so that the energy would not be recorded.",
+            hint="Pass record=trimtab.RecordWriter(path, header).",
+            code="energy.no_record",
+        )
     backend = backend_of(
         model,
         plan,
@@ -457,9 +473,10 @@ def start(
         if plan.batch_rule is not None:
             raise ValueGivenError(
                 "plan.batch_rule",
-                got="a batch that is freed, on one of several ranks that nothing joins as far as can be seen",
-                expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
-                hint="Or a plan that shares the model between ranks: zero_stage=0.",
+                problem="The plan adapts the batch size, but the model is not wrapped for the job's several ranks, so "
+                "that each rank would choose a different batch size.",
+                hint="Wrap the model in DistributedDataParallel or fully_shard, or use a plan with zero_stage=0.",
+                code="batch_rule.ranks_unconnected",
             )
         if is_to_share(model):
             warnings.warn(_APART, stacklevel=2)

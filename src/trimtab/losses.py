@@ -20,7 +20,7 @@ from trimtab.core.errors import LossError
 Count = Tensor | int | float
 _LARGEST = sys.float_info.max
 _LAST_OPERATIONS = 4  # A loss may be divided by the number of batches after it was scaled, so a few nodes are searched.
-_EXPECTED = "a scalar mean, trimtab.Summed(loss_sum, count), or one of them in a pair (loss, auxiliary)"
+_EXPECTED = "a scalar mean or trimtab.Summed(loss_sum, count), alone or in a pair (loss, auxiliary)"
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ def as_loss(result: Any, *, is_auxiliary: bool = False) -> LossResult:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise _bad_loss(_description(loss), _remedy(loss))
     if loss.is_complex():
-        raise _bad_loss("a complex loss", "Return its real part or its absolute value.")
+        raise _bad_loss("a complex loss", "Return the real part or the absolute value of the loss.")
     if not loss.requires_grad:
         raise _bad_loss(
             "a loss that does not depend on any trainable parameter",
-            "Compute it from run.model's output, without detach(), item() or no_grad().",
+            "Compute the loss from the output of run.model, without detach(), item() or torch.no_grad().",
         )
     scalar = loss if loss.dim() == 0 else loss.reshape(())  # a reshape of a scalar would add a node to the graph
     return LossResult(scalar, None if count is None else _beside(loss, checked_count(count)), auxiliary)
@@ -120,10 +120,10 @@ def require_unscaled(loss: Tensor) -> None:
     if any(scale is not None and scale.untyped_storage().data_ptr() in factors for scale in scales):
         raise LossError(
             "loss_fn",
-            got="a loss multiplied by a GradScaler's scale",
-            expected="the loss itself",
-            hint="Remove the GradScaler from the loop. A plan with precision fp16 scales the loss and unscales the "
-            'gradients itself; reference=trimtab.Reference("fp16") states that your loop did.',
+            got="a loss multiplied by the scale of a GradScaler",
+            expected="the unscaled loss",
+            hint="Remove the GradScaler from the loop, because a plan with precision fp16 scales the loss and unscales "
+            'the gradients. If your own loop used a GradScaler, plan with reference=trimtab.Reference("fp16").',
             code="loss.scaled",
         )
 
@@ -188,8 +188,8 @@ def checked_count(count: Any) -> Count:
         is_number = not count.is_complex() and count.dtype is not torch.bool
         if count.numel() == 1 and is_number and not count.requires_grad:
             return count.detach().reshape(())
-        given = f"a tensor of shape {tuple(count.shape)}" + (" that requires grad" if count.requires_grad else "")
-        given += "" if is_number else f" and type {count.dtype}"
+        given = f"a tensor of shape {tuple(count.shape)} and dtype {str(count.dtype).removeprefix('torch.')}"
+        given += " with requires_grad=True" if count.requires_grad else ""
     elif isinstance(count, int | float | np.integer | np.floating) and not isinstance(count, bool):
         if 0 <= count <= _LARGEST:
             return count.item() if isinstance(count, np.generic) else count
@@ -199,7 +199,9 @@ def checked_count(count: Any) -> Count:
     raise LossError(
         "loss count",
         got=given,
-        expected="a finite number of terms >= 0, or a tensor of one element",
+        expected="a finite number >= 0, or a real tensor of one element without gradient",
+        hint="Pass the number of terms that were added up, such as the number of tokens, as the count of "
+        "trimtab.Summed.",
         code="loss.count_invalid",
     )
 
@@ -219,10 +221,11 @@ def _is_number(value: Any) -> bool:
 def _ambiguous(value: Any) -> LossError:
     return LossError(
         "loss",
-        got=f"a pair whose second member is a number ({_description(value)})",
-        expected=_EXPECTED,
-        hint="If it is the number of terms of a sum, return trimtab.Summed(loss_sum, count). If it is a metric, "
-        'return (loss, {"accuracy": accuracy}): a dict is passed to run.auxiliary and does not change the loss.',
+        problem=f"The second element of the pair that the loss function returned is a number ({_description(value)}), "
+        "which could be a count or a metric.",
+        got=_description(value),
+        hint="Return trimtab.Summed(loss_sum, count) if the number counts terms. Return a dict, such as "
+        '(loss, {"accuracy": accuracy}), if it is a metric: run.auxiliary contains the dict.',
         code="loss.pair_ambiguous",
     )
 
@@ -231,16 +234,16 @@ def _description(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
+        return f"a tuple of {len(value)} elements"
     return f"a {type(value).__name__}"
 
 
 def _remedy(loss: Any) -> str:
     if isinstance(loss, tuple | list):
-        return "Return (loss, {...}), a tuple, with all other values in one dict."
+        return "Return a tuple (loss, {...}) with all other values in one dict."
     if isinstance(loss, Mapping):
-        return 'Return the loss itself, or (values.pop("loss"), values) with all other values in a dict.'
-    return "Return loss.mean(), or trimtab.Summed(loss.sum(), count); for a model output object, its .loss."
+        return 'Return the loss alone, or (values.pop("loss"), values) with all other values in a dict.'
+    return "Return loss.mean() or trimtab.Summed(loss.sum(), count); of a model output object, return its .loss."
 
 
 def _bad_loss(given: str, hint: str) -> LossError:

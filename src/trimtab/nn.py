@@ -52,8 +52,13 @@ class LossHead(nn.Linear):
             BatchError: the numbers of targets and features differ.
         """
         if features.shape[:-1] != targets.shape:
-            given = f"targets of shape {tuple(targets.shape)} for features of {tuple(features.shape)}"
-            raise BatchError("targets", got=given, expected="one target for each feature vector")
+            raise BatchError(
+                "targets",
+                got=f"targets of shape {tuple(targets.shape)} for features of shape {tuple(features.shape)}",
+                expected=f"one target per feature vector: shape {tuple(features.shape[:-1])}",
+                hint="Reshape the targets, or shift features and targets by the same number of tokens.",
+                code="loss_head.targets_shape",
+            )
         rows, words = features.flatten(0, -2), targets.flatten()
         chunk_rows = self.chunk_rows or len(rows)
         if torch.is_grad_enabled() and chunk_rows < len(rows):
@@ -137,7 +142,10 @@ class _ChunkedLoss(torch.autograd.Function):
         """Return the gradients multiplied by the gradient of the loss."""
         found, ctx.gradients = ctx.gradients, None
         if found is None:
-            raise RuntimeError("a second backward through a chunked loss: its gradients were handed out")
+            raise RuntimeError(
+                "A second backward through LossHead.loss is not possible, because the first backward returned its "
+                "gradients without a copy. Call backward once per forward, or set chunk_rows=None."
+            )
         scaled = (None if each is None else each.mul_(slope.to(each.dtype)) for each in found)
         each = (None if g is None else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True))
         return (*each, None, None)

@@ -279,7 +279,7 @@ CASES = {
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-    pytest.mark.filterwarnings("ignore:A batch trains whole"),
+    pytest.mark.filterwarnings("ignore:A batch was not split"),
 ]
 
 

@@ -313,7 +313,7 @@ FAULTS = [
 named = [pytest.param(fault, check, id=f"{fault.__name__}, {check.__name__}") for fault, check in FAULTS]
 
 
-@pytest.mark.filterwarnings("ignore:Training has become non-finite:RuntimeWarning")  # a fault may divide by 0
+@pytest.mark.filterwarnings("ignore:Training became non-finite:RuntimeWarning")  # a fault may divide by 0
 @pytest.mark.parametrize(("fault", "check"), named)
 def test_the_fault_is_caught(fault, check, monkeypatch):
     fault(monkeypatch)

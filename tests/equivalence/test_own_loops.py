@@ -351,6 +351,6 @@ def test_a_second_run_of_a_model_is_refused_with_the_way_out():
     parameters = list(model.parameters())
     with (
         trimtab.start(model, torch.optim.SGD(parameters[:2], lr=0.1), Plan.fixed(12)),
-        raises(LoopError, code="loop.out_of_order", field="model"),
+        raises(LoopError, code="run.model_in_use", field="model"),
     ):
         trimtab.start(model, torch.optim.SGD(parameters[2:], lr=0.1), Plan.fixed(12))

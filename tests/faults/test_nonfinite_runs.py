@@ -161,7 +161,7 @@ def test_the_last_loss_on_a_device_is_read_at_the_close(monkeypatch):
     watch.over()
 
 
-@pytest.mark.filterwarnings("ignore:The backward of Gradient receives gradients times the loss scale")
+@pytest.mark.filterwarnings("ignore:The backward of Gradient receives gradients multiplied by the loss scale")
 def test_steps_that_were_skipped_for_their_loss_scale_are_no_cause():
     """fp16: the scaler drops a step whose gradients overflow; nothing was applied."""
     training = Training("NaN gradient")

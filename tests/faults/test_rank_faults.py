@@ -56,7 +56,7 @@ RANK = """
             yield torch.randn(4, 6, generator=generator, dtype=torch.float64)
 
     try:
-        with trimtab.joined(limit_s):
+        with trimtab.process_group(limit_s):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -237,4 +237,4 @@ def test_a_rank_that_the_others_wait_for_is_named_once(tmp_path):
     for each in run(tmp_path, "slow")[0]:
         assert "error" not in each
         (said,) = [text for text in each["warned"] if "takes" in text]
-        assert said.startswith("rank 1 takes")
+        assert said.startswith("Rank 1 takes")

@@ -66,13 +66,23 @@ def new_loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
 
 
 @contextmanager
-def refused(loop: Loop, error: type[TrimtabError], field: str, given: str = "", run: Any = None) -> Any:
-    """Expect `error` about `field`, with all three parts, and every bit of the loop as it was."""
+def refused(
+    loop: Loop, error: type[TrimtabError], field: str, given: str = "", run: Any = None, *, code: str = ""
+) -> Any:
+    """Expect an error, and an unchanged loop.
+
+    Args:
+        field: `TrimtabError.field` of the error.
+        given: text within the error's `reason`, such as the value found.
+        run: run whose state is compared too.
+        code: `TrimtabError.code` of the error; "" accepts every code.
+    """
     before = fingerprint(loop.model, loop.optimizer), run and run.state_dict()
     with pytest.raises(TrimtabError) as caught:
         yield
     assert type(caught.value) is error, caught.value
     assert caught.value.field == field, caught.value
+    assert not code or caught.value.code == code, caught.value
     assert given in str(caught.value), caught.value
     assert caught.value.problem or caught.value.expected
     assert str(caught.value).startswith(caught.value.problem or f"{field}: got ")

@@ -33,8 +33,8 @@ def frozen(loop: Loop) -> nn.Module:
 DOOR = {
     "no module": (lambda k: {"model": mean_loss}, ModelError, "model", "a function"),
     "no model": (lambda k: {"model": None}, ModelError, "model", "NoneType"),
-    "no parameters": (lambda k: {"model": nn.ReLU()}, ModelError, "model", "no parameter"),
-    "all frozen": (lambda k: {"model": frozen(k)}, ModelError, "model", "no parameter"),
+    "no parameters": (lambda k: {"model": nn.ReLU()}, ModelError, "model", "trainable parameters"),
+    "all frozen": (lambda k: {"model": frozen(k)}, ModelError, "model", "trainable parameters"),
     "no optimizer": (lambda k: {"optimizer": None}, OptimizerError, "optimizer", "NoneType"),
     "an optimizer's class": (lambda k: {"optimizer": torch.optim.SGD}, OptimizerError, "optimizer", "a type"),
     "a scheduler": (
@@ -47,7 +47,7 @@ DOOR = {
         lambda k: {"optimizer": torch.optim.SGD(copy.deepcopy(k.model).parameters(), lr=0.1)},
         OptimizerError,
         "optimizer",
-        "4 parameters that are not the model's",
+        "4 parameters",
     ),
     "an optimizer that needs a closure": (
         lambda k: {"optimizer": torch.optim.LBFGS(k.model.parameters())},
@@ -183,14 +183,14 @@ STARTING = {
         for value in NO_COUNT
         if value is not None
     },
-    "a schedule without its end": ({"plan": WARM}, ValueGivenError, "total_samples", "nothing"),
+    "a schedule without its end": ({"plan": WARM}, ValueGivenError, "total_samples", "warmup_cosine"),
     "two clip norms": (
         {"plan": Plan.fixed(ROWS, clip_norm=1.0), "clip_norm": 2.0},
         ValueGivenError,
         "clip_norm",
         "2",
     ),
-    "tf32 on CPU": ({"plan": Plan.fixed(ROWS, precision="tf32")}, ValueGivenError, "plan.precision", "tf32 on cpu"),
+    "tf32 on CPU": ({"plan": Plan.fixed(ROWS, precision="tf32")}, ValueGivenError, "plan.precision", "tf32"),
 }
 
 

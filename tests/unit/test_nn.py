@@ -183,7 +183,7 @@ def test_a_run_trains_with_it_as_with_all_logits(problem):
 
 def test_what_does_not_fit_is_said(problem):
     features, targets = problem
-    with raises(BatchError, code="batch.invalid", field="targets"):
+    with raises(BatchError, code="loss_head.targets_shape", field="targets"):
         LossHead(8, 50, chunk_rows=4).loss(features, targets[:, 1:])
     for wrong in (0, -1, 1.5, True):
         with raises(ValueGivenError, code="value.invalid", field="chunk_rows"):

@@ -98,8 +98,9 @@ class WindowWeights(Stateful):
         if self._is_sum not in (None, count is not None):
             raise LossError(
                 "loss",
-                got="a mean for one micro-batch and Summed for another",
-                expected="the same kind throughout a window",
+                got="a mean for one micro-batch and trimtab.Summed for another of the same step",
+                expected="the same kind of loss for every micro-batch",
+                hint="Return trimtab.Summed(loss_sum, count) for every batch, or a mean for every batch.",
                 code="loss.kinds_mixed",
             )
         if count is not None and not self._divides_at_once and self._divisor is None:

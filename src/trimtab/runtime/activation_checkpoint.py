@@ -27,8 +27,8 @@ from trimtab.runtime.recomputed_function import keeps_activations, recomputed
 _PART = "_trimtab_part"
 # Attribute names under which DistributedDataParallel and torch.compile hold the wrapped model.
 _WRAPPED = {"module", "_orig_mod"}
-_OF_THE_PLAN = "the model that the plan was made for"
-_AT_ONCE = "the blocks of a segment one after another, each handed what the one before returned and nothing else anew"
+_WITHOUT = "Use a plan with recompute=None."
+_PLAN_AGAIN = "Make a plan for this model with trimtab.plan(...)."
 
 
 def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) -> Callable[[], None]:
@@ -50,7 +50,7 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
     for index, _ in swaps:
         _check(blocks[index], modules[index])
     if len({id(modules[index]) for index, _ in swaps}) < len(swaps):
-        raise _refused("a block that is in the schedule twice", "each once")
+        raise _refused("Two entries of the recomputation schedule are the same module.", "recompute.block_repeated")
     heads = [part for _, part in swaps if isinstance(part, _Head)]
     plain = [(modules[index], type(modules[index])) for index, _ in swaps]
     hooks = (
@@ -100,8 +100,9 @@ class _Ends(_Hook):
     """After a forward: check that every block of every segment was called."""
 
     def __call__(self, *_: Any) -> None:
-        if any(head.left for head in self._heads):
-            raise _broken("a block of a segment that was not called")
+        if missed := [module for head in self._heads for module in head.left]:
+            name = type(missed[0]).__mro__[2].__name__
+            raise _broken(f"The model's forward did not call {name}, a block of a recomputed segment.")
 
 
 def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
@@ -112,14 +113,20 @@ def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
     """
     model, blocks = _blocks_of(model, plan.recompute_blocks)
     if isinstance(model, torch.jit.ScriptModule):  # A scripted model has no modules by name either.
-        raise _refused("a scripted model", "one of Python's modules")
+        raise _refused("A TorchScript model cannot recompute activations.", "recompute.scripted")
     try:
         schedule = schedule_of(str(plan.recompute.value), len(blocks))
     except ValueGivenError:
-        given = f"{plan.recompute.value!r:.80} for a model of {len(blocks)} blocks"
-        raise ModelError("plan.recompute", got=given, expected="a schedule of as many") from None
+        raise ModelError(
+            "plan.recompute",
+            problem=f"The plan's recomputation schedule {plan.recompute.value!r:.80} does not cover exactly the "
+            f"{len(blocks)} blocks of the model.",
+            hint=_PLAN_AGAIN,
+            code="recompute.blocks_differ",
+        ) from None
     if plan.compiled.value and any(next(model.get_submodule(name).buffers(), None) is not None for name in blocks):
-        raise _refused("a plan that compiles too, and blocks with buffers, which would move twice", "one of the two")
+        problem = "The plan compiles and recomputes blocks that have buffers, whose updates would be applied twice."
+        raise _refused(problem, "recompute.compiled_buffers")
     return use_schedule(model, blocks, schedule)
 
 
@@ -127,7 +134,13 @@ def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tup
     """Return the model, or the model wrapped in it, that contains all named blocks; without names, find the blocks."""
     if not named:
         if not (blocks := find_blocks(model)):
-            raise ModelError("plan.recompute", got="a model without blocks", expected=_OF_THE_PLAN)
+            raise ModelError(
+                "plan.recompute",
+                problem=f"The plan recomputes activations, but no repeated blocks were found in "
+                f"{type(model).__name__}.",
+                hint=_PLAN_AGAIN,
+                code="recompute.no_blocks",
+            )
         return model, blocks
     for root in _roots(model):
         known = {name for name, _ in root.named_modules()}
@@ -135,7 +148,12 @@ def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tup
             return root, named
     known = {name for name, _ in model.named_modules()}
     missing = next(name for name in named if name not in known)
-    raise ModelError("plan.recompute", got=f"a model without {missing}", expected=_OF_THE_PLAN)
+    raise ModelError(
+        "plan.recompute",
+        problem=f"The plan recomputes the module {missing}, which {type(model).__name__} does not have.",
+        hint=_PLAN_AGAIN,
+        code="recompute.blocks_differ",
+    )
 
 
 def _roots(model: nn.Module) -> Iterator[nn.Module]:
@@ -146,21 +164,27 @@ def _roots(model: nn.Module) -> Iterator[nn.Module]:
         yield from _roots(inner)
 
 
-def _refused(given: str, expected: str) -> ModelError:
-    return ModelError("plan.recompute", got=given, expected=expected, hint="Plan without it, or leave it out.")
+def _refused(problem: str, code: str) -> ModelError:
+    return ModelError("plan.recompute", problem=problem, hint=_WITHOUT, code=code)
 
 
-def _broken(given: str) -> ModelError:
-    return ModelError("plan.recompute", got=given, expected=_AT_ONCE, hint="Segments of single blocks need none.")
+def _broken(problem: str) -> ModelError:
+    hint = (
+        "Call the blocks in order, pass each block's output to the next block, and pass equal other arguments to all "
+        "blocks; or use a schedule whose segments have one block each."
+    )
+    return ModelError("plan.recompute", problem=problem, hint=hint, code="recompute.not_a_chain")
 
 
 def _check(name: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
-        raise _refused(f"{name}, a scripted module", "a module of Python's")
+        raise _refused(f"The block {name} is a TorchScript module, which cannot be recomputed.", "recompute.scripted")
     if isinstance(module, _Swapped):
-        raise _refused(f"{name}, which recomputes already", "a block of no other schedule")
+        problem = f"The block {name} is recomputed already, by another run or an earlier call."
+        raise _refused(problem, "recompute.in_use")
     if "forward" in vars(module):
-        raise _refused(f"{name}, whose forward was replaced on the module itself", "a forward of its class")
+        problem = f"The forward of the block {name} was replaced on the instance, so its class cannot be changed."
+        raise _refused(problem, "recompute.forward_replaced")
 
 
 def _swaps(
@@ -187,9 +211,10 @@ def _check_hooks(modules: Sequence[nn.Module]) -> None:
         if getattr(module, name):
             raise ModelError(
                 "plan.recompute",
-                got=f"a {type(module).__name__} with hooks of its own in a segment of several blocks",
-                expected="blocks that are called once, which those of a segment are not",
-                hint="Segments of single blocks can have hooks.",
+                problem=f"A {type(module).__name__} in a recomputed segment of several blocks has hooks, which would "
+                "run twice.",
+                hint="Remove the hooks, or use a schedule whose segments have one block each.",
+                code="recompute.hooks",
             )
 
 
@@ -281,11 +306,14 @@ class _Head:
         """
         name = type(module).__mro__[2].__name__
         if not self.left or self.left[0] is not module:
-            raise _broken(f"a {name} that is called out of turn")
+            raise _broken(f"The model's forward called {name}, a block of a recomputed segment, out of order.")
         if not args or args[0] is not self.made or not same_arguments((args[1:], kwargs), self._given):
-            raise _broken(f"other arguments than those of the first one for a {name}")
+            raise _broken(
+                f"The arguments of {name} are not the previous block's output and the other arguments of the first "
+                "block of its recomputed segment."
+            )
         if _ambient() != self._under:
-            raise _broken(f"gradients or autocast switched on or off before a {name}")
+            raise _broken(f"Grad mode or autocast changed within a recomputed segment, before {name}.")
         self.left.pop(0)
         made = self.made
         if not self.left:

@@ -35,10 +35,10 @@ def require_free(model: nn.Module) -> None:
     if model in _active:
         raise LoopError(
             "model",
-            got="a model with an active run",
-            expected="one run, with one optimizer for all that it trains",
-            hint="Close it first: run.close(), or use `with trimtab.start(...)`. Two optimizers of one model are "
-            "one torch.optim.Optimizer that steps both (docs/own_loop.md).",
+            problem=f"Another run is active for this {type(model).__name__}.",
+            hint="Call run.close() on the other run first, or use `with trimtab.start(...) as run:`. To train one "
+            "model with two optimizers, combine them in one torch.optim.Optimizer (docs/own_loop.md).",
+            code="run.model_in_use",
         )
 
 
@@ -139,5 +139,7 @@ def _compiled(plan: Plan) -> Compiled:
 
 def _note_launches(recorder: GraphReplayer, note: Note) -> None:
     """Record the number of graph replays, and the reason if there were none."""
-    why = recorder.refusal or ("" if recorder.launches else recorder.left)
-    note("cuda_graphs", {"launches": recorder.launches, "refusal": why or None})
+    code, why = recorder.refusal_code, recorder.refusal
+    if not why and not recorder.launches:
+        code, why = recorder.left_code, recorder.left
+    note("cuda_graphs", {"launches": recorder.launches, "refusal": why or None, "code": code or None})

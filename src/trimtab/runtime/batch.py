@@ -65,9 +65,9 @@ def not_splittable(reason: str) -> BatchError:
     """Return the error for a batch whose samples cannot be separated."""
     return BatchError(
         "batch",
-        got=f"a batch that cannot be split: {reason}",
+        got=f"a batch that cannot be split ({reason})",
         expected="samples along the first dimension of every tensor and list",
-        hint="Pass count=function and split=function, or a micro-batch as large as the batch.",
+        hint="Pass count=function and split=function to trimtab.start, or use a micro-batch as large as the batch.",
         code="batch.not_splittable",
     )
 
@@ -110,9 +110,9 @@ def _moved(leaf: Any, device: torch.device) -> Any:
         name = type(leaf).__name__
         raise BatchError(
             "batch",
-            got=f"a {name} whose to({str(device)!r}) failed ({type(error).__name__}: {error})",
-            expected=f"an object that {name}.to(device) moves to the model's device",
-            hint="Move it in the loader's collate function.",
+            problem=f"A {name} of the batch could not be moved to {device}: {name}.to raised {type(error).__name__}: "
+            f"{error}.",
+            hint="Move the object to the device in the loader's collate function.",
             code="batch.move_failed",
         ) from error
 
@@ -305,7 +305,9 @@ def iterate(field: str, batches: Any) -> Iterator[Batch]:
         BatchError: `batches` is not iterable.
     """
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-        raise BatchError(field, got=f"a {type(batches).__name__}", expected="a loader, list or generator of batches")
+        raise BatchError(
+            field, got=f"a {type(batches).__name__}", expected="an iterable of batches, such as a DataLoader"
+        )
     return iter(batches)
 
 
@@ -387,9 +389,10 @@ def _leave_out(part: Any, name: str) -> None:
     if hasattr(kind, name):
         raise BatchError(
             "batch",
-            got=f"{kind.__name__}.{name}, a tensor that is no field",
-            expected="tensors in fields, which are split by samples",
-            hint="Declare it as a field, or compute it in the loss.",
+            problem=f"{kind.__name__}.{name} is a tensor but not a field of the dataclass, so that it cannot be split "
+            "into micro-batches.",
+            got=f"{kind.__name__}.{name}",
+            hint=f"Declare {name} as a field of {kind.__name__}, or compute it in the loss function.",
             code="batch.tensor_no_field",
         )
     del part.__dict__[name]
@@ -398,8 +401,11 @@ def _leave_out(part: Any, name: str) -> None:
 
 @functools.cache  # Once per field, not per micro-batch.
 def _warn_of_no_field(kind: type, name: str) -> None:
-    said = f"batch: {kind.__name__}.{name} is a tensor that is no field; parts of a batch go without it."
-    warnings.warn(f"{said} A loss that asks for it makes its own or fails: declare it as a field.", stacklevel=2)
+    warnings.warn(
+        f"{kind.__name__}.{name} is a tensor but not a field of the dataclass, so that micro-batches do not have it. "
+        f"Declare {name} as a field of {kind.__name__}, or compute it in the loss function.",
+        stacklevel=2,
+    )
 
 
 def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

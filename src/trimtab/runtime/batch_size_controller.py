@@ -117,7 +117,7 @@ class BatchSizeController(Stateful):
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
         # A collective that all ranks must reach before one of them may raise.
         divides = normalises(optimizer)
-        facts = {"splitting the batch": may_split, "compiling": is_compiled, "the optimizer's kind": divides}
+        facts = {"whether the batch can be split": may_split, "compilation": is_compiled, "kind of optimizer": divides}
         require_alike(exchange, facts)
         check_rule(plan, may_split=may_split)
         self._decider = BatchSizeDecider(
@@ -272,7 +272,10 @@ class BatchSizeController(Stateful):
             self._probing.explored(self._role.asked, self._decider.num_batches)
             if num_batches > self._decider.num_batches:
                 figures = {"batches": num_batches, "decided": self._decider.num_batches}
-                self._note("explored", figures | {"reason": "to find the noise, which windows as decided do not show"})
+                self._note(
+                    "explored",
+                    figures | {"reason": "the gradient noise scale needs more micro-batches than the step has"},
+                )
         if self._role.is_used:  # Counted once the window is over: a dropped window is measured again, on all ranks.
             self._account.use()
         self.dropped()
@@ -305,7 +308,7 @@ class BatchSizeController(Stateful):
         if was_probe and self._probing.fits:
             self._probing.ran_out()
         if was_probe and self.k == 1:
-            self._decider.hold("memory ran out beside another micro-batch's gradients")
+            self._decider.hold("memory ran out with accumulated gradients, so every step keeps one micro-batch")
         self._retries_probe = was_probe
         return was_probe
 

@@ -18,13 +18,16 @@ def check_rule(plan: Plan, *, may_split: bool) -> None:
     if rule.policy == "throughput_per_memory" and not may_split:
         raise ValueGivenError(
             "plan.batch_rule",
-            got="throughput_per_memory, which cuts the batch, and a model that computes over it",
-            expected="a model whose batch can be cut",
+            problem='The batch policy "throughput_per_memory" splits batches, but splitting a batch of this loop '
+            "changes its gradient.",
+            hint='Use BatchRule("goodput"), or a loss that is a mean over samples and a model without batch '
+            "statistics.",
+            code="batch_rule.not_splittable",
         )
     if rule.spans_batches and rule.policy != "fixed" and unit > 1 and rule.k_max < 2 * unit:
         warnings.warn(
-            f"k_max = {rule.k_max} micro-batches, and a loader batch is cut into {unit}: windows are of one loader "
-            f"batch each, and k never changes. BatchRule(k_max={2 * unit}) allows two.",
+            f"BatchRule(k_max={rule.k_max}) has no effect: a loader batch has {unit} micro-batches, so that every step "
+            f"has one loader batch. Pass k_max={2 * unit} or more to allow steps of two loader batches.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -45,6 +48,7 @@ def require_alike(exchange: MetadataExchange, facts: Mapping[str, object]) -> No
         raise ValueGivenError(
             "plan.batch_rule",
             got=f"ranks that differ in {', '.join(others)}",
-            expected="the same on all ranks, which decide by the same figures",
-            hint="Make their models and optimizers alike.",
+            expected="equal values on all ranks",
+            hint="Build the same model and the same optimizer on every rank.",
+            code="batch_rule.ranks_differ",
         )

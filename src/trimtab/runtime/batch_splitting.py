@@ -14,7 +14,7 @@ from trimtab.runtime.sample_count import SampleCount
 Count = Callable[[Any], int]
 Split = Callable[[Any, int, int], Any]
 UNKNOWN = "batch.samples_unknown"
-_WAY_OUT = "Pass count=function, with count(batch) -> number of samples."
+_WAY_OUT = "Pass count=function to trimtab.plan and trimtab.start; count(batch) returns the number of samples."
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,17 @@ class BatchSplitting:
         if self.count is not None:
             samples = self._counted(self.count, batch)
             if reading.samples != samples:
-                reason = f"count= returned {samples}, and the containers show {reading.samples}"
-                reading = SampleCount(samples, reason=f"{reason}: pass split=function")
+                found = "unclear" if reading.samples is None else reading.samples
+                reason = f"count(batch) returned {samples}, but the number found in its tensors is {found}"
+                reading = SampleCount(
+                    samples, reason=f"{reason}; split=function is needed", code="samples.count_differs"
+                )
         if reading.samples == 0:
             raise BatchError(
                 "batch",
                 got="a batch of 0 samples",
                 expected="at least one sample",
-                hint="Skip such batches in the loader: a mean over no samples is not a number.",
+                hint="Skip empty batches in the loader, because a mean over no samples is NaN.",
                 code="batch.no_samples",
             )
         if self.split is not None and reading.samples is not None:
@@ -113,9 +116,8 @@ class BatchSplitting:
         if self.count is not None and (size := self._counted(self.count, found)) != stop - start:
             raise BatchError(
                 "split",
-                got=f"{size} samples, as count= counts them, from split(batch, {start}, {stop})",
-                expected=f"{stop - start} samples",
-                hint="Return a batch of the samples with indices start to stop - 1.",
+                problem=f"split(batch, {start}, {stop}) returned {size} samples (by count) instead of {stop - start}.",
+                hint="Return the samples with indices start to stop - 1 as a batch.",
                 code="batch.split_invalid",
             )
         return found
@@ -128,7 +130,8 @@ class BatchSplitting:
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             given = f"{found!r:.80} from count(batch)"
             expected = "a positive int, the number of samples of the batch"
-            raise BatchError("count", got=given, expected=expected, code="batch.count_invalid")
+            hint = "Return len(batch), or the length of one of its tensors."
+            raise BatchError("count", got=given, expected=expected, hint=hint, code="batch.count_invalid")
         return found
 
 
@@ -137,7 +140,7 @@ BY_CONTAINERS = BatchSplitting()
 
 def samples_unknown(field: str, reason: str) -> BatchError:
     """Return the error for a batch whose number of samples is needed but unknown."""
-    given = f"a batch whose number of samples is unknown: {reason}"
+    given = f"a batch with an unknown number of samples ({reason})"
     expected = "the same number of samples in every tensor and list"
     return BatchError(field, got=given, expected=expected, hint=_WAY_OUT, code=UNKNOWN)
 
@@ -153,8 +156,9 @@ def of_same_size(longest: Any, example: Any, batching: BatchSplitting = BY_CONTA
         raise ValueGivenError(
             "longest_batch",
             got=f"{samples} samples",
-            expected=f"the {expected} of example_batch, for which the plan is made",
-            hint="If the loader's batches vary in size too, pass the largest one as example_batch, alone.",
+            expected=f"{expected} samples, the size of example_batch",
+            hint="If the loader's batches vary in size, pass the largest batch as example_batch, without "
+            "longest_batch.",
             code="longest_batch.size",
         )
     return longest
@@ -166,13 +170,13 @@ def _require_splittable(batch: Any, samples: int) -> None:
         return
     reading = of_batch.read(batch)
     if reading.samples != samples or not reading.is_splittable:
-        raise not_splittable(reading.reason or f"its containers show {reading.samples} samples, not {samples}")
+        raise not_splittable(reading.reason or f"its tensors have {reading.samples} samples, not {samples}")
 
 
 def _failed(field: str, call: str, error: Exception) -> BatchError:
     return BatchError(
         field,
-        got=f"{type(error).__name__}: {error} from {call}",
-        expected=f"a function {field} that accepts every batch of the loader",
+        problem=f"The function passed as {field}= failed: {call} raised {type(error).__name__}: {error}.",
+        hint=f"Pass a {field} function that accepts every batch of the loader.",
         code=f"batch.{field}_failed",
     )

@@ -15,12 +15,12 @@ from trimtab.core.errors import LoopError
 from trimtab.runtime.compiled_call import noting_calls
 from trimtab.runtime.window import Window
 
-_WAY_OUT = "Call run.backward(loss) once for every micro-batch, inside the loop over the window."
+_BACKWARD = "Call run.backward(loss) once for every micro-batch, inside `for micro in window`."
 _STEPPED = (
-    "run.train_step steps by itself: to step in the loop, call run.accumulate(window, loss_fn) in its place. "
-    "A window that is opened up needs run.backward(loss) once for every micro-batch."
+    "run.train_step() calls run.step() itself. To call run.step() in the loop, use run.accumulate(window, loss_fn), or "
+    "`for micro in window` with run.backward(loss), before run.step()."
 )
-_GIVE_UP = "Finish it, or give it up with run.discard()."
+_FINISH = "Complete the open window with run.step(), or drop it with run.discard()."
 
 
 class CallOrder:
@@ -52,9 +52,9 @@ class CallOrder:
         if self.window is not window:
             raise LoopError(
                 "window",
-                got="the next micro-batch of a window that was given up",
-                expected="one of the open window",
-                hint="Leave the loop over it (break), and take the next window.",
+                problem="The loop continued over a window that run.discard() or an error had ended.",
+                hint="Leave `for micro in window` with break, and continue with the next window.",
+                code="loop.window_ended",
             )
         self.micro_rows, self._last = rows, last
         self._awaiting_backward, self.forward.seen = True, False
@@ -64,23 +64,28 @@ class CallOrder:
         if self.window is window and self._awaiting_backward:
             raise LoopError(
                 "window",
-                got="the next micro-batch before run.backward",
-                expected="run.backward(loss) for each",
-                hint=_WAY_OUT + " A window cannot be turned into a list.",
+                problem="The next micro-batch was requested before run.backward(loss) was called for the current "
+                "micro-batch.",
+                hint=_BACKWARD + " Do not convert a window to a list.",
+                code="loop.backward_missing",
             )
 
     def require_micro_batch(self) -> None:
         """Check that a micro-batch is open and has had a forward of the model."""
         if not self._awaiting_backward:
             raise LoopError(
-                "run.backward", got="no open micro-batch", expected="one call per micro-batch", hint=_WAY_OUT
+                "run.backward",
+                problem="run.backward was called without an open micro-batch, or twice for the same micro-batch.",
+                hint=_BACKWARD,
+                code="loop.no_micro_batch",
             )
         if not self.forward.seen:
             raise LoopError(
                 "run.backward",
-                got="a loss without a forward of run.model for this micro-batch",
-                expected="loss_fn(run.model, micro)",
-                hint="Call run.model(...) itself, not a copy, a submodule or another method of it.",
+                problem="run.backward was called before run.model had a forward for this micro-batch.",
+                hint="Compute the loss with run.model(...), not with a copy, a submodule or another method of the "
+                "model.",
+                code="loop.forward_missing",
             )
 
     def backward_done(self) -> None:
@@ -89,27 +94,27 @@ class CallOrder:
 
     def require_idle(self, verb: str) -> None:
         """Raise `LoopError` if a window is open."""
-        self._require_closed(verb, "a new window before run.step()", "run.step() for the window that is open")
+        self._require_closed(verb, "A new window was requested before run.step() for the open window.")
 
     def require_stepped(self, verb: str) -> None:
         """Raise `LoopError` if a window is still open at the end of the loader."""
-        given = "the loader's end with a window open"
-        self._require_closed(verb, given, "run.step() after each window's last micro-batch")
+        self._require_closed(verb, "The loader ended while a window was open, without run.step() for its gradients.")
 
-    def _require_closed(self, verb: str, given: str, expected: str) -> None:
+    def _require_closed(self, verb: str, problem: str) -> None:
         if self.window is not None:
-            raise LoopError(verb, got=given, expected=expected, hint=_GIVE_UP)
+            raise LoopError(verb, problem=problem, hint=_FINISH, code="loop.window_open")
 
     def require_complete(self, verb: str) -> Window:
         """Return the open window, after checking that every micro-batch had its backward."""
         if self.window is None:
-            raise LoopError(verb, got="no window", expected="a window's micro-batches first", hint=_STEPPED)
+            problem = f"{verb}() was called without an open window."
+            raise LoopError(verb, problem=problem, hint=_STEPPED, code="loop.no_window")
         if not self._last or self._awaiting_backward:
             raise LoopError(
                 verb,
-                got="a window whose last micro-batch was not seen",
-                expected="run.backward for every micro-batch",
-                hint="Do not leave the loop over a window early, or give the window up with run.discard().",
+                problem=f"{verb}() was called before run.backward(loss) for the last micro-batch of the window.",
+                hint="Complete the loop over the window, or drop the window with run.discard().",
+                code="loop.window_incomplete",
             )
         return self.window
 

@@ -63,7 +63,12 @@ class NoCheckpoints:
 
     def save(self) -> None:
         """Raise `ValueGivenError`, because the run has no checkpoints."""
-        raise ValueGivenError("run.checkpoint", got="no checkpoints", expected="start(..., checkpoints=...)")
+        raise ValueGivenError(
+            "run.checkpoint",
+            problem="run.checkpoint() was called, but the run has no checkpoint folder.",
+            hint="Pass checkpoints=Checkpoints(folder) to trimtab.start.",
+            code="checkpoints.not_configured",
+        )
 
     def is_leaving(self) -> bool:
         """Return False."""

@@ -99,7 +99,7 @@ def _copied(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], torch
     held = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")}
     inner = [value for value in held.values() if isinstance(value, torch.optim.Optimizer)]
     if any(isinstance(value, nn.Module) for value in held.values()):
-        raise ValueError("it holds a module")
+        raise ValueError("the optimizer holds a module")
     for each in (optimizer, *inner):
         memo[id(each.state)] = defaultdict(dict)
         for p in (p for group in each.param_groups for p in group["params"]):

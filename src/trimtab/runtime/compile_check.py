@@ -58,7 +58,7 @@ class CompileCheck:
         done = len(self._stamps)
         if done == WARM_UP and not self._has_room():
             self._is_decided, self._call.shapes = True, None
-            self._note("compile_unchecked", {"reason": "a GPU that may have no memory for uncompiled windows"})
+            self._note("compile_unchecked", {"reason": "the GPU may not have enough memory for an uncompiled step"})
             return
         self._call.is_on = _is_compiled_in(done)
         if done >= WINDOWS:

@@ -24,7 +24,11 @@ def check_available(compiled: Compiled, device: torch.device) -> None:
     """Raise `ValueGivenError` if a plan uses CUDA graphs and the device is not a CUDA device."""
     if is_recorded(compiled) and device.type != "cuda":
         raise ValueGivenError(
-            "plan.compiled", got=f"{compiled!r} on {device.type}", expected="a CUDA device for graphs"
+            "plan.compiled",
+            got=f"CUDA graphs (compiled={compiled!r}) for a model on the device {device.type!r}",
+            expected="a model on a CUDA device",
+            hint="Move the model to the GPU before trimtab.start, or use a plan with compiled=False.",
+            code="compiled.no_cuda",
         )
 
 
@@ -33,9 +37,11 @@ def require_as_written(compiled: Compiled, model: nn.Module) -> None:
     if compiled and is_compiled(model):
         raise ValueGivenError(
             "plan.compiled",
-            got=f"{compiled!r}, for a model of which the loop has compiled all or a part",
-            expected="False for it, or a model that is as it was written",
-            hint='A run that was kept goes on by another plan with Checkpoints(accepts=("plan",)).',
+            problem=f"The plan compiles the model (compiled={compiled!r}), but the model or one of its submodules is "
+            "compiled already.",
+            hint="Remove torch.compile from the loop, or use a plan with compiled=False. To resume a checkpoint with "
+            'that plan, pass Checkpoints(accepts=("plan",)).',
+            code="compiled.twice",
         )
 
 

@@ -25,7 +25,19 @@ _MOST_GAPS = 2  # Largest ratio of memory to values for which a copy keeps the s
 
 
 class UncapturableModel(Exception):
-    """The model cannot be captured; the message is the reason."""
+    """The model cannot be captured; the message is the reason.
+
+    Args:
+        reason: clause with the model's forward, a parameter or an output as subject.
+        code: stable identifier of the reason.
+    """
+
+    def __init__(self, reason: str, code: str) -> None:
+        self.code = code
+        super().__init__(reason, code)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ReplayToken:
@@ -53,7 +65,7 @@ class CapturedGraphs:
             backward.
 
     Raises:
-        Unrecordable: the forward draws random numbers on the host, or its output cannot be reproduced by a graph.
+        UncapturableModel: the forward draws random numbers on the host, or its output cannot be reproduced by a graph.
         RuntimeError: torch cannot capture the forward, for example because the host synchronises.
     """
 
@@ -131,8 +143,12 @@ class CapturedGraphs:
             LoopError: the graphs were released by `close`.
         """
         if not self._gradients:
-            given_back, hint = "one after run.close()", "Go back before the run is closed."
-            raise LoopError("loss.backward", got=given_back, expected="one within the run", hint=hint)
+            raise LoopError(
+                "loss.backward",
+                problem="A backward pass was called after run.close(), which released the CUDA graphs of its forward.",
+                hint="Call run.backward before run.close().",
+                code="graphs.closed",
+            )
         asked = [(each, reached) for each, reached in zip(given, self._reached, strict=True) if reached]
         for ours, (theirs, _) in zip(self._given, asked, strict=True):
             ours.zero_() if theirs is None else ours.copy_(theirs)
@@ -189,9 +205,10 @@ class _Replay(torch.autograd.Function):
         if not ctx.token.is_open:
             raise LoopError(
                 "loss.backward",
-                got="a second backward of one forward",
-                expected="one: what CUDA graphs have computed is written over in it",
-                hint="Use a plan without them: compiled=False or True.",
+                problem="A second backward pass through the same forward is not possible with CUDA graphs, because the "
+                "first pass overwrites the saved activations.",
+                hint="Call backward once per forward, or use a plan with compiled=False or compiled=True.",
+                code="graphs.second_backward",
             )
         ctx.token.is_open = False
         return None, None, *ctx.recording.backward(given)
@@ -208,21 +225,26 @@ def _reached(
         parameters: the model's own parameters.
 
     Raises:
-        Unrecordable: an output is not a tensor, no output requires a gradient, or a gradient reaches another tensor.
+        UncapturableModel: an output is not a tensor, no output requires a gradient, or a gradient reaches another
+            tensor.
     """
     if (other := next((each for each in outputs if not isinstance(each, Tensor)), None)) is not None:
-        raise UncapturableModel(f"its forward returns a {type(other).__name__} beside tensors")
+        raise UncapturableModel(
+            f"the forward returns a {type(other).__name__} in addition to tensors", "graphs.outputs"
+        )
     own, stood_for = {id(each): index for index, each in enumerate(trained)}, set(map(id, parameters))
     found = []
     for each in outputs:
         leaves = list(_leaves(each))
         if any(id(leaf) in stood_for for leaf in leaves):
-            raise UncapturableModel("it holds parameters in another place too, as torch's recurrent layers do")
+            reason = "the model has a second reference to a parameter, as torch's recurrent layers do"
+            raise UncapturableModel(reason, "graphs.parameters_referenced")
         if any(id(leaf) not in own for leaf in leaves):
-            raise UncapturableModel("its forward trains a tensor that is none of its parameters")
+            reason = "the forward computes gradients of a tensor that is not a parameter of the model"
+            raise UncapturableModel(reason, "graphs.other_tensor_trained")
         found.append(frozenset(own[id(leaf)] for leaf in leaves))
     if not any(found):
-        raise UncapturableModel("its output has no gradient")
+        raise UncapturableModel("no output of the forward requires a gradient", "graphs.no_gradient")
     return found
 
 
@@ -275,7 +297,7 @@ def _same_random_numbers() -> Iterator[None]:
     before = _host_states()
     yield
     if any(ours != theirs for ours, theirs in zip(before, _host_states(), strict=True)):
-        raise UncapturableModel("its forward draws random numbers on the host")
+        raise UncapturableModel("the forward draws random numbers on the CPU", "graphs.random_on_cpu")
 
 
 def _host_states() -> list[Any]:

@@ -56,7 +56,9 @@ class GraphReplayer:
         is_on: False disables capture and replay.
         launches: number of replays.
         refusal: reason why capture failed and is disabled; "" otherwise.
-        left: last known reason for an eager call since the last replay.
+        refusal_code: code of `refusal`, such as "graphs.synchronizes"; "" otherwise.
+        left: last known reason for an eager call since the last replay; "" otherwise.
+        left_code: code of `left`; "" otherwise.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class GraphReplayer:
         self._device = next(model.parameters()).device
         self._kinds: list[_CapturedCall] = []
         self._last: Callable[[], ReplayToken | None] = lambda: None
-        self.is_on, self.refusal, self.left, self.launches = True, "", "", 0
+        self.is_on, self.launches = True, 0
+        self.refusal = self.refusal_code = self.left = self.left_code = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, by replay if possible."""
@@ -83,7 +86,8 @@ class GraphReplayer:
             return self._called(args, kwargs)
         token = ReplayToken()
         self._last = weakref.ref(token)
-        self.launches, self.left = self.launches + 1, ""
+        self.launches += 1
+        self._leave("", "")
         return seen.recording.launch(tensors, token)
 
     def forget(self) -> None:
@@ -102,11 +106,14 @@ class GraphReplayer:
         except torch.cuda.OutOfMemoryError:
             if not self._made() or self._is_waited_for():
                 raise
-        self._give_up("memory ran out beside what is recorded")
+        self._give_up("graphs.out_of_memory", "an eager call ran out of memory next to captured graphs")
         return self._forward(*args, **kwargs)
 
-    def _give_up(self, refusal: str) -> None:
-        self.refusal = refusal
+    def _leave(self, code: str, reason: str) -> None:
+        self.left_code, self.left = code, reason
+
+    def _give_up(self, code: str, reason: str) -> None:
+        self.refusal_code, self.refusal = code, reason
         self.forget()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -123,10 +130,10 @@ class GraphReplayer:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
         if not tensors or not all(map(self._may_be_copied, tensors)):
-            self.left = "its inputs are not all tensors of its device without a gradient"
+            self._leave("graphs.inputs", "an input tensor is on another device, requires a gradient or is a subclass")
             return [], None
         if not all(isinstance(each, (Tensor, *_PLAIN)) for each in leaves):
-            self.left = "its inputs are not all tensors and plain values"
+            self._leave("graphs.inputs", "an input is neither a tensor nor a bool, int, float, str, dtype or device")
             return [], None
         shapes = [
             (each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else (type(each), each)
@@ -138,7 +145,7 @@ class GraphReplayer:
     def _is_looked_into(self) -> bool:
         """Return True if modules have hooks, or a dispatch mode, a functorch transform or another capture is active."""
         if self._state.has_hooks:
-            self.left = "its modules have hooks"
+            self._leave("graphs.hooks", "modules of the model have hooks")
             return True
         is_captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         is_changed = torch._C._functorch.peek_interpreter_stack() is not None
@@ -151,7 +158,7 @@ class GraphReplayer:
         """Count a call and return the entry of its kind; None if the limit of kinds is reached."""
         if self._state.has_changed():  # Captured graphs refer to the old parameters and the old module state.
             if self._kinds:
-                self.left = "what its modules hold beside the values of tensors changes from call to call"
+                self._leave("graphs.state_changes", "attributes, parameters or buffers are replaced between calls")
             self.forget()
             self._state = ModuleState(self._model)
             self._state.has_changed()
@@ -175,7 +182,7 @@ class GraphReplayer:
                 found = self._called(args, kwargs)
         for each in warned:
             if "called a synchronizing CUDA operation" in str(each.message):
-                self._give_up("its forward waits for what the device computes")
+                self._give_up("graphs.synchronizes", "the forward waits for the GPU, as .item() or .cpu() does")
             elif "debug mode is a prototype" not in str(each.message):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         return found
@@ -186,13 +193,17 @@ class GraphReplayer:
             found = self._record(self._model, self._forward, args, kwargs, beside)
             if self._state.has_changed():
                 found.close()
-                raise UncapturableModel("its forward changes what its modules hold beside the values of tensors")
+                raise UncapturableModel(
+                    "the forward replaces attributes or buffers of its modules", "graphs.state_changes"
+                )
             return found
         except torch.cuda.OutOfMemoryError:
-            self._give_up("memory ran out while it was recorded")
+            self._give_up("graphs.out_of_memory", "memory ran out during capture")
         except Exception as error:  # A forward may do many things that cannot be captured; it then runs eagerly.
-            is_said = isinstance(error, UncapturableModel)
-            self._give_up(str(error) if is_said else f"it cannot be recorded ({_first_said(error)})")
+            if isinstance(error, UncapturableModel):
+                self._give_up(error.code, str(error))
+            else:
+                self._give_up("graphs.capture_failed", f"capture failed ({_first_said(error)})")
         return None
 
 

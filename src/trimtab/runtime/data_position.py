@@ -115,9 +115,10 @@ class DataPosition(Stateful):
         elif apart:
             raise FormatError(
                 "resume: data",
-                got=_in_words(now, apart),
-                expected=f"{_in_words(then, apart)}, as the run was saved with",
-                hint='Give the loader it was trained on, or accept the change: Checkpoints(..., accepts=("data",)).',
+                got=f"a loader with {_in_words(now, apart)}",
+                expected=f"{_in_words(then, apart)}, as in the checkpointed run",
+                hint='Pass the same loader, or accept the change with Checkpoints(..., accepts=("data",)).',
+                code="resume.data_differs",
             )
 
     def over(self) -> None:
@@ -148,8 +149,13 @@ class DataPosition(Stateful):
             batches = iter(())
         elif saved["loader"] is not None:
             if not is_stateful(loader):
-                given, expected = f"a {type(loader).__name__}", "one with load_state_dict, as the run was saved with"
-                raise FormatError("loader", got=given, expected=expected)
+                raise FormatError(
+                    "loader",
+                    problem=f"The checkpoint contains the loader's state, but a {type(loader).__name__} has no "
+                    "load_state_dict.",
+                    hint="Pass the same kind of loader as in the checkpointed run.",
+                    code="resume.loader_kind",
+                )
             loader.load_state_dict(saved["loader"])
             batches = iterate("loader", loader)
         else:
@@ -157,8 +163,13 @@ class DataPosition(Stateful):
             batches = iterate("loader", loader)
             again = self._drawn_again(batches)
             if again < self._drawn:
-                given = f"a pass of {again} batches, of which {self._drawn} were trained on"
-                raise FormatError("loader", got=given, expected="the data that the run was saved with")
+                raise FormatError(
+                    "loader",
+                    problem=f"The loader ended after {again} batches, but the checkpointed run had trained on "
+                    f"{self._drawn} batches of this epoch.",
+                    hint="Pass the same loader and data as in the checkpointed run.",
+                    code="resume.data_short",
+                )
         here()
         return batches
 
@@ -200,9 +211,19 @@ class DataPosition(Stateful):
             LoopError: the run is closed.
         """
         if self._is_over:
-            raise LoopError("run.position.state_dict", got="a run that is closed", expected="one that is not")
+            raise LoopError(
+                "run.position.state_dict",
+                problem="The data position is unknown, because the run is closed.",
+                hint="Call state_dict() before run.close().",
+                code="run.closed",
+            )
         if not self._is_kept:
-            raise ValueGivenError("run", got="no checkpoints", expected="start(..., checkpoints=...)")
+            raise ValueGivenError(
+                "run",
+                problem="The data position is unknown, because the run saves no checkpoints.",
+                hint="Pass checkpoints=Checkpoints(folder) to trimtab.start.",
+                code="checkpoints.not_configured",
+            )
         if self._saved is not None:  # Nothing was drawn since the state was loaded.
             return {**self._saved, "here": {**self._saved["here"], "random": random_state()}}
         # A checkpoint saved while an exception is handled resumes the epoch. GeneratorExit only closes the generator.
@@ -232,7 +253,7 @@ class DataPosition(Stateful):
             validation.integer(f"{where}.epoch", state["epoch"], low=0)
         passes, drawn = (validation.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
         if not isinstance(state["length"], Mapping):
-            raise FormatError(f"{where}.length", got=repr(state["length"]), expected="numbers by their names")
+            raise FormatError(f"{where}.length", got=repr(state["length"]), expected="a mapping from names to integers")
         for name, number in state["length"].items():
             validation.integer(f"{where}.length.{name}", number, low=0)
         for name in ("begun", "here"):
@@ -278,9 +299,11 @@ def require_state_kept(loader: Any) -> None:
     if has_lasting_workers(innermost(loader)) and not is_stateful(loader):
         raise ValueGivenError(
             "loader",
-            got="persistent_workers=True, in a run with checkpoints",
-            expected="workers that begin with each pass, as those of a run that goes on do",
-            hint="DataLoader(..., persistent_workers=False), or a loader that has state_dict and load_state_dict.",
+            problem="A DataLoader with persistent_workers=True cannot be resumed exactly, because its workers keep "
+            "random states from epoch to epoch.",
+            got="persistent_workers=True",
+            hint="Pass persistent_workers=False, or a loader with state_dict and load_state_dict.",
+            code="loader.persistent_workers",
         )
 
 

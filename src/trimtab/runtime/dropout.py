@@ -40,9 +40,10 @@ def use_dropout(model: nn.Module, probability: float) -> Callable[[], None]:
     if not found:
         raise ModelError(
             "model",
-            got="no module that drops values",
-            expected="dropout layers, for a plan that sets their probability",
-            hint="Leave dropout as it is.",
+            problem=f"The plan sets dropout={probability:g}, but {type(model).__name__} has no dropout module with a "
+            "probability above 0.",
+            hint="Use a plan with dropout=None.",
+            code="dropout.no_modules",
         )
     for module, name, _ in found:
         setattr(module, name, float(probability))

@@ -37,7 +37,6 @@ _MOST_LOOKED_AT = 100  # Number of objects compared around every forward.
 _MOST_ITEMS = 10_000  # Number of items in a container that is copied at every forward.
 _SMALL = 2**20  # Bytes of a tensor copied by later watched forwards; the first watched forward copies all.
 Replayed = ArraySnapshot | VariableSnapshot | ContainerSnapshot | GeneratorSnapshot | MemorySnapshot
-_REFUSED = "a forward whose recomputation changes nothing but buffers, attributes, containers and random generators"
 
 
 @dataclass
@@ -185,9 +184,10 @@ class RecomputedForwards:
         what = ", ".join(map(str, changes[:3])) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
         return ModelError(
             "plan.recompute",
-            got=f"a forward of {names} that changes {what}: recomputed, it would change that twice",
-            expected=_REFUSED,
-            hint=f"Move the change out of {names}, keep the tensor as a buffer, or plan without recomputing it.",
+            problem=f"The forward of {names} changes {what}, so that activation checkpointing would apply the change "
+            f"twice.",
+            got=what,
+            hint=f"Move the change out of {names}, register the tensor as a buffer, or use a plan with recompute=None.",
             code="recompute.side_effects",
         )
 
@@ -328,8 +328,7 @@ def is_traced(modules: Sequence[nn.Module]) -> bool:
 def _changed_since() -> ModelError:
     return ModelError(
         "plan.recompute",
-        got="parameters that were changed in place between a block's forward and its backward",
-        expected="the same parameters in both: the block's forward is computed again",
-        hint="Step optimizers and averages after the backward, or plan without recomputation.",
+        problem="Parameters of a recomputed block were changed in place between its forward and its backward.",
+        hint="Update parameters (optimizer.step, averages) after the backward, or use a plan with recompute=None.",
         code="recompute.side_effects",
     )

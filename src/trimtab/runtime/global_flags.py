@@ -42,9 +42,10 @@ def _retain_memory() -> Undo:
     if not allocator.can_retain():
         raise ValueGivenError(
             "plan.allocator",
-            got="retain where the C library's allocator cannot be set, or is set already",
-            expected="glibc, and no MALLOC_ variable",
-            hint="Use keep.",
+            problem='allocator="retain" needs glibc\'s malloc with default settings, but this process has another C '
+            "library or a MALLOC_ environment variable.",
+            hint='Use a plan with allocator="keep", or unset the MALLOC_ variables.',
+            code="allocator.not_settable",
         )
     before = allocator.mode()
     allocator.set_mode("retain")

@@ -60,7 +60,13 @@ def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
     if clip_norm is not None:
         validation.number("clip_norm", clip_norm, low=0, open_low=True)
         if planned is not None and planned != clip_norm:
-            raise ValueGivenError("clip_norm", got=f"{clip_norm:g}", expected=f"the plan's {planned:g}, or none")
+            raise ValueGivenError(
+                "clip_norm",
+                got=f"{clip_norm:g}",
+                expected=f"None or {planned:g}, the limit in the plan",
+                hint="Leave out clip_norm, or use a plan with this limit.",
+                code="clip_norm.differs_from_plan",
+            )
         return clip_norm
     return None if planned is None else float(planned)
 
@@ -70,7 +76,7 @@ def with_own_limit(plan: Plan, clip_norm: float | None) -> Plan:
     if clip_norm is None or not plan.clip_norm.losers:
         return plan
     validation.number("clip_norm", clip_norm, low=0, open_low=True)
-    said = f"the loop's own, which goes before {plan.clip_norm.value:g}, found by a range test"
+    said = f"the limit passed to trimtab.start replaces {plan.clip_norm.value:g}, which a range test found"
     return replace(plan, clip_norm=Choice(float(clip_norm), said, Effect.DYNAMICS))
 
 

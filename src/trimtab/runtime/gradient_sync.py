@@ -72,11 +72,9 @@ class GradientSync:
             return
         names = {p: name for name, p in self._outside}
         called = listed([names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in left])
-        expected = "every trained parameter inside DistributedDataParallel, which reduces gradients over ranks"
-        hint = "Put it into the wrapped model, and set requires_grad before the model is wrapped."
-        error = OptimizerError(
-            "optimizer", got=f"{called}, outside of it", expected=expected, hint=hint, code=UNREDUCED
-        )
+        problem = f"The optimizer trains parameters whose gradients DistributedDataParallel does not reduce: {called}."
+        hint = "Put these parameters into the wrapped model, and set requires_grad before the model is wrapped."
+        error = OptimizerError("optimizer", problem=problem, got=called, hint=hint, code=UNREDUCED)
         if not of_user:
             raise error
         warnings.warn(str(error), RuntimeWarning, stacklevel=4)
@@ -87,9 +85,9 @@ class GradientSync:
         if self._model is not None and self._model.static_graph and (plan.num_micro_batches > 1 or plan.batch_rule):
             raise ModelError(
                 "model",
-                got="DistributedDataParallel(static_graph=True), and windows of several micro-batches",
-                expected="a plan with one micro-batch per window, or DDP without static_graph",
-                hint="Leave static_graph out.",
+                problem="DistributedDataParallel with static_graph=True does not support gradient accumulation, but "
+                "the plan has several micro-batches per step.",
+                hint="Wrap the model without static_graph=True, or use a plan with one micro-batch per step.",
                 code="ranks.static_graph",
             )
 
@@ -200,13 +198,12 @@ class GradientSync:
             raise self._unreduced(found)
 
     def _unreduced(self, names: Sequence[str]) -> RankError:
-        given = f"{listed(names)}, whose gradient in this window is not reduced over the ranks"
-        expected = "every gradient reduced by DistributedDataParallel before the optimizer's step"
+        problem = f"DistributedDataParallel did not reduce the gradients of {listed(names)} in this step."
         hint = (
-            "Use these parameters in every micro-batch, wrap the model with find_unused_parameters=True and without "
-            "static_graph, and set requires_grad before it is wrapped."
+            "Use these parameters in every micro-batch, or wrap the model with find_unused_parameters=True and without "
+            "static_graph; set requires_grad before the model is wrapped."
         )
-        return RankError("model", got=given, expected=expected, hint=hint, code=UNREDUCED)
+        return RankError("model", problem=problem, got=listed(names), hint=hint, code=UNREDUCED)
 
     def _parameter(self, index: int) -> nn.Parameter:
         return self._reduced[index][1]

@@ -44,7 +44,7 @@ class ForwardHookCollector(TorchFunctionMode):
         if (kind := _ON_TENSORS.get(func)) is not None:
             hook = args[1] if len(args) > 1 else (kwargs or {}).get("hook")
             if is_users(hook):
-                self.found.append(described(hook, kind, "a tensor of the forward"))
+                self.found.append(described(hook, kind, "a tensor created in the forward"))
         return func(*args, **(kwargs or {}))
 
 
@@ -104,8 +104,8 @@ class HookChecks:
         if self.found and count is not None and window is not None and window.num_micro_batches > 1:
             raise ModelError(
                 "run.backward",
-                got=f"a sum with a count, over several backwards; the model has {in_words(self.found)}",
-                expected="a mean loss: the divisor of a sum is known after the last backward",
-                hint="Return a mean, or train one batch per step, or remove the hooks.",
+                problem=f"The model has gradient hooks ({in_words(self.found)}), which would receive gradients that "
+                "are not divided by the number of terms of trimtab.Summed, because a step has several micro-batches.",
+                hint="Return a mean loss, train one batch per step in one micro-batch, or remove the hooks.",
                 code="hooks.gradient_scaled",
             )

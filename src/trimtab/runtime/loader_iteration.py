@@ -128,7 +128,7 @@ class LoaderIteration(RunView):
 
         def length() -> int:
             if (number := length_of(loader)) is None:
-                raise TypeError(f"a {type(loader).__name__} has no length")
+                raise TypeError(f"The number of windows is unknown, because a {type(loader).__name__} has no len().")
             return 0 if has_ended else -(-max(0, number - before) // self.num_batches)
 
         return WindowIterator(self._pass_over(loader), length)
@@ -199,8 +199,13 @@ class LoaderIteration(RunView):
         self._require_open()
         self._order.require_idle("run.of_batches")
         if isinstance(self._control, BatchSizeController):
-            given, expected = "a plan that freed the batch", "one that leaves it, or windows of what it says"
-            raise LoopError("run.of_batches", got=given, expected=expected)
+            raise LoopError(
+                "run.of_batches",
+                problem=f"run.of_batches({num_batches}) was called, but the plan adapts the number of batches per "
+                f"step.",
+                hint='Remove the call, or make the plan without adapt="batch".',
+                code="loop.batch_adaptive",
+            )
         self._control = FixedBatchSize(num_batches)
 
     def window(self, *batches: Any) -> Window:
@@ -211,14 +216,21 @@ class LoaderIteration(RunView):
             LoopError: the run saves checkpoints, which requires `windows` to track the position in the data.
         """
         if self._keeper.keeps:
-            given, expected = "a run with checkpoints", "run.windows(loader), which knows its place in the data"
-            raise LoopError("run.window", got=given, expected=expected)
+            raise LoopError(
+                "run.window",
+                problem="run.window(batch) does not track the data position, which a run with checkpoints saves.",
+                hint="Iterate over run.windows(loader), or start the run without checkpoints.",
+                code="loop.position_unknown",
+            )
         return self._window(*batches)
 
     def _window(self, *batches: Any) -> Window:
         self._require_open()
         if not batches:
-            raise LoopError("run.window", got="no batch", expected="at least one")
+            hint = "Call run.window(batch)."
+            raise LoopError(
+                "run.window", got="no batch", expected="at least one batch", hint=hint, code="loop.no_batch"
+            )
         rows, whole, reason = self._sizes(batches)
         may_split, samples = not reason, None if whole else sum(rows)
         self._warn_of_other_steps(rows, is_counted=not whole)
@@ -264,7 +276,7 @@ class LoaderIteration(RunView):
         """Warn once if a batch that the plan would split runs as a single micro-batch."""
         if is_planned and not self._warned_whole:
             self._warned_whole = True
-            text = f"A batch trains whole, without the micro-batches of the plan: {reason}."
+            text = f"A batch was not split into the micro-batches of the plan, because {reason}."
             warnings.warn(f"{text} Pass count= and split= to trimtab.start.", RuntimeWarning, stacklevel=4)
 
     def _warn_of_other_steps(self, rows: Sequence[int], *, is_counted: bool) -> None:
@@ -273,17 +285,18 @@ class LoaderIteration(RunView):
         accumulate, planned = self.plan.reference.accumulate, self.plan.batch_rows
         if not is_first or not is_counted or accumulate == 1 or isinstance(self._control, BatchSizeController):
             return
-        step = f"The plan is for steps of {planned} samples, {accumulate} batches of the loader each"
+        step = f"The plan was made for steps of {planned} samples from {accumulate} loader batches"
         if sum(rows) <= planned / accumulate:
-            text = f"{step}; this step has {sum(rows)}. Call run.of_batches({accumulate}) before run.windows(loader)"
+            text = f"{step}, but this step has {sum(rows)} samples. Call run.of_batches({accumulate}) before "
+            text += "run.windows(loader)."
         elif len(rows) > 1 and max(rows) < int(self.plan.micro_batch.value or 1):
-            micro = f"its micro-batch of {self.plan.micro_batch.value} samples is larger than a batch, {max(rows)}"
             text = (
-                f"{step}; {micro}, so that every batch trains alone. Let the loader yield {planned} samples at a time"
+                f"{step} in micro-batches of {self.plan.micro_batch.value} samples, but a loader batch has only "
+                f"{max(rows)} samples, and micro-batches do not join batches. Let the loader yield {planned} samples."
             )
         else:
             return
-        warnings.warn(f"{text}.", RuntimeWarning, stacklevel=6)
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
 
     def _micro_batch_of(self, rows: int, num_batches: int) -> int:
         planned = self.plan.micro_batch_of(rows)
@@ -327,9 +340,9 @@ def _unshared(batches: Iterator[Any]) -> Iterator[Any]:
         if any(each.data_ptr() in again and each._version != version for each, version in seen):
             raise BatchError(
                 "batch",
-                got="a batch whose tensors the loader wrote over as it drew the next of the same window",
-                expected="tensors of its own in each of them",
-                hint="Have the loader yield a copy: a window of several batches holds them all.",
+                problem="The loader overwrote the tensors of a batch when it drew the next batch of the same step.",
+                hint="Let the loader yield new tensors or copies, because a step of several batches needs all of them.",
+                code="batch.overwritten",
             )
         seen += [(each, each._version) for each in held]
         yield batch

@@ -60,11 +60,16 @@ class LeftoverStep:
         name, number = frame.f_code.co_filename, frame.f_lineno
         where, line = f"{name}:{number}", linecache.getline(name, number).strip()
         is_open = self._order.window is not None
-        remedy = "Call run.step() in its place" if is_open else "Remove it"
-        effect = "the run does not clip, unscale or count this step" if is_open else "each window is applied twice"
+        if is_open:
+            text = (
+                f"optimizer.step() at {where} bypasses the run, which then does not clip, unscale or count the step. "
+            )
+            text += "Call run.step() instead."
+        else:
+            text = f"optimizer.step() at {where} steps in addition to run.step(), so that each step is applied twice. "
+            text += "Remove the call of optimizer.step()."
         warnings.warn(
-            f"optimizer.step() at {where} steps parameters that run.step() has to step: {effect}. "
-            f"{remedy}{': ' + line if line else ''}",
+            f"{text} The line is: {line}" if line else text,
             RuntimeWarning,
             stacklevel=3,
         )
@@ -99,12 +104,12 @@ class LeftoverGradientChanges:
             return
         if self._num_backwards == 0:
             self._warn(
-                "There are gradients before a step's first run.backward(loss), which are added to its own.",
+                "Parameters had gradients before the step's first run.backward(loss), which adds to these gradients.",
                 "Remove loss.backward() from the loop and from the loss function",
             )
         else:
             self._warn(
-                "Gradients changed between two calls of run.backward in one step, which adds them up.",
+                "Gradients changed between two calls of run.backward in one step, which accumulate gradients.",
                 "Remove zero_grad() and loss.backward() from the loop",
             )
 
@@ -125,13 +130,13 @@ class LeftoverGradientChanges:
         seen = self._seen or []
         if any(was is not None and p.grad is None for was, p in zip(seen, self._parameters, strict=False)):
             self._warn(
-                "Gradients were removed between run.backward(loss) and run.step(), which then changes nothing.",
-                "Remove zero_grad() from the loop: the run drops gradients after each step",
+                "Gradients were removed between run.backward(loss) and run.step(), so that the step changes nothing.",
+                "Remove zero_grad() from the loop, because the run removes gradients after each step",
             )
         elif is_scaled and self._has_changed():
             self._warn(
-                "Gradients were changed before run.step() while they are multiplied by the loss scale of fp16.",
-                "Call run.unscale() first; or pass clip_norm= to trimtab.start in place of clipping by hand",
+                "Gradients were changed before run.step(), while they were multiplied by the loss scale of fp16.",
+                "Call run.unscale() before the change, or pass clip_norm= to trimtab.start instead of clipping by hand",
             )
         self.end()
 
@@ -167,8 +172,9 @@ def warn_of_own_functions(loss: Tensor) -> None:
         function = getattr(node, "_forward_cls", None)
         if function is not None and function.__module__.partition(".")[0] not in _LINEAR:
             warnings.warn(
-                f"The backward of {function.__qualname__} receives gradients times the loss scale of fp16. If it "
-                "clamps or normalises them, training differs. trimtab.plan(...) compares it with the plain loop.",
+                f"The backward of {function.__qualname__} receives gradients multiplied by the loss scale of fp16. If "
+                "the backward clamps or normalises gradients, training differs from fp32. Use trimtab.plan(...), which "
+                "compares the gradients, or a plan with bf16 or fp32.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -188,9 +194,9 @@ def explained() -> Iterator[None]:
     except CheckpointError as error:
         raise ModelError(
             "plan.recompute",
-            got=f"a forward whose recomputation differs from it: {str(error).splitlines()[0]}",
-            expected="the same operators on the same shapes in both runs",
-            hint="Plan without recomputing these blocks: recompute=None.",
+            problem=f"The recomputed forward of a block differs from the first: "
+            f"{str(error).splitlines()[0].rstrip('.')}.",
+            hint="Make the block compute the same operators on the same shapes, or use a plan with recompute=None.",
             code="recompute.differs",
         ) from error
     except RuntimeError as error:
@@ -205,9 +211,9 @@ def graph_used(error: BaseException) -> LossError | None:
         return None
     return LossError(
         "loss_fn",
-        got="a loss whose graph was freed by an earlier backward",
-        expected="a loss that run.backward is the first to go through",
-        hint="Remove loss.backward() from the loss function and the loop; detach() tensors kept from earlier steps.",
+        problem="The autograd graph of the loss was freed by an earlier backward.",
+        hint="Remove loss.backward() from the loss function and the loop, and detach() tensors kept from earlier "
+        "steps.",
         code="loss.graph_used",
     )
 
@@ -237,9 +243,9 @@ class UnequalBatches:
             return
         self._is_on = False
         warnings.warn(
-            "A window joins batches of unequal sizes, whose losses are weighted by their samples; the plan's check "
-            "found that the loss is not a mean over samples. Return trimtab.Summed(loss_sum, count), or join batches "
-            "of one size.",
+            "A step has loader batches of unequal sizes and weights their losses by samples, but the plan's check "
+            "found that the loss is not a mean over samples. Return trimtab.Summed(loss_sum, count), or use loader "
+            "batches of equal size (drop_last=True).",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -27,8 +27,9 @@ def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
         raise ModelError(
             "plan.loss_chunk",
             got=f"{chunk_rows} for a model without a trimtab.nn.LossHead",
-            expected="a model whose loss is one's",
-            hint="Make its last layer one, or leave the choice at None.",
+            expected="a model that computes its loss with a trimtab.nn.LossHead",
+            hint="Use trimtab.nn.LossHead as the last layer, or a plan with loss_chunk=None.",
+            code="loss_chunk.no_head",
         )
     before = [(head, head.chunk_rows) for head in heads]
 

@@ -48,9 +48,10 @@ def rate_unset(field: str, optimizer: torch.optim.Optimizer) -> OptimizerError:
     """Return the error for a plan that scales learning rates and an optimizer without them."""
     return OptimizerError(
         field,
-        got=f"a learning rate of the plan's, and {type(optimizer).__name__} with lr=None",
-        expected="an optimizer with a learning rate in each group, or a plan that leaves rates unchanged",
-        hint="Give the optimizer a learning rate (Adafactor: relative_step=False), or plan without adapt=.",
+        problem=f"The plan changes the learning rate, but {type(optimizer).__name__} has lr=None and sets its own "
+        f"rate.",
+        got="lr=None",
+        hint="Pass a learning rate to the optimizer (Adafactor: relative_step=False), or make the plan without adapt=.",
         code="optimizer.rate_unset",
     )
 
@@ -142,8 +143,8 @@ def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> contextlib.
 
 
 _CHANGED = (
-    "a learning rate was changed within optimizer.step(), while the plan's factor was in it; it is put back as it was "
-    "before: step your scheduler after run.step() or run.train_step(), not in a hook of the optimizer"
+    "A learning rate was changed within optimizer.step(), for which the plan scales it, so the change was undone. Call "
+    "scheduler.step() after run.step() or run.train_step(), not in a hook of the optimizer."
 )
 
 

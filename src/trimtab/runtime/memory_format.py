@@ -27,7 +27,10 @@ def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Cal
     """
     if hazard := channels_last_hazard(model):
         raise ModelError(
-            "plan.memory_layout", got=f"channels_last, but {hazard}", expected="a safe layout", hint='Use "keep".'
+            "plan.memory_layout",
+            problem=f"The memory format channels_last is unsafe for this model: {hazard}.",
+            hint='Use a plan with memory_layout="keep".',
+            code="memory_layout.unsafe",
         )
     changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4 and not shares_rows(tensor)]
     strides = {id(tensor): before for tensor, before in changed}
@@ -60,7 +63,10 @@ def channels_last_hazard(model: nn.Module) -> str:
     for name, module in model.named_modules():
         few = isinstance(module, nn.Conv2d) and 1 < module.in_channels < _FEW_CHANNELS and module.kernel_size == (1, 1)
         if few and max(module.stride) > 1 and module.weight.device.type == "cpu":
-            return f"{name} is a strided 1x1 convolution over {module.in_channels} channels, which oneDNN gets wrong"
+            return (
+                f"on the CPU, oneDNN computes wrong gradients for {name}, a strided 1x1 convolution with "
+                f"{module.in_channels} input channels"
+            )
     return ""
 
 
@@ -109,9 +115,9 @@ def sparse_gradient(of: str = "") -> OptimizerError:
     """Return the error for a sparse gradient in a fused step."""
     return OptimizerError(
         "plan.fused_optimizer",
-        got=f"a sparse gradient, of {of}" if of else "a sparse gradient",
-        expected="dense gradients: torch's fused steps take no others",
-        hint="Plan with fused_optimizer=False.",
+        got=f"a sparse gradient of {of}" if of else "a sparse gradient",
+        expected="dense gradients, because torch's fused optimizers do not support sparse gradients",
+        hint="Use a plan with fused_optimizer=False, or an embedding with sparse=False.",
         code="optimizer.sparse_gradient",
     )
 

@@ -24,6 +24,7 @@ MOMENTUM = "momentum_buffer"  # Torch's key for the momentum.
 _SCALE = "match_rms_adamw"
 # Modules whose two-dimensional weights are not used in matrix products.
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm)
+_UNCHANGED = 'Leave "optimizer" out of adapt, or use a plan with optimizer="user".'
 
 
 def hidden_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -37,21 +38,26 @@ def hidden_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
         ModelError: the model is sharded, or its blocks have no matrix.
     """
     if type(optimizer) is not torch.optim.AdamW:
-        given, expected = type(optimizer).__name__, "torch.optim.AdamW, which Muon goes beside"
-        raise OptimizerError("optimizer", got=given, expected=expected, hint="Leave the optimizer as it is.")
+        given, expected = type(optimizer).__name__, "torch.optim.AdamW, with which Muon is combined"
+        raise OptimizerError("optimizer", got=given, expected=expected, hint=_UNCHANGED, code="muon.not_adamw")
     for name in ("maximize", "differentiable", "capturable"):
         if any(group.get(name) for group in optimizer.param_groups):
-            raise OptimizerError("optimizer", got=f"{name}=True", expected="False, as torch's Muon has it")
+            expected = f"{name}=False, because torch's Muon does not support the option"
+            raise OptimizerError(
+                "optimizer", got=f"{name}=True", expected=expected, hint=_UNCHANGED, code="muon.option"
+            )
     if is_sharded(model) or is_flat_sharded(model):
-        raise ModelError("model", got="sharded parameters", expected="whole matrices, which Muon needs")
+        expected = "unsharded parameters, because Muon needs whole matrices"
+        raise ModelError("model", got="sharded parameters", expected=expected, hint=_UNCHANGED, code="muon.sharded")
     inside = {id(parameter) for parameter in _of_blocks(model)}
     found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in inside]
     if not found:
         raise ModelError(
             "model",
-            got="no matrix in a block of its own",
+            got="no block with two-dimensional weights of its own",
             expected="blocks (members of a ModuleList, or siblings of one class) with two-dimensional weights",
-            hint="Leave the optimizer as it is.",
+            hint=_UNCHANGED,
+            code="muon.no_matrices",
         )
     return found
 
@@ -88,9 +94,8 @@ def require_muon(matrices: Iterable[nn.Parameter]) -> None:
     if difference := muon_difference(matrices):
         raise OptimizerError(
             "plan.optimizer",
-            got=f"a step of torch.optim.Muon that differs from the same step in double precision: {difference}",
-            expected="the same step, to rounding",
-            hint="Leave the optimizer as it is.",
+            problem=f"A step of torch.optim.Muon on this device differs from the same step in float64: {difference}.",
+            hint=_UNCHANGED,
             code="optimizer.muon_differs",
         )
 
@@ -193,8 +198,10 @@ class Momentum(Stateful):
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else None for t in tensors]
         expected = [tuple(buffer.shape) for buffer in self._buffers]
         if shapes != expected:
-            count = f"{len(shapes)} tensors, of {sum(math.prod(shape or ()) for shape in shapes):,} numbers"
-            raise FormatError("state.muon", got=count, expected=f"the {len(expected)} of this model's matrices")
+            count = f"{len(shapes)} tensors with {sum(math.prod(shape or ()) for shape in shapes):,} elements"
+            wanted = f"{len(expected)} tensors with {sum(map(math.prod, expected)):,} elements, in the shapes of this "
+            hint = "Resume with the model of the checkpointed run."
+            raise FormatError("state.muon", got=count, expected=wanted + "model's matrices", hint=hint)
 
         def load() -> None:
             for buffer, tensor in zip(self._buffers, tensors, strict=True):

@@ -99,23 +99,31 @@ class NoiseMonitor:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         if is_flat_sharded(model):
             raise ValueGivenError(
-                "plan.batch_rule", got="a model under FSDP1, whose gradients cannot be seen", expected="DDP or FSDP2"
+                "plan.batch_rule",
+                got="a model wrapped in FullyShardedDataParallel (FSDP1), which hides the gradients of parameters",
+                expected="a model under DistributedDataParallel or fully_shard (FSDP2)",
+                hint="Shard the model with fully_shard, or use a plan without an adaptive batch size.",
+                code="batch_rule.fsdp1",
             )
         self._optimizer = optimizer
         self.is_sharded = is_sharded(model)
         if self.is_sharded and not all(is_shard(p) for p in _SteppedParameters(optimizer)):
             raise ValueGivenError(
                 "plan.batch_rule",
-                got="a model of which FSDP2 holds a part, and the optimizer steps another",
-                expected="all of what is stepped under FSDP2: a norm is added up from every rank's shards",
-                hint="fully_shard(model) holds what its parts do not.",
+                problem="The gradient norm cannot be measured, because the optimizer trains parameters that FSDP2 does "
+                "not shard.",
+                got="a partly sharded model",
+                hint="Call fully_shard(model) on the whole model after its submodules.",
+                code="batch_rule.partly_sharded",
             )
         if any(map(has_replicas, _SteppedParameters(optimizer))):
             raise ValueGivenError(
                 "plan.batch_rule",
-                got="a model sharded over a mesh of several dimensions, or of some of the ranks",
-                expected="one over all ranks: a norm is added up from every rank's shards, of which each has its own",
-                hint="fully_shard(model) without a mesh, or DistributedDataParallel.",
+                problem="The gradient norm cannot be measured, because the model is sharded over a mesh of several "
+                "dimensions or over only some of the ranks.",
+                got="a mesh of several dimensions, or of some of the ranks",
+                hint="Use fully_shard(model) without a mesh, or DistributedDataParallel.",
+                code="batch_rule.mesh",
             )
         self._norms = _norms_of(model, optimizer)
         self._seen: list[tuple[Tensor, int, Count]] = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,16 +34,31 @@ SCALE_FLOOR = 2.0**-4
 # after eight such losses in a row.
 _LOOK_BACK, _TOO_MANY = 64, 0.5
 _TOO_MANY_LOST, _LOST_IN_A_ROW = 0.25, 8
+_LOOK_FOR = (
+    "Look for NaN or infinity in the data, and for a logarithm, a root or a division in the loss. If training "
+    "diverged, lower the learning rate or set clip_norm."
+)
 _LATE = (
-    "Look for NaN or infinity in the data and for a log, a root or a division in the loss; lower the learning rate or "
-    'set clip_norm where training diverged. nonfinite="skip" drops such steps, "stop" ends the run before one is '
-    "applied. Steps since then may have been applied: resume from an earlier checkpoint."
+    "Later steps may have been applied, so resume from an earlier checkpoint. "
+    f'{_LOOK_FOR} Pass nonfinite="skip" to drop such steps, or nonfinite="stop" to raise before such a step is applied.'
 )
 _COUNTS = ("in_a_row", "lost_in_a_row", "total")
-_BEYOND = "a value of the forward may be beyond fp16's 65504"
+_BEYOND = "a value of the forward may exceed 65504, the largest fp16 number"
 
 
 Note = Callable[[str, Mapping[str, Any]], None]
+
+
+class Cause(NamedTuple):
+    """Reason for replacing fp16.
+
+    Attributes:
+        code: stable identifier, such as "fp16.overflows".
+        reason: clause for a sentence.
+    """
+
+    code: str
+    reason: str
 
 
 class NonFinitePolicy(Stateful):
@@ -89,7 +104,7 @@ class NonFinitePolicy(Stateful):
         looked_at = ([] if scaled else [norm]) + ([loss] if self._is_alone else [])
         found = not looked_at or bool(torch.stack([torch.isfinite(each) for each in looked_at]).all())
         if not found and self._policy == "stop":
-            raise _error(f"a window with loss {float(loss):g} and gradient norm {float(norm):g}")
+            raise _error(f"A step has the loss {float(loss):g} and the gradient norm {float(norm):g}")
         self._skips = not found
         return not found
 
@@ -120,29 +135,32 @@ class NonFinitePolicy(Stateful):
         self.total += not applied
         self.in_a_row = 0 if applied else self.in_a_row + failed
         if self.in_a_row >= PATIENCE:
-            given = f"{self.in_a_row} windows in a row without a finite gradient, the last with a loss of"
-            raise _error(f"{given} {float(loss):g}")
+            problem = f"{self.in_a_row} steps in a row had non-finite gradients, the last with the loss"
+            raise _error(f"{problem} {float(loss):g}")
 
-    def outlasts(self, scale: float, loss: Tensor) -> str | None:
+    def outlasts(self, scale: float, loss: Tensor) -> Cause | None:
         """Return the reason for replacing fp16 after a skipped step, or None. A policy of None then becomes "skip".
 
         Raises:
             NonFiniteError: the loss is non-finite at the lowest loss scale.
         """
-        reason = None
+        cause = None
         if scale < SCALE_FLOOR:
             if self._is_alone and not bool(torch.isfinite(loss)):
-                raise _error(f"a loss of {float(loss):g}, and gradients that overflow at any loss scale")
-            reason = f"gradients overflow at a loss scale of {scale:g}"
+                raise _error(f"The loss is {float(loss):g}, and gradients overflow at every loss scale")
+            cause = Cause("fp16.overflows_at_any_scale", f"gradients overflow at a loss scale of {scale:g}")
         elif self._windows >= _LOOK_BACK and self._share >= _TOO_MANY:
-            reason = f"{100 * self._share:.0f}% of the last windows overflowed"
+            cause = Cause("fp16.overflows", f"{100 * self._share:.0f}% of the last steps overflowed")
         elif self._lost_in_a_row >= _LOST_IN_A_ROW:
-            reason = f"the loss of {_LOST_IN_A_ROW} windows in a row is no number: {_BEYOND}"
+            cause = Cause(
+                "fp16.loss_nonfinite", f"the loss of {_LOST_IN_A_ROW} steps in a row is non-finite; {_BEYOND}"
+            )
         elif self._windows >= _LOOK_BACK and self._lost >= _TOO_MANY_LOST:
-            reason = f"the loss of {100 * self._lost:.0f}% of the last windows is no number: {_BEYOND}"
-        if reason is not None:
+            reason = f"the loss of {100 * self._lost:.0f}% of the last steps is non-finite; {_BEYOND}"
+            cause = Cause("fp16.loss_nonfinite", reason)
+        if cause is not None:
             self._policy = self._policy or "skip"
-        return reason
+        return cause
 
     @property
     def _ends_the_run(self) -> bool:
@@ -172,13 +190,13 @@ class NonFinitePolicy(Stateful):
 
     def _look_at(self, before: tuple[int, AsyncScalar] | None) -> None:
         if before is not None and not math.isfinite(value := before[1].read()[0]):
-            self.report(f"a loss of {value:g} in step {before[0]}")
+            self.report(f"the loss of step {before[0]} is {value:g}")
 
     def report(self, what: str) -> None:
         """Warn once, or raise, because a value has become non-finite.
 
         Args:
-            what: description, such as the name of a parameter.
+            what: clause with the value, such as "the loss of step 3 is nan".
 
         Raises:
             NonFiniteError: the policy is "error" or "stop".
@@ -189,8 +207,9 @@ class NonFinitePolicy(Stateful):
             self._note("nonfinite", {"found": what, "policy": self._asked})
         self._late, self._has_warned = None, True
         if self._ends_the_run:
-            raise NonFiniteError("training", got=what, expected="finite values", hint=_LATE, code="training.nonfinite")
-        warnings.warn(f"Training has become non-finite: {what}. {_LATE}", RuntimeWarning, stacklevel=4)
+            problem = f"Training became non-finite: {what}."
+            raise NonFiniteError("training", problem=problem, got=what, hint=_LATE, code="training.nonfinite")
+        warnings.warn(f"Training became non-finite: {what}. {_LATE}", RuntimeWarning, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and the policy in effect."""
@@ -221,12 +240,10 @@ class NonFinitePolicy(Stateful):
         return load
 
 
-def _error(given: str) -> NonFiniteError:
+def _error(problem: str) -> NonFiniteError:
     return NonFiniteError(
         "gradient",
-        got=given,
-        expected="numbers",
-        hint="Look for a nan or inf in the data and for a log, a root or a division in the loss; a lower learning "
-        "rate or clip_norm where training diverged. Parameters and optimizer state are as before the window.",
+        problem=f"{problem}; parameters and optimizer state are as before the step.",
+        hint=_LOOK_FOR,
         code="step.nonfinite",
     )

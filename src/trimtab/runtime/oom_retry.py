@@ -20,13 +20,19 @@ from trimtab.runtime.window_snapshot import WindowSnapshot
 POLICIES = ("split", "stop")
 # Added to errors that are not handled.
 _HINT = (
-    "In one process, or with zero_stage=0, trimtab.start(..., out_of_memory='split') runs the window again in smaller "
-    "micro-batches, as long as the other ranks do not count on this one."
+    "In one process, or with zero_stage=0, trimtab.start(..., out_of_memory='split') repeats such a step with smaller "
+    "micro-batches, unless other ranks wait for this rank."
 )
-_UNHELD = "The window is not run again in smaller micro-batches: its forwards changed what cannot be restored ({})."
-_STATISTICS = " Batch statistics are then those of micro-batches, and training another one."
-_OTHERWISE = "; its gradient is another one by that"
-_UNPROVED = "; that keeps the gradient where each row's loss depends on that row alone: a plan would have proved it"
+_UNHELD = (
+    "The step was not repeated with smaller micro-batches, because its forwards changed state that cannot be "
+    "restored: {}."
+)
+_STATISTICS = " Batch statistics are then computed per micro-batch, which changes training."
+_OTHERWISE = " This changes the gradient, because the loss or the model computes over the whole batch."
+_UNPROVED = (
+    " The gradient stays the same only if the loss of a sample does not depend on other samples, which "
+    "trimtab.plan(...) checks."
+)
 
 
 def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry: bool) -> bool:
@@ -47,10 +53,11 @@ def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry
     if policy == "split" and not may_retry:
         raise ValueGivenError(
             "out_of_memory",
-            got="split, on ranks that exchange more than a gradient in a window",
-            expected="stop",
-            hint="Where one rank begins anew the others would wait for it: plan a smaller micro-batch, or have the "
-            "plan share the model (zero_stage=0).",
+            problem='out_of_memory="split" is not possible here, because ranks communicate within a step and would '
+            "wait for a rank that repeats the step.",
+            got="split",
+            hint='Use out_of_memory="stop" with a smaller micro-batch, or a plan with zero_stage=0.',
+            code="out_of_memory.ranks_communicate",
         )
     return policy == "split"
 
@@ -113,7 +120,7 @@ class OutOfMemoryRetry:
         self._start.restore_skipped()
         if self._start.unheld and not self._has_warned:
             self._has_warned = True
-            text = f"a step was skipped, and what its forwards changed could not be restored: {self._unheld}"
+            text = f"A step was skipped, but state that its forwards changed could not be restored: {self._unheld}."
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         self._saved += 1
 
@@ -176,7 +183,8 @@ class OutOfMemoryRetry:
         self._saved += 1
         self._note("out_of_memory", {"from": before, "to": after, "error": failure})
         warnings.warn(
-            f"out of memory: micro-batch {before} becomes {after} ({failure}){self._assumed}",
+            f"Out of memory ({failure}): the step is repeated, with the micro-batch reduced from {before} to {after} "
+            f"samples.{self._assumed}",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -93,7 +93,7 @@ def _fused_difference(test: _SelfTest) -> str:
         plain = test.stepped({"fused": False, "foreach": None})
         fused = test.stepped({"fused": True, "foreach": None})
     except Exception as error:  # A kernel may refuse a dtype or a device with any error.
-        return f"it fails on copies of the parameters ({_failure(error)})"
+        return f"the step fails on copies of the parameters ({_failure(error)})"
     return _first_difference(
         test, plain, fused, eps=0.0 if test.rate_dtype is None else torch.finfo(test.rate_dtype).eps
     )
@@ -104,7 +104,7 @@ def _muon_difference(test: _SelfTest) -> str:
     try:
         exact, own = test.stepped({}, torch.float64), test.stepped({})
     except Exception as error:
-        return f"it fails on copies of the parameters ({_failure(error)})"
+        return f"the step fails on copies of the parameters ({_failure(error)})"
     for parameter, one, other in zip(test.parameters, exact, own, strict=True):
         moved, apart = (one - _copy(parameter)).norm(), (one - other).norm()
         if not bool(apart <= _MUON_APART * moved):
@@ -125,7 +125,7 @@ def _first_difference(test: _SelfTest, plain: Sequence[Tensor], others: Sequence
 
 def _where(parameter: Tensor, apart: float) -> str:
     kind, shape = str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape)
-    return f"{kind} parameters of shape {shape} on {parameter.device} end up {apart:.2g} of a step away from its result"
+    return f"{kind} parameters of shape {shape} on {parameter.device} differ by {apart:.2g} of the length of the step"
 
 
 def _difference(before: Tensor, plain: Tensor, other: Tensor, eps: float) -> float:

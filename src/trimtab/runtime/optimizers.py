@@ -44,7 +44,7 @@ def modules_beside(model: nn.Module, modules: Any) -> tuple[nn.Module, ...]:
         raise ValueGivenError(
             "modules",
             got=f"{modules!r:.80}",
-            expected="a list of torch.nn.Modules, such as modules=[criterion]",
+            expected="a list of torch.nn.Module objects, such as modules=[criterion]",
             code="modules.not_modules",
         )
     own = {id(module) for module in model.modules()}
@@ -56,9 +56,9 @@ def require_alone(modules: tuple[nn.Module, ...], *, is_alone: bool) -> None:
     if modules and not is_alone:
         raise ModelError(
             "modules",
-            got=f"{type(modules[0]).__name__} beside the model, on one of several ranks",
-            expected="one process: gradients are reduced of the model alone",
-            hint="Make the criterion a submodule of the model, whose forward computes the loss.",
+            problem=f"modules= contains a {type(modules[0]).__name__}, but with several ranks only the gradients of "
+            "the model are reduced.",
+            hint="Make it a submodule of the model, and compute the loss in the model's forward.",
             code="modules.several_ranks",
         )
 
@@ -80,7 +80,9 @@ def check_ownership(
         OptimizerError: `optimizer` is not an optimizer, needs a closure, or has other parameters.
     """
     if not isinstance(model, nn.Module):
-        raise ModelError("model", got=f"a {type(model).__name__}", expected="a torch.nn.Module")
+        raise ModelError(
+            "model", got=f"a {type(model).__name__}", expected="a torch.nn.Module", code="model.not_module"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = next(
             (each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)),
@@ -92,8 +94,8 @@ def check_ownership(
             expected="a torch.optim.Optimizer",
             hint=""
             if inner is None
-            else f"Make {type(optimizer).__name__} a subclass of torch.optim.Optimizer that has the param_groups and "
-            f"state of its {type(inner).__name__}.",
+            else f"Pass the {type(inner).__name__} inside the {type(optimizer).__name__}, or make the wrapper a "
+            f"subclass of torch.optim.Optimizer with the same param_groups and state.",
             code="optimizer.not_torch",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -104,27 +106,44 @@ def check_ownership(
     trained = whole(model, modules)
     if not any(p.requires_grad for p in trained.parameters()):
         raise ModelError(
-            "model", got="no parameter that requires a gradient", expected="at least one", hint="Unfreeze some."
+            "model",
+            got=f"a {type(model).__name__} without trainable parameters",
+            expected="at least one parameter with requires_grad=True",
+            hint="Call requires_grad_() on the parameters to train.",
+            code="model.nothing_to_train",
         )
     devices = {p.device for p in trained.parameters()}
     if len(devices) > 1:
-        raise ModelError("model", got=f"parameters on {sorted(map(str, devices))}", expected="one device")
+        raise ModelError(
+            "model",
+            got="parameters on " + ", ".join(sorted(map(str, devices))),
+            expected="all parameters on one device",
+            hint="Move the model, and modules passed as modules=, to one device.",
+            code="model.several_devices",
+        )
     owned = {id(p) for p in trained.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
     if foreign:
         raise _foreign(foreign, loss_fn)
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-        raise OptimizerError("optimizer", got="only frozen parameters", expected="at least one trainable parameter")
+        raise OptimizerError(
+            "optimizer",
+            got="only frozen parameters",
+            expected="at least one parameter with requires_grad=True",
+            hint="Unfreeze parameters, or pass trainable parameters to the optimizer.",
+            code="optimizer.nothing_to_train",
+        )
 
 
 def needs_closure(optimizer: torch.optim.Optimizer, failure: str = "") -> OptimizerError:
     """Return the error for an optimizer whose step needs a closure."""
-    said = f", whose step() without a closure fails ({failure})" if failure else ", whose step() needs a closure"
+    name = type(optimizer).__name__
+    said = f"{name}.step() fails without a closure ({failure})" if failure else f"{name}.step() requires a closure"
     return OptimizerError(
         "optimizer",
-        got=type(optimizer).__name__ + said,
-        expected="one whose step() needs no closure: the loop computes the loss once",
-        hint="Train with your own loop (docs/own_loop.md), or use an optimizer that steps by param.grad alone.",
+        problem=f"{said}, but a run computes the loss once per step and passes no closure.",
+        got=name,
+        hint="Use an optimizer that needs only param.grad, or train with your own loop (docs/own_loop.md).",
         code="optimizer.needs_closure",
     )
 
@@ -134,21 +153,21 @@ def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> Optim
     wanted = {id(p) for p in foreign}
     reached = () if loss_fn is None else modules_of(loss_fn)
     owners = [m for m in reached if any(id(p) in wanted for p in m.parameters())]
-    networks = "Of two networks{}, start a run of each with its own optimizer (docs/own_loop.md)."
+    networks = "To train two networks{}, start one run per network, each with its own optimizer (docs/own_loop.md)."
     if owners:
         names = ", ".join(sorted({type(owner).__name__ for owner in owners}))
-        hint = f"The loss refers to {names}, which has such parameters: pass modules=[criterion] to train it too."
+        hint = f"The loss function uses parameters of {names}. Pass modules=[criterion] to train these parameters too."
     elif loss_fn is None:
-        hint = "For a criterion with parameters of its own, pass modules=[criterion] to train it too. Else build "
-        hint += "the optimizer after the model is in its final form. " + networks.format("")
+        hint = "Pass modules=[criterion] if the criterion has parameters. Otherwise create the optimizer after the "
+        hint += "last change of the model: optimizer = AdamW(model.parameters(), ...). " + networks.format("")
     else:
-        hint = "Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...). "
+        hint = "Create the optimizer after the last change of the model: optimizer = AdamW(model.parameters(), ...). "
         hint += networks.format(" (a GAN)")
     shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3]) + (", ..." if len(foreign) > 3 else "")
     return OptimizerError(
         "optimizer",
-        got=f"{len(foreign)} parameters that are not the model's, of shape {shapes}",
-        expected="an optimizer built from this model's parameters",
+        problem=f"The optimizer has {len(foreign)} parameters that the model does not have, with shapes {shapes}.",
+        got=f"{len(foreign)} parameters of shapes {shapes}",
         hint=hint,
         code="optimizer.foreign_parameters",
     )
@@ -186,9 +205,10 @@ def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = Fa
 def _keeps_gradients(optimizer: torch.optim.Optimizer, number: int) -> OptimizerError:
     return OptimizerError(
         "optimizer.zero_grad",
-        got=f"a zero_grad of {type(optimizer).__name__} that keeps the gradients of {number} parameters",
-        expected="gradients of None or zero before each step's first backward",
-        hint="To accumulate gradients over several batches, call run.of_batches(n) instead.",
+        problem=f"{type(optimizer).__name__}.zero_grad() kept the gradients of {number} parameters, so that steps "
+        "would add up.",
+        got=f"gradients of {number} parameters",
+        hint="Let zero_grad() remove gradients. To accumulate gradients over n batches, call run.of_batches(n).",
         code="optimizer.keeps_gradients",
     )
 
@@ -269,16 +289,17 @@ def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Ca
         raise OptimizerError(
             "plan.fused_optimizer",
             got=type(optimizer).__name__,
-            expected="one of " + ", ".join(cls.__name__ for cls in _FUSED_CLASSES) + " without dampening, its "
-            "parameters dense and of floating point",
-            hint="Plan with fused_optimizer=False.",
+            expected="an optimizer with a fused step: " + ", ".join(cls.__name__ for cls in _FUSED_CLASSES) + ", "
+            "without dampening and with dense floating-point parameters",
+            hint="Use a plan with fused_optimizer=False.",
+            code="optimizer.not_fusible",
         )
     if is_tested and (difference := fused_difference(optimizer)):
         raise OptimizerError(
             "plan.fused_optimizer",
-            got=f"a fused step of {type(optimizer).__name__} that differs from its plain step: {difference}",
-            expected="the same step, to rounding",
-            hint="Plan with fused_optimizer=False, or keep these parameters in fp32.",
+            problem=f"The fused step of {type(optimizer).__name__} differs from its default step by more than "
+            f"rounding: {difference}.",
+            hint="Use a plan with fused_optimizer=False, or keep these parameters in fp32.",
             code="optimizer.fused_differs",
         )
     before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]

@@ -39,9 +39,9 @@ def out_of_memory_in_step(failure: str) -> MemoryLimitError:
     """Return the error for memory that ran out within an optimizer step, which may have updated some parameters."""
     return MemoryLimitError(
         "optimizer.step",
-        got=f"out of memory in the middle of it ({failure}): some parameters may have moved and others not",
-        expected="memory for a whole step",
-        hint="Go on from the last checkpoint, with foreach=False or fused=True, which need less beside the state.",
+        problem=f"Memory ran out within optimizer.step() ({failure}), so that only some parameters may be updated.",
+        hint="Resume from the last checkpoint, and reduce the optimizer's memory with foreach=False or fused=True.",
+        code="memory.optimizer_step",
     )
 
 
@@ -78,9 +78,9 @@ class MicroBatchLimit(Stateful):
         if rows <= 1:
             raise MemoryLimitError(
                 "micro-batch",
-                got=f"one row, which does not fit ({failure})",
-                expected="memory for the forward and backward of one row",
-                hint="A smaller model or shorter rows, bf16, or activation checkpointing.",
+                problem=f"Memory ran out with a micro-batch of one sample ({failure}).",
+                hint="Use a smaller model, shorter samples, bf16 or activation checkpointing.",
+                code="memory.one_sample",
             )
         if self._grew:  # The enlarged micro-batch failed again.
             self._wait = min(2 * self._wait, _LONGEST)

@@ -26,7 +26,11 @@ def check_available(precision: str, device: torch.device) -> None:
     """Raise `ValueGivenError` if the device does not support a precision."""
     if precision == "tf32" and device.type != "cuda":
         raise ValueGivenError(
-            "plan.precision", got=f"tf32 on {device.type}", expected="a CUDA device for tf32", hint="Use fp32."
+            "plan.precision",
+            got=f"tf32 for a model on the device {device.type!r}",
+            expected="a model on a CUDA device",
+            hint="Use a plan with precision='fp32', or move the model to the GPU before trimtab.start.",
+            code="precision.unavailable",
         )
 
 
@@ -140,7 +144,11 @@ class MixedPrecision(Stateful):
         left = self.name == "fp16" and state["name"] in WIDER
         if state["name"] != self.name and not left:
             raise ValueGivenError(
-                "state.precision", got=repr(state["name"]), expected=f"{self.name}, as the plan has it"
+                "state.precision",
+                got=repr(state["name"]),
+                expected=f"{self.name!r}, the precision of the plan",
+                hint="Resume with the plan of the checkpointed run.",
+                code="resume.precision_differs",
             )
         if (state["scaler"] is None) != (left or self._scaler is None):
             expected = "no scaler" if left or self._scaler is None else "the state of a loss scaler"
@@ -160,7 +168,7 @@ class MixedPrecision(Stateful):
 
 def in_place(plan: Plan, name: str, reason: str) -> Plan:
     """Return a plan with its precision replaced."""
-    choice = Choice(name, f"in place of {plan.precision.value}: {reason}", Effect.ROUNDING, changed=True)
+    choice = Choice(name, f"replaces {plan.precision.value}, because {reason}", Effect.ROUNDING, changed=True)
     return replace(plan, precision=choice)
 
 

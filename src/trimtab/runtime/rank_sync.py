@@ -237,7 +237,7 @@ class RankSync:
         if same:
             ranks = ", ".join(map(str, same))
             self._note("same_samples", {"ranks": same})
-            text = f"ranks {ranks} train on the same samples. Use trimtab.shard(loader), or a DistributedSampler."
+            text = f"Ranks {ranks} train on the same samples. Use trimtab.shard(loader) or a DistributedSampler."
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _say(self, late: SlowRank | None) -> None:
@@ -245,7 +245,8 @@ class RankSync:
         if late is not None:
             self._note("straggler", {"rank": late.rank, "window_s": late.seconds, "others_s": late.others_s})
             text = (
-                f"rank {late.rank} takes {late.seconds:.3g} s a window and the others {late.others_s:.3g} s, and wait"
+                f"Rank {late.rank} takes {late.seconds:.3g} s per step, and the other ranks, which take "
+                f"{late.others_s:.3g} s, wait. Compare the data loading and the hardware of rank {late.rank}."
             )
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
@@ -298,8 +299,13 @@ def _require_one_kind(kinds: list[float]) -> None:
     """Raise `LossError` if ranks differ in the kind of loss. A request within a window implies a `Summed`."""
     sums = [rank for rank, kind in enumerate(kinds) if kind in (_SUM, _ASKS)]
     if _MEAN in kinds and sums:
-        given = f"a mean on rank {kinds.index(_MEAN)} and Summed on rank {sums[0]}"
-        raise LossError("loss", got=given, expected="the same kind on every rank")
+        raise LossError(
+            "loss",
+            got=f"a mean on rank {kinds.index(_MEAN)} and trimtab.Summed on rank {sums[0]}",
+            expected="the same kind of loss on every rank",
+            hint="Return trimtab.Summed(loss_sum, count) on every rank, or a mean on every rank.",
+            code="loss.kinds_differ_on_ranks",
+        )
 
 
 def _require_together(counted: list[int]) -> None:
@@ -308,9 +314,9 @@ def _require_together(counted: list[int]) -> None:
         fewest = counted.index(min(counted))
         raise RankError(
             f"rank {fewest}",
-            got=f"{counted[fewest]} windows stepped, and {max(counted)} on rank {counted.index(max(counted))}",
-            expected="every rank to step the same windows",
-            hint="A window that others have reduced cannot be given up by one rank: have all of them discard it.",
+            problem=f"Rank {fewest} made {counted[fewest]} optimizer steps, but rank {counted.index(max(counted))} "
+            f"made {max(counted)}, so that their weights differ.",
+            hint="Call run.discard() for the same windows on every rank.",
             code="ranks.windows_differ",
         )
 

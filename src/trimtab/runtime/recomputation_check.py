@@ -61,9 +61,9 @@ def argument_changed(names: str) -> ModelError:
     """Return the error for a forward that changes an argument in place."""
     return ModelError(
         "plan.recompute",
-        got=f"a forward of {names} that changes an argument in place: its recomputation would start with others",
-        expected="arguments that stay as they are until the backward",
-        hint=f"Use the out-of-place operation in {names} (relu, not relu_), or plan without recomputing it.",
+        problem=f"The forward of {names} changes an argument in place, so that activation checkpointing would "
+        "recompute it from changed inputs.",
+        hint=f"Use out-of-place operations in {names} (relu, not relu_), or use a plan with recompute=None.",
         code="recompute.side_effects",
     )
 
@@ -72,9 +72,9 @@ def buffer_changed(name: str) -> ModelError:
     """Return the error for a large buffer that changes first in a later forward, when no copy was made."""
     return ModelError(
         "plan.recompute",
-        got=f"a forward that is the first to change the buffer {name}, which is too large to be copied in every call",
-        expected="buffers that change in the first forward, or never",
-        hint="Plan without recomputing this block. The next forward copies the buffer.",
+        problem=f"The large buffer {name} of a recomputed block changed for the first time in a later forward, for "
+        "which no copy exists.",
+        hint="Repeat the step, since the next forward copies the buffer, or use a plan with recompute=None.",
         code="recompute.side_effects",
     )
 
@@ -82,10 +82,9 @@ def buffer_changed(name: str) -> ModelError:
 def _differs(names: str) -> ModelError:
     return ModelError(
         "plan.recompute",
-        got=f"a forward of {names} whose recomputation has another result",
-        expected="the same result in both runs",
-        hint=f"Pass what changes between calls (an iterator's item, a counter, a clock) to {names} as an argument, "
-        "or plan without recomputing it.",
+        problem=f"The recomputed forward of {names} returned a different result than the first forward.",
+        hint=f"Pass values that change between calls (a random number, a counter, an iterator's item) to {names} as "
+        "arguments, or use a plan with recompute=None.",
         code="recompute.differs",
     )
 

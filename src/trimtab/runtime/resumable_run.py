@@ -15,7 +15,7 @@ from trimtab.runtime.batch_size_controller import BatchSizeController
 from trimtab.runtime.early_stopping import EarlyStopping
 from trimtab.runtime.fixed_batch_size import FixedBatchSize
 from trimtab.runtime.muon import Momentum
-from trimtab.runtime.nonfinite import NonFinitePolicy
+from trimtab.runtime.nonfinite import Cause, NonFinitePolicy
 from trimtab.runtime.oom_retry import OutOfMemoryRetry
 from trimtab.runtime.precision import MixedPrecision, in_place
 from trimtab.runtime.training_progress import TrainingProgress
@@ -72,7 +72,7 @@ class ResumableRun:
 
         def load() -> None:
             load_parts()
-            self._note_precision("it was left before")
+            self._note_precision(Cause("precision.resumed", "the checkpointed run had left it"))
 
         return load
 
@@ -85,12 +85,12 @@ class ResumableRun:
             yield "muon", Momentum(self.model, self._optimizer)
         yield "precision", self._precision
 
-    def _note_precision(self, reason: str) -> None:
+    def _note_precision(self, cause: Cause) -> None:
         """Update plan and record if the precision in use differs from the plan."""
         before, after = self.plan.precision.value, self._precision.name
         if before != after:
-            self.plan = in_place(self.plan, after, reason)
-            self.note("precision", {"from": before, "to": after, "reason": reason})
+            self.plan = in_place(self.plan, after, cause.reason)
+            self.note("precision", {"from": before, "to": after, "code": cause.code, "reason": cause.reason})
 
     def note(self, name: str, detail: Mapping[str, Any]) -> None:
         """Add an event to the run's record."""

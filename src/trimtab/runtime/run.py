@@ -188,7 +188,13 @@ class Run(LoaderIteration, ResumableRun):
         self._require_open()
         self._order.require_complete("run.unscale")
         if self._order.unscaled:
-            raise LoopError("run.unscale", got="a second call", expected="one call per window")
+            raise LoopError(
+                "run.unscale",
+                got="a second call",
+                expected="one call per step",
+                hint="Call run.unscale() once, after the step's last run.backward(loss).",
+                code="loop.unscaled_twice",
+            )
         self._measure()
         self._gradients.end()
         self._order.unscaled = True
@@ -275,10 +281,10 @@ class Run(LoaderIteration, ResumableRun):
         if self._may_void:
             self._voids.note(self.loss, applied=applied, has_bad_data=window.holds_nan)
         if not applied and self._precision.loss_scale is not None:
-            reason = self._voids.outlasts(self._precision.loss_scale, self.loss)
-            if reason is not None:
+            cause = self._voids.outlasts(self._precision.loss_scale, self.loss)
+            if cause is not None:
                 self._precision.leave_fp16()
-                self._note_precision(reason)
+                self._note_precision(cause)
         if self._recorder is not None:
             self._recorder.stepped()
         if applied and window.rows:
@@ -352,7 +358,7 @@ class Run(LoaderIteration, ResumableRun):
                 self._abandon()
             failure = self._recovery.failure_of(error, **where) if is_open else None
             if failure is not None and (refusal := window.repeat_refusal):
-                error.add_note(f"The window is not run again in smaller micro-batches: {refusal}.")
+                error.add_note(f"The step was not repeated with smaller micro-batches, because {refusal}.")
                 failure = None
             if failure is None:
                 self._peers.failed(error)
@@ -447,4 +453,9 @@ class Run(LoaderIteration, ResumableRun):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise LoopError("run", got="a closed run", expected="an open one", hint="Call trimtab.start again.")
+            raise LoopError(
+                "run",
+                problem="The run is closed.",
+                hint="Call trimtab.start again to train further.",
+                code="run.closed",
+            )

@@ -46,12 +46,14 @@ class SampleCount(NamedTuple):
     Args:
         samples: number of samples; None if unknown.
         is_splittable: True if the containers show which parts belong to which sample.
-        reason: reason why the number is unknown or the batch cannot be split.
+        reason: clause that explains why the number is unknown or the batch cannot be split; "" otherwise.
+        code: code of the reason, such as "samples.ambiguous_list"; "" otherwise.
     """
 
     samples: int | None
     is_splittable: bool = False
     reason: str = ""
+    code: str = ""
 
 
 class _CountAgreement(NamedTuple):
@@ -95,13 +97,16 @@ def read(batch: Any) -> SampleCount:
     confirmed = [number for number, fit in fits.items() if _confirms(fit)]
     rivals = [number for number, fit in fits.items() if fit.weak and number not in confirmed]
     if len(confirmed) != 1 or rivals:
-        return SampleCount(None, reason=_why_unknown(batch, confirmed + rivals if confirmed else []))
+        reason, code = _why_unknown(batch, confirmed + rivals if confirmed else [])
+        return SampleCount(None, reason=reason, code=code)
     (samples,) = confirmed
     fit = fits[samples]
     if fit.is_ambiguous:
-        return SampleCount(samples, reason=f"{samples} samples and a list that could hold samples or columns")
+        reason = f"a list in the batch of {samples} samples could hold samples or columns"
+        return SampleCount(samples, reason=reason, code="samples.ambiguous_list")
     if fit.unsliceable:
-        return SampleCount(samples, reason=f"{' and '.join(sorted(fit.unsliceable))} tensors cannot be sliced")
+        reason = f"{' and '.join(sorted(fit.unsliceable))} tensors cannot be sliced"
+        return SampleCount(samples, reason=reason, code="samples.unsliceable")
     return SampleCount(samples, is_splittable=True)
 
 
@@ -485,15 +490,20 @@ def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{path}[{index}]")
 
 
-def _why_unknown(batch: Any, confirmed: Sequence[int]) -> str:
+def _why_unknown(batch: Any, confirmed: Sequence[int]) -> tuple[str, str]:
+    """Return the reason why the number of samples is unknown, and its code."""
     if confirmed:
-        return f"it could have {' or '.join(map(str, confirmed))} samples"
+        numbers = " or ".join(map(str, confirmed))
+        return f"the batch could have {numbers} samples", "samples.several_numbers"
     found = list(itertools.islice(leaves(batch), _MOST_LEAVES))
     unknown = {type(leaf).__name__ for _, leaf in found if not is_leaf(leaf)}
     if unknown:
-        return f"it holds objects of unknown classes ({', '.join(sorted(unknown))})"
+        classes = ", ".join(sorted(unknown))
+        return f"the batch has objects of unknown classes ({classes})", "samples.unknown_class"
     sizes = {path: size for path, leaf in found if (size := leaf_samples(leaf)) is not None}
     if len(set(sizes.values())) > 1:
         shown = ", ".join(f"{path}: {size}" for path, size in itertools.islice(sizes.items(), 6))
-        return f"its first dimensions differ ({shown})"
-    return "a list without a tensor beside it could hold samples or columns" if sizes else "nothing in it has samples"
+        return f"the first dimensions of the tensors differ ({shown})", "samples.sizes_differ"
+    if sizes:
+        return "the items of a list could be samples or columns, and no tensor decides", "samples.ambiguous_list"
+    return "the batch has no tensor, array or list", "samples.none"

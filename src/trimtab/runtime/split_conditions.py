@@ -23,14 +23,17 @@ def warn_of_unproved_split(plan: Plan) -> None:
         return
     if plan.check is not None and plan.splits_as_the_loop:
         return
-    split = f"plan.micro_batch: {plan.micro_batch.value} of {plan.batch_rows} samples"
+    split = f"The plan splits a batch of {plan.batch_rows} samples into micro-batches of {plan.micro_batch.value}"
     if plan.check is None:
         text = (
-            f"{split} is set by hand and not proved. A loss or layer that computes over the whole batch (a contrastive "
-            "loss, batch statistics, a mean over tokens) trains differently on parts. trimtab.plan(...) proves a split."
+            f"{split}, but no check proves that this keeps the gradient. A loss or layer that computes over the whole "
+            "batch (contrastive loss, batch statistics, mean over tokens) trains differently on micro-batches. Make "
+            "the plan with trimtab.plan(...), which checks the split."
         )
     else:
-        text = f"{split}, though splitting this batch changes training: {plan.check.reason}."
+        text = (
+            f"{split}, although splitting changes training: {plan.check.reason}. Use a micro-batch of the whole batch."
+        )
     warnings.warn(text, UnprovedSplitWarning, stacklevel=3)
 
 
@@ -58,5 +61,5 @@ def for_model(plan: Plan, model: nn.Module) -> Plan:
     if not plan.splits or plan.check is not None or keeps_maths(plan, model):
         return plan
     split = plan.micro_batch
-    reason = f"{split.reason}; batch statistics are those of micro-batches"
+    reason = f"{split.reason}; batch statistics are computed per micro-batch"
     return replace(plan, micro_batch=replace(split, mark=Effect.DYNAMICS, reason=reason))

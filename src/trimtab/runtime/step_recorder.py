@@ -75,7 +75,11 @@ class StepRecorder(Stateful):
     def __init__(self, writer: RecordWriter, energy: EnergyClock | None = None) -> None:
         if not isinstance(writer, RecordWriter):
             raise ValueGivenError(
-                "record", got=f"a {type(writer).__name__}", expected="a trimtab.RecordWriter(path, header)"
+                "record",
+                got=f"a {type(writer).__name__}",
+                expected="a trimtab.RecordWriter",
+                hint="Pass record=trimtab.RecordWriter(path, header).",
+                code="record.not_writer",
             )
         self._writer = writer
         self._pending: deque[tuple[PendingStep, float] | Event | Evaluation] = deque()
@@ -211,8 +215,13 @@ class StepRecorder(Stateful):
 
 def _checked(energy: EnergyClock) -> EnergyClock:
     if not isinstance(energy, EnergyClock):
-        expected = "a trimtab.measure.energy_meter.EnergyClock(meter)"
-        raise ValueGivenError("energy", got=f"a {type(energy).__name__}", expected=expected)
+        raise ValueGivenError(
+            "energy",
+            got=f"a {type(energy).__name__}",
+            expected="a trimtab.measure.energy_meter.EnergyClock",
+            hint="Pass energy=EnergyClock(meter).",
+            code="energy.not_clock",
+        )
     return energy
 
 

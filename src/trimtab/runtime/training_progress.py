@@ -46,13 +46,20 @@ class TrainingProgress(Stateful):
         self._total_samples = None if total_samples is None else validation.integer("total_samples", total_samples)
         self._total_tokens = None if total_tokens is None else validation.integer("total_tokens", total_tokens)
         if self._total_samples is not None and self._total_tokens is not None:
-            raise ValueGivenError("total_tokens", got="both totals", expected="total_samples or total_tokens")
+            raise ValueGivenError(
+                "total_tokens",
+                got="total_samples and total_tokens",
+                expected="one of them",
+                hint="Pass the total that the schedule counts.",
+                code="schedule.two_totals",
+            )
         if self._total_samples is self._total_tokens is None and plan.schedule.value != "user":
             raise ValueGivenError(
                 "total_samples",
-                got="nothing",
-                expected="the samples this run will train on",
-                hint=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
+                problem=f"The plan's learning-rate schedule {plan.schedule.value!r} needs the length of the training "
+                f"run.",
+                hint="Pass total_samples (samples in the whole run) or total_tokens to trimtab.start.",
+                code="schedule.total_missing",
             )
         self._by_hand, self._batch_rows = exchange.has_peers and exchange.num_ranks == 1, 0
         self.rows = self.applied = self.windows = 0
@@ -86,8 +93,11 @@ class TrainingProgress(Stateful):
         if tokens is None:
             raise LossError(
                 "loss",
-                got="a mean, with total_tokens",
-                expected="trimtab.Summed(loss_sum, count), which counts tokens",
+                problem="The schedule counts tokens (total_tokens), but the loss function returned a mean, which does "
+                "not contain the number of tokens.",
+                hint="Return trimtab.Summed(loss_sum, count) with the number of tokens as count, or pass "
+                "total_samples.",
+                code="loss.no_token_count",
             )
         if isinstance(tokens, Tensor) and tokens.is_cuda:
             self._read()

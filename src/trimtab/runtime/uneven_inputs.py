@@ -76,9 +76,10 @@ class UnevenInputs:
         if not self.is_able:
             raise BatchError(
                 "loader",
-                got="no batch on this rank, and some on others",
-                expected="a batch on every rank at least",
-                hint="trimtab.shard(loader) deals each batch of a loader out to all ranks.",
+                problem="The loader of this rank has no batch, but other ranks have batches.",
+                got="no batch on this rank",
+                hint="Give every rank at least one batch; trimtab.shard(loader) divides each batch among all ranks.",
+                code="loader.empty_on_rank",
             )
         window = Window(loop, (), (), (), device)
         window.pad(self._kept, self._wanted)

@@ -23,7 +23,7 @@ from trimtab.runtime.metadata_exchange import MetadataExchange
 _CHECKED_WINDOWS = 3
 _BACKWARD = -1
 _IN_FSDP = "Have every rank run the same blocks in every micro-batch, or use zero_stage=0 (DistributedDataParallel)."
-UNLIKE = "which some ranks used in this window and others did not"
+UNLIKE = "Some ranks used these parameters in this step and other ranks did not"
 _IN_DEEPSPEED = "Use every trainable parameter in every window on every rank, or use zero_stage=0."
 
 
@@ -92,10 +92,13 @@ class ReachedParameters:
         self._handles.clear()
 
     def error(self, indices: Sequence[int], found: str, hint: str) -> RankError:
-        """Return an error that names the given parameters."""
-        expected = "every gradient reduced over the ranks before the optimizer's step"
-        given = f"{listed([self.names[index] for index in indices])}, {found}"
-        return RankError("model", got=given, expected=expected, hint=hint, code=UNREDUCED)
+        """Return an error that names the given parameters.
+
+        Args:
+            found: sentence about "these parameters", without period.
+        """
+        names = listed([self.names[index] for index in indices])
+        return RankError("model", problem=f"{found}: {names}.", got=names, hint=hint, code=UNREDUCED)
 
 
 def _leaves(loss: Tensor) -> set[int]:
@@ -146,7 +149,7 @@ class AllParametersCheck:
         each = [unpacked(figures) for figures in self._exchange.share(packed(unreached, len(self._reached.names)))]
         if any(each):
             rank = next(rank for rank, indices in enumerate(each) if indices)
-            found = f"which no micro-batch of the window used on rank {rank}"
+            found = f"No micro-batch of the step used these parameters on rank {rank}"
             raise self._reached.error(sorted(each[rank]), found, _IN_DEEPSPEED)
 
     def reset(self) -> None:
@@ -211,8 +214,11 @@ class ShardedParameterUse:
                 f"{'the backward' if each == _BACKWARD else self._names[each]} on rank {r}"
                 for r, each in enumerate(places)
             ]
-            expected = "the same blocks in the same order on every rank, as FSDP2 gathers each from all of them"
-            raise RankError("model", got=", ".join(where), expected=expected, hint=_IN_FSDP, code=UNREDUCED)
+            found = "Ranks run different blocks at the same time, but FSDP2 gathers each block from all ranks"
+            places_of_ranks = ", ".join(where)
+            raise RankError(
+                "model", problem=f"{found}: {places_of_ranks}.", got=places_of_ranks, hint=_IN_FSDP, code=UNREDUCED
+            )
 
     def begin_backward(self, loss: Tensor) -> None:
         """In the first windows, compare between ranks the parameters that a backward will reach.
@@ -268,7 +274,7 @@ class ShardedParameterUse:
             raise self._reached.error(unlike, UNLIKE, _IN_FSDP)
         left = [index for index, (_, held) in enumerate(self._held) if _is_left(held)]
         if left:
-            found = "which an earlier micro-batch of the window used and the last did not"
+            found = "The last micro-batch of the step did not use these parameters, but an earlier micro-batch did"
             raise self._reached.error(left, found, _IN_FSDP)
         for index in by_none:
             self._held[index][1].sharded_param.grad = None

@@ -102,7 +102,9 @@ def in_words(hooks: tuple[GradientHook, ...]) -> str:
 
 def bitwise_reason(hooks: tuple[GradientHook, ...]) -> str:
     """Return the reason for trying only settings that keep gradients bitwise equal, or ""."""
-    return f"not tried: the model has {in_words(hooks)}, which would receive other gradients" if hooks else ""
+    if not hooks:
+        return ""
+    return f"not tried, because gradient hooks would receive different gradients: the model has {in_words(hooks)}"
 
 
 def require_compatible(
@@ -132,28 +134,29 @@ def require_compatible(
     if plan.precision.value == "fp16" and plan.reference.precision != "fp16":
         raise ModelError(
             "plan.precision",
-            got=f"fp16, whose loss scale multiplies the gradients that hooks receive; the model has {given}",
-            expected="bf16, tf32 or fp32 for a model with gradient hooks",
-            hint="Or remove the hooks, and change gradients between run.unscale() and run.step(). If the loop has "
-            'a loss scale of its own, plan with reference=trimtab.Reference("fp16").',
+            problem=f"With precision fp16, gradient hooks receive gradients multiplied by the loss scale, and the "
+            f"model has {given}.",
+            got="fp16",
+            hint="Use a plan with bf16, tf32 or fp32, or remove the hooks and change gradients between run.unscale() "
+            'and run.step(). If your loop scales the loss too, plan with reference=trimtab.Reference("fp16").',
             code="hooks.gradient_scaled",
         )
     if split := _split(plan, out_of_memory):
         raise ModelError(
             split,
-            got=f"a split batch, whose hooks receive the gradient of each part; the model has {given}",
-            expected="the whole batch in one backward, on one rank, for a model with gradient hooks",
-            hint="Or remove the hooks, and change gradients between the window's last run.backward() and "
-            "run.step(), after run.unscale().",
+            problem=f"If a batch is split, gradient hooks receive the gradients of parts, and the model has {given}.",
+            hint="Train the whole batch in one micro-batch on one rank, or remove the hooks and change gradients "
+            "between run.unscale() and run.step().",
             code="hooks.gradient_split",
         )
     on_modules = tuple(hook for hook in hooks if not hook.kind.startswith(("tensor", "post")))
     if is_recorded(plan.compiled.value) or (plan.compiled.value and on_modules):
         raise ModelError(
             "plan.compiled",
-            got=f"{plan.compiled.value}, which does not run Python hooks in each step; the model has {given}",
-            expected="a model that is run as it is written",
-            hint="Plan with compiled=False, or remove the hooks.",
+            problem=f"With compiled={plan.compiled.value!r}, gradient hooks do not run in every step, and the model "
+            f"has {given}.",
+            got=repr(plan.compiled.value),
+            hint="Use a plan with compiled=False, or remove the hooks.",
             code="hooks.not_run",
         )
     if stepped := stepped_in_backward(hooks):
@@ -192,10 +195,10 @@ def steps_in_backward(field: str, stepped: tuple[Optimizer, ...], given: str) ->
     kinds = ", ".join(sorted({type(optimizer).__name__ for optimizer in stepped}))
     return OptimizerError(
         field,
-        got=f"optimizers that may step in the backward ({len(stepped)} of {kinds}): {given}",
-        expected="gradients that stay until optimizer.step()",
-        hint="Start a plan that changes nothing, trimtab.Plan.fixed(batch_size); or step the optimizer after the "
-        "backward instead of in a hook.",
+        problem=f"Gradient hooks may step {len(stepped)} optimizers ({kinds}) within the backward, before {field} "
+        f"applies: {given}.",
+        hint="Call optimizer.step() after the backward instead of in a hook, or start a plan that changes nothing: "
+        "trimtab.Plan.fixed(batch_size).",
         code="optimizer.steps_in_backward",
     )
 
@@ -213,9 +216,8 @@ def require_saved(model: nn.Module, optimizer: Optimizer, saved: Iterable[Any]) 
     if stepped:
         raise OptimizerError(
             "checkpoints",
-            got=f"{len(stepped)} optimizers that hooks may step, whose state would not be saved",
-            expected="each of them in checkpoints, or none that is stepped in the backward",
-            hint='Pass them by name: Checkpoints(..., also={"first": optimizer, ...}).',
+            problem=f"Gradient hooks may step {len(stepped)} optimizers whose state the checkpoints do not contain.",
+            hint='Pass these optimizers by name: Checkpoints(..., also={"first": optimizer, ...}).',
             code="optimizer.steps_in_backward",
         )
 

@@ -24,8 +24,14 @@ def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable
     """
     given, mine = type(optimizer).__name__, _decaying(optimizer)
     if any(getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name) for name in _SAVES):
-        expected, hint = "an optimizer that is saved as torch's are", "Set its weight decay where it is built."
-        raise OptimizerError("plan.weight_decay", got=f"{given}, saved its own way", expected=expected, hint=hint)
+        raise OptimizerError(
+            "plan.weight_decay",
+            problem=f"The plan's weight decay cannot be applied, because {given} overrides state_dict or "
+            f"load_state_dict.",
+            got=given,
+            hint=f"Pass the weight decay to {given} itself, and use a plan with weight_decay=None.",
+            code="weight_decay.custom_state",
+        )
 
     def switch(optimizer: torch.optim.Optimizer) -> None:
         for at in mine:
@@ -63,8 +69,10 @@ def _decaying(optimizer: torch.optim.Optimizer) -> dict[int, float]:
         raise OptimizerError(
             "plan.weight_decay",
             got=f"{type(optimizer).__name__} without weight decay",
-            expected="a group of parameters that decays, for a plan that says by how much",
-            hint="Give it some, as AdamW(..., weight_decay=0.01), or leave the plan's weight decay as it is.",
+            expected="a parameter group with a non-zero weight_decay",
+            hint="Create the optimizer with weight decay, such as AdamW(..., weight_decay=0.01), or use a plan with "
+            "weight_decay=None.",
+            code="weight_decay.none",
         )
     return found
 

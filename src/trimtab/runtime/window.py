@@ -113,9 +113,9 @@ class Window:
     def repeat_refusal(self) -> str:
         """Reason why the window cannot be repeated in smaller micro-batches, or ""."""
         if not self.may_split:
-            return "its batch cannot be split"
+            return "the batch cannot be split"
         if self._versions is not None and self._versions != tuple(map(versions_of, self._batches)):
-            return "the loss changed its batch in place"
+            return "the loss function changed the batch in place"
         return ""
 
     def split(self, micro_batch: int) -> None:
@@ -149,7 +149,12 @@ class Window:
 
     def __iter__(self) -> Iterator[Any]:
         if self._used:
-            raise LoopError("window", got="a second pass over a window", expected="one pass; take the next window")
+            raise LoopError(
+                "window",
+                problem="A window was iterated over a second time.",
+                hint="Take the next window of run.windows(loader).",
+                code="loop.window_used",
+            )
         self._loop.open_window(self)
         self._used = True
         left = self.num_micro_batches
@@ -182,8 +187,18 @@ class Window:
 def check_call(loop: WindowCallbacks, window: Any, loss_fn: Any) -> None:
     """Raise `LoopError` if `loop` did not make the window, and `LossError` if `loss_fn` is not callable."""
     if not isinstance(window, Window) or not window.is_of(loop):
-        given = "a window of another run" if isinstance(window, Window) else f"a {type(window).__name__}"
-        expected = "one that run.windows(loader) or run.window(batch) made"
-        raise LoopError("window", got=given, expected=expected)
+        raise LoopError(
+            "window",
+            got="a window of another run" if isinstance(window, Window) else f"a {type(window).__name__}",
+            expected="a window of this run",
+            hint="Take windows from run.windows(loader), or make one with run.window(batch).",
+            code="loop.not_a_window",
+        )
     if not callable(loss_fn):
-        raise LossError("loss_fn", got=f"a {type(loss_fn).__name__}", expected="loss_fn(model, batch)")
+        raise LossError(
+            "loss_fn",
+            got=f"a {type(loss_fn).__name__}",
+            expected="a function loss_fn(model, batch)",
+            hint="Pass a function that returns the loss of a batch.",
+            code="loss_fn.not_callable",
+        )

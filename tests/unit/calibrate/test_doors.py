@@ -220,7 +220,7 @@ def test_a_model_in_parts_on_several_ranks_is_not_measured_on_one(one_of_several
 
 def test_a_plan_that_shares_nothing_says_so_on_ranks(one_of_several):
     with (
-        pytest.warns(UserWarning, match="each trains a model of its own"),
+        pytest.warns(UserWarning, match="DistributedDataParallel"),
         trimtab.start(*loop("cpu"), Plan.fixed(4)) as run,
     ):
         run.train_step(run.window(BATCH), mean_square)

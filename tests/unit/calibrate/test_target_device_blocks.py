@@ -141,7 +141,7 @@ def over_its_input():
     return model, torch.optim.AdamW(model.parameters()), *normalised()[2:]
 
 
-@pytest.mark.parametrize(("make", "said"), [(replaced, "forward was replaced"), (over_its_input, "argument in place")])
+@pytest.mark.parametrize(("make", "said"), [(replaced, "was replaced"), (over_its_input, "argument in place")])
 def test_what_no_run_could_compute_again_no_plan_does(make, said):
     profile = planned(make, objective=trimtab.Objective(1.0, 1.0))
     assert profile.recomputables

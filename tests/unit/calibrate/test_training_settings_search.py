@@ -227,7 +227,7 @@ def test_gradients_are_clipped_where_an_optimizer_divides_by_their_size(monkeypa
 
 def test_a_limit_that_was_set_by_hand_is_not_overridden():
     its = subject()
-    with raises(ValueGivenError, code="value.invalid", field="clip_norm"):
+    with raises(ValueGivenError, code="clip_norm.differs_from_plan", field="clip_norm"):
         trimtab.start(its.model, its.optimizer, Plan.fixed(ROWS, clip_norm=3.0), clip_norm=0.25)
 
 

@@ -206,7 +206,7 @@ def test_another_number_of_threads_is_refused_or_accepted_and_recorded(saved, tm
 
 
 def test_other_data_are_refused_or_accepted_and_written_down(saved, tmp_path):
-    with raises(FormatError, code="format.invalid", field="resume: data"):
+    with raises(FormatError, code="resume.data_differs", field="resume: data"):
         Loop(saved).train(6, batches=[*BATCHES, BATCHES[0]])
     with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
         Loop(saved, accepts=("data",)).train(6, batches=[*BATCHES, BATCHES[0]], record=record)
@@ -222,7 +222,7 @@ def test_another_number_of_rows_is_refused_though_there_are_as_many_batches(tmp_
         return DataLoader(torch.arange(4.0 * rows).reshape(rows, 4), batch_size=4, shuffle=True)
 
     Loop(tmp_path / "run").train(4, batches=loader(11))
-    with raises(FormatError, code="format.invalid", field="resume: data"):
+    with raises(FormatError, code="resume.data_differs", field="resume: data"):
         Loop(tmp_path / "run").train(6, batches=loader(12))
 
 
@@ -567,7 +567,7 @@ def test_a_checkpoint_by_hand_needs_somewhere_to_be(saved):
     loop = Loop(saved)
     with (
         trimtab.start(loop.model, loop.optimizer, loop.plan) as run,
-        raises(UsageError, code="value.invalid", field="run.checkpoint"),
+        raises(UsageError, code="checkpoints.not_configured", field="run.checkpoint"),
     ):
         run.checkpoint()
 
@@ -676,7 +676,7 @@ def test_a_signal_ends_a_run_that_warns_whatever_becomes_of_the_last_save(saved,
 
 
 def test_a_window_of_batches_that_nobody_asked_it_for_is_refused(saved):
-    with Loop(saved).start() as run, raises(LoopError, code="loop.out_of_order", field="run.window"):
+    with Loop(saved).start() as run, raises(LoopError, code="loop.position_unknown", field="run.window"):
         run.window(BATCHES[0])
 
 
@@ -685,7 +685,7 @@ def test_a_loader_whose_workers_outlive_a_pass_is_refused(tmp_path):
     for loader in (lasting, trimtab.shard(lasting)):
         with (
             Loop(tmp_path / "run").start() as run,
-            raises(ValueGivenError, code="value.invalid", field="loader"),
+            raises(ValueGivenError, code="loader.persistent_workers", field="loader"),
         ):
             next(run.windows(loader))
     with Loop(tmp_path / "run").start() as run:

@@ -158,5 +158,5 @@ def test_a_run_that_is_over_holds_no_loader(tmp_path, kind, kept, how):
     del loader
     assert held() is None
     if run is not None and kept:
-        with raises(LoopError, code="loop.out_of_order", field="run.position.state_dict"):
+        with raises(LoopError, code="run.closed", field="run.position.state_dict"):
             run.position.state_dict()

@@ -29,7 +29,7 @@ from trimtab.recipes.reference import ReferenceLoop
 
 PLAN = Plan.fixed(BATCH_ROWS, 8)
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore:Training has become non-finite:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:Training became non-finite:RuntimeWarning")
 
 
 class Breaking(nn.Module):

@@ -352,7 +352,7 @@ def test_trials_decide_by_throughput_per_byte_at_one_batch():
 def test_a_batch_that_cannot_be_cut_is_not_decided_upon():
     problem = Regression(8, TRIALS)
     problem.model.extra = nn.BatchNorm1d(2)
-    with raises(UsageError, code="value.invalid", field="plan.batch_rule"):
+    with raises(UsageError, code="batch_rule.not_splittable", field="plan.batch_rule"):
         trimtab.start(problem.model, problem.optimizer, problem.plan)
 
 
@@ -698,7 +698,8 @@ def test_memory_that_runs_out_in_a_larger_window_holds_k_for_a_while(tmp_path, e
     found = [
         event.detail["reason"] for event in trimtab.read_record(tmp_path / "run.jsonl").events if event.name == "k"
     ]
-    assert found == ["held for now: memory ran out beside another micro-batch's gradients"] * 3
+    assert len(found) == 3
+    assert all("memory" in reason for reason in found)
 
 
 def test_one_that_is_never_told_is_paused(tmp_path, always_measured, monkeypatch):
@@ -878,9 +879,9 @@ def test_ranks_that_nothing_joins_have_no_k_of_their_own(monkeypatch):
     """Their gradients may be reduced by hand, in windows that would then be unlike."""
     monkeypatch.setattr("trimtab.distributed.backend_selection.has_peers", lambda: True)
     problem = Regression(8, BatchRule())
-    with raises(UsageError, code="value.invalid", field="plan.batch_rule"):
+    with raises(UsageError, code="batch_rule.ranks_unconnected", field="plan.batch_rule"):
         trimtab.start(problem.model, problem.optimizer, problem.plan)
-    with pytest.warns(UserWarning, match="each trains a model of its own"):
+    with pytest.warns(UserWarning, match="DistributedDataParallel"):
         trimtab.start(problem.model, problem.optimizer, Plan.fixed(8)).close()
 
 
@@ -888,7 +889,7 @@ def test_ranks_that_nothing_joins_have_no_k_of_their_own(monkeypatch):
 def test_a_bound_that_allows_no_other_batch_is_said(policy, warns):
     """Of a batch that is cut into four micro-batches the next larger window has eight."""
     problem = Regression(16, BatchRule(policy, k_max=7), micro=4)
-    with pytest.warns(RuntimeWarning, match="k never changes") if warns else contextlib.nullcontext():
+    with pytest.warns(RuntimeWarning, match="k_max=7") if warns else contextlib.nullcontext():
         BatchSizeController(
             problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
         )
@@ -909,7 +910,7 @@ def test_a_model_sharded_in_part_is_refused():
     problem = Regression(8, BatchRule())
     problem.model = nn.Sequential(Sharded(DIM, DIM), nn.Linear(DIM, 1)).double()
     problem.optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
-    with raises(UsageError, code="value.invalid", field="plan.batch_rule"):
+    with raises(UsageError, code="batch_rule.partly_sharded", field="plan.batch_rule"):
         BatchSizeController(
             problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
         )
@@ -921,7 +922,7 @@ def test_one_under_fsdp1_is_refused():
 
     problem = Regression(8, BatchRule())
     problem.model = FullyShardedDataParallel(DIM, 1).double()
-    with raises(UsageError, code="value.invalid", field="plan.batch_rule"):
+    with raises(UsageError, code="batch_rule.fsdp1", field="plan.batch_rule"):
         BatchSizeController(
             problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
         )

@@ -89,7 +89,7 @@ def test_a_plan_that_compiles_is_refused_where_the_loop_has_compiled(compiled):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (model if compiled == "all" else model[0]).compile()
-    with raises(ValueGivenError, code="value.invalid", field="plan.compiled"):
+    with raises(ValueGivenError, code="compiled.twice", field="plan.compiled"):
         trimtab.start(model, optimizer, Plan.fixed(4, compiled=True))
     trimtab.start(model, optimizer, Plan.fixed(4)).close()
 
@@ -138,7 +138,7 @@ def test_a_forgotten_model_is_found_though_it_is_compiled():
     with trimtab.start(model, optimizer, Plan.fixed(4, compiled=True)) as run:
         run.train_step(run.window(batch), loss_fn)
         other = copy.deepcopy(model)
-        with raises(LoopError, code="loop.out_of_order", field="run.backward"):
+        with raises(LoopError, code="loop.forward_missing", field="run.backward"):
             run.train_step(run.window(batch), lambda _, rows: loss_fn(other, rows))
 
 

@@ -157,7 +157,7 @@ def test_less_data_than_were_trained_on_are_refused():
     other = DataPosition(is_kept=True)
     other.loading(position.state_dict())()
     other.accepted = lambda change: None
-    with raises(FormatError, code="format.invalid", field="loader"):
+    with raises(FormatError, code="resume.data_short", field="loader"):
         next(other.batches([torch.ones(1)] * 3))
 
 
@@ -166,7 +166,7 @@ def test_a_loader_of_another_kind_is_refused():
     next(position.batches(Stateful()))
     other = DataPosition(is_kept=True)
     other.loading(position.state_dict())()
-    with raises(FormatError, code="format.invalid", field="loader"):
+    with raises(FormatError, code="resume.loader_kind", field="loader"):
         next(other.batches([1, 2, 3]))
 
 
@@ -182,7 +182,7 @@ def test_generators_of_another_number_are_refused():
 def test_what_is_not_kept_is_not_told():
     position = DataPosition(is_kept=False)
     assert list(position.batches([1, 2])) == [1, 2]
-    with raises(ValueGivenError, code="value.invalid", field="run"):
+    with raises(ValueGivenError, code="checkpoints.not_configured", field="run"):
         position.state_dict()
 
 
@@ -253,7 +253,7 @@ def test_workers_that_stay_are_found_through_all_that_deal_a_loader_out():
     loaders = dealt_twice(num_workers=1, persistent_workers=True)
     for each in loaders:
         assert innermost(each) is loaders[0]
-        with raises(ValueGivenError, code="value.invalid", field="loader"):
+        with raises(ValueGivenError, code="loader.persistent_workers", field="loader"):
             require_state_kept(each)
     for each in dealt_twice(num_workers=1):
         require_state_kept(each)

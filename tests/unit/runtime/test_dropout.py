@@ -79,7 +79,7 @@ def test_equals_a_plain_loop_without_dropout():
 def test_what_cannot_be_set_is_refused_and_nothing_is_changed():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with raises(ModelError, code="model.unsupported", field="model"):
+    with raises(ModelError, code="dropout.no_modules", field="model"):
         trimtab.start(model, optimizer, Plan.fixed(2, dropout=0.0))
     with raises(ValueGivenError, code="value.invalid", field="plan.dropout"):
         Plan.fixed(2, dropout=1.5)

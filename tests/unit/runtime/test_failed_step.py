@@ -115,5 +115,5 @@ def test_a_record_that_cannot_be_written_leaves_the_window_stepped_and_counted()
             with pytest.raises(OSError, match="no space"):
                 run.train_step(run.window(torch.ones(ROWS, 3)), token_loss)
             assert (run.consumed_rows, run.applied_steps) == (number * ROWS, number)
-            with raises(LoopError, code="loop.out_of_order", field="run.step"):
+            with raises(LoopError, code="loop.no_window", field="run.step"):
                 run.step()

@@ -67,7 +67,7 @@ class Verbs(RuleBasedStateMachine):
     @rule()
     def next_micro_batch(self):
         if self.done < self.got:
-            with raises(LoopError, code="loop.out_of_order", field="window"):
+            with raises(LoopError, code="loop.backward_missing", field="window"):
                 next(self.micros)
             assert all(p.grad is None for p in self.model.parameters()), "the window is given up whole"
             self.idle()
@@ -160,7 +160,7 @@ def test_a_window_refused_while_another_is_open_can_be_had_after_it(run):
 def test_a_window_can_be_passed_once(run):
     window = run.window(torch.randn(ROWS, 3))
     run.train_step(window, loss_fn)
-    with raises(LoopError, code="loop.out_of_order", field="window"):
+    with raises(LoopError, code="loop.window_used", field="window"):
         run.train_step(window, loss_fn)
     run.train_step(run.window(torch.randn(ROWS, 3)), loss_fn)
 
@@ -199,9 +199,9 @@ def test_a_body_that_raised_and_was_caught_can_go_on_with_the_next_window(run):
                     raise FloatingPointError("the user's own")
         except FloatingPointError:
             failed += 1
-            with raises(LoopError, code="loop.out_of_order", field="run.step"):
+            with raises(LoopError, code="loop.window_incomplete", field="run.step"):
                 run.step()
-            with raises(LoopError, code="loop.out_of_order", field="window"):
+            with raises(LoopError, code="loop.window_open", field="window"):
                 next(iter(run.window(good)))
             run.discard()
             continue
@@ -216,7 +216,7 @@ def test_the_rest_of_a_discarded_window_is_not_handed_out_even_while_another_is_
     run.discard()
     for index, micro in enumerate(run.window(torch.randn(ROWS, 3))):
         if index == 1:
-            with raises(LoopError, code="loop.out_of_order", field="window"):
+            with raises(LoopError, code="loop.window_ended", field="window"):
                 next(stale)
         run.backward(loss_fn(run.model, micro))
     assert run.step()
@@ -227,7 +227,7 @@ def test_a_last_window_left_without_a_step_does_not_end_silently(run, number):
     windows = run.windows([torch.randn(ROWS, 3)] * number)
     for micro in next(windows):
         run.backward(loss_fn(run.model, micro))
-    with raises(LoopError, code="loop.out_of_order", field="run.windows"):
+    with raises(LoopError, code="loop.window_open", field="run.windows"):
         next(windows)
     assert run.applied_steps == 0
     run.discard()
@@ -253,7 +253,7 @@ def test_a_count_that_is_none_is_refused_on_a_later_micro_batch_too(run, count):
 def test_a_loss_from_a_copy_of_the_model_is_refused_even_if_the_copy_was_made_in_the_run(run):
     ema = copy.deepcopy(run.model)
     for micro in run.window(torch.randn(ROWS, 3)):
-        with raises(LoopError, code="loop.out_of_order", field="run.backward"):
+        with raises(LoopError, code="loop.forward_missing", field="run.backward"):
             run.backward(loss_fn(ema, micro))
         break
 
@@ -281,7 +281,7 @@ def test_a_window_that_is_accumulated_is_stepped_by_the_caller():
         before = other.weight.detach().clone()
         assert torch.equal(run.accumulate(run.window(batch), loss_fn), loss)
         assert torch.equal(other.weight, before)
-        with raises(LoopError, code="loop.out_of_order", field="window"):
+        with raises(LoopError, code="loop.window_open", field="window"):
             run.train_step(run.window(batch), loss_fn)
         run.step()
         assert run.applied_steps == 1
@@ -291,7 +291,7 @@ def test_a_window_that_is_accumulated_is_stepped_by_the_caller():
 @pytest.mark.parametrize("verb", ["step", "unscale"])
 def test_after_a_window_that_stepped_by_itself_the_error_says_so(run, verb):
     run.train_step(run.window(torch.randn(ROWS, 3)), loss_fn)
-    with raises(LoopError, code="loop.out_of_order"):
+    with raises(LoopError, code="loop.no_window"):
         getattr(run, verb)()
     assert run.applied_steps == 1
     run.accumulate(run.window(torch.randn(ROWS, 3)), loss_fn)

@@ -63,7 +63,7 @@ def test_a_start_that_fails_puts_chunks_back():
 
 def test_a_model_without_a_head_is_refused():
     model = nn.Linear(4, 2)
-    with raises(ModelError, code="model.unsupported", field="plan.loss_chunk") as caught:
+    with raises(ModelError, code="loss_chunk.no_head", field="plan.loss_chunk") as caught:
         trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), trimtab.Plan.fixed(8, loss_chunk=2))
     assert caught.value.field == "plan.loss_chunk"
 

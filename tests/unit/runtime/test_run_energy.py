@@ -136,7 +136,7 @@ def test_a_run_that_is_gone_on_with_says_from_where_its_joules_are(world):
 def test_what_is_no_clock_is_refused(tmp_path):
     with (
         RecordWriter(tmp_path / "a.jsonl", Header("run")) as writer,
-        raises(ValueGivenError, code="value.invalid", field="energy"),
+        raises(ValueGivenError, code="energy.not_clock", field="energy"),
     ):
         StepRecorder(writer, GivenWatts(5))
 
@@ -166,7 +166,7 @@ def loop(record, meter, num_steps: int = 3):
 def test_joules_without_a_record_are_refused():
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with raises(ValueGivenError, code="value.invalid", field="energy"):
+    with raises(ValueGivenError, code="energy.no_record", field="energy"):
         trimtab.start(model, optimizer, trimtab.Plan.fixed(8), energy=EnergyClock(GivenWatts(5)))
 
 

@@ -108,5 +108,5 @@ def test_the_file_stays_open_for_its_owner_and_may_be_closed_before_a_second_clo
 
 @pytest.mark.parametrize("given", ["r.jsonl", 3, [], object()], ids=lambda v: type(v).__name__)
 def test_what_is_no_writer_is_refused_at_the_door(given):
-    with raises(ValueGivenError, code="value.invalid", field="record"):
+    with raises(ValueGivenError, code="record.not_writer", field="record"):
         trimtab.start(*loop(), Plan.fixed(4), record=given)

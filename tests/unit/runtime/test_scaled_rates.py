@@ -46,7 +46,7 @@ def test_a_tensor_rate_is_not_changed_in_place():
     assert float(rate) == 0.5
 
 
-SAID = r"put back as it was before: step your scheduler after run\.step\(\)"
+SAID = r"scheduler\.step\(\) after run\.step\(\)"
 
 
 def scheduled_in_a_hook(optimizer):

@@ -194,7 +194,7 @@ def test_a_closed_run_refuses_every_verb():
         run.step,
         run.discard,
     ):
-        with raises(LoopError, code="loop.out_of_order", field="run"):
+        with raises(LoopError, code="run.closed", field="run"):
             verb()
     assert fingerprint(model, made) == before
 
@@ -208,7 +208,7 @@ def test_closing_between_micro_batches_ends_the_window():
     assert all(p.grad is None for p in model.parameters())
     loss = loss_fn(model, batch())
     for verb in (lambda: next(micros), lambda: run.backward(loss)):
-        with raises(LoopError, code="loop.out_of_order", field="run"):
+        with raises(LoopError, code="run.closed", field="run"):
             verb()
     assert all(p.grad is None for p in model.parameters())
 
@@ -217,7 +217,7 @@ def test_a_model_has_one_run_at_a_time():
     model, made = loop(OPTIMIZERS["sgd"])
     with trimtab.start(model, made, Plan.fixed(ROWS, memory_layout="channels_last")) as run:
         before = fingerprint(model, made)
-        with raises(LoopError, code="loop.out_of_order", field="model"):
+        with raises(LoopError, code="run.model_in_use", field="model"):
             trimtab.start(model, made, Plan.fixed(ROWS))
         assert fingerprint(model, made) == before
         run.train_step(run.window(batch()), loss_fn)
@@ -383,7 +383,7 @@ def test_a_state_of_fp16_does_not_fit_a_run_without_a_scale():
         state = run.state_dict()
     with (
         trimtab.start(model, made, Plan.fixed(ROWS)) as run,
-        raises(UsageError, code="value.invalid", field="state.precision"),
+        raises(UsageError, code="resume.precision_differs", field="state.precision"),
     ):
         run.load_state_dict(state)
 

@@ -61,7 +61,7 @@ def test_a_plan_with_a_fused_step_is_refused_where_that_would_be_another_one():
     gaps.weight = nn.Parameter(torch.ones(4, 8)[:, :4])
     for model, options in ((gaps, {}), (plain, {"dampening": 0.5})):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
-        with raises(OptimizerError, code="optimizer.unsupported", field="plan.fused_optimizer"):
+        with raises(OptimizerError, code="optimizer.not_fusible", field="plan.fused_optimizer"):
             trimtab.start(model, optimizer, Plan.fixed(ROWS, fused_optimizer=True))
         trimtab.start(model, optimizer, Plan.fixed(ROWS)).close()
 

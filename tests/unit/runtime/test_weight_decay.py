@@ -116,7 +116,7 @@ def test_a_state_that_decays_nothing_is_refused_where_it_is_loaded():
     model, optimizer = made()
     with (
         trimtab.start(model, optimizer, PLANNED),
-        raises(OptimizerError, code="optimizer.unsupported", field="plan.weight_decay"),
+        raises(OptimizerError, code="weight_decay.none", field="plan.weight_decay"),
     ):
         optimizer.load_state_dict(other)
 
@@ -176,7 +176,7 @@ def test_muon_decays_by_it_too():
 def test_an_optimizer_that_decays_nothing_is_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with raises(OptimizerError, code="optimizer.unsupported", field="plan.weight_decay"):
+    with raises(OptimizerError, code="weight_decay.none", field="plan.weight_decay"):
         trimtab.start(model, optimizer, Plan.fixed(4, weight_decay=0.5))
 
 
@@ -185,5 +185,5 @@ def test_an_optimizer_that_is_saved_in_a_way_of_its_own_is_refused(name):
     """It would not ask what is the user's and what the plan's."""
     own = type("Own", (torch.optim.AdamW,), {name: lambda self, *args: {}})
     model = nn.Linear(2, 2)
-    with raises(OptimizerError, code="optimizer.unsupported", field="plan.weight_decay"):
+    with raises(OptimizerError, code="weight_decay.custom_state", field="plan.weight_decay"):
         trimtab.start(model, own(model.parameters()), PLANNED)

@@ -63,7 +63,7 @@ def trained(run, loader):
 @pytest.mark.parametrize("made", STRUCTURES.values(), ids=STRUCTURES)
 def test_a_buffer_that_is_written_over_within_a_window_is_refused(made, plan):
     with started(plan) as run:
-        with raises(BatchError, code="batch.invalid", field="batch"):
+        with raises(BatchError, code="batch.overwritten", field="batch"):
             next(run.windows(refilled(made)))
         assert (run.num_windows, run.applied_steps) == (0, 0)
         assert trained(run, [torch.ones(ROWS, 3), torch.zeros(ROWS, 3)]) == [1.0, 0.0]
