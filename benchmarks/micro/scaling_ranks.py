@@ -353,7 +353,7 @@ def main() -> None:
     """Run the named job."""
     torch.set_num_threads(1)
     what, out, *arguments = sys.argv[1:]
-    with trimtab.joined() as here:
+    with trimtab.process_group() as here:
         found = JOBS[what](*arguments)
         if here.rank == 0:
             Path(out).write_text(json.dumps(found), encoding="utf-8")

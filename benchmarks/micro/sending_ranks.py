@@ -88,7 +88,7 @@ def main() -> None:
     """Time the arms and write the results."""
     torch.set_num_threads(1)
     out, name, rounds, windows, *names = sys.argv[1:]
-    with trimtab.joined() as here:
+    with trimtab.process_group() as here:
         found = timed(name, int(rounds), int(windows), names)
         if here.rank == 0:
             Path(out).write_text(json.dumps(found), encoding="utf-8")

@@ -21,7 +21,7 @@ from trimtab.core.stopping_rule import Stop, StopReason
 if TYPE_CHECKING:
     from trimtab.api import Metering, plan, plan_elsewhere, profile, start
     from trimtab.checkpoint.config import Checkpoints
-    from trimtab.distributed.process_group import joined
+    from trimtab.distributed.process_group import process_group
     from trimtab.distributed.sharded_loader import shard
     from trimtab.losses import Summed
     from trimtab.runtime.run import Run
@@ -47,9 +47,9 @@ __all__ = [
     "Summed",
     "UnprovedSplitWarning",
     "errors",
-    "joined",
     "plan",
     "plan_elsewhere",
+    "process_group",
     "profile",
     "read_record",
     "shard",
@@ -62,7 +62,7 @@ _LAZY = dict.fromkeys(("Metering", "plan", "plan_elsewhere", "profile", "start")
     "Run": "trimtab.runtime.run",
     "Summed": "trimtab.losses",
     "UnprovedSplitWarning": "trimtab.runtime.split_conditions",
-    "joined": "trimtab.distributed.process_group",
+    "process_group": "trimtab.distributed.process_group",
     "shard": "trimtab.distributed.sharded_loader",
 }
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from device_rank import check
 from ranks import run_program
 
-from trimtab.distributed import process_group
-from trimtab.distributed.process_group import backends, joined
+from trimtab.distributed import process_group as group_module
+from trimtab.distributed.process_group import backends, process_group
 from trimtab.integrations import trainer_rules
 
 
@@ -26,13 +26,13 @@ def test_a_figure_lies_where_the_group_can_send_it_from(monkeypatch):
     """A loop's own group may have NCCL alone: what is on the host cannot be reduced there."""
     for groups, kind in (("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo", "cpu"), ("meta:nccl", "meta")):
         monkeypatch.setattr(dist, "get_backend_config", lambda groups=groups: groups)
-        assert process_group._figure(2.0).device.type == kind
+        assert group_module._figure(2.0).device.type == kind
     assert backends() == {"meta": "nccl"}
 
 
 @pytest.fixture
 def ended(monkeypatch):
-    """How a job's groups were ended that `joined` began, on what looks like two devices; and the limit they had."""
+    """How a job's groups were ended that `process_group` began, on what looks like two devices; and their limit."""
     found = []
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -42,7 +42,7 @@ def ended(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(dist, "init_process_group", lambda names, **how: found.append(how["timeout"].total_seconds()))
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(process_group, "limit_host", lambda _seconds: None)  # there is no group
+    monkeypatch.setattr(group_module, "limit_host", lambda _seconds: None)  # there is no group
     monkeypatch.setattr(dist, "destroy_process_group", lambda: found.append("destroyed"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: found.append("aborted"))
     return found
@@ -50,22 +50,22 @@ def ended(monkeypatch):
 
 def test_nccl_waits_longer_than_what_names_a_lost_rank(ended):
     """Its watchdog ends the process, before which the rank has to say why."""
-    with joined(20.0):
-        assert process_group.time_limit_s() == 20.0
+    with process_group(20.0):
+        assert group_module.time_limit_s() == 20.0
     device, limit_s, how = ended
     assert (device, how) == (1, "destroyed")
     assert limit_s > 20.0 + 3.0  # as a roll call takes
 
 
 def test_nccl_is_given_up_after_an_error(ended):
-    with pytest.raises(ValueError, match="a bad batch"), joined(20.0):
+    with pytest.raises(ValueError, match="a bad batch"), process_group(20.0):
         raise ValueError("a bad batch")
     assert ended[2:] == ["aborted"]
 
 
 def test_a_hosts_ranks_are_waited_for_as_long_as_the_host_does(ended, monkeypatch):
-    monkeypatch.setattr(trainer_rules, "start", lambda *_: process_group.time_limit_s())
-    with joined(20.0):
+    monkeypatch.setattr(trainer_rules, "start", lambda *_: group_module.time_limit_s())
+    with process_group(20.0):
         assert trainer_rules.started(None, None, None) == 1800.0
         assert trainer_rules.started(None, None, None, 90.0) == 90.0
-        assert process_group.time_limit_s() == 20.0
+        assert group_module.time_limit_s() == 20.0

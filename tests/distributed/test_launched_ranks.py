@@ -106,7 +106,7 @@ def test_a_plan_of_one_process_is_shared_by_replicas(folder):
 LOOP = """
     import json, sys, torch, trimtab
 
-    with trimtab.joined() as here:
+    with trimtab.process_group() as here:
         torch.manual_seed(here.rank)
         model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

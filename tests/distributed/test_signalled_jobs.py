@@ -17,7 +17,7 @@ WINDOWS = 40
 LOOP = f"""
     import json, sys, time, torch, trimtab
 
-    with trimtab.joined() as here:
+    with trimtab.process_group() as here:
         torch.manual_seed(here.rank)
         model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

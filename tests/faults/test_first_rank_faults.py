@@ -44,7 +44,7 @@ RANK = """
 
     found = {}
     try:
-        with trimtab.joined(2.0 if case == "long" else 3.0):
+        with trimtab.process_group(2.0 if case == "long" else 3.0):
             if rank:
                 open(waits, "w").close()
             try:

@@ -73,7 +73,7 @@ def train(
     from trimtab.core.objective import Budget
     from trimtab.core.validation import one_of
     from trimtab.distributed.launch import launch
-    from trimtab.distributed.process_group import joined, place
+    from trimtab.distributed.process_group import place, process_group
     from trimtab.experiments.task_ranks import ranks_of_job, task_of_rank
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
     from trimtab.experiments.train_record import require_trackers
@@ -106,7 +106,7 @@ def train(
         task_of_rank(loaded, ranks)
         launch(sys.argv[1:], ranks)
         return
-    with joined():
+    with process_group():
         made = partial(
             plan_of_run,
             loaded,

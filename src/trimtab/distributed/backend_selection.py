@@ -56,8 +56,8 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
             got=f"{plan.num_ranks}",
             expected=f"{ranks}",
             problem=f"The plan is for {plan.num_ranks} ranks, but the job has {_processes(ranks)}.",
-            hint="Start that number of ranks with torchrun and train inside `with trimtab.joined():`, or make a new "
-            "plan for this job. A checkpoint of another number of ranks can be resumed with the new plan: "
+            hint="Start that number of ranks with torchrun and train inside `with trimtab.process_group():`, or make a "
+            "new plan for this job. A checkpoint of another number of ranks can be resumed with the new plan: "
             'Checkpoints(accepts=("ranks", "plan")).',
             code="plan.ranks_differ",
         )

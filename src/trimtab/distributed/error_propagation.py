@@ -112,5 +112,5 @@ def _no_answer(silent: Sequence[int], ranks: int) -> RankError:
 _SILENT = (
     "Check the rank's log and its machine: the process was killed, hangs, or the machine failed. A rank also does not "
     "respond while it works alone for longer than the time limit, for instance on an evaluation, a save or an upload: "
-    "do such work on all ranks, or raise the limit with trimtab.joined(timeout_s=...)."
+    "do such work on all ranks, or raise the limit with trimtab.process_group(timeout_s=...)."
 )

@@ -70,7 +70,7 @@ def is_launched(environment: Mapping[str, str] | None = None) -> bool:
 
 
 @contextlib.contextmanager
-def joined(timeout_s: float | None = None) -> Iterator[JobPosition]:
+def process_group(timeout_s: float | None = None) -> Iterator[JobPosition]:
     """Join the job's process group inside the block: gloo for CPU tensors, NCCL for CUDA, one device per rank.
 
     Does nothing without a launcher. An existing process group is kept; the time limit then applies to trimtab's own
@@ -122,7 +122,7 @@ def _give_up() -> None:
 
 
 def has_joined() -> bool:
-    """Return True if `joined` made this process a rank; gloo's threads may outlive the group."""
+    """Return True if `process_group` made this process a rank; gloo's threads may outlive the group."""
     return _has_joined
 
 

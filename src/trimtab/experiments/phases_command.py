@@ -18,7 +18,7 @@ from trimtab.core.serialization import read_json
 from trimtab.decide.multi_rank_plan import replicated
 from trimtab.distributed.coordinator import Coordinator
 from trimtab.distributed.launch import launch
-from trimtab.distributed.process_group import joined, place
+from trimtab.distributed.process_group import place, process_group
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison_context import together
 from trimtab.experiments.gain_timing import measure_gain
@@ -119,7 +119,7 @@ def phases_of(asked: PhasesRequest) -> PhaseResult | None:
     if num_ranks > here.num_ranks and tasks:
         launch(sys.argv[1:], num_ranks)
         return None
-    with joined(), ProgressBar() as progress, together() as ranks:
+    with process_group(), ProgressBar() as progress, together() as ranks:
         told = progress if here.rank == 0 else silent
         pages = [
             recorded[source] if source in recorded else _measured(tasks[source], asked, given, told, ranks)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from raising import raises
 
 from trimtab.core.errors import UsageError, ValueGivenError
-from trimtab.distributed import process_group
+from trimtab.distributed import process_group as group_module
 from trimtab.distributed.error_propagation import ErrorStore
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.process_group import JobPosition, joined, place
+from trimtab.distributed.process_group import JobPosition, place, process_group
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_place_to_meet_that_does_not_exist_is_refused_at_once(monkeypatch, add
     given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": port}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueGivenError) as caught, joined():
+    with pytest.raises(ValueGivenError) as caught, process_group():
         pass
     assert (caught.value.field, caught.value.code) == (field, "ranks.environment")
 
@@ -78,13 +78,13 @@ def test_a_place_to_meet_that_does_not_exist_is_refused_at_once(monkeypatch, add
 def test_one_process_joins_nothing(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    with joined() as here:
+    with process_group() as here:
         assert here == JobPosition()
 
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan")])
 def test_a_time_limit_that_is_none_is_refused(limit):
-    with raises(UsageError, code="value.invalid", field="timeout_s"), joined(limit):
+    with raises(UsageError, code="value.invalid", field="timeout_s"), process_group(limit):
         pass
 
 
@@ -101,8 +101,8 @@ def test_the_host_has_the_limit_that_was_asked_for_where_nccl_has_more(monkeypat
         make("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, timeout=timeout)
 
     monkeypatch.setattr(dist, "init_process_group", alone)
-    monkeypatch.setattr(process_group, "_has_joined", False)
-    with joined(7.0):
+    monkeypatch.setattr(group_module, "_has_joined", False)
+    with process_group(7.0):
         host = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert host.options._timeout == timedelta(seconds=7)
     assert given == [("cpu:gloo,cuda:nccl", 0, 2, 37.0)]
@@ -113,7 +113,7 @@ def test_one_of_several_without_a_place_to_meet_is_told_what_is_missing(monkeypa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with raises(UsageError, code="ranks.environment", field="MASTER_ADDR and MASTER_PORT"), joined():
+    with raises(UsageError, code="ranks.environment", field="MASTER_ADDR and MASTER_PORT"), process_group():
         pass
 
 
@@ -132,12 +132,12 @@ def test_a_group_that_is_there_has_the_limit_that_was_asked_for(own_group, monke
     if is_launched:
         for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
-    with joined(7.0):
-        assert process_group.time_limit_s() == 7.0
+    with process_group(7.0):
+        assert group_module.time_limit_s() == 7.0
         assert RankExchange(None)._timeout_s == 7.0
-        with joined():  # as a command does inside of it
-            assert process_group.time_limit_s() == 7.0
-    assert process_group.time_limit_s() == process_group.TIMEOUT_S
+        with process_group():  # as a command does inside of it
+            assert group_module.time_limit_s() == 7.0
+    assert group_module.time_limit_s() == group_module.TIMEOUT_S
     assert dist.is_initialized()
 
 
@@ -147,4 +147,4 @@ def test_a_rank_that_does_not_answer_may_work_alone_and_the_limit_is_named(own_g
     found = trouble.explained(RuntimeError("gloo: timed out"))
     assert (found.code, found.ranks) == ("ranks.silent", (1,))
     assert "evaluation" in found.hint
-    assert "trimtab.joined(timeout_s=...)" in found.hint
+    assert "trimtab.process_group(timeout_s=...)" in found.hint

@@ -14,7 +14,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.serialization import read_json
 from trimtab.distributed.launch import launch
-from trimtab.distributed.process_group import joined, place
+from trimtab.distributed.process_group import place, process_group
 from trimtab.experiments.comparison.compare import compare
 from trimtab.experiments.comparison.compare_options import USUAL_ADAPT, CompareOptions
 from trimtab.experiments.comparison.comparison_result import Comparison
@@ -123,7 +123,7 @@ def compared(asked: CompareRequest, command: str) -> Comparison | None:
     if num_ranks > here.num_ranks:
         launch(sys.argv[1:], num_ranks)
         return None
-    with joined(), ProgressBar() as progress, together() as ranks:
+    with process_group(), ProgressBar() as progress, together() as ranks:
         told = progress if here.rank == 0 else silent
         found = compare(
             task,

@@ -12,7 +12,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import to_json, write_whole
 from trimtab.distributed.launch import launch
-from trimtab.distributed.process_group import from_first, is_launched, joined, place
+from trimtab.distributed.process_group import from_first, is_launched, place, process_group
 from trimtab.experiments.comparison_context import together
 from trimtab.experiments.report.scaling_page import scaling_page
 from trimtab.experiments.scaling import scaling_result as scaling
@@ -69,7 +69,7 @@ def run_scale(
             hint="Start the command once for each number of ranks, with the same --out.",
             code="option.conflict",
         )
-    with joined(), together():
+    with process_group(), together():
         number = job
         if number is None:
             number = int(from_first(lambda: _next(loaded, out, settings, here.num_ranks)))
