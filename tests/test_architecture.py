@@ -31,7 +31,6 @@ LAYERS = (
     "api",
     "integrations",
     "tasks",
-    "recipes",
     "experiments",
     "cli",
 )
@@ -106,7 +105,7 @@ ONLY = {
         "trimtab.experiments.report",
     },
 }
-ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as its users do
+ROOT_USERS = {"cli", "experiments"}  # the layers that use trimtab as its users do
 STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
 TABLES = {"trimtab.decide.recompute_solver"}  # of them, with numpy: millions of sums in the time of a plan
 READERS = (
@@ -161,7 +160,6 @@ OPTIONAL = {
     "matplotlib": {"trimtab.experiments.report.svg"},
     "sklearn": {"trimtab.tasks.embedded"},
     "deepspeed": {"trimtab.distributed.deepspeed_backend", "trimtab.distributed.deepspeed_state"},
-    "tokenizers": {"trimtab.tasks.bpe"},
     "pynvml": {"trimtab.measure.nvml"},
     "zeus": {"trimtab.measure.zeus"},
     "transformers": {"trimtab.integrations.transformers"},

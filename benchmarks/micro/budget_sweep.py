@@ -23,6 +23,7 @@ import torch
 
 import trimtab
 from benchmarks import command
+from benchmarks.paper.tasks import load_task
 from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
@@ -32,7 +33,6 @@ from trimtab.decide.statistics import mean_interval
 from trimtab.decide.trial_statistics import FREE_SPEED
 from trimtab.measure.peak_memory import peak_bytes
 from trimtab.measure.timing import time_call
-from trimtab.tasks import load_task
 from trimtab.tasks.task import Batch, Task
 
 TASKS = ("digits_resnet", "source_gpt", "wikitext2_gpt")

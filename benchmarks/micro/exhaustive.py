@@ -16,6 +16,7 @@ import torch
 
 import trimtab
 from benchmarks import command
+from benchmarks.paper.tasks import load_task
 from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.profile import Candidate, Profile, Trial
@@ -23,7 +24,6 @@ from trimtab.decide.micro_batch_sizes import halvings
 from trimtab.decide.planner import choose
 from trimtab.decide.search import SearchPhase, mode_candidates
 from trimtab.decide.trial_statistics import speed_ratio
-from trimtab.tasks import load_task
 
 TASKS = ("digits_resnet", "source_gpt")
 BEST, BLOCKS = 5, 16

@@ -27,6 +27,7 @@ import torch
 
 import trimtab
 from benchmarks import command
+from benchmarks.paper.tasks import load_task
 from trimtab.core.plan import Plan
 from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
@@ -35,7 +36,6 @@ from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.batch_size_controller import BatchSizeController
 from trimtab.runtime.fixed_batch_size import FixedBatchSize
-from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
 # (task, micro-batches per step, pairs, pairs with --quick)

@@ -18,10 +18,10 @@ import torch
 
 import trimtab
 from benchmarks import command
+from benchmarks.paper.tasks import load_task
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
 from trimtab.losses import mean_of
-from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
 Step = Callable[[Any], None]

@@ -17,9 +17,9 @@ from typing import Any
 
 import trimtab
 from benchmarks import command
+from benchmarks.paper.tasks import load_task
 from trimtab.core.profile import FINAL
 from trimtab.decide.search import allowed_s
-from trimtab.tasks import load_task
 
 TASKS = ("digits_resnet", "source_gpt", "wikitext2_gpt", "cifar10_resnet")
 STEPS = (1_000, 10_000)

@@ -20,6 +20,9 @@ import torch
 from torch import nn
 
 import trimtab
+from benchmarks.paper.cifar10 import normalise
+from benchmarks.paper.datasets import cifar10
+from benchmarks.paper.tasks import load_task
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import write_whole
 from trimtab.decide import batch_size_decider
@@ -30,9 +33,6 @@ from trimtab.losses import parts_of
 from trimtab.runtime.batch_size_controller import BatchSizeController
 from trimtab.runtime.run import Run
 from trimtab.runtime.window import Window
-from trimtab.tasks import load_task
-from trimtab.tasks.cifar10 import normalise
-from trimtab.tasks.datasets import cifar10
 from trimtab.tasks.embedded import python_topics
 from trimtab.tasks.evaluation import evaluating
 from trimtab.tasks.language_modelling import windows

@@ -22,7 +22,7 @@ from trimtab.decide.interleaving import turns
 from trimtab.decide.multi_rank_plan import alone
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import slowest, total
-from trimtab.recipes.replica import ReplicaLoop
+from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
 WINDOW_ROWS = {"ddp": 1, "plan": 16}  # loader batches per window: baseline, and maximum of an adaptive batch size

@@ -42,12 +42,12 @@ from trimtab.distributed.dry_run_on_copies import DryRun
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
 from trimtab.distributed.process_group import slowest, total
 from trimtab.distributed.zero_stage_inputs import RankLoop
+from trimtab.experiments.baselines.reference import ReferenceLoop
+from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.scaling.scaling_plans import kept
 from trimtab.experiments.task_ranks import rehearsal_of, task_of_rank
 from trimtab.measure.process_state import ProcessState
-from trimtab.recipes.reference import ReferenceLoop
-from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from benchmarks.micro.regret_cases import small_gpt, small_resnet
-from trimtab.tasks import load_task
-from trimtab.tasks.cifar10 import load_cifar10
-from trimtab.tasks.cifar10_resnet import EVALUATED_IMAGES
+from benchmarks.paper.cifar10 import load_cifar10
+from benchmarks.paper.cifar10_resnet import EVALUATED_IMAGES
+from benchmarks.paper.tasks import load_task
 from trimtab.tasks.models.resnet import ResNet
 from trimtab.tasks.task import Task, TaskData
 

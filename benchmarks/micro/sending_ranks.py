@@ -24,8 +24,8 @@ from benchmarks.micro import scaling_tasks
 from trimtab.core.plan import Plan
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import slowest, total
+from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
-from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
 CPU = torch.device("cpu")

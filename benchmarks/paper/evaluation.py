@@ -54,11 +54,13 @@ from benchmarks.paper.evaluation_slices import (
     Slice,
     slices,
 )
+from benchmarks.paper.tasks import argument_of
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.serialization import read_json, to_json, write_whole
 from trimtab.core.validation import integer, number
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.measure.machine import environment
+from trimtab.tasks import IN_CHECKOUT
 
 HERE = Path(__file__).resolve().parent
 STALE, CANNOT = "stale", "cannot run here"
@@ -338,6 +340,8 @@ def _argv(each: Slice, folder: Path) -> list[str]:
     for stands, name in files.items():
         rest = [part.replace(stands, os.path.relpath(HERE / name, folder)) for part in rest]
     script = str(ROOT / "benchmarks" / "micro" / first)
+    if not first.endswith(".py"):
+        rest = [os.path.relpath(argument_of(part), folder) if part in IN_CHECKOUT else part for part in rest]
     program = [script] if first.endswith(".py") else ["-m", "trimtab.cli", first]
     return [sys.executable, *program, *rest]
 

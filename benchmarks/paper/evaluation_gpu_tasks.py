@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.tasks import cifar10_resnet50 as images
-from trimtab.tasks import wikitext2_gpt2 as text
+from benchmarks.paper import cifar10_resnet50 as images
+from benchmarks.paper import wikitext2_gpt2 as text
 from trimtab.tasks.task import Task
 
 
@@ -35,20 +35,20 @@ _FIRST = (2000.0, 1000.0, 500.0, 300.0)
 # Evaluations every 50,000 images (3.3 s at 15,000 images/s) and 1.6M tokens (4.3 s at 370,000 tokens/s). An evaluation
 # of GPT-2 in fp32 takes about 1.6 s, so twice as many evaluations would not fit a slice. The budget of the baseline
 # fills slices of 90 minutes (images) and 150 minutes (text), which goals of 20 and 30 times its speed require.
-resnet50_timed = _judged(images.TASK, "cifar10_resnet50_timed", images.STEPS_PER_EPOCH, 420, 20)
+resnet50_timed = _judged(images.task, "cifar10_resnet50_timed", images.STEPS_PER_EPOCH, 420, 20)
 gpt2_timed = replace(
-    _judged(text.TASK, "wikitext2_gpt2_timed", text.STEPS_PER_EPOCH * 2 // 3, 260, 18),
-    targets=_FIRST + text.TASK.targets,
+    _judged(text.task, "wikitext2_gpt2_timed", text.STEPS_PER_EPOCH * 2 // 3, 260, 18),
+    targets=_FIRST + text.task.targets,
 )
 
 # ResNet-50 for eight epochs, 25 s at 16,000 images/s. Planning is charged to the minute.
 _MINUTE = 16
 resnet50_minute = replace(
-    _judged(images.TASK, "cifar10_resnet50_minute", images.STEPS_PER_EPOCH // 2, 80, _MINUTE),
-    planned_rows=_MINUTE * (images.STEPS_PER_EPOCH // 2) * images.TASK.batch_rows,
+    _judged(images.task, "cifar10_resnet50_minute", images.STEPS_PER_EPOCH // 2, 80, _MINUTE),
+    planned_rows=_MINUTE * (images.STEPS_PER_EPOCH // 2) * images.task.batch_rows,
 )
 
 # ResNet-50 with the length of He et al. 2016 (section 4.2) on CIFAR-10: 64,000 steps of 128 images. Only a few steps
 # are timed; the length limits planning time.
 HE_STEPS = 64_000
-resnet50_long = replace(images.TASK, planned_rows=HE_STEPS * images.TASK.batch_rows)
+resnet50_long = replace(images.task, planned_rows=HE_STEPS * images.task.batch_rows)

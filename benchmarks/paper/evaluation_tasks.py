@@ -18,12 +18,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from trimtab.tasks import cifar10_resnet as cifar
+from benchmarks.paper import cifar10_resnet as cifar
+from benchmarks.paper import wikitext2_gpt as wikitext
+from benchmarks.paper.cifar10 import load_cifar10
+from benchmarks.paper.hand_tuned import muon_gpt
 from trimtab.tasks import source_gpt as source
-from trimtab.tasks import wikitext2_gpt as wikitext
-from trimtab.tasks.cifar10 import load_cifar10
+from trimtab.tasks.hand_tuned import strong_gpt, strong_resnet
 from trimtab.tasks.models.gpt import GPT, GPTShape
-from trimtab.tasks.peers import muon_gpt, strong_gpt, strong_resnet
 from trimtab.tasks.task import Task, TaskData
 
 JUDGED_IMAGES, ALL_IMAGES = 1_000, 10_000
@@ -44,7 +45,7 @@ def _images(
     """
     every = eval_steps * cifar.BATCH_ROWS
     return replace(
-        cifar.TASK,
+        cifar.task,
         name=name,
         load_data=functools.partial(load_cifar10, judged),
         eval_every_rows=every,
@@ -59,7 +60,7 @@ def _tokens(name: str, eval_steps: int, evals: int, adapted: int, targets: tuple
     every = eval_steps * wikitext.BATCH_ROWS
     strong = strong_gpt(adapted * every, peak_rate=3e-3)
     return replace(
-        wikitext.TASK,
+        wikitext.task,
         name=name,
         eval_every_rows=every,
         budget_rows=evals * every,

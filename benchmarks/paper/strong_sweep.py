@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from benchmarks import command
+from benchmarks.paper.tasks import load_task
 from trimtab.losses import mean_of
-from trimtab.tasks import Task, TaskData, load_task
+from trimtab.tasks import Task, TaskData
 from trimtab.tasks.task import StrongRecipe
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

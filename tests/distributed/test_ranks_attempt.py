@@ -24,7 +24,7 @@ RANK = """
     from trimtab.distributed import process_group, error_propagation
     from trimtab.experiments.paired_runs import inspect_arm
     from trimtab.experiments.comparison_context import together
-    from trimtab.recipes.replica import ReplicaLoop
+    from trimtab.experiments.baselines.replica import ReplicaLoop
 
     torch.set_num_threads(1)
     error_propagation._ANSWER_S = 1.0

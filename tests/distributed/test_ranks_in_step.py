@@ -11,10 +11,10 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.measure.peak_memory import storage_bytes
-from trimtab.recipes.reference import ReferenceLoop
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 sys.path.insert(0, str(TASKS))
@@ -42,7 +42,7 @@ RANK = """
     from trimtab.experiments.comparison.compare import CompareOptions, compare
     from trimtab.experiments.paired_runs.paired_run import TimedBlock, PairedArm, race
     from trimtab.experiments.comparison_context import together
-    from trimtab.recipes.replica import ReplicaLoop
+    from trimtab.experiments.baselines.replica import ReplicaLoop
 
     torch.set_num_threads(1)
     trials.BLOCK_S = 0.003

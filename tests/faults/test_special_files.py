@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paper.runs import read_runs
+from benchmarks.paper.sources import sha256_file
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.manifest import NAME, manifest_of
 from trimtab.core import bounded_read
@@ -24,7 +25,6 @@ from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
 from trimtab.integrations.carbon_intensity import CsvIntensity
 from trimtab.tasks import load_task
-from trimtab.tasks.sources import sha256_file
 
 READERS = {
     "plan": lambda path: read_json(Plan, path),

@@ -13,12 +13,12 @@ from torch import nn
 import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide.overhead_budget import OverheadBudget
+from trimtab.experiments.baselines.loop import hold_strict_fp32
 from trimtab.losses import Summed
 from trimtab.measure.loop_state import LoopState
 from trimtab.measure.peak_memory import peak_bytes, unused_bytes
 from trimtab.measure.phase_timer import StepClock
 from trimtab.measure.state_digest import fingerprint
-from trimtab.recipes.loop import hold_strict_fp32
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

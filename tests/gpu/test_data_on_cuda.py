@@ -9,9 +9,10 @@ import pytest
 import torch
 from sync import without_waiting
 
+from benchmarks.paper.cifar10 import augment
+from benchmarks.paper.tasks import load_task
 from trimtab.losses import mean_of
-from trimtab.tasks import DataSource, TaskData, load_task, placement
-from trimtab.tasks.cifar10 import augment
+from trimtab.tasks import DataSource, TaskData, placement
 from trimtab.tasks.placement import ahead, placed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

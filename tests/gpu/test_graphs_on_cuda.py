@@ -14,6 +14,7 @@ from sync import without_waiting
 from torch import nn
 
 import trimtab
+from benchmarks.paper.tasks import load_task
 from trimtab.calibrate.cuda_graph_proof import replay_refusal
 from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.compile_mode import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
@@ -21,7 +22,6 @@ from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.runtime.compiled_call import CompiledCall
-from trimtab.tasks import load_task
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,6 +23,7 @@ from raising import raises
 from torch.nn import functional as F
 
 from benchmarks.paper.findings import of_comparison
+from benchmarks.paper.tasks import load_task
 from trimtab.api import start
 from trimtab.cli.main import app
 from trimtab.core.errors import FormatError, ValueGivenError
@@ -36,7 +37,6 @@ from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.losses import Summed
 from trimtab.measure.blocks import find_blocks
 from trimtab.runtime.split_conditions import has_batch_statistics
-from trimtab.tasks import load_task
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import Bottleneck, ResNet
 

@@ -88,6 +88,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist):
     assert found == package_files() | {f"trimtab-{version}.dist-info/{name}" for name in about}
     assert "trimtab/py.typed" in found
     assert {Path(name).suffix for name in found if name.startswith("trimtab/")} == {".py", ".typed"}
+    # Workloads and evaluation of the paper are in the checkout only.
+    assert not [name for name in found if re.search("cifar10|wikitext2|paper|benchmarks", name)]
 
 
 def test_the_sdist_holds_what_the_wheel_is_made_of(dist, tmp_path):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import trimtab
+from benchmarks.paper.datasets import Images
 from trimtab.decide.batch_size_policy import NoiseEstimate, StepTimes
 from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.decide.step_time_model import WindowTimes
-from trimtab.tasks.datasets import Images
 from trimtab.tasks.task import DataSource
 
 ROOT = Path(__file__).parents[2]

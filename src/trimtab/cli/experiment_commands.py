@@ -46,11 +46,14 @@ def compare(
         ),
     ] = None,
     peers: Annotated[
-        bool | None, typer.Option("--peers/--no-peers", help="also run the paper's and the hand-tuned recipe (default)")
+        bool | None,
+        typer.Option("--peers/--no-peers", help="also run the task's recipes (default)"),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="recipes, separated by commas: paper (P1), strong (P2), muon (P3), strict (P0 without TF32)"),
+        typer.Option(
+            help="recipes, separated by commas: strict (fp32 without TF32), strong, muon, or baselines of a task"
+        ),
     ] = None,
     cap: Annotated[float, typer.Option(help="limit on the training seconds of each arm")] = float("inf"),
     reference_cap: Annotated[float | None, typer.Option(help="separate limit for the baseline, if longer")] = None,

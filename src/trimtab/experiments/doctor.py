@@ -1,4 +1,4 @@
-"""Diagnosis of the machine: measurable quantities, supported precisions, missing packages and data."""
+"""Diagnosis of the machine: measurable quantities, supported precisions and missing packages."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trimtab.core.energy_reading import MeterFacts, PowerLimit
-from trimtab.core.errors import DataMissingError
 from trimtab.core.units import format_bytes, format_count
 from trimtab.decide.search import precision_refusal
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.meter_selection import find_meter, with_idle
-from trimtab.tasks.datasets import CIFAR10, GPT2_BPE, WIKITEXT2
 from trimtab.tasks.placement import device_here
-from trimtab.tasks.sources import DataSet, at_hand
 
-_EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "tasks", "tokenizers": "tasks"}
+_EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "tasks"}
 
 
 @dataclass(frozen=True)
@@ -49,17 +46,6 @@ def _settable(limit: PowerLimit) -> str:
     return f" (its driver allows {' to '.join(bounds)} W)"
 
 
-def _data(data_set: DataSet) -> DiagnosisLine:
-    """Return the location of a public data set; nothing is downloaded."""
-    name = f"data {data_set.folder}"
-    try:
-        found = at_hand(data_set)
-    except DataMissingError as error:
-        return DiagnosisLine(name, False, str(error))
-    hint = f"not here: fetched when a task needs it, or TRIMTAB_DATA names a folder that has {data_set.folder}/"
-    return DiagnosisLine(name, found is not None, hint if found is None else f"in {found}")
-
-
 def _findings() -> Iterator[DiagnosisLine]:
     found = environment()
     yield DiagnosisLine("python", True, found["python"])
@@ -80,5 +66,4 @@ def _findings() -> Iterator[DiagnosisLine]:
     for package, extra in _EXTRAS.items():
         there = importlib.util.find_spec(package) is not None
         yield DiagnosisLine(package, there, "installed" if there else f"missing: pip install 'trimtab[{extra}]'")
-    yield from map(_data, (CIFAR10, WIKITEXT2, GPT2_BPE))
     yield DiagnosisLine("compiler", shutil.which("g++") is not None, "for torch.compile on a CPU")

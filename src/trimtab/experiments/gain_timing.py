@@ -22,15 +22,15 @@ from trimtab.decide.interleaving import turns
 from trimtab.decide.roofline import roof_of
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import rows_of_rank, shard
+from trimtab.experiments.baselines.loop import MakeLoop, autocast, move
+from trimtab.experiments.baselines.reference import ReferenceLoop
+from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, by_part, by_phase
 from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, PlanLoop, nonfinite_in, settling_steps
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory_trace import Prepare, as_it_is, trace_work
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import time_call
-from trimtab.recipes.loop import MakeLoop, autocast, move
-from trimtab.recipes.reference import ReferenceLoop
-from trimtab.recipes.replica import ReplicaLoop
 from trimtab.runtime.activation_checkpoint import use_plan
 from trimtab.runtime.batch_splitting import BY_CONTAINERS
 from trimtab.runtime.compiled_call import is_compiled

@@ -10,8 +10,8 @@ import torch
 from trimtab.api import start
 from trimtab.core.plan import Plan
 from trimtab.core.step_memory import StepMemory
+from trimtab.experiments.baselines.loop import autocast, move
 from trimtab.measure.memory_trace import Prepare, as_it_is, trace_step
-from trimtab.recipes.loop import autocast, move
 from trimtab.runtime.activation_checkpoint import use_plan
 from trimtab.runtime.batch_splitting import BY_CONTAINERS
 from trimtab.tasks.task import Task, TaskData

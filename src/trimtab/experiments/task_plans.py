@@ -21,9 +21,9 @@ from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.decide.planner import choose
+from trimtab.experiments.baselines.loop import move
+from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.experiments.planning_energy import PlanningMeter
-from trimtab.recipes.loop import move
-from trimtab.recipes.strong import StrongLoop
 from trimtab.runtime.muon import hidden_matrices
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData

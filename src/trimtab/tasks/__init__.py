@@ -28,9 +28,9 @@ __all__ = [
     "of_datasets",
 ]
 
-BUILT_IN: tuple[str, ...] = (
-    "digits_resnet",
-    "source_gpt",
+BUILT_IN: tuple[str, ...] = ("digits_resnet", "source_gpt")
+# Tasks at the sizes of the paper, which need data from outside. A checkout has them in benchmarks/paper.
+IN_CHECKOUT: tuple[str, ...] = (
     "cifar10_resnet",
     "wikitext2_gpt",
     "cifar10_resnet50",
@@ -44,7 +44,8 @@ def load_task(name: str) -> Task:
 
     Args:
         name: Built-in name, `my_module:attribute` (a module in the current folder, dots allowed) or
-            `path/to/file.py:attribute`. The folder is importable while the user's code loads.
+            `path/to/file.py:attribute`. The folder is importable while the user's code loads, and for a file in a
+            package also the folder of the package.
 
     Raises:
         ValueGivenError: The built-in task, module, file or attribute does not exist.
@@ -52,6 +53,14 @@ def load_task(name: str) -> Task:
     """
     if name in BUILT_IN:
         return importlib.import_module(f"{__name__}.{name}").TASK
+    if name in IN_CHECKOUT:
+        file = f"benchmarks/paper/{name}.py"
+        raise ValueGivenError(
+            "task",
+            problem=f"The package does not contain the task {name!r}, which is in {file} of a checkout.",
+            hint=f"Run from a checkout with {file}:task.",
+            code="task.in_checkout",
+        )
     where, attribute = _split(name)
     module = _load_file(name, Path(where)) if where.endswith(".py") else _load_module(name, where)
     if not hasattr(module, attribute):
@@ -89,12 +98,20 @@ def _load_file(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        with _importing(name, path.parent):
+        with _importing(name, path.parent), _importing(name, _package_root(path)):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[module_name]
         raise
     return module
+
+
+def _package_root(path: Path) -> Path:
+    """Return the folder that contains the outermost package of a file, or the file's folder outside a package."""
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
 
 
 def _load_module(name: str, where: str) -> ModuleType:

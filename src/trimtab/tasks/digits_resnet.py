@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from trimtab.tasks.embedded import digits
+from trimtab.tasks.hand_tuned import FP32_REFERENCE, plain_adamw, strong_resnet
 from trimtab.tasks.image_classification import ACCURACY, mean_cross_entropy
 from trimtab.tasks.models.resnet import ResNet
-from trimtab.tasks.peers import PAPER_REFERENCE, paper_adamw, strong_resnet
 from trimtab.tasks.task import Task, TaskData
 
 BATCH_ROWS = 128
@@ -51,7 +51,7 @@ TASK = Task(
     name="digits_resnet",
     description="scikit-learn digits, 8x8 gray, small ResNet (width 16, stages 1-1-1)",
     make_model=make_model,
-    make_optimizer=paper_adamw,
+    make_optimizer=plain_adamw,
     loss_fn=mean_cross_entropy,
     load_data=load_data,
     metric=ACCURACY,
@@ -62,5 +62,5 @@ TASK = Task(
     terms="images",
     adapted_rows=6 * EVAL_EVERY_ROWS,
     strong=strong_resnet(6 * EVAL_EVERY_ROWS),
-    reference=PAPER_REFERENCE,
+    reference=FP32_REFERENCE,
 )

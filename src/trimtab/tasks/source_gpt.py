@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.tasks.embedded import python_topics
+from trimtab.tasks.hand_tuned import FP32_REFERENCE, plain_adamw, strong_gpt
 from trimtab.tasks.language_modelling import BITS_PER_BYTE, evenly_spaced, next_token_loss, windows
 from trimtab.tasks.models.gpt import GPT, GPTShape
-from trimtab.tasks.peers import PAPER_REFERENCE, paper_adamw, strong_gpt
 from trimtab.tasks.task import Task, TaskData
 
 CONTEXT = 256
@@ -42,7 +42,7 @@ TASK = Task(
     name="source_gpt",
     description="bytes of Python's reference texts, GPT (4 layers, width 256, context 256)",
     make_model=make_model,
-    make_optimizer=paper_adamw,
+    make_optimizer=plain_adamw,
     loss_fn=next_token_loss,
     load_data=load_data,
     metric=BITS_PER_BYTE,
@@ -54,5 +54,5 @@ TASK = Task(
     terms_per_row=CONTEXT,
     adapted_rows=8 * EVAL_EVERY_ROWS,
     strong=strong_gpt(8 * EVAL_EVERY_ROWS, peak_rate=1.5e-3),
-    reference=PAPER_REFERENCE,
+    reference=FP32_REFERENCE,
 )

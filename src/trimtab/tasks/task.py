@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,10 @@ METRIC_UNITS = ("share", "percent", "relative")
 DECAYS = ("linear", "cosine")
 # Fields of `Task` with hand-tuned recipes: P2 (`strong`) and P3 (`muon`).
 RECIPES = ("strong", "muon")
+# Names of arms of a comparison, which a task's baselines cannot have.
+RESERVED = ("reference", "self", "plan_S", "plan_F", "strict", *RECIPES, "strong_plan")
 Batch = Any
+Baseline = Callable[["Task", torch.device], Any]
 LossFn = Callable[[nn.Module, Batch], Tensor | Summed | tuple[Tensor | Summed, Any]]
 
 
@@ -191,6 +194,9 @@ class Task:
         planned_rows: Samples of the run that a plan is made for, which limits planning time; None for `budget_rows`.
         strong: Hand-tuned recipe (P2).
         muon: Hand-tuned recipe with Muon (P3).
+        baselines: Further loops to compare with, by name. Each is called with the task and a device, and returns an
+            object with `model`, `optimizer`, `precision`, `step(batches)` and `close()`
+            (`trimtab.experiments.baselines.loop.Loop`). An attribute `label` of the callable is its name in reports.
         reference: Settings of the user's loop.
         step: The user's own step function `step(model, optimizer, batch)`, used as the baseline.
         example: `example(rows)` returns a batch with the training shapes, for planning without data; None to read data.
@@ -213,6 +219,7 @@ class Task:
     planned_rows: int | None = None
     strong: StrongRecipe | None = None
     muon: StrongRecipe | None = None
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)
     reference: Reference = ASSUMED_REFERENCE
     step: Callable[[nn.Module, torch.optim.Optimizer, Batch], Any] | None = None
     example: Callable[[int], Batch] | None = None
@@ -231,6 +238,7 @@ class Task:
             value = getattr(self, name)
             if not isinstance(value, kind) and not (kind is StrongRecipe and value is None):
                 raise ValueGivenError(f"task.{name}", got=repr(value), expected=f"a {kind.__name__}")
+        self._check_baselines()
         self._check_targets()
 
     @property
@@ -263,6 +271,13 @@ class Task:
 
         rows = self.batch_rows if batch_rows is None else validation.integer("rows", batch_rows)
         return replace(self, batch_rows=rows, load_data=load_data)
+
+    def _check_baselines(self) -> None:
+        for name, make in self.baselines.items():
+            if name in RESERVED or not name.isidentifier():
+                raise ValueGivenError("task.baselines", got=repr(name), expected=f"a name other than {RESERVED}")
+            if not callable(make):
+                raise ValueGivenError(f"task.baselines[{name!r}]", got=repr(make), expected="a function")
 
     def _check_targets(self) -> None:
         targets = tuple(validation.number("task.targets", target) for target in self.targets)

@@ -11,6 +11,7 @@ from race_records import climbing
 from raising import raises
 from tiny_task import load_data, task
 
+from benchmarks.paper.recipes.paper import PaperLoop
 from trimtab.core.energy_reading import NO_METER
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
@@ -42,7 +43,7 @@ LOOP = LoopFacts(
     is_fused=False,
     layout="contiguous",
 )
-TASK = replace(task, batch_rows=100, targets=(0.5, 0.7))
+TASK = replace(task, batch_rows=100, targets=(0.5, 0.7), baselines={"paper": PaperLoop})
 RISE = (0.2, 0.4, 0.6, 0.8, 0.9)
 # The plan's step recomputes half of the model's FLOP.
 FACTS = {"reference": ArmMetrics(1000, {"forward": 0.4}, 1e6, "fp32"), "plan_S": ArmMetrics(600, {}, 1.5e6, "fp32")}
@@ -415,8 +416,8 @@ def test_a_paper_recipe_that_was_only_timed_is_told():
     for race in found.values():
         timed = arm(20.0)
         race["paper"] = replace(timed, header=replace(timed.header, detail=detail))
-    assert "P1 was only timed here: the reference trains longer than 120 s" in comparison(found).notes
-    assert not any("P1" in note for note in comparison().notes)
+    assert "paper was only timed here: the reference trains longer than 120 s" in comparison(found).notes
+    assert not any("paper" in note for note in comparison().notes)
 
 
 def test_races_of_different_code_are_told():

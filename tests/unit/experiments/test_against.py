@@ -11,26 +11,28 @@ from tiny_task import BATCH_ROWS, load_data
 from tiny_task import task as tiny
 from torch.nn import functional as F
 
+from benchmarks.paper.recipes.paper import PaperLoop
+from benchmarks.paper.tasks import load_task
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
+from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.experiments.comparison.arm_selection import ArmSelection
 from trimtab.experiments.comparison.compare import CompareOptions, compare
 from trimtab.experiments.comparison.compare_command import CompareRequest
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
-from trimtab.experiments.paired_runs.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS
+from trimtab.experiments.paired_runs.peer_arms import HAND_TUNED, peers_of, require_peers, usual_peers
 from trimtab.experiments.task_hash import code_of
 from trimtab.experiments.task_plans import Plans, example_batch
 from trimtab.measure.process_state import ProcessState
-from trimtab.recipes.strong import StrongLoop
-from trimtab.tasks import load_task
 from trimtab.tasks.task import RECIPES
 
 CPU = torch.device("cpu")
 
 
 def all_peers():
-    return replace(tiny, muon=replace(tiny.strong, budget_rows=8 * BATCH_ROWS))
+    muon = replace(tiny.strong, budget_rows=8 * BATCH_ROWS)
+    return replace(tiny, muon=muon, baselines={"paper": PaperLoop})
 
 
 def entries(task, **settings):
@@ -42,11 +44,12 @@ def entries(task, **settings):
 def test_the_usual_peers_are_raced_where_none_are_named():
     assert list(entries(all_peers())) == ["reference", "self", "plan_S", "paper", "strong"]
     assert list(entries(all_peers(), peers=False)) == ["reference", "self", "plan_S"]
-    assert USUAL_PEERS == ("paper", "strong")
+    assert usual_peers(all_peers()) == ("paper", "strong")
+    assert usual_peers(tiny) == ("strong",)
 
 
 def test_peers_are_raced_by_name_and_to_their_own_ends():
-    found = entries(all_peers(), against=PEERS)
+    found = entries(all_peers(), against=peers_of(all_peers()))
     assert list(found) == ["reference", "self", "plan_S", "strict", "paper", "strong", "muon"]
     assert found["strict"].budget_rows == tiny.budget_rows
     assert found["muon"].budget_rows == 8 * BATCH_ROWS
@@ -54,8 +57,8 @@ def test_peers_are_raced_by_name_and_to_their_own_ends():
 
 
 def test_a_peer_that_is_none_is_refused():
-    with raises(ValueGivenError, code="value.invalid", field="against"):
-        CompareOptions(against=("strong", "fast"))
+    with raises(ValueGivenError, code="recipe.missing", field="against"):
+        require_peers(all_peers(), ("strong", "fast"))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_every_peer_that_is_named_is_checked_before_anything_runs(changes, named
 
 
 def test_a_usual_peer_that_a_task_does_not_have_is_left_out():
-    assert list(entries(replace(tiny, strong=None))) == ["reference", "self", "plan_S", "paper"]
+    assert list(entries(replace(all_peers(), strong=None))) == ["reference", "self", "plan_S", "paper"]
 
 
 def test_every_hand_tuned_recipe_has_its_loop():
@@ -90,7 +93,7 @@ def test_naming_peers_is_asking_for_them():
     named = CompareRequest("tiny", against=("strict",))
     assert named.races_peers is True
     assert CompareRequest("tiny").races_peers is None
-    assert named.settings(1).raced == ("strict",)
+    assert named.settings(1).raced(tiny) == ("strict",)
     with raises(ValueGivenError, code="option.conflict", field="--against"):
         CompareRequest("tiny", peers=False, against=("strict",)).settings(1)
     with raises(ValueGivenError, code="option.conflict", field="quick"):
@@ -134,3 +137,9 @@ def test_a_task_with_an_example_is_traced_without_its_data(monkeypatch):
     (tokens,) = example_batch(task)
     assert tokens.shape == (32, 1025)
     assert example_batch(replace(tiny, batch_rows=4))[0].shape[1] == 16  # one without, by a batch of its own
+
+
+@pytest.mark.parametrize("name", ["strong", "plan_S", "not a name"])
+def test_a_baseline_cannot_have_the_name_of_another_arm(name):
+    with raises(ValueGivenError, code="value.invalid", field="task.baselines"):
+        replace(tiny, baselines={name: PaperLoop})

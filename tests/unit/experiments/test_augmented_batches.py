@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.paper.cifar10 import augment
 from trimtab.core.plan import Plan
 from trimtab.distributed.sharded_loader import shard
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.train import TrainingOptions, train_whole
-from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import DataSource, Metric, Task, TaskData
-from trimtab.tasks.cifar10 import augment
+from trimtab.tasks.hand_tuned import FP32_REFERENCE
 from trimtab.tasks.image_classification import mean_cross_entropy
-from trimtab.tasks.peers import PAPER_REFERENCE
 
 CPU = torch.device("cpu")
 ROWS, BATCH_ROWS = 48, 12
@@ -50,7 +50,7 @@ TASK = Task(
     batch_rows=BATCH_ROWS,
     budget_rows=8 * BATCH_ROWS,
     eval_every_rows=BATCH_ROWS,
-    reference=PAPER_REFERENCE,
+    reference=FP32_REFERENCE,
 )
 
 

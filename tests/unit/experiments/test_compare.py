@@ -17,6 +17,7 @@ from tiny_task import BATCH_ROWS, BUDGET_ROWS, load_data
 from tiny_task import task as tiny
 
 import trimtab
+from benchmarks.paper.recipes.paper import PaperLoop
 from trimtab.calibrate import trials
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import FormatError, InfeasibleError, LoopError, ValueGivenError
@@ -28,6 +29,7 @@ from trimtab.core.step_phases import TimedGain
 from trimtab.experiments import gain_timing as gain_module
 from trimtab.experiments import output_folder as claim_module
 from trimtab.experiments import task_plans as planning_module
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison import arm_selection
 from trimtab.experiments.comparison import compare as compare_module
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
@@ -44,7 +46,6 @@ from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.report import terminal_report, write_report
 from trimtab.experiments.task_hash import build_of, code_of
 from trimtab.experiments.task_plans import PLANNING_SEED, Plans, make_plans
-from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import TaskData, load_task
 from trimtab.tasks.models.gpt import GPTShape
 
@@ -60,6 +61,9 @@ def short(monkeypatch):
     monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
     monkeypatch.setattr(gain_module, "_LAP_S", 0.002)
+
+
+with_paper = replace(tiny, baselines={"paper": PaperLoop})
 
 
 def run(out: Path, settings: CompareOptions = PAIRS, task=None, **options) -> Comparison:
@@ -258,7 +262,7 @@ def test_on_a_gpu_short_arms_are_shorter_and_each_as_long_by_its_own_step(step_s
 
 def test_the_controls_of_a_whole_race_run_for_a_minute():
     rows = 5000 * BATCH_ROWS
-    its = replace(tiny, budget_rows=rows, strong=replace(tiny.strong, budget_rows=rows))
+    its = replace(with_paper, budget_rows=rows, strong=replace(tiny.strong, budget_rows=rows))
     entries = {e.name: e for e in ArmSelection(its, made_plans(0.1), CompareOptions(), brief=False).entries()}
     assert {e.name: e.budget_rows // BATCH_ROWS for e in entries.values() if e.is_timed_only} == {
         "self": 600, "plan_S": 600, "strong_plan": 600, "paper": 60
@@ -283,7 +287,7 @@ def test_a_plan_that_changes_nothing_is_only_timed_where_the_reference_takes_lon
 
 @pytest.mark.parametrize(("step_s", "timed"), [(0.1, True), (0.001, False)])
 def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, timed):
-    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    its = replace(with_paper, budget_rows=5000 * BATCH_ROWS)
     entries = {e.name: e for e in ArmSelection(its, made_plans(step_s), CompareOptions(), brief=False).entries()}
     detail = {"brief": True, "why_timed": "the reference trains longer than 120 s"} if timed else {}
     assert entries["paper"].detail == detail
@@ -291,7 +295,7 @@ def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, t
 
 
 def test_the_paper_recipe_runs_whole_where_a_cap_says_how_long_an_arm_may_train():
-    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    its = replace(with_paper, budget_rows=5000 * BATCH_ROWS)
     settings = replace(CompareOptions(), cap_s=90.0)
     entries = {e.name: e for e in ArmSelection(its, made_plans(0.1), settings, brief=False).entries()}
     assert (entries["paper"].budget_rows, entries["paper"].is_timed_only) == (its.budget_rows, False)
@@ -553,7 +557,7 @@ def test_the_report_is_written_and_read_back(finished, tmp_path):
 
 
 def test_a_whole_comparison_races_the_peers_too(tmp_path):
-    found = run(tmp_path / "out", CompareOptions(num_pairs=1, adapt=()))
+    found = run(tmp_path / "out", CompareOptions(num_pairs=1, adapt=()), task=with_paper)
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "paper", "strong", "strong_plan"]
     assert set(found.plans) == {"S", "strong"}
     assert found.plans["strong"].reference.clip_norm == 1.0

@@ -17,6 +17,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
 from trimtab.distributed.coordinator import ALONE, BlockLength, Coordinator
 from trimtab.distributed.rank_coordinator import _FixedBlockLength
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.comparison.compare import CompareOptions, compare
 from trimtab.experiments.comparison.comparison_headline import headline
@@ -29,7 +30,6 @@ from trimtab.experiments.paired_runs.inspect_arm import _mean, measure_arm
 from trimtab.experiments.report.comparison_report import byline
 from trimtab.experiments.task_plans import Plans, given_plan
 from trimtab.experiments.task_ranks import ranks_of_job, refuse_on_ranks, task_of_rank
-from trimtab.recipes.reference import ReferenceLoop
 
 PLANS = Plans({"S": Plan.fixed(BATCH_ROWS)})
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.objective import Reference
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs import custom_step_check
 from trimtab.experiments.paired_runs.custom_step_check import check_step
 from trimtab.experiments.task_plans import PLANNING_SEED
-from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import DataSource, TaskData
 
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from trimtab.core.serialization import to_jsonable
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.distributed.coordinator import ALONE
 from trimtab.distributed.rank_energy import RankMeter
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import Arm
 from trimtab.experiments.comparison.energy_rows import (
@@ -41,7 +42,6 @@ from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.report.energy_tables import arm_energy_table, planning_sentence
 from trimtab.experiments.report.formatting import measure
 from trimtab.measure.energy_meter import GivenWatts
-from trimtab.recipes.reference import ReferenceLoop
 
 CPU = torch.device("cpu")
 MEASURED = MeterFacts(Provenance.MEASURED, ("rapl package-0",), 20.0)

@@ -12,15 +12,15 @@ from tiny_task import BATCH_ROWS, load_data
 from tiny_task import task as tiny
 from torch.nn import functional as F
 
+from benchmarks.paper.recipes.paper import PaperLoop
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.losses import Summed, mean_of
 from trimtab.measure import phase_timer
-from trimtab.recipes.paper import PaperLoop
-from trimtab.recipes.reference import ReferenceLoop
 
 CPU = torch.device("cpu")
 # Rows that the loss below does not ignore.

@@ -17,6 +17,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.experiments.ablation.ablation_headline import headline as ablation_headline
 from trimtab.experiments.ablation.ablation_result import AblatedChange
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_headline import headline
 from trimtab.experiments.comparison.ratio_rows import throughput_row
@@ -25,7 +26,6 @@ from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.scaling.scaling_bench import Bench, JobSettings
 from trimtab.experiments.train import TrainingOptions, train_whole
-from trimtab.recipes.reference import ReferenceLoop
 
 PLAN = Plan.fixed(BATCH_ROWS, 8)
 CPU = torch.device("cpu")

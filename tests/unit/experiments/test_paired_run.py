@@ -23,13 +23,13 @@ from trimtab.core.plan import Plan
 from trimtab.core.record import Header, RunRecord, read_record, write_record
 from trimtab.decide.interleaving import turns
 from trimtab.distributed.coordinator import Coordinator
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison.comparison_statistics import failed
 from trimtab.experiments.paired_runs import paired_run as race_module
 from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop, settling_steps
 from trimtab.experiments.paired_runs.results_folder import environment_of
 from trimtab.measure import allocator
-from trimtab.recipes.reference import ReferenceLoop
 from trimtab.runtime.compile_check import WINDOWS
 
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from recipe_tasks import CPU, ROWS, batches, fp32_modes, make_task, modes_of_a_loop, weights
 
+from benchmarks.paper.recipes import command
 from trimtab.core.objective import Reference
+from trimtab.experiments.baselines.loop import autocast, move
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.losses import Summed, mean_of
-from trimtab.recipes import command
-from trimtab.recipes.loop import autocast, move
-from trimtab.recipes.reference import ReferenceLoop
 
 TINY_TASK = Path(__file__).parents[1] / "experiments" / "tiny_task.py"
 
@@ -121,8 +121,8 @@ def test_a_batch_is_moved_whole():
 
 
 def test_a_recipe_runs_from_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["reference", f"{TINY_TASK}:task", "--steps", "20", "--seed", "1"])
-    command.main(ReferenceLoop)
+    monkeypatch.setattr(sys, "argv", ["command", "reference", f"{TINY_TASK}:task", "--steps", "20", "--seed", "1"])
+    command.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"step {step}" for step in range(2, 21, 2)]
     assert lines[-1].startswith("step 20  640 rows  ")
@@ -130,9 +130,9 @@ def test_a_recipe_runs_from_the_command_line(monkeypatch, capsys):
 
 
 def test_a_recipe_of_few_rows_says_where_its_data_is_and_lies(monkeypatch, capsys):
-    given = ["reference", f"{TINY_TASK}:task", "--steps", "2", "--rows", "8", "--judged", "1"]
+    given = ["command", "reference", f"{TINY_TASK}:task", "--steps", "2", "--rows", "8", "--judged", "1"]
     monkeypatch.setattr(sys, "argv", given)
-    command.main(ReferenceLoop)
+    command.main()
     said = capsys.readouterr()
     assert [line.split("  ")[:2] for line in said.out.splitlines()] == [["step 1", "8 rows"], ["step 2", "16 rows"]]
     assert said.err.startswith("data: random points (made here); on host: trained on the processor")

@@ -9,9 +9,9 @@ from recipe_tasks import CPU, batches, cross_entropy, make_task, weights
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
+from trimtab.experiments.baselines.reference import ReferenceLoop
+from trimtab.experiments.baselines.strict import StrictLoop
 from trimtab.measure.process_state import ProcessState, fp32_places
-from trimtab.recipes.reference import ReferenceLoop
-from trimtab.recipes.strict import StrictLoop
 
 
 def modes() -> list[str]:

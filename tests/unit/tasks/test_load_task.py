@@ -13,7 +13,7 @@ from raising import raises
 
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import PRECISIONS
-from trimtab.tasks import BUILT_IN, Task, load_task
+from trimtab.tasks import BUILT_IN, IN_CHECKOUT, Task, load_task
 
 USER_TASK = """
 from torch import nn, optim, ones
@@ -173,9 +173,9 @@ def test_a_class_in_a_users_file_can_be_pickled(user_folder):
 
 def test_importing_tasks_loads_no_optional_package():
     code = (
-        "import sys, trimtab.tasks, trimtab.tasks.bpe, trimtab.tasks.embedded\n"
+        "import sys, trimtab.tasks, trimtab.tasks.embedded\n"
         "for name in trimtab.tasks.BUILT_IN: trimtab.tasks.load_task(name)\n"
-        "print(sorted({'sklearn', 'tokenizers', 'torchvision'} & set(sys.modules)))"
+        "print(sorted({'sklearn', 'torchvision'} & set(sys.modules)))"
     )
     source = Path(__file__).resolve().parents[3] / "src"
     env = os.environ | {"PYTHONPATH": str(source)}
@@ -211,3 +211,19 @@ def test_a_metric_that_should_fall_has_falling_targets():
     assert not its.metric.higher_is_better
     with raises(ValueGivenError, code="value.invalid", field="task.targets"):
         replace(its, targets=tuple(reversed(its.targets)))
+
+
+@pytest.mark.parametrize("name", IN_CHECKOUT)
+def test_a_task_of_the_paper_is_refused_with_the_place_of_its_file(name):
+    with raises(ValueGivenError, code="task.in_checkout", field="task") as caught:
+        load_task(name)
+    assert f"benchmarks/paper/{name}.py:task" in caught.value.hint
+    file, _, attribute = caught.value.hint.removesuffix(".").rpartition(" ")[2].partition(":")
+    assert load_task(f"{Path(__file__).parents[3] / file}:{attribute}").name == name
+
+
+def test_a_file_in_a_package_may_import_from_its_package(user_folder, monkeypatch, tmp_path):
+    (user_folder / "package" / "outer.py").write_text("from package.inner import ten")
+    monkeypatch.chdir(tmp_path)
+    assert load_task(f"{user_folder / 'package' / 'outer.py'}:ten").name == "ten"
+    assert str(user_folder) not in sys.path

@@ -14,11 +14,11 @@ from raising import raises
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.paper.cifar10 import augment, normalise
 from trimtab.core.errors import ValueGivenError
 from trimtab.losses import parts_of
 from trimtab.nn import IGNORED
-from trimtab.tasks import image_classification, peers
-from trimtab.tasks.cifar10 import augment, normalise
+from trimtab.tasks import hand_tuned, image_classification
 from trimtab.tasks.image_classification import ACCURACY, flip_and_crop, mean_cross_entropy
 from trimtab.tasks.language_modelling import (
     BITS_PER_BYTE,
@@ -218,13 +218,13 @@ def test_batches_are_a_function_of_the_seed_and_repeat_no_row_in_an_epoch(rows, 
 def test_the_strong_peer_uses_bf16_only_where_it_is_native(monkeypatch, gpus, capabilities, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert peers.tuned_precision() == expected
+    assert hand_tuned.tuned_precision() == expected
 
 
 def test_the_strong_peer_without_a_way_to_ask(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert peers.tuned_precision() == "fp32"
+    assert hand_tuned.tuned_precision() == "fp32"
 
 
 @pytest.mark.parametrize("value", [torch.tensor(0.5), torch.full((1,), 0.5), np.float32(0.5), 0.5])

@@ -9,8 +9,8 @@ import torch
 from raising import raises
 from torch import nn
 
+from benchmarks.paper.tasks import load_task
 from trimtab.core.errors import ValueGivenError
-from trimtab.tasks import load_task
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 

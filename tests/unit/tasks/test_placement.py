@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.paper.cifar10 import augment
 from trimtab.core.plan import Effect
 from trimtab.tasks import DataSource, TaskData
 from trimtab.tasks import placement as placement_module
-from trimtab.tasks.cifar10 import augment
 from trimtab.tasks.placement import ahead, placed, placement
 
 CPU = torch.device("cpu")

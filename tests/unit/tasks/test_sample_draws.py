@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.tasks.cifar10 import augment
+from benchmarks.paper.cifar10 import augment
 from trimtab.tasks.sample_draws import SampleDraws
 from trimtab.tasks.task import DataSource, TaskData
 

@@ -24,6 +24,8 @@ from trimtab.core.record import BRIEF, RunRecord
 from trimtab.decide.ablation_design import REFERENCE, AblationDesign, changes_of, plans_of
 from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.ablation.ablation_summary import AblationRuns, nothing_to_ablate, summarise
+from trimtab.experiments.baselines.loop import MakeLoop
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.output_folder import claim
 from trimtab.experiments.paired_runs.custom_step_check import check_step
 from trimtab.experiments.paired_runs.paired_run import PairedArm
@@ -31,8 +33,6 @@ from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.paired_runs.results_folder import ResultsFolder, read_back, reference_s
 from trimtab.experiments.paired_runs.run_length import lengths, seeds_in_time
 from trimtab.experiments.task_plans import Plans, make_plans, require_fits
-from trimtab.recipes.loop import MakeLoop
-from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks.placement import device_here, placement_of
 from trimtab.tasks.task import Task
 

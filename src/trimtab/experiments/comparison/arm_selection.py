@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from trimtab.core.record import BRIEF
+from trimtab.experiments.baselines.loop import MakeLoop
+from trimtab.experiments.baselines.reference import ReferenceLoop
+from trimtab.experiments.baselines.replica import ReplicaLoop
+from trimtab.experiments.baselines.strict import StrictLoop
 from trimtab.experiments.comparison.caveats import WHY_TIMED
 from trimtab.experiments.comparison.compare_options import CompareOptions
 from trimtab.experiments.paired_runs.paired_run import PairedArm
@@ -14,15 +18,10 @@ from trimtab.experiments.paired_runs.peer_arms import HAND_TUNED
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop, TunedRecipePlanLoop
 from trimtab.experiments.paired_runs.run_length import lengths
 from trimtab.experiments.task_plans import Plans
-from trimtab.recipes.loop import MakeLoop
-from trimtab.recipes.paper import PaperLoop
-from trimtab.recipes.reference import ReferenceLoop
-from trimtab.recipes.replica import ReplicaLoop
-from trimtab.recipes.strict import StrictLoop
 from trimtab.tasks.task import Task
 
-# If the reference trains longer than this, the paper recipe is only timed, because a full run would double the
-# duration. With a time cap the paper recipe runs until the cap.
+# If the reference trains longer than this, baselines of the task are only timed, because a full run would double the
+# duration. With a time cap they run until the cap.
 _LONG_RACE_S = 120.0
 _TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
 _UNCHANGED = "its plan changes nothing, and the reference trains long: to its end it would be the reference once more"
@@ -81,19 +80,20 @@ class ArmSelection:
             yield self._entry("plan_F", make, horizon, short=self._own_few("F"))
 
     def _recipes(self) -> Iterator[PairedArm]:
-        raced = self._settings.raced
+        raced = self._settings.raced(self._task)
         if "strict" in raced:
             yield self._entry("strict", StrictLoop, self._rows)
-        if "paper" in raced:
-            why = "" if math.isfinite(self._settings.cap_s) else self._too_long
-            yield self._entry("paper", PaperLoop, self._rows, timed=self._few if why else 0, why=why)
+        why = "" if math.isfinite(self._settings.cap_s) else self._too_long
+        for name, make in self._task.baselines.items():
+            if name in raced:
+                yield self._entry(name, make, self._rows, timed=self._few if why else 0, why=why)
         for name, recipe in self._task.recipes.items():
             if name in raced:
                 yield self._entry(name, HAND_TUNED[name], min(self._rows, recipe.budget_rows))
 
     def _planned_peer(self) -> Iterator[PairedArm]:
         strong = self._task.strong
-        if "strong" in self._settings.raced and strong is not None and "strong" in self._plans:
+        if "strong" in self._settings.raced(self._task) and strong is not None and "strong" in self._plans:
             make = partial(TunedRecipePlanLoop, plan=self._plans["strong"])
             rows = min(self._rows, strong.budget_rows)
             yield self._entry("strong_plan", make, rows, timed=self._control, short=self._own_few("strong"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _PLANS = "experiments/paired_runs/plan_loops.py"
 
@@ -40,17 +40,17 @@ class ArmKind:
         return bool(self.plan) and self.times is not None
 
 
-# In report order. Only a tuned plan may train as the hand-tuned recipes (P2 and P3) do.
+# In report order, without the baselines of a task. Only a tuned plan may train as the hand-tuned recipes do.
 ARMS: Mapping[str, ArmKind] = {
-    "reference": ArmKind("P0 reference", "recipes/reference.py"),
-    "self": ArmKind("reference again (A/A control)", "recipes/reference.py"),
+    "reference": ArmKind("P0 reference", "experiments/baselines/reference.py"),
+    "self": ArmKind("reference again (A/A control)", "experiments/baselines/reference.py"),
     "plan_S": ArmKind(
         "trimtab, same maths",
         _PLANS,
         "S",
         plan="S",
         rivals=("strong", "muon", "strict"),
-        times=("paper", "strict"),
+        times=("strict",),
         has_quality=True,
         has_thirds=True,
     ),
@@ -59,17 +59,16 @@ ARMS: Mapping[str, ArmKind] = {
         _PLANS,
         "F",
         plan="F",
-        times=("paper", "strong", "muon", "strict"),
+        times=("strong", "muon", "strict"),
         has_quality=True,
         has_thirds=True,
     ),
-    "strict": ArmKind("P0 in strict fp32, without TF32", "recipes/strict.py", times=()),
-    "paper": ArmKind("P1 paper, literal", "recipes/paper.py", times=(), has_thirds=True),
-    "strong": ArmKind("P2 strong, hand-tuned", "recipes/strong.py", times=()),
-    "muon": ArmKind("P3 strong, with Muon", "recipes/muon.py", times=()),
+    "strict": ArmKind("P0 in strict fp32, without TF32", "experiments/baselines/strict.py", times=()),
+    "strong": ArmKind("P2 strong, hand-tuned", "experiments/baselines/strong.py", times=()),
+    "muon": ArmKind("P3 strong, with Muon", "experiments/baselines/muon.py", times=()),
     "strong_plan": ArmKind("trimtab's plan for P2", _PLANS, "S", plan="strong", made_for="strong"),
 }
-_REPLICA = "recipes/replica.py"
+_REPLICA = "experiments/baselines/replica.py"
 ON_RANKS: Mapping[str, ArmKind] = dict(ARMS) | {
     "reference": ArmKind("P0 reference, in DDP", _REPLICA),
     "self": ArmKind("reference in DDP again (A/A control)", _REPLICA),
@@ -78,3 +77,19 @@ ON_RANKS: Mapping[str, ArmKind] = dict(ARMS) | {
 # reference.
 PLAN_ARMS = {kind.plan: name for name, kind in ARMS.items() if kind.plan}
 PLAN_LOOPS = {kind.plan: kind.made_for for kind in ARMS.values() if kind.made_for != "reference"}
+
+
+def with_baselines(labels: Mapping[str, str], num_ranks: int = 1) -> dict[str, ArmKind]:
+    """Return the arms in report order, with a task's own baselines after "strict".
+
+    Args:
+        labels: label in reports, by name of a baseline.
+        num_ranks: number of ranks.
+    """
+    found: dict[str, ArmKind] = {}
+    for name, kind in (ARMS if num_ranks == 1 else ON_RANKS).items():
+        is_compared = name in ("plan_S", "plan_F")
+        found[name] = replace(kind, times=(*labels, *(kind.times or ()))) if is_compared else kind
+        if name == "strict":
+            found |= {each: ArmKind(label, "", times=(), has_thirds=True) for each, label in labels.items()}
+    return found

@@ -33,7 +33,7 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: compari
         found.append(f"Tier F is charged with planning{f' and {search} of {took}' if search else ''} in every pair.")
     if races and all(comparison_statistics.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: time to target and final metric were not measured.")
-    found += _given(plans) + _planned(task) + _horizon(races) + _only_timed(races) + _rates(task, races)
+    found += _given(plans) + _planned(task) + _horizon(races) + _only_timed(task, races) + _rates(task, races)
     return found + _unlike_trials(plans, races) + sources(races) + spread(plans, races)
 
 
@@ -106,10 +106,10 @@ def _horizon(races: comparison_statistics.Races) -> list[str]:
     ]
 
 
-def _only_timed(races: comparison_statistics.Races) -> list[str]:
+def _only_timed(task: Task, races: comparison_statistics.Races) -> list[str]:
     return [
         f"{name} was only timed here: {reason}"
-        for arm, name in (("plan_S", "tier S"), ("paper", "P1"))
+        for arm, name in (("plan_S", "tier S"), *((name, name) for name in task.baselines))
         for reason in sorted({str(r[arm].header.detail.get(WHY_TIMED, "")) for r in races.values() if arm in r})
         if reason
     ]

@@ -98,7 +98,7 @@ def _compared(
     held: contextlib.ExitStack,
 ) -> Comparison:
     """Run the comparison for `compare`; `held` owns the lock on the folder."""
-    require_peers(task, settings.raced if settings.against is not None else ())
+    require_peers(task, settings.raced(task) if settings.against is not None else ())
     begun = time.perf_counter()
     device = device_here()
     ranks = together.num_ranks
@@ -186,7 +186,7 @@ def _plans(
         return job_plans(task, limits, weights, progress, together)
     how = {
         "adapt": settings.adapt,
-        "strong": "strong" in settings.raced,
+        "strong": "strong" in settings.raced(task),
         "budget": limits,
         "objective": weights,
         "progress": progress,

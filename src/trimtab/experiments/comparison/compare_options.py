@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
-from trimtab.experiments.paired_runs.peer_arms import PEERS, USUAL_PEERS
+from trimtab.experiments.paired_runs.peer_arms import usual_peers
+from trimtab.tasks.task import Task
 
 # Training settings that a tuned plan may change by default.
 USUAL_ADAPT = ("learning_rate",)
@@ -41,8 +42,6 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         validation.integer("pairs", self.num_pairs, high=1000)
-        for name in self.against or ():
-            validation.one_of("against", name, PEERS)
         if self.whole_pairs is not None:
             validation.integer("whole", self.whole_pairs, low=0, high=self.num_pairs)
         if self.quick and (self.whole_pairs != 0 or self.adapt or self.peers):
@@ -64,8 +63,7 @@ class CompareOptions:
                 code="cap.too_small",
             )
 
-    @property
-    def raced(self) -> tuple[str, ...]:
-        """The baseline recipes to run."""
-        asked = USUAL_PEERS if self.against is None else self.against
+    def raced(self, task: Task) -> tuple[str, ...]:
+        """Return the baseline recipes to run, by name."""
+        asked = usual_peers(task) if self.against is None else self.against
         return asked if self.peers else ()

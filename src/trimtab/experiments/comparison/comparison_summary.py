@@ -12,7 +12,7 @@ from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.decide.tuned_plan import tried
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics, utilisation
-from trimtab.experiments.comparison.arms import ARMS, ON_RANKS, PLAN_ARMS, PLAN_LOOPS
+from trimtab.experiments.comparison.arms import ARMS, PLAN_ARMS, PLAN_LOOPS, ArmKind, with_baselines
 from trimtab.experiments.comparison.caveats import notes
 from trimtab.experiments.comparison.comparison_headline import headline
 from trimtab.experiments.comparison.comparison_result import (
@@ -51,8 +51,8 @@ def summarise(
     ranks: RankConditions = ONE_RANK,
 ) -> Comparison:
     """Return the comparison with all figures of a report."""
-    present = [name for name in ARMS if any(name in race for race in races.values())]
-    failed = [name for name in ARMS if name in facts and facts[name].error and name not in present]
+    present = [name for name in _kinds(task) if any(name in race for race in races.values())]
+    failed = [name for name in _kinds(task) if name in facts and facts[name].error and name not in present]
     again, meter = comparison_statistics.throughput_ratios(races, "self", "reference"), meter_of(races)
     control = _control(races, again)
     ratios = _ratio_rows(task, races, facts, present, control, meter)
@@ -61,7 +61,7 @@ def summarise(
     return Comparison(
         task=task.name,
         description=task.description,
-        headline=headline(ratios, targets, plans.plans["S"], _failures(races, facts), ranks.headline),
+        headline=headline(ratios, targets, plans.plans["S"], _failures(task, races, facts), ranks.headline),
         metric=task.metric.name,
         higher_is_better=task.metric.higher_is_better,
         unit=task.metric.unit,
@@ -89,6 +89,12 @@ def summarise(
     )
 
 
+def _kinds(task: Task, num_ranks: int = 1) -> dict[str, ArmKind]:
+    """Return the arms that a comparison of the task can have, in report order."""
+    labels = {name: str(getattr(make, "label", name)) for name, make in task.baselines.items()}
+    return with_baselines(labels, num_ranks)
+
+
 def _planning_s(plans: Plans) -> float:
     """Return the seconds of all plans; those of a tuned plan include the equivalent plan and the search."""
     found = {key: plan.planning_s for key, plan in plans.plans.items()}
@@ -100,9 +106,9 @@ def _control(races: comparison_statistics.Races, again: Sequence[float]) -> Inte
     return ratio_interval(again) if len(again) > 1 and not comparison_statistics.failed_in(races, "self") else None
 
 
-def _failures(races: comparison_statistics.Races, facts: Mapping[str, ArmMetrics]) -> dict[str, str]:
+def _failures(task: Task, races: comparison_statistics.Races, facts: Mapping[str, ArmMetrics]) -> dict[str, str]:
     """Return the description of the failures by arm, with the first error."""
-    raced = {name: comparison_statistics.failed_with(races, name) for name in ARMS}
+    raced = {name: comparison_statistics.failed_with(races, name) for name in _kinds(task)}
     early = {name: "before the first race" for name, fact in facts.items() if fact.error}
     return early | {name: where for name, where in raced.items() if where}
 
@@ -116,7 +122,7 @@ def _arm(
     num_ranks: int,
     meter: MeterFacts,
 ) -> Arm:
-    kind = (ARMS if num_ranks == 1 else ON_RANKS)[name]
+    kind = _kinds(task, num_ranks)[name]
     is_freed = name == PLAN_ARMS["F"] and "F" in plans.plans
     all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
     errors = [text for record in all_records.values() if (text := comparison_statistics.failed(record))]
@@ -178,8 +184,8 @@ def _error_in(errors: list[str], races: int) -> str | None:
 
 
 def _charged_s(name: str, plans: Plans) -> float | None:
-    kind = ARMS[name]
-    return plans.plans[kind.plan].planning_s if kind.is_charged and kind.plan in plans.plans else None
+    kind = ARMS.get(name)  # None for a baseline of the task, which needs no planning
+    return plans.plans[kind.plan].planning_s if kind and kind.is_charged and kind.plan in plans.plans else None
 
 
 def _charge(name: str, plans: Plans, meter: MeterFacts) -> PlanningCharge | None:
@@ -202,19 +208,19 @@ def _ratio_rows(
     meter: MeterFacts,
 ) -> list[RatioRow]:
     rows: list[RatioRow | None] = []
-    better, counted = task.metric.higher_is_better, (meter, energy_control(races))
+    better, counted, kinds = task.metric.higher_is_better, (meter, energy_control(races)), _kinds(task)
     for name in present:
         if name in ("reference", "strong_plan"):
             continue
-        tier = ARMS[name].tier
+        tier = kinds[name].tier
         rows.append(throughput_row(races, name, "reference", tier, control))
         rows.append(energy_row(races, name, "reference", tier, *counted))
         if name != "self":
             rows.append(_memory(races, facts, name, "reference", tier))
-        if ARMS[name].has_quality:
+        if kinds[name].has_quality:
             rows.append(quality_row(races, name, "reference", tier, task.metric.name, better, task.metric.unit))
-    for arm, peer in [(name, peer) for name in present for peer in ARMS[name].rivals if peer in present]:
-        tier = ARMS[arm].tier
+    for arm, peer in [(name, peer) for name in present for peer in kinds[name].rivals if peer in present]:
+        tier = kinds[arm].tier
         rows.append(throughput_row(races, arm, peer, tier, control))
         rows.append(energy_row(races, arm, peer, tier, *counted))
         rows.append(_memory(races, facts, arm, peer, tier))
@@ -234,7 +240,8 @@ def _memory(
 
 def _thirds(task: Task, races: comparison_statistics.Races, present: list[str]) -> list[ThirdRow]:
     metric = (task.metric.name, task.metric.higher_is_better, task.metric.unit)
-    arms = [(name, ARMS[name].tier) for name in present if ARMS[name].has_thirds]
+    kinds = _kinds(task)
+    arms = [(name, kinds[name].tier) for name in present if kinds[name].has_thirds]
     return [row for name, tier in arms for row in third_rows(races, name, "reference", tier, *metric)]
 
 
@@ -247,10 +254,11 @@ def _target_rows(
     meter: MeterFacts,
 ) -> list[TargetRow]:
     rows: list[TargetRow | None] = []
+    kinds = _kinds(task)
     for target in task.targets:
         metric = (target, task.metric.name, task.metric.higher_is_better)
         for name in present:
-            kind = ARMS[name]
+            kind = kinds[name]
             if kind.times is None:
                 continue
             charge = _charge(name, plans, meter)

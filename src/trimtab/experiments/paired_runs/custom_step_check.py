@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.experiments.baselines.loop import Loop, MakeLoop
+from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.paired_runs.run_failures import blame_reference
 from trimtab.experiments.task_plans import PLANNING_SEED
 from trimtab.measure.process_state import ProcessState
-from trimtab.recipes.loop import Loop, MakeLoop
-from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks.task import Task, TaskData
 
 _STEPS = 2

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import rows_of_rank, shard
+from trimtab.experiments.baselines.loop import Loop, MakeLoop, autocast, move
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, by_phase
 from trimtab.measure.flops import count_flops
 from trimtab.measure.peak_memory import alive_between_steps, peak_bytes, storage_bytes
 from trimtab.measure.process_state import convolves_in_tf32
 from trimtab.measure.sharded_norms import is_sharded, local
-from trimtab.recipes.loop import Loop, MakeLoop, autocast, move
 from trimtab.tasks.placement import ahead
 from trimtab.tasks.task import Task, TaskData
 

@@ -32,13 +32,13 @@ from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
 from trimtab.decide.interleaving import turns
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import shard
+from trimtab.experiments.baselines.loop import Loop, MakeLoop
 from trimtab.experiments.comparison.comparison_statistics import GIVEN_ROWS
 from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, nonfinite_in, settling_steps
 from trimtab.experiments.paired_runs.run_failures import end_with
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
-from trimtab.recipes.loop import Loop, MakeLoop
 from trimtab.tasks.placement import ahead
 from trimtab.tasks.task import Task, TaskData
 

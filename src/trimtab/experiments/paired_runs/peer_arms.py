@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.recipes.loop import MakeLoop
-from trimtab.recipes.muon import MuonLoop
-from trimtab.recipes.strong import StrongLoop
+from trimtab.experiments.baselines.loop import MakeLoop
+from trimtab.experiments.baselines.muon import MuonLoop
+from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.tasks.task import RECIPES, Task
 
-PEERS = ("strict", "paper", *RECIPES)
-# The default recipes.
-USUAL_PEERS = ("paper", "strong")
 HAND_TUNED: Mapping[str, MakeLoop] = {loop.field: loop for loop in (StrongLoop, MuonLoop)}
+
+
+def peers_of(task: Task) -> tuple[str, ...]:
+    """Return the names that `--against` accepts for a task, including recipes that the task lacks."""
+    return ("strict", *task.baselines, *RECIPES)
+
+
+def usual_peers(task: Task) -> tuple[str, ...]:
+    """Return the recipes of a comparison without `--against`: the task's own baselines and its hand-tuned recipe."""
+    return (*task.baselines, "strong")
 
 
 def require_peers(task: Task, named: Iterable[str]) -> None:
@@ -22,7 +29,9 @@ def require_peers(task: Task, named: Iterable[str]) -> None:
     Raises:
         ValueGivenError: the task has no such recipe, or "strict" was named and the reference is not fp32.
     """
-    lacking = {name: f"Task {task.name} has no recipe {name}." for name in RECIPES if name not in task.recipes}
+    named, known = tuple(named), peers_of(task)
+    lacking = {name: f"Task {task.name} has no recipe {name}." for name in named if name not in known}
+    lacking |= {name: f"Task {task.name} has no recipe {name}." for name in RECIPES if name not in task.recipes}
     if task.reference.precision != "fp32":
         lacking["strict"] = (
             f"The recipe strict (fp32 without TF32) needs an fp32 baseline, but {task.name} uses "
@@ -30,8 +39,10 @@ def require_peers(task: Task, named: Iterable[str]) -> None:
         )
     for name in named:
         if name in lacking:
-            others = ", ".join(p for p in PEERS if p not in lacking)
+            others = ", ".join(p for p in known if p not in lacking)
             hint = f"Choose from {others}."
             if name in RECIPES:
                 hint = f"Choose from {others}, or add Task(..., {name}=StrongRecipe(...))."
+            elif name != "strict":
+                hint = f"Choose from {others}, or add Task(..., baselines={{{name!r}: ...}})."
             raise ValueGivenError("against", problem=lacking[name], hint=hint, code="recipe.missing")

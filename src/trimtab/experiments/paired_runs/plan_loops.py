@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trimtab.api import start
 from trimtab.core.plan import Plan
+from trimtab.experiments.baselines.loop import Loop
+from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.measure.finite_check import nonfinite_parameter
-from trimtab.recipes.loop import Loop
-from trimtab.recipes.strong import StrongLoop
 from trimtab.runtime.compile_check import WINDOWS
 from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.tasks.task import Task

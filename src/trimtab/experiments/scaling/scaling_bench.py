@@ -26,15 +26,15 @@ from trimtab.decide.interleaving import turns
 from trimtab.decide.multi_rank_plan import alone
 from trimtab.distributed.process_group import place, slowest, total
 from trimtab.distributed.sharded_loader import shard
+from trimtab.experiments.baselines.loop import Loop, MakeLoop
+from trimtab.experiments.baselines.reference import ReferenceLoop
+from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.inspect_arm import held_at_most
 from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, PlanLoop, nonfinite_in
 from trimtab.experiments.scaling.scaling_plans import told_bytes
 from trimtab.experiments.scaling.scaling_result import RECIPES, PlanSharding, RefusedRecipe, TimedArm, TimedBlocks
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
-from trimtab.recipes.loop import Loop, MakeLoop
-from trimtab.recipes.reference import ReferenceLoop
-from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task, TaskData
 
 _MIN_WINDOWS = 4  # Per block.

@@ -1,7 +1,0 @@
-"""CIFAR-10 with ResNet-50 and the 7x7 ImageNet stem, which needs 1/15.7 of the FLOP of the 3x3 stem."""
-
-from __future__ import annotations
-
-from trimtab.tasks.cifar10_resnet50 import make_task
-
-TASK = make_task("7x7", "cifar10_resnet50_7x7")
