@@ -67,7 +67,7 @@ from trimtab.runtime.window_snapshot import bytes_to_begin_anew
 
 NUM_BLOCKS = 5
 _PHASE_STEPS, _PHASES_S = 3, 3.0
-_NO_TIME = "the planning time was used up before its blocks were measured"
+_NO_TIME = "the planning time was used up before the blocks were measured"
 
 
 @one_at_a_time

@@ -90,8 +90,9 @@ class SpeedTest:
             seconds = self._seconds(self._few, candidate)
             if seconds is None or seconds <= _HOPELESS * self._base_s:
                 return None
-        few, base = f"{self._few.rows} of {self._rows} samples", format_seconds(self._base_s)
-        return f"too slow in a test on {few}: {format_seconds(seconds)} per step, compared with {base} before"
+        taken, best = format_seconds(seconds), format_seconds(self._base_s)
+        few = f"{self._few.rows} of {self._rows} samples"
+        return f"too slow in a test on {few}: {taken} per step; the best candidate so far takes {best}"
 
     @staticmethod
     def _seconds(few: TrainingLoop, candidate: Candidate) -> float | None:

@@ -165,8 +165,8 @@ def run_stage(
             elif not _recall(arm, stage, known):
                 progress(f"{stage.name}: {arm.candidate.describe()}")
                 if stage.name in _OTHER_KERNELS and arm is not arms[0]:
-                    told_s = arms[0].first_s if stage.name in _MODES else None
-                    door = door or SmokeTest(subject, stage.candidates[0], told_s, guard)
+                    base_s = arms[0].first_s if stage.name in _MODES else None
+                    door = door or SmokeTest(subject, stage.candidates[0], base_s, guard)
                     arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
                     snapshot.restore()  # The smoke test may have left state in the loss, in the incumbent's precision.
@@ -397,7 +397,7 @@ def _trial(stage: SearchPhase, arm: _TrialArm, incumbent_s: float) -> Trial:
     blocks = tuple(arm.block_s)
     error = arm.error
     if error is None and not blocks:
-        before = format_seconds(incumbent_s)
-        error = f"too slow in the warm-up: {format_seconds(arm.first_s)} per step, compared with {before} before"
+        taken, best = format_seconds(arm.first_s), format_seconds(incumbent_s)
+        error = f"too slow in the warm-up: {taken} per step; the best candidate so far takes {best}"
     found = Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, error, arm.control)
     return replace(found, compile_s=arm.compile_s, unused_bytes=arm.unused_bytes, watts=tuple(arm.watts))

