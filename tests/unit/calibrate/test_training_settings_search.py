@@ -332,7 +332,7 @@ def test_where_the_range_test_keeps_the_rate_no_schedule_is_raced(monkeypatch):
 
 def test_a_schedule_needs_the_rate_to_be_free():
     its = subject()
-    with raises(ValueGivenError, code="adapt.needs_single_process", field="adapt"):
+    with raises(ValueGivenError, code="adapt.schedule_without_rate", field="adapt"):
         trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt="schedule", data=batches())
 
 
@@ -489,5 +489,5 @@ def test_what_is_unseen_is_of_one_pass():
     assert trainings
     assert all(each in ({*range(8)}, {8, 9, 10, *range(5)}) for each in trainings)
     few = data[:5]
-    with raises(ValueGivenError, code="value.invalid", field="data"):
+    with raises(ValueGivenError, code="data.too_few_batches", field="data"):
         short_race(noting, STANDS, STANDS, few, lambda text: None, 8, 1, by_unseen=True)
