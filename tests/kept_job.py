@@ -109,10 +109,10 @@ RANK = """
         elif options["cannot"] == "put_aside":
             manager.put_aside = full
         elif options["cannot"] == "begin":
-            batch_size_log.Journal.begin = full
+            batch_size_log.BatchSizeLog.begin = full
         elif options["cannot"] == "record":
-            loads = manager.KeptRun._loading
-            manager.KeptRun._loading = lambda *given: (refused, loads(*given)[1])
+            loads = manager.CheckpointManager._loading
+            manager.CheckpointManager._loading = lambda *given: (refused, loads(*given)[1])
     if options.get("cannot_write_shards") == rank:
         import safetensors.torch
         def full(*_, **__):
