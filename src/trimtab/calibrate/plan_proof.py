@@ -248,7 +248,11 @@ def with_proof(
     for name in causes:
         value = None if name == "micro_batch" else getattr(candidate, name)
         profile = replace(
-            profile, refuted=(*profile.refuted, RefusedByProof(name, value, f"not proved equivalent: {proof.reason}"))
+            profile,
+            refuted=(
+                *profile.refuted,
+                RefusedByProof(name, value, f"not proved equivalent: {proof.reason}", proof.code),
+            ),
         )
         if name == "micro_batch":
             profile = replace(profile, check=SplitCheck(False, proof.reason, code="split.plan_differs"))

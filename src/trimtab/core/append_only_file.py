@@ -77,7 +77,7 @@ class AppendOnlyFile:
     def write(self, data: bytes) -> None:
         """Buffer data for the next flush; raises `ValueError` if the file is closed."""
         if self._file.closed:
-            raise ValueError(f"{self.path}: write to a closed file")
+            raise ValueError(f"{self.path}: the file is closed; nothing can be written")
         self._waiting.append(data)
 
     def flush(self) -> None:
@@ -171,7 +171,11 @@ class AppendOnlyFile:
             try:
                 self.close()
             except SaveError as error:  # An exception raised in __del__ would be printed and ignored.
-                warnings.warn(f"Lines of a file that was never closed are lost: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"{self.path} was not closed, and its last lines could not be written: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
 
 _EXCLUSIVE: weakref.WeakSet[AppendOnlyFile] = weakref.WeakSet()
@@ -253,11 +257,10 @@ def sync(path: Path) -> None:
 def not_written(
     path: Path,
     error: OSError,
-    expected: str = "room, and leave to write",
-    hint: str = "What was there is as it was.",
+    expected: str = "free disk space and write permission",
+    hint: str = "The existing content is unchanged.",
 ) -> SaveError:
     """Return the error for a file or folder that the file system could not write or remove."""
-    given = f"a file system that says: {error.strerror or error}"
-    said = SaveError(str(path), got=given, expected=expected, hint=hint)
-    said.errno = error.errno
-    return said
+    made = SaveError(str(path), got=f"the error {str(error.strerror or error)!r}", expected=expected, hint=hint)
+    made.errno = error.errno
+    return made

@@ -64,7 +64,10 @@ class BatchRule:
             validation.integer("batch_rule.allowed", k, high=self.k_max)
         if self.allowed and self.policy != "paper":
             raise ValueGivenError(
-                "batch_rule.allowed", got=f"{self.allowed} with {self.policy}", expected='policy "paper" with it'
+                "batch_rule.allowed",
+                got=f"{self.allowed} with policy={self.policy!r}",
+                expected='() unless policy="paper"',
+                hint='Leave out `allowed`, or set policy="paper".',
             )
         self._check_trials()
         if self.sigma2_target is not None:
@@ -72,16 +75,15 @@ class BatchRule:
         elif self.policy in NEEDS_TARGET:
             raise ValueGivenError(
                 "batch_rule.sigma2_target",
-                got="nothing",
-                expected=f"the variance that {self.policy} aims at",
-                hint="A run's record shows the variance of its own gradients; or use goodput, which needs none.",
+                problem=f"policy={self.policy!r} needs sigma2_target, the target variance of the gradient.",
+                hint='Take it from the gradient variance in a run\'s record, or use policy="goodput".',
             )
         if self.policy == "goodput" and self.learning_rate == "none":
             raise ValueGivenError(
                 "batch_rule.learning_rate",
-                got='"none" with goodput',
-                expected="a rate that follows the batch: only then is progress per sample what goodput assumes",
-                hint='Use "auto", or the policy "norm_test".',
+                problem='policy="goodput" does not support learning_rate="none", because its model of progress assumes '
+                "a learning rate that is scaled with the batch size.",
+                hint='Set learning_rate="auto", or use policy="norm_test".',
             )
 
     @property
@@ -102,7 +104,7 @@ class BatchRule:
         if bool(self.trials) != (self.policy == "throughput_per_memory"):
             raise ValueGivenError(
                 "batch_rule.trials",
-                got=f"{len(self.trials)} with {self.policy}",
-                expected='at least one with the policy "throughput_per_memory", none with another',
-                hint="trimtab.profile measures throughput and peak memory of a plan.",
+                got=f"{len(self.trials)} trials with policy={self.policy!r}",
+                expected='at least one trial with policy="throughput_per_memory", and none with another policy',
+                hint="Measure throughput and peak memory of each k with `trimtab.profile`.",
             )

@@ -95,10 +95,12 @@ class BlockChainModel:
     def __post_init__(self) -> None:
         fewer, more = self.rows
         if not 0 < fewer < more:
-            raise ValueGivenError("rows", got=str(self.rows), expected="two numbers of rows, the lower one first")
+            raise ValueGivenError(
+                "rows", got=str(self.rows), expected="two positive numbers of samples in ascending order"
+            )
         if len(self.few.stages) != len(self.many.stages):
             given = f"{len(self.few.stages)} and {len(self.many.stages)} stages"
-            raise ValueGivenError("stages", got=given, expected="as many at both sizes")
+            raise ValueGivenError("stages", got=given, expected="the same number of stages at both sizes")
 
     def at(self, rows: int) -> BlockChain:
         """Return the chain for a micro-batch size in samples."""

@@ -45,8 +45,8 @@ def open_regular(path: str | Path, expected: str, *, limit: int) -> BinaryIO:
             raise FormatError(
                 str(path),
                 got=f"a {_kind(found.st_mode)}",
-                expected=f"{expected}, in a regular file",
-                hint="Write its content to a file, and name that.",
+                expected=f"a regular file with {expected}",
+                hint="Write the content to a regular file, and pass the path of that file.",
                 code="file.not_regular",
             )
         if found.st_size > limit:
@@ -79,22 +79,25 @@ def read_text(path: str | Path, expected: str, *, limit: int = JSON_BYTES) -> st
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(str(path), got=str(error), expected=expected, code="file.not_text") from None
+        raise FormatError(
+            str(path), got=f"a file that is not UTF-8 ({error})", expected=expected, code="file.not_text"
+        ) from None
 
 
 def too_large(path: str | Path, size: int, expected: str, limit: int) -> FormatError:
     """Return the error for a file above the size limit of its kind."""
     return FormatError(
         str(path),
-        got=f"{format_bytes(size)} or more",
-        expected=f"{expected}, of at most {format_bytes(limit)}",
+        got=f"at least {format_bytes(size)}",
+        expected=f"{expected} of at most {format_bytes(limit)}",
         code="file.too_large",
     )
 
 
 def unreadable(path: str | Path, error: Exception, expected: str) -> FormatError:
     """Return the error for a file that cannot be opened or read."""
-    return FormatError(str(path), got=f"nothing that can be read ({error})", expected=expected, code="file.unreadable")
+    reason = getattr(error, "strerror", None) or str(error)
+    return FormatError(str(path), got=f"an unreadable file ({reason})", expected=expected, code="file.unreadable")
 
 
 def _kind(mode: int) -> str:

@@ -46,7 +46,9 @@ class Intensity:
         validation.one_of("carbon.kind", self.kind, KINDS)
         times = [time_s for time_s, _ in self.steps]
         if not times or any(not a < b for a, b in zip(times, [*times[1:], self.until_s], strict=True)):
-            raise ValueGivenError("carbon.steps", got=f"{len(times)} moments", expected="one or more, each later")
+            raise ValueGivenError(
+                "carbon.steps", got=f"times {times!r:.80}", expected="at least one time, in ascending order"
+            )
         for _, grams in self.steps:
             validation.number("carbon.g_per_kwh", grams, low=0)
 
@@ -57,9 +59,13 @@ class Intensity:
             ValueGivenError: the intensity is not known for the whole interval.
         """
         if not self.steps[0][0] <= begin_s < end_s <= self.until_s:
-            given = f"{_moment(begin_s)} to {_moment(end_s)}"
-            expected = f"a time within {_moment(self.steps[0][0])} to {_moment(self.until_s)}, of which it is known"
-            raise ValueGivenError("carbon.time", got=given, expected=expected)
+            known = f"{_moment(self.steps[0][0])} to {_moment(self.until_s)}"
+            raise ValueGivenError(
+                "carbon.time",
+                got=f"the interval {_moment(begin_s)} to {_moment(end_s)}",
+                expected=f"an interval within the known carbon intensity, {known}",
+                hint="Provide carbon intensity for the whole interval.",
+            )
         first = bisect.bisect_right([time_s for time_s, _ in self.steps], begin_s) - 1
         grams = 0.0
         for index in range(first, len(self.steps)):
@@ -88,16 +94,21 @@ def of_csv(text: str, kind: str) -> Intensity:
         rows = list(csv.DictReader(io.StringIO(text), strict=True))
     except csv.Error as error:
         raise FormatError(
-            "carbon", got=f"text that is no CSV ({error})", expected="a CSV", code="csv.invalid"
+            "carbon",
+            problem=f"The carbon intensity is not valid CSV: {error}.",
+            hint=f"Provide a CSV with the columns {' and '.join(COLUMNS)}.",
+            code="csv.invalid",
         ) from None
     _refuse_extra_cells(rows)
     if len(rows) < 2 or not set(COLUMNS) <= set(rows[0]):
-        given = f"{len(rows)} rows of {', '.join(map(str, rows[0])) if rows else 'nothing'}"
-        raise FormatError("carbon", got=given, expected=f"at least two, with the columns {' and '.join(COLUMNS)}")
+        given = f"{len(rows)} rows with the columns {', '.join(map(str, rows[0]))}" if rows else "no rows"
+        expected = f"at least two rows with the columns {' and '.join(COLUMNS)}"
+        raise FormatError("carbon", got=given, expected=expected, code="csv.columns")
     steps = tuple((_seconds(row["time"], line), _grams(row["g_per_kwh"], line)) for line, row in enumerate(rows, 2))
     for line, (before, after) in enumerate(itertools.pairwise(steps), 3):
         if not before[0] < after[0]:
-            raise FormatError(f"carbon:{line}", got="a time not later than the one before", expected="times in order")
+            given = f"{_moment(after[0])} after {_moment(before[0])}"
+            raise FormatError(f"carbon:{line}", got=given, expected="times in ascending order", code="csv.order")
     return Intensity(kind, steps, 2 * steps[-1][0] - steps[-2][0])
 
 
@@ -118,10 +129,10 @@ class Carbon:
     reason: str = ""
 
     def describe(self) -> str:
-        """Return a text such as `120 g CO2e by average intensity, of measured energy`."""
+        """Return a text such as `120 g CO2e (average carbon intensity, measured energy)`."""
         if self.grams is None:
-            return f"not known: {self.reason}"
-        return f"{self.grams:.3g} g CO2e by {self.kind} intensity, of {self.provenance} energy"
+            return f"unknown: {self.reason}"
+        return f"{self.grams:.3g} g CO2e ({self.kind} carbon intensity, {self.provenance} energy)"
 
 
 def carbon_of(parts: Iterable[tuple[float, Energy]], intensity: Intensity) -> Carbon:
@@ -141,7 +152,7 @@ def carbon_of(parts: Iterable[tuple[float, Energy]], intensity: Intensity) -> Ca
         grams.append(energy.joules / JOULES_PER_KWH * per_kwh)
         kinds.add(energy.provenance)
     if not grams:
-        return Carbon(None, intensity.kind, Provenance.ABSENT, "nothing was read")
+        return Carbon(None, intensity.kind, Provenance.ABSENT, "no energy was measured")
     estimated = Provenance.ESTIMATED in kinds
     return Carbon(math.fsum(grams), intensity.kind, Provenance.ESTIMATED if estimated else Provenance.MEASURED)
 
@@ -156,7 +167,8 @@ def added(parts: Iterable[Carbon]) -> Carbon:
     kinds = sorted({part.kind for part in found})
     if len(kinds) != 1:
         given = " and ".join(kinds) or "nothing"
-        raise ValueGivenError("carbon", got=f"{given} intensity", expected="one of the two, which do not add up")
+        expected = "figures of a single kind of carbon intensity, because the kinds cannot be added"
+        raise ValueGivenError("carbon", got=f"{given} intensity", expected=expected)
     if missing := [part.reason for part in found if part.grams is None]:
         return Carbon(None, kinds[0], Provenance.ABSENT, missing[0])
     estimated = any(part.provenance is Provenance.ESTIMATED for part in found)
@@ -172,11 +184,11 @@ def _figure(text: str) -> float | None:
 
 
 def _seconds(text: str | None, line: int) -> float:
-    expected = "a time of ISO 8601 with its offset from UTC, such as 2026-03-01T00:30+01:00"
+    expected = "an ISO 8601 time with an offset from UTC, such as 2026-03-01T00:30+01:00"
     try:
         return time_of(text or "")
     except ValueError as error:
-        raise FormatError(f"carbon:{line}", got=f"{text!r:.40}, {error}", expected=expected) from None
+        raise FormatError(f"carbon:{line}", got=f"{text!r:.40} ({error})", expected=expected, code="csv.time") from None
 
 
 def _refuse_extra_cells(rows: Sequence[Mapping[str | None, Any]]) -> None:
@@ -185,7 +197,7 @@ def _refuse_extra_cells(rows: Sequence[Mapping[str | None, Any]]) -> None:
         if extra := row.get(None):
             raise FormatError(
                 f"carbon:{line}",
-                got=f"cells beyond the last column ({', '.join(map(str, extra))!r:.40})",
+                got=f"more cells than columns ({', '.join(map(str, extra))!r:.40})",
                 expected="one cell per column",
                 hint="Write numbers without a thousands separator: 1234, not 1,234.",
                 code="csv.extra_cell",
@@ -195,8 +207,8 @@ def _refuse_extra_cells(rows: Sequence[Mapping[str | None, Any]]) -> None:
 def _grams(text: str | None, line: int) -> float:
     found = _figure(text or "")
     if found is None or not 0 <= found < math.inf:
-        hint = "Write it without a thousands separator: 1234, not 1,234." if "," in (text or "") else ""
-        expected = "grams per kWh, zero or more"
+        hint = "Write the number without a thousands separator: 1234, not 1,234." if "," in (text or "") else ""
+        expected = "a finite number of grams per kWh, at least 0"
         raise FormatError(f"carbon:{line}", got=f"{text!r:.40}", expected=expected, hint=hint, code="csv.number")
     return found
 

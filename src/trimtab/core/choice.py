@@ -22,10 +22,17 @@ class Effect(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Rejected:
-    """Alternative value of a setting that planning rejected, with the reason."""
+    """Alternative value of a setting that planning rejected.
+
+    Args:
+        value: the rejected value.
+        reason: sentence with the figures that led to the rejection.
+        code: stable identifier of the reason, such as "trial.slower"; "" if unknown.
+    """
 
     value: Scalar
     reason: str
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Choice:
         mark: numerical effect of the change.
         changed: True if the value differs from the reference loop's.
         losers: rejected alternatives.
+        code: stable identifier of the reason, such as "trial.faster"; "" if unknown.
     """
 
     value: Scalar
@@ -45,6 +53,7 @@ class Choice:
     mark: Effect = Effect.EXACT
     changed: bool = False
     losers: tuple[Rejected, ...] = ()
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,11 +106,13 @@ class RefusedByProof:
         setting: name of a field of `Candidate`.
         value: refused value; for a micro-batch, every size below the batch size is refused.
         reason: description of the difference, with the name of the parameter or buffer.
+        code: `Proof.code` of the proof.
     """
 
     setting: str
     value: Scalar
     reason: str
+    code: str = "proof.differs"
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,7 @@ class FrontPoint:
         peak_bytes: measured peak, or predicted if not measured.
         refusal: reason for excluding the settings from the choice, or "".
         energy_j: predicted joules, if known.
+        code: stable identifier of the refusal, such as "budget.memory", or "".
     """
 
     settings: str
@@ -139,3 +151,4 @@ class FrontPoint:
     peak_bytes: int
     refusal: str = ""
     energy_j: float | None = None
+    code: str = ""

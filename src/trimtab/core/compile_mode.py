@@ -21,7 +21,7 @@ def is_by_compiler(value: object) -> bool:
 
 def in_words(value: Compiled) -> str:
     """Return the mode as text for a list of settings; "" for eager."""
-    words = ["compiled"] * is_by_compiler(value) + ["as CUDA graphs"] * is_recorded(value)
+    words = ["compiled"] * is_by_compiler(value) + ["with CUDA graphs"] * is_recorded(value)
     return ", ".join(words)
 
 
@@ -41,6 +41,7 @@ def check_compiled(value: object, *, num_ranks: int) -> None:
         raise ValueGivenError(
             "plan.compiled",
             got=f"{value!r} on {num_ranks} ranks",
-            expected="one process: what ranks send between kernels is not recorded",
-            hint=f"compiled={is_by_compiler(value)} does without graphs.",
+            problem=f"plan.compiled={value!r} needs a single process, got {num_ranks} ranks: communication between "
+            "ranks is not captured in CUDA graphs.",
+            hint=f"Set compiled={is_by_compiler(value)}, which uses no CUDA graphs.",
         )

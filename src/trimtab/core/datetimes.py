@@ -33,11 +33,11 @@ def parse_moment(field: str, text: str, now_s: float) -> float:
     after_s = _duration(text)
     if after_s is not None:
         return now_s + number(field, after_s, low=0, open_low=True)
-    expected = "a moment of ISO 8601 with its offset, such as 2026-03-02T06:00+01:00, or a duration such as 36h"
+    expected = "an ISO 8601 time with an offset from UTC, such as 2026-03-02T06:00+01:00, or a duration such as 36h"
     try:
         return time_of(text)
     except ValueError as error:
-        raise ValueGivenError(field, got=f"{text!r:.40}, {error}", expected=expected) from None
+        raise ValueGivenError(field, got=f"{text!r:.40} ({error})", expected=expected) from None
 
 
 def time_of(text: str) -> float:
@@ -49,9 +49,9 @@ def time_of(text: str) -> float:
     try:
         found = datetime.datetime.fromisoformat(text.strip())
     except ValueError:
-        raise ValueError("which is no time") from None
+        raise ValueError("not an ISO 8601 time") from None
     if found.tzinfo is None:
-        raise ValueError("without an offset")
+        raise ValueError("no offset from UTC")
     return found.timestamp()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.units import format_joules
 
-OTHER_RANKS = "what other ranks read"  # Not included in the joules of a single rank.
+OTHER_RANKS = "the energy of other ranks"  # Not included in the joules of a single rank.
 
 # Device counters are updated every 1 to 100 ms, so shorter windows are meaningless.
 WINDOW_S = 1.0
@@ -49,8 +49,9 @@ class Energy:
         is_absent = self.provenance is Provenance.ABSENT
         known = self.joules is not None and 0 < self.joules < math.inf
         if is_absent != (self.joules is None) or not (is_absent or known):
-            expected = "joules above zero, or none where they are absent"
-            raise ValueGivenError("energy", got=f"{self.joules} J, {self.provenance}", expected=expected)
+            given = f"joules={self.joules} with provenance {self.provenance}"
+            expected = "positive joules, or None with provenance absent"
+            raise ValueGivenError("energy", got=given, expected=expected)
 
     @property
     def watts(self) -> float | None:
@@ -82,7 +83,7 @@ def summed(parts: Iterable[Energy], *, in_turn: bool = False) -> Energy:
     if missing := [part.reason for part in found if part.joules is None]:
         return absent("; ".join(dict.fromkeys(missing)), whole_s)
     if not found:
-        return absent("nothing was read")
+        return absent("no energy was measured")
     estimated = any(part.provenance is Provenance.ESTIMATED for part in found)
     sources = tuple(dict.fromkeys(source for part in found for source in part.sources))
     joules = math.fsum(part.joules or 0.0 for part in found)
@@ -117,7 +118,7 @@ class MeterFacts:
     provenance: Provenance
     sources: tuple[str, ...] = ()
     idle_w: float | None = None
-    reason: str = "not looked for"
+    reason: str = "no meter was searched for"
     uncounted: tuple[str, ...] = ()
     limits: tuple[PowerLimit, ...] = ()
     left_out: float = 0.0
@@ -135,13 +136,11 @@ class MeterFacts:
     def describe(self) -> str:
         """Return the description for reports."""
         if self.is_absent:
-            left = (
-                f"; its weight of {self.left_out:.2g} is left out, the others are renormalised" if self.left_out else ""
-            )
+            left = f". Its weight of {self.left_out:.2g} in the objective was set to 0" if self.left_out else ""
             return f"not measured: {self.reason}{left}"
-        idle = "" if self.idle_w is None else f"; idle {self.idle_w:.3g} W, which is in every figure"
-        without = f"; without {'; '.join(self.uncounted)}" if self.uncounted else ""
-        return f"{self.provenance} by {', '.join(self.sources)}{idle}{without}"
+        idle = "" if self.idle_w is None else f"; includes {self.idle_w:.3g} W of idle power"
+        without = f"; not included: {'; '.join(self.uncounted)}" if self.uncounted else ""
+        return f"{self.provenance} with {', '.join(self.sources)}{idle}{without}"
 
 
 NO_METER = MeterFacts(Provenance.ABSENT)

@@ -90,7 +90,7 @@ def in_use(path: Path, pid: int | None, holder: str = "") -> InUseError:
     error = InUseError(
         str(path),
         got=f"an output that another run holds ({who})",
-        expected="one run at a time",
+        problem=f"{path} is in use by another run ({who}).",
         hint="Wait until that run has ended, or choose another path.",
         code="output.in_use",
     )

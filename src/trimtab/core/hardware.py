@@ -95,5 +95,5 @@ def absent_device(name: str) -> DeviceSpec:
     row = lookup_peaks(name)
     if row is None:
         known = ", ".join(row.match for row in PEAKS)
-        raise ValueGivenError("device", got=f"{name!r:.60}", expected=f"one whose peaks are known: {known}")
+        raise ValueGivenError("device", got=f"{name!r:.60}", expected=f"a known device: {known}")
     return DeviceSpec(name, "cuda", row.memory_bytes, row.flops, row.bandwidth_bytes_s, row.source)

@@ -37,7 +37,7 @@ class Link:
     def __post_init__(self) -> None:
         for field in ("name", "source"):
             if not isinstance(value := getattr(self, field), str) or not value:
-                raise ValueGivenError(f"link.{field}", got=repr(value), expected="a few words")
+                raise ValueGivenError(f"link.{field}", got=repr(value), expected="a non-empty string")
         validation.number("link.latency_s", self.latency_s, low=0)
         validation.number("link.bytes_per_s", self.bytes_per_s, low=0, open_low=True)
         for field in ("calibrated", "scatters"):
@@ -93,7 +93,7 @@ def absent_link(name: str, device_name: str = "") -> Link:
     for known, link in LINKS.items():
         if known.lower() == wanted.lower():
             return link
-    given = f"{name!r:.60}" + (f" of {device_name!r:.60}" if device_name else "")
+    given = f"{name!r:.60}" + (f" for the device {device_name!r:.60}" if device_name else "")
     raise ValueGivenError("link", got=given, expected="one of " + ", ".join(_names()))
 
 
@@ -147,7 +147,7 @@ def _nvlink_of(device_name: str) -> str:
 
 def _names() -> list[str]:
     devices = ", ".join(name.split(":")[1] for name in LINKS if name.startswith("nvlink:"))
-    return [f"nvlink (where the device is {devices})", *USUAL, *LINKS]
+    return [f"nvlink (only with the devices {devices})", *USUAL, *LINKS]
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,12 @@ class PeakMemoryModel:
         """
         fewer, more = rows
         if not 0 < fewer < more:
-            raise ValueGivenError("rows", got=str(rows), expected="two numbers of rows, the lower one first")
+            raise ValueGivenError("rows", got=str(rows), expected="two positive numbers of samples in ascending order")
         try:
             found = {_line(a, b, fewer, more) for a, b in zip(few, many, strict=True)}
         except ValueError:
-            given = "steps of different lengths"
-            raise ValueGivenError("moments", got=given, expected="the same operators at both sizes") from None
+            given, expected = "different numbers of moments", "the same number of moments at both batch sizes"
+            raise ValueGivenError("moments", got=given, expected=expected) from None
         return cls(_envelope(found))
 
     def beside(self, held_bytes: int) -> PeakMemoryModel:
@@ -51,7 +51,7 @@ class PeakMemoryModel:
         """Return the peak of a micro-batch of a given number of samples."""
         most = max((base + rows * slope for base, slope in self.lines), default=math.nan)
         if not math.isfinite(most):
-            given, expected = f"{most} bytes of {rows} rows", "a finite peak"
+            given, expected = f"a peak of {most} bytes for {rows} samples", "a finite peak"
             raise ValueGivenError("peak_model.lines", got=given, expected=expected, code="number.range")
         return math.ceil(most)
 

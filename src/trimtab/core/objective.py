@@ -48,7 +48,7 @@ class Objective:
         weights = {f.name: validation.number(f.name, getattr(self, f.name), low=0) for f in dataclasses.fields(self)}
         largest = max(weights.values())
         if largest == 0:
-            raise ValueGivenError("objective", got=f"weights {weights}", expected="at least one weight above zero")
+            raise ValueGivenError("objective", got=f"weights {weights}", expected="at least one positive weight")
         # At most 1 each, so the sum cannot overflow.
         shares = {name: weight / largest for name, weight in weights.items()}
         total = math.fsum(shares.values())
@@ -64,8 +64,14 @@ class Objective:
             ValueGivenError: only energy has a weight.
         """
         if self.time == self.memory == 0:
-            expected, hint = "a weight on time or memory beside it", "Or a machine that has a meter."
-            raise ValueGivenError("energy", got="energy alone, without a meter", expected=expected, hint=hint)
+            raise ValueGivenError(
+                "energy",
+                got="no energy meter",
+                problem="The objective weights only energy, and this machine has no energy meter.",
+                hint="Give time or memory a weight too, pass watts with trimtab.Metering(watts=...), or plan on a "
+                "machine with an energy meter.",
+                code="energy.no_meter",
+            )
         return Objective(self.time, self.memory)
 
     def score(self, cost: Cost, reference: Cost) -> float:
@@ -89,9 +95,9 @@ class Objective:
         if ours is None or theirs is None or not 0 < theirs < math.inf:
             raise ValueGivenError(
                 name,
-                got=f"weight {weight:g} on a quantity that could not be measured here",
-                expected="a measured quantity",
-                hint=f"Set Objective({name}=0), or measure on a machine that has a meter.",
+                problem=f"The objective gives {name} the weight {weight:g}, but {name} was not measured.",
+                hint=f"Set Objective({name}=0), or measure {name} first.",
+                code="objective.not_measured",
             )
         return weight * (ours / theirs)
 

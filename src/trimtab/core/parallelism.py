@@ -43,8 +43,8 @@ class Parallelism:
         validation.one_of("parallelism.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         validation.one_of("parallelism.gather_dtype", self.gather_dtype, GATHER_DTYPES)
         if self.gather_dtype != "fp32" and self.zero_stage < 2:
-            given = f"{self.gather_dtype!r} at stage {self.zero_stage}, which gathers no parameters"
-            raise ValueGivenError("parallelism.gather_dtype", got=given, expected="stage 2 or 3, or 'fp32'")
+            given = f"{self.gather_dtype!r} with zero_stage={self.zero_stage}, which gathers no parameters"
+            raise ValueGivenError("parallelism.gather_dtype", got=given, expected="'fp32', or zero_stage 2 or 3")
         if self.bucket_bytes is not None:
             validation.integer("parallelism.bucket_bytes", self.bucket_bytes)
         for name in ("overlaps", "reduces_once"):
@@ -86,18 +86,22 @@ class StepShape:
         for each in self.block_bytes:
             validation.integer("step.block_bytes", each, low=0)
         if self.gathered_bytes is not None and len(self.gathered_bytes) != len(self.block_bytes):
-            given = f"{len(self.gathered_bytes)} sizes of {len(self.block_bytes)} blocks"
-            raise ValueGivenError("step.gathered_bytes", got=given, expected="one of each block")
+            given = f"{len(self.gathered_bytes)} sizes for {len(self.block_bytes)} blocks"
+            raise ValueGivenError("step.gathered_bytes", got=given, expected="one size per block")
         object.__setattr__(self, "block_shares", self._of_one())
 
     def _of_one(self) -> tuple[float, ...]:
         if not self.block_bytes or len(self.block_shares) != len(self.block_bytes):
-            given = f"{len(self.block_shares)} shares of {len(self.block_bytes)} blocks"
-            raise ValueGivenError("step.block_shares", got=given, expected="one of each block, and a block at least")
+            given = f"{len(self.block_shares)} fractions for {len(self.block_bytes)} blocks"
+            raise ValueGivenError(
+                "step.block_shares", got=given, expected="one fraction per block, and at least one block"
+            )
         shares = [validation.number("step.block_shares", share, low=0) for share in self.block_shares]
         largest = max(shares)
         if largest == 0:
-            raise ValueGivenError("step.block_shares", got="zeros", expected="a block at least that takes time")
+            raise ValueGivenError(
+                "step.block_shares", got="only zeros", expected="a positive fraction for at least one block"
+            )
         total = math.fsum(share / largest for share in shares)  # At most 1 each, so the sum cannot overflow.
         # Shares that already sum to 1 are kept exactly, so that a JSON round trip changes nothing.
         settled = abs(total * largest - 1) < 1e-15

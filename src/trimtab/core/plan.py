@@ -26,35 +26,42 @@ from trimtab.core.zero_stage_cost import ZeroStageCost
 
 __all__ = ["Choice", "Effect", "FrontPoint", "MeasuredCost", "Plan", "Proof", "Rejected", "Scalar", "SplitCheck"]
 
-PLAN_SCHEMA = 13
+PLAN_SCHEMA = 14
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 OPTIMIZERS = ("user", "muon")
 SCHEDULES = ("user", "warmup_cosine", "warmup_linear")
+BY_HAND = "plan.by_hand"  # Code of the choices of a plan that was set by hand.
+UNPROVED_SPLIT = "not proved to keep the gradient of the whole batch"
+
+UNCHANGED = "plan.unchanged"  # Code of the choices that keep the user's value.
 
 
-_KEPT = "as the loop has it"
-KEEP_PRECISION = Choice("fp32", _KEPT, Effect.ROUNDING)
-KEEP_LAYOUT = Choice("keep", _KEPT, Effect.ROUNDING)
-KEEP_ALLOCATOR = Choice("keep", _KEPT, Effect.EXACT)
-KEEP_FUSED = Choice(False, _KEPT, Effect.ROUNDING)
-KEEP_LOSS_CHUNK = Choice(None, _KEPT, Effect.ROUNDING)
-KEEP_RECOMPUTE = Choice(None, _KEPT, Effect.EXACT)
-KEEP_COMPILED = Choice(False, _KEPT, Effect.ROUNDING)
-KEEP_ENGINE = Choice("torch", _KEPT, Effect.ROUNDING)
-KEEP_ZERO = Choice(None, _KEPT, Effect.ROUNDING)
-KEEP_REDUCE = Choice("fp32", _KEPT, Effect.ROUNDING)
-KEEP_BUCKET = Choice(None, _KEPT, Effect.ROUNDING)
-KEEP_REDUCES_ONCE = Choice(True, _KEPT, Effect.ROUNDING)
-KEEP_POWERSGD = Choice(None, _KEPT, Effect.DYNAMICS)
-KEEP_DROPOUT = Choice(None, _KEPT, Effect.DYNAMICS)
-KEEP_WEIGHT_DECAY = Choice(None, _KEPT, Effect.DYNAMICS)
-KEEP_OPTIMIZER = Choice("user", _KEPT, Effect.DYNAMICS)
-KEEP_SCHEDULE = Choice("user", _KEPT, Effect.DYNAMICS)
-KEEP_WARMUP = Choice(None, "5% of the run, as the paper has it", Effect.DYNAMICS)
-KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Effect.DYNAMICS)
-KEEP_BATCH = Choice("user", _KEPT, Effect.DYNAMICS)
-KEEP_CLIP = Choice(None, _KEPT, Effect.DYNAMICS)
+def _unchanged(value: Scalar, mark: Effect) -> Choice:
+    return Choice(value, "unchanged", mark, code=UNCHANGED)
+
+
+KEEP_PRECISION = _unchanged("fp32", Effect.ROUNDING)
+KEEP_LAYOUT = _unchanged("keep", Effect.ROUNDING)
+KEEP_ALLOCATOR = _unchanged("keep", Effect.EXACT)
+KEEP_FUSED = _unchanged(False, Effect.ROUNDING)
+KEEP_LOSS_CHUNK = _unchanged(None, Effect.ROUNDING)
+KEEP_RECOMPUTE = _unchanged(None, Effect.EXACT)
+KEEP_COMPILED = _unchanged(False, Effect.ROUNDING)
+KEEP_ENGINE = _unchanged("torch", Effect.ROUNDING)
+KEEP_ZERO = _unchanged(None, Effect.ROUNDING)
+KEEP_REDUCE = _unchanged("fp32", Effect.ROUNDING)
+KEEP_BUCKET = _unchanged(None, Effect.ROUNDING)
+KEEP_REDUCES_ONCE = _unchanged(True, Effect.ROUNDING)
+KEEP_POWERSGD = _unchanged(None, Effect.DYNAMICS)
+KEEP_DROPOUT = _unchanged(None, Effect.DYNAMICS)
+KEEP_WEIGHT_DECAY = _unchanged(None, Effect.DYNAMICS)
+KEEP_OPTIMIZER = _unchanged("user", Effect.DYNAMICS)
+KEEP_SCHEDULE = _unchanged("user", Effect.DYNAMICS)
+KEEP_WARMUP = Choice(None, "5% of the run, as in the paper", Effect.DYNAMICS, code=UNCHANGED)
+KEEP_LEARNING_RATE = _unchanged(1.0, Effect.DYNAMICS)
+KEEP_BATCH = _unchanged("user", Effect.DYNAMICS)
+KEEP_CLIP = _unchanged(None, Effect.DYNAMICS)
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ class Plan:
     meter: MeterFacts = NO_METER
     planning_s: float = 0.0
     search_s: float = 0.0
-    advice: tuple[str, ...] = ()
+    advice: tuple[Note, ...] = ()
     notes: tuple[Note, ...] = ()
     schema: int = PLAN_SCHEMA
 
@@ -187,14 +194,19 @@ class Plan:
         sharing = {name: getattr(self, name).value for name in KEPT}
         check_sharing(self.num_ranks, self.zero_stage.value, sharing)
         if self.optimizer.value == "muon" and self.zero_stage.value not in (None, 0):
-            given, expected = (
-                f"muon at stage {self.zero_stage.value}",
-                "user, or a stage of 0: Muon needs whole matrices",
+            stage = self.zero_stage.value
+            raise ValueGivenError(
+                "plan.optimizer",
+                got=f"'muon' with zero_stage={stage}",
+                problem=f"plan.optimizer='muon' does not support zero_stage={stage}: Muon needs unsharded matrices.",
+                hint="Set optimizer='user', or zero_stage=0.",
             )
-            raise ValueGivenError("plan.optimizer", got=given, expected=expected)
         policy = "user" if self.batch_rule is None else self.batch_rule.policy
         if self.batch_policy.value != policy:
-            raise FormatError("plan.batch_policy", got=repr(self.batch_policy.value), expected=f"{policy}, its rule's")
+            expected = (
+                f"{policy!r}, the policy of batch_rule" if self.batch_rule else f"{policy!r} without a batch_rule"
+            )
+            raise FormatError("plan.batch_policy", got=repr(self.batch_policy.value), expected=expected)
         if not isinstance(value := self.fused_optimizer.value, bool):
             raise FormatError("plan.fused_optimizer", got=repr(value), expected="true or false")
         check_compiled(self.compiled.value, num_ranks=self.num_ranks)
@@ -207,7 +219,7 @@ class Plan:
             return
         validation.number("plan.warmup_fraction", rises, low=0, high=0.9)
         if self.schedule.value == "user":
-            given, expected = f"{rises} with the user's own schedule", "a schedule of the plan's, or None"
+            given, expected = f"{rises} with schedule='user'", "None, or another schedule"
             raise ValueGivenError("plan.warmup_fraction", got=given, expected=expected)
 
     @classmethod
@@ -232,23 +244,29 @@ class Plan:
         marks = cls.marks()
         marks.pop("batch_policy")  # The policy is set through `batch_rule`.
         if unknown := sorted(values.keys() - marks.keys()):
-            raise FormatError(f"plan.{unknown[0]}", got="an unknown field", expected="one of " + ", ".join(marks))
+            raise FormatError(
+                f"plan.{unknown[0]}",
+                got="an unknown setting",
+                expected="one of " + ", ".join(marks),
+                code="plan.unknown_setting",
+            )
         rows = validation.integer("plan.batch_rows", batch_rows)
         kept = {f.name: f.default.value for f in fields(cls) if isinstance(f.default, Choice)}
         choices = {
-            name: Choice(value, "set by hand", marks[name], changed=value != kept[name])
+            name: Choice(value, "set by hand", marks[name], changed=value != kept[name], code=BY_HAND)
             for name, value in values.items()
         }
         micro = rows if micro_batch is None else micro_batch
-        by_hand = "set by hand" if micro == rows else "set by hand; not proved to keep the maths"
-        split = Choice(micro, by_hand, marks["micro_batch"], changed=micro != rows)
+        by_hand = "set by hand" if micro == rows else f"set by hand; {UNPROVED_SPLIT}"
+        split = Choice(micro, by_hand, marks["micro_batch"], changed=micro != rows, code=BY_HAND)
         plan = cls(rows, split, num_ranks=num_ranks, **choices)  # type: ignore[arg-type]
-        return plan if batch_rule is None else plan.freed(batch_rule, "set by hand")
+        return plan if batch_rule is None else plan.freed(batch_rule, "set by hand", BY_HAND)
 
-    def freed(self, rule: BatchRule, reason: str) -> Plan:
+    def freed(self, rule: BatchRule, reason: str, code: str = "") -> Plan:
         """Return the plan with a batch rule. A rule that only measures leaves the batch size unchanged."""
-        reason = "noise is measured, and nothing follows it" if rule.only_measures else reason
-        policy = Choice(rule.policy, reason, Effect.DYNAMICS, changed=not rule.only_measures)
+        if rule.only_measures:
+            reason, code = "the gradient noise scale is measured, and the batch size is constant", "batch.only_measured"
+        policy = Choice(rule.policy, reason, Effect.DYNAMICS, changed=not rule.only_measures, code=code)
         return replace(self, batch_rule=rule, batch_policy=policy)
 
     def recomputing(self, schedule: str, blocks: tuple[str, ...], reason: str) -> Plan:
@@ -328,23 +346,25 @@ class Plan:
         return _explain(self)
 
 
-_TIERS = {"S": "tier S: the same maths", "F": "tier F: other dynamics"}
+_TIERS = {"S": "equivalent plan", "F": "tuned plan"}
 
 
 def _explain(plan: Plan) -> str:
     """Return the text of `print(plan)`."""
-    lines = [_verdict(plan), "", f"against: {plan.reference.describe()} loop, {_rows(plan)} per step"]
-    lines.append(_cost("reference, predicted" if plan.elsewhere else "reference", plan.baseline, plan.meter))
+    lines = [_verdict(plan), "", f"baseline: {plan.reference.describe()} loop, {_rows(plan)} per step"]
+    lines.append(_cost("baseline, predicted" if plan.elsewhere else "baseline, measured", plan.baseline, plan.meter))
     lines.append(_cost("this plan, predicted", plan.predicted, plan.meter))
     if plan.measured is not None:
         lines.append(_cost("this plan, measured", plan.measured, plan.meter))
     if plan.peak_margin is not None:
         lines.append(
-            f"peaks: traced, with {100 * plan.peak_margin:.2g}% on top for what no trace tells; not calibrated"
+            f"peak memory: traced, plus a margin of {100 * plan.peak_margin:.2g}% for memory that a trace does not "
+            "show; not calibrated"
         )
     if plan.seconds_margin is not None:
         lines.append(
-            f"seconds: by its data sheet, with {100 * plan.seconds_margin:.2g}% on top against a limit; not calibrated"
+            f"step time: from the data sheet of the device; {100 * plan.seconds_margin:.2g}% is added before "
+            "comparison with a limit; not calibrated"
         )
     if plan.meter != NO_METER:
         lines.append(f"energy: {plan.meter.describe()}")
@@ -352,54 +372,57 @@ def _explain(plan: Plan) -> str:
     for name, choice in plan.choices():
         lines += _choice(name, choice)
     if plan.check is not None:
-        refused = "other splits than the loop's own are refused" if plan.splits_as_the_loop else "splitting is refused"
-        verdict = "splitting keeps the gradient" if plan.check.splittable else refused
+        refused = (
+            "only the loop's own micro-batch is allowed" if plan.splits_as_the_loop else "splitting is not allowed"
+        )
+        verdict = "splitting the batch keeps the gradient" if plan.check.splittable else refused
         lines += ["", f"check: {verdict}: {plan.check.reason}"]
     if plan.proof is not None:
         lines.append(f"proof: {plan.proof.reason}")
     if plan.stands_between is not None:
         low, high = plan.stands_between
-        lines.append(f"weights: the choice stands while memory weighs {low:.2g} to {high:.2g} of both together")
-    lines += [f"advice: {text}" for text in plan.advice]
+        lines.append(
+            f"memory weight: the same plan is chosen for memory weights from {low:.2g} to {high:.2g} (time: the rest)"
+        )
+    lines += [f"advice: {each.text}" for each in plan.advice]
     lines += [f"note: {note.text}" for note in plan.notes]
     if plan.planning_s:
-        search = f", {format_seconds(plan.search_s)} of it search for tier F" if plan.search_s else ""
+        search = f", including {format_seconds(plan.search_s)} of search for the tuned plan" if plan.search_s else ""
         lines.append(f"planning took {format_seconds(plan.planning_s)}{search}")
     return "\n".join(line for line in lines if line is not None)
 
 
 def _verdict(plan: Plan) -> str:
     if not plan.changes and plan.elsewhere:
-        return f"Change nothing: on {plan.elsewhere} nothing traced is predicted to be better. Nothing was run."
+        return f"Change nothing: no settings are predicted to be better on {plan.elsewhere}. No step was run."
     if plan.check is None and plan.proof is None and plan.predicted is None and plan.measured is None:
-        changes = plan.changes_in_words or "nothing"
-        split = "; that splitting keeps this model's maths is not proved either" if plan.splits else ""
-        return f"Change {changes}: set by hand, nothing was measured or proved{split}."
+        split = f" The split into micro-batches is {UNPROVED_SPLIT}." if plan.splits else ""
+        return f"Change {plan.changes_in_words or 'nothing'}: set by hand, neither measured nor proved.{split}"
     if not plan.changes:
-        return "Change nothing: no setting tried is better than this loop by more than the measurement can resolve."
+        return "Change nothing: no setting was significantly better than the unchanged loop."
     text = f"Change {plan.changes_in_words} ({_TIERS[plan.tier]})"
     if plan.baseline and plan.measured and plan.verified:
         text += f": {plan.baseline.step_s / plan.measured.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
     elif plan.baseline and plan.predicted:
         where = f" on {plan.elsewhere}" if plan.elsewhere else ""
-        ran = "never run" if plan.measured is None else "not run against the loop"
-        text += f": predicted at {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed{where}, and {ran}"
+        ran = "not run" if plan.measured is None else "not compared with the loop in paired runs"
+        text += f": {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed{where}, predicted and {ran}"
     if plan.splits and plan.check is None:
-        text += ". That splitting keeps this model's maths is not proved"
+        text += f". The split into micro-batches is {UNPROVED_SPLIT}"
     return text + "."
 
 
 def _rows(plan: Plan) -> str:
     if plan.check is not None and plan.check.code == "batch.samples_unknown":
         return "an unknown number of samples"
-    return f"{plan.batch_rows} rows" + (f" on each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else "")
+    return f"{plan.batch_rows} samples" + (f" on each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else "")
 
 
 def _certainty(verified: tuple[float, float] | None) -> str:
     if verified is None or not all(map(math.isfinite, verified)):
         return ""
     low, high = verified
-    doubt = "" if low > 1 or high < 1 else ", not to be told from 1"
+    doubt = "" if low > 1 or high < 1 else ", not significant"
     return f" (95% {low:.2f} to {high:.2f}{doubt})"
 
 

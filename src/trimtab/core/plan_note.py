@@ -1,4 +1,4 @@
-"""Notes of a plan: missing figures and settings, with the reason."""
+"""Sentences of a plan with a stable code: notes, advice and reasons."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Note:
-    """Figure or setting that planning left out.
+    """Sentence with a stable code: a figure that planning left out, advice on the loop, or a reason.
 
     Args:
-        code: stable identifier of the missing item, such as "flops.not_counted".
-        text: sentence with the reason.
+        code: stable identifier of the sentence, such as "flops.not_counted", for programs and tests.
+        text: the sentence.
     """
 
     code: str
     text: str
+
+    def __str__(self) -> str:
+        return self.text

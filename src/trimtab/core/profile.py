@@ -20,7 +20,7 @@ from trimtab.core.operator_costs import Operation, StepWork
 from trimtab.core.plan import Scalar, SplitCheck
 from trimtab.core.plan_note import Note
 
-PROFILE_SCHEMA = 10
+PROFILE_SCHEMA = 11
 # Search phase that times the optimizer step alone.
 ALONE = "optimizer"
 # Search phase that tries precisions and memory formats again in micro-batches, if no candidate ran on a whole batch.
@@ -63,10 +63,10 @@ class Candidate:
         """Return a short label."""
         layout = "" if self.memory_layout == "keep" else f", {self.memory_layout}"
         fused = ", fused" if self.fused_optimizer else ""
-        retain = "" if self.allocator == "keep" else ", memory retained"
-        chunk = "" if self.loss_chunk is None else f", loss in chunks of {self.loss_chunk}"
+        retain = "" if self.allocator == "keep" else ", freed memory kept"
+        chunk = "" if self.loss_chunk is None else f", loss in chunks of {self.loss_chunk} tokens"
         compiled = f", {in_words(self.compiled)}" if self.compiled else ""
-        again = "" if self.recompute is None else f", recomputing {self.recompute}"
+        again = "" if self.recompute is None else f", activation checkpointing {self.recompute}"
         return f"{self.precision}{layout}{fused}{retain}{chunk}{compiled}{again}, micro-batch {self.micro_batch}"
 
 
@@ -104,6 +104,13 @@ class Trial:
     def is_whole(self) -> bool:
         """True if whole steps were timed, False for the optimizer step alone."""
         return self.stage != ALONE
+
+    @property
+    def failure(self) -> Note | None:
+        """The error with a stable code, "trial.out_of_memory" or "trial.failed"; None for a successful trial."""
+        if not self.error:
+            return None
+        return Note("trial.out_of_memory" if self.error == OUT_OF_MEMORY else "trial.failed", self.error)
 
     @property
     def step_s(self) -> float | None:
@@ -326,7 +333,7 @@ class Profile:
         """Return the successful trials of a search phase, without its control."""
         return tuple(trial for trial in self.stage(name) if trial.block_s and not trial.control)
 
-    def error_of(self, candidate: Candidate) -> str | None:
+    def error_of(self, candidate: Candidate) -> Note | None:
         """Return the error of a candidate's trials, or None.
 
         A candidate with a refuted setting returns the finding of the proof. A candidate without a trial inherits an
@@ -335,10 +342,10 @@ class Profile:
         if (refutation := self.refutation_of(candidate)) is not None:
             return refutation
         own = [trial for trial in self.trials if trial.candidate == candidate]
-        failed = next((trial.error for trial in own if trial.error), None)
+        failed = next((trial.failure for trial in own if trial.failure), None)
         if failed is not None or any(trial.is_whole and trial.block_s for trial in own):
             return failed
-        return next((t.error for t in self._ran_out if _needs_as_much(candidate, t.candidate)), None)
+        return next((t.failure for t in self._ran_out if _needs_as_much(candidate, t.candidate)), None)
 
     @functools.cached_property
     def _ran_out(self) -> tuple[Trial, ...]:
@@ -348,12 +355,12 @@ class Profile:
         """Return True if a proof refused a value of a setting."""
         return any(each.setting == setting and each.value == value for each in self.refuted)
 
-    def refutation_of(self, candidate: Candidate) -> str | None:
+    def refutation_of(self, candidate: Candidate) -> Note | None:
         """Return the reason why a proof refused a setting of a candidate, or None."""
         splits = candidate.micro_batch < self.loop.batch_rows
         for each in self.refuted:
             if splits if each.setting == "micro_batch" else getattr(candidate, each.setting) == each.value:
-                return each.reason
+                return Note(each.code, each.reason)
         return None
 
     def proof_of(self, candidate: Candidate) -> Proof | None:

@@ -72,10 +72,14 @@ def check_schedule(schedule: Schedule, num_stages: int) -> None:
     """
     given = [kept.index for kept in kept_in(schedule)]
     if given != list(range(num_stages)):
-        raise ValueGivenError(_FIELD, got=f"stages {given}"[:80], expected=f"0 to {num_stages - 1}, each once")
+        raise ValueGivenError(
+            _FIELD, got=f"stages {given}"[:80], expected=f"the stages 0 to {num_stages - 1} once each and in order"
+        )
     segments = (part for part in schedule if isinstance(part, RecomputedSegment))
     if any(kept.in_part for segment in segments for kept in kept_in(segment.parts)):
-        raise ValueGivenError(_FIELD, got="a segment with a stage kept in part", expected="such stages in none")
+        raise ValueGivenError(
+            _FIELD, got="a partly kept stage (~) inside a segment", expected="partly kept stages outside of segments"
+        )
 
 
 def written(schedule: Schedule) -> str:
@@ -136,7 +140,7 @@ def _read(tokens: list[str], depth: int = 0) -> tuple[Schedule, list[str]]:
 
 
 def _no_schedule(text: str) -> FormatError:
-    return FormatError(_FIELD, got=f"{text!r:.80}", expected="a schedule, as in 0-3 (4) (5-6) ~7 8")
+    return FormatError(_FIELD, got=f"{text!r:.80}", expected="a schedule such as '0-3 (4) (5-6) ~7 8'")
 
 
 def schedule_of(value: str, num_blocks: int) -> Schedule:
@@ -164,7 +168,9 @@ def check_recompute(value: object, num_blocks: int) -> None:
     if value is None:
         return
     if not isinstance(value, str):
-        raise FormatError(_FIELD, got=repr(value), expected=f"a schedule, {EVERY_BLOCK} or null")
+        raise FormatError(
+            _FIELD, got=repr(value), expected=f"a schedule such as '0-3 (4) (5-6) ~7 8', {EVERY_BLOCK!r} or None"
+        )
     if value == EVERY_BLOCK:
         return
     schedule = read_schedule(value)
@@ -172,7 +178,8 @@ def check_recompute(value: object, num_blocks: int) -> None:
     if not num_blocks and any(len(stages_of(part)) > 1 for part in schedule):
         raise ValueGivenError(
             _FIELD,
-            got=f"{value!r:.80}, with several blocks in a segment, and no recompute_blocks",
-            expected="the names of the blocks, each of which hands on what it returns to the next one alone",
-            hint="Segments of single blocks need none.",
+            got=f"{value!r:.80} without recompute_blocks",
+            problem=f"The schedule {value!r:.80} has a segment of several blocks, which needs `recompute_blocks`.",
+            hint="Set `recompute_blocks` to the names of the blocks in forward order, or use segments of single "
+            "blocks; each block's output must be used by the next block only.",
         )

@@ -54,18 +54,20 @@ __all__ = [
 
 SOURCES = "sources"  # Key of the environment: version of this package's source code.
 _BEGUN = b'{"kind": "header"'
+_NO_RECORD = "a file that is not a run's record"
 # Fields of a plan, in addition to its choices, that distinguish runs.
 _SETTINGS = ("batch_rows", "num_ranks", "batch_rule", "recompute_blocks")
 
 
 def _there(path: str | Path, error: FileExistsError) -> FormatError:
-    hint = (
-        "A run with checkpoints goes on with the record that it began: RecordWriter(path, header, continues=True). "
-        "Another run's has another path."
+    made = RecordExistsError(
+        "record",
+        got=f"the existing file {path}",
+        problem=f"The record {path} exists already.",
+        hint="Choose a new path, or resume the run that wrote the record: RecordWriter(path, header, continues=True).",
     )
-    said = RecordExistsError("record", got=f"{path}, which exists", expected="a new file", hint=hint)
-    said.errno = error.errno
-    return said
+    made.errno = error.errno
+    return made
 
 
 class RecordWriter:
@@ -125,9 +127,14 @@ class RecordWriter:
             file.seek(max(end - 1, 0))
             last = file.read(1)
         if size < end or last != b"\n":
-            given = f"{size} bytes" if size < end else "a line that goes on there"
-            hint = "Give it the record that the run wrote, or go on without one."
-            raise FormatError(str(path), got=given, expected=f"the {end} that stood at the checkpoint", hint=hint)
+            given = f"a record of {size} bytes" if size < end else f"a line that continues after byte {end}"
+            raise FormatError(
+                str(path),
+                got=given,
+                expected=f"the record that the checkpoint was saved with, with a complete line at byte {end}",
+                hint="Pass the record that the checkpointed run wrote, or resume without a record.",
+                code="record.truncated",
+            )
         self._file.cut(end)
         self._is_open_ended = False
 
@@ -161,7 +168,10 @@ class RecordWriter:
         names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
         aside = next(each for each in names if not os.path.lexists(each))
         self._file.set_aside(aside)
-        warnings.warn(f"{path} was of a run of another plan: it is {aside.name} now, and begun anew.", stacklevel=5)
+        message = (
+            f"{path} is the record of a run with another plan. It was renamed to {aside.name}; a new one is started."
+        )
+        warnings.warn(message, stacklevel=5)
 
     def write(self, line: Line) -> None:
         """Append one line; it stays in memory until the next `flush`, and longer if the disk is full.
@@ -216,18 +226,22 @@ def require_own(path: Path, own: Header, field: str = "") -> None:
     if line.endswith(b"\n"):
         given = _of_another(path, line[:-1], own)
     else:  # Nothing, or an incomplete header from a crash while writing.
-        given = "" if line[: len(_BEGUN)] == _BEGUN[: len(line)] else "what is no record"
+        given = "" if line[: len(_BEGUN)] == _BEGUN[: len(line)] else _NO_RECORD
     if given:
-        given, expected = f"{path}, {given}" if field else given, "an empty file, or the record of this run"
-        hint = "Move it away, or give the run another file."
-        raise FormatError(field or str(path), got=given, expected=expected, hint=hint)
+        raise FormatError(
+            field or str(path),
+            got=f"{path}, {given}" if field else given,
+            expected="an empty file or the record of this run",
+            hint="Move the file away, or choose another path for the record.",
+            code="record.other_run",
+        )
 
 
 def _first_line(path: Path) -> bytes:
     """Return a file's first line; b"" for a pipe or a device."""
     if not path.is_file():
         return b""
-    with open_regular(path, "a record", limit=RECORD_BYTES) as file:
+    with open_regular(path, "a run's record", limit=RECORD_BYTES) as file:
         return file.readline(LINE_BYTES)
 
 
@@ -236,11 +250,11 @@ def _of_another(path: Path, line: bytes, own: Header) -> str:
     try:
         found = parsed(str(path), line)
     except (FormatError, RecursionError):
-        return "what is no record"
+        return _NO_RECORD
     if not isinstance(found, Header):
-        return "what is no record"
+        return _NO_RECORD
     apart = [name for name in ("name", "seed") if getattr(found, name) != getattr(own, name)]
-    return f"the record of a run of another {apart[0]}" if apart else ""
+    return f"the record of a run with another {apart[0]}" if apart else ""
 
 
 def _is_of_another_plan(path: Path, own: Header) -> bool:
@@ -308,7 +322,7 @@ def read_lines(path: str | Path) -> Iterator[Line]:
     Raises:
         FormatError: no regular file, no header, a second header, another schema, or a damaged line before the last.
     """
-    with open_regular(path, "a record", limit=RECORD_BYTES) as file:
+    with open_regular(path, "a run's record", limit=RECORD_BYTES) as file:
         number = 0
         while line := _next_line(path, file):
             number += 1
@@ -317,20 +331,24 @@ def read_lines(path: str | Path) -> Iterator[Line]:
                 break
             row = parsed(f"{path}:{number}", line[:-1])
             if number == 1 and not isinstance(row, Header):
-                raise FormatError(str(path), got="no header", expected="a header line first")
+                raise FormatError(
+                    str(path), got="no header", expected="a header as the first line", code="record.no_header"
+                )
             if number > 1 and isinstance(row, Header):
-                raise FormatError(str(path), got="a second header", expected="one run a file")
+                raise FormatError(
+                    str(path), got="a second header", expected="one run per record", code="record.second_header"
+                )
             yield row
         if number == 0 or (number == 1 and not line.endswith(b"\n") and line):
-            given = "a torn line" if line else "no header"
-            raise FormatError(str(path), got=given, expected="a header line first")
+            given = "an incomplete first line" if line else "an empty file"
+            raise FormatError(str(path), got=given, expected="a header as the first line", code="record.no_header")
 
 
 def _next_line(path: str | Path, file: BinaryIO) -> bytes:
     try:
         line = file.readline(LINE_BYTES + 1)
     except OSError as error:
-        raise unreadable(path, error, "a record") from None
+        raise unreadable(path, error, "a run's record") from None
     if len(line) > LINE_BYTES:
-        raise too_large(path, len(line), "lines of a record", LINE_BYTES)
+        raise too_large(path, len(line), "a line of a record", LINE_BYTES)
     return line

@@ -50,7 +50,7 @@ class StepRecord:
     def __post_init__(self) -> None:
         validation.not_negative(self, "index", "rows", "terms", "wall_s", "num_micro_batches")
         if max(self.index, self.rows or 0, self.num_micro_batches) > _MOST:
-            given = f"index, rows and k of {self.index}, {self.rows} and {self.num_micro_batches}"
+            given = f"index={self.index}, rows={self.rows}, num_micro_batches={self.num_micro_batches}"
             raise ValueGivenError("StepRecord", got=given, expected="at most 2**62", code="number.range")
 
 
@@ -148,16 +148,21 @@ def parsed(where: str, line: bytes) -> Line:
     try:
         data = parse(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise FormatError(where, got=f"a damaged line ({error})", expected="one JSON object a line") from None
+        raise FormatError(
+            where, got=f"a damaged line ({error})", expected="one JSON object per line", code="record.damaged_line"
+        ) from None
     kind = data.pop("kind", None) if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise FormatError(where, got=f"kind {kind!r}", expected="one of " + ", ".join(_KINDS))
+        raise FormatError(
+            where, got=f"kind={kind!r}", expected="one of " + ", ".join(_KINDS), code="record.damaged_line"
+        )
     try:
         line_value: Line = from_jsonable(_KINDS[kind], data)  # Refuses a header of another schema.
     except (FormatError, ValueGivenError, RecursionError) as error:
         if isinstance(error, RecursionError):
-            given, expected = "levels without end", "a line of a record"
+            given, expected = "JSON that is nested too deeply", "a line of a record"
             raise FormatError(where, got=given, expected=expected, code="json.value") from None
-        about = f"{where}: {error.field}"
-        raise FormatError(about, got=error.got, expected=error.expected, code=error.code) from None
+        texts = {"got": error.got, "expected": error.expected, "hint": error.hint, "code": error.code}
+        problem = f"{where}: {error.problem}" if error.problem else ""
+        raise FormatError(f"{where}: {error.field}", problem=problem, **texts) from None
     return line_value

@@ -12,13 +12,13 @@ def without_graphs(plan: Plan, why: str) -> Plan:
     """Return a plan without CUDA graphs; measurements and predictions that used graphs are removed.
 
     Args:
-        why: reason, which continues the phrase "CUDA graphs, which are".
+        why: full sentence with the reason.
     """
     value = plan.compiled.value
     if not isinstance(value, str):
         return plan
     without = is_by_compiler(value)
     losers = tuple(loser for loser in plan.compiled.losers if loser.value != without)
-    said = f"without CUDA graphs, which are {why}: {plan.compiled.reason}"
-    chosen = replace(plan.compiled, value=without, reason=said, changed=without, losers=losers)
+    reason = f"without CUDA graphs: {why}. Trials with CUDA graphs: {plan.compiled.reason}"
+    chosen = replace(plan.compiled, value=without, reason=reason, changed=without, losers=losers, code="graphs.removed")
     return replace(plan, compiled=chosen, predicted=None, measured=None, verified=None, stands_between=None, front=())

@@ -63,12 +63,12 @@ def from_json(cls: type[T], text: str) -> T:
         data = parse(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(
-            cls.__name__, got=f"text that is not JSON ({error})", expected="a JSON object", code="json.invalid"
+            cls.__name__, got=f"invalid JSON ({error})", expected="a JSON object", code="json.invalid"
         ) from None
     try:
         return from_jsonable(cls, data)
     except RecursionError:  # Shallow enough for the parser, too deep for the recursive decoder.
-        given, expected = "levels without end", "a JSON object"
+        given, expected = "JSON that is nested too deeply", f"an object of {cls.__name__}"
         raise FormatError(cls.__name__, got=given, expected=expected, code="json.value") from None
 
 
@@ -83,7 +83,7 @@ def parse(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def write_whole(path: str | Path, text: str) -> None:
@@ -120,7 +120,7 @@ def _written_over(path: Path, text: str) -> None:
     except OSError as error:
         if error.errno not in _NO_OTHER or not path.is_file():
             raise
-        held = read_bytes(path, "a result to write over", limit=JSON_BYTES)
+        held = read_bytes(path, "a result to replace", limit=JSON_BYTES)
         try:
             path.write_bytes(encodable(text).encode())
         except OSError:
@@ -198,7 +198,9 @@ def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
         raise FormatError(f"{path}.{unknown[0]:.80}", got="an unknown key", expected=expected, code="json.key")
     required = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [name for name in required if name not in data]:
-        raise FormatError(f"{path}.{missing[0]}", got="nothing", expected="this key", code="json.key")
+        raise FormatError(
+            f"{path}.{missing[0]}", got="nothing", problem=f"The key {path}.{missing[0]} is missing.", code="json.key"
+        )
     hints = _hints(cls)
     return cls(**{name: _decode(hints[name], data[name], f"{path}.{name}") for name in fields if name in data})
 
@@ -231,7 +233,7 @@ def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...
     if len(args) == 2 and args[1] is Ellipsis:
         return tuple(_decode(args[0], v, f"{path}[{i}]") for i, v in enumerate(data))
     if len(data) != len(args):
-        raise _wrong(path, data, f"a list of {len(args)}")
+        raise _wrong(path, data, f"a list of {len(args)} values")
     return tuple(_decode(a, v, f"{path}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
 
 
@@ -285,14 +287,14 @@ def _is_text(data: str) -> bool:
 def _check_any(data: Any, path: str, depth: int = 0) -> None:
     """Raise `FormatError` if a value of type Any cannot be written again or is nested too deeply."""
     if depth > _DEEPEST:
-        raise FormatError(path, got=f"more than {_DEEPEST} levels", expected="fewer", code="json.value")
+        raise FormatError(path, got="deeper nesting", expected=f"at most {_DEEPEST} levels", code="json.value")
     if isinstance(data, Mapping):
         for name, value in data.items():
             if not isinstance(name, str) or not _is_text(name):
-                raise _wrong(path, name, "a name in UTF-8")
+                raise _wrong(path, name, "a key that can be encoded in UTF-8")
             _check_any(value, path, depth + 1)
     elif isinstance(data, list | tuple):
         for value in data:
             _check_any(value, path, depth + 1)
     elif not _is_plain(data):
-        raise _wrong(path, data, "text in UTF-8, or a finite number of at most 2**1000")
+        raise _wrong(path, data, "text that can be encoded in UTF-8, or a finite number of at most 2**1000")

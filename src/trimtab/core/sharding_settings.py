@@ -47,17 +47,20 @@ def check_sharing(num_ranks: int, zero_stage: Any, values: Mapping[str, Any]) ->
     stage = validation.integer("plan.zero_stage", zero_stage, low=lowest, high=3)
     for name, stages in _needs(values).items():
         if stage not in stages:
-            expected = f"{KEPT[name]} at stage {stage}, or a stage of {', '.join(map(str, stages))}"
-            raise ValueGivenError(f"plan.{name}", got=repr(values[name]), expected=expected)
+            expected = f"{KEPT[name]!r}" + (f", or zero_stage in {stages}" if stages else "")
+            given = f"{values[name]!r} with zero_stage={stage} and engine={values['engine']!r}"
+            raise ValueGivenError(f"plan.{name}", got=given, expected=expected, code="plan.stage_unsupported")
 
 
 def _require_kept(num_ranks: int, values: Mapping[str, Any]) -> None:
-    changed = [name for name, kept in KEPT.items() if values[name] != kept] + ["num_ranks"] * (num_ranks > 1)
-    if changed:
+    changed = {name: values[name] for name, kept in KEPT.items() if values[name] != kept}
+    for name, value in (changed | ({"num_ranks": num_ranks} if num_ranks > 1 else {})).items():
         raise ValueGivenError(
-            f"plan.{changed[0]}",
-            got="without plan.zero_stage",
-            expected="a stage from 0 (DDP) to 3, which says that the plan shares the model between ranks",
+            f"plan.{name}",
+            got=repr(value),
+            problem=f"plan.{name}={value!r} needs plan.zero_stage, which is None.",
+            hint="Set zero_stage to 0 for DDP, or to 1, 2 or 3 for ZeRO.",
+            code="plan.needs_zero_stage",
         )
 
 

@@ -44,11 +44,17 @@ def loading_parts(parts: Mapping[str, Stateful], state: Any, where: str = "state
         UsageError: a part refuses its state.
     """
     if not isinstance(state, Mapping):
-        raise ValueGivenError(where, got=f"a {type(state).__name__}", expected="what run.state_dict() returned")
+        raise ValueGivenError(
+            where, got=f"a {type(state).__name__}", expected="the mapping that run.state_dict() returned"
+        )
     if set(state) != set(parts):
-        given = ", ".join(sorted(map(str, set(state) ^ set(parts))))
+        missing = ", ".join(sorted(map(str, set(parts) - set(state)))) or "none"
+        unknown = ", ".join(sorted(map(str, set(state) - set(parts)))) or "none"
         raise FormatError(
-            where, got=f"keys that differ: {given}", expected="the state of a run of this plan and precision"
+            where,
+            got=f"missing keys: {missing}; unknown keys: {unknown}",
+            expected="the state of a run with the same plan and precision",
+            hint="Pass the state of such a run, or start without a state.",
         )
     loads = [part.loading(state[name]) for name, part in parts.items()]
 

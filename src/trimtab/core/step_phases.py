@@ -15,11 +15,11 @@ PHASES = ("data", "forward", "recompute", "backward", "communication", "optimize
 MEANINGS = {
     "data": "waiting for the next batch",
     "forward": "model and loss",
-    "recompute": "forwards that a backward runs again",
+    "recompute": "recomputation in the backward pass",
     "backward": "gradients",
-    "communication": "waiting for other ranks after the backward",
-    "optimizer": "the optimizer's step",
-    "rest": "the loop itself: moving and slicing batches, zeroing, clipping, counting",
+    "communication": "waiting for other ranks after backward",
+    "optimizer": "optimizer step",
+    "rest": "the rest of the loop: copying and slicing batches, zeroing and clipping gradients, counting",
 }
 PHASES_SCHEMA = 1
 
@@ -125,5 +125,5 @@ class TimedGain:
         if self.schema != PHASES_SCHEMA:
             raise FormatError("gain.schema", got=repr(self.schema), expected=str(PHASES_SCHEMA))
         if len(self.reference.laps) != len(self.plan.laps) or not self.plan.laps:
-            given = f"{len(self.reference.laps)} laps of the reference, {len(self.plan.laps)} of the plan"
-            raise FormatError("gain", got=given, expected="as many of each, one at the least")
+            given = f"{len(self.reference.laps)} rounds of the reference and {len(self.plan.laps)} of the plan"
+            raise FormatError("gain", got=given, expected="the same number of rounds for both, at least 1")

@@ -35,7 +35,7 @@ class Stop:
 
     def __post_init__(self) -> None:
         if self.grad_norm is None and self.target is None:
-            raise ValueGivenError("stop", got="no condition", expected="grad_norm or target")
+            raise ValueGivenError("stop", got="no condition", expected="grad_norm, target or both")
         if self.grad_norm is not None:
             validation.number("stop.grad_norm", self.grad_norm, low=0, open_low=True)
         if self.target is not None:

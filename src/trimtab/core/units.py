@@ -24,7 +24,7 @@ def parse_bytes(field: str, value: str | int | float) -> int:
     match = _PATTERN.fullmatch(value)
     factor = _BYTES.get(match[2].upper()) if match else None
     if match is None or factor is None or float(match[1]) * factor < 1:
-        raise ValueGivenError(field, got=repr(value), expected="a size above zero such as '8GiB' or '500MB'")
+        raise ValueGivenError(field, got=repr(value), expected="a positive size such as '8GiB' or '500MB'")
     return int(number(field, float(match[1]) * factor, high=2**62))
 
 

@@ -34,7 +34,7 @@ def figure(field: str, value: object) -> float:
             field,
             got=f"{value!r:.80} ({type(value).__name__})",
             expected="a number",
-            hint="float(value) makes one of what is one; of several, float(values.mean()) does.",
+            hint="Pass float(value), or for several values float(values.mean()).",
         )
     return float(alone)
 
@@ -86,7 +86,7 @@ def names(field: str, value: object) -> tuple[str, ...]:
     found = value if isinstance(value, Iterable) and not isinstance(value, str | bytes) else None
     given = None if found is None else tuple(found)
     if given is None or not all(isinstance(each, str) for each in given):
-        raise ValueGivenError(field, got=f"{value!r:.80}", expected="names, as a list of strings")
+        raise ValueGivenError(field, got=f"{value!r:.80}", expected="a list of strings")
     return given
 
 

@@ -19,6 +19,7 @@ class ZeroStageCost:
         micro_batch: samples per micro-batch.
         num_micro_batches: k, the micro-batches of a full window.
         reduce_dtype: dtype of the gradient reduction.
+        code: stable identifier of the refusal, such as "budget.memory", or "".
     """
 
     zero_stage: int
@@ -30,3 +31,4 @@ class ZeroStageCost:
     micro_batch: int | None = None
     num_micro_batches: int | None = None
     reduce_dtype: str | None = None
+    code: str = ""

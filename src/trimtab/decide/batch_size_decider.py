@@ -77,7 +77,14 @@ class BatchSizeDecider(Stateful):
             self._average.add(window, age=self.account.windows - self._absorbed_at)
             self._absorbed_at = self.account.windows
         elif self.account.uses == PATIENCE and self.noise is None:
-            self._note("noise", {"known": False, "reason": f"{PATIENCE} windows that were measured said nothing"})
+            self._note(
+                "noise",
+                {
+                    "known": False,
+                    "code": "noise.unknown",
+                    "reason": f"the noise scale is unknown after {PATIENCE} measured steps",
+                },
+            )
         if not math.isnan(sum(row_s)):  # A rank that waits for another includes the wait in its fixed part.
             self.times.add(max(row_s), min(fixed_s))
         if told := [both for both in zip(window_s, spent_s, strict=True) if not math.isnan(both[0])]:
@@ -89,7 +96,13 @@ class BatchSizeDecider(Stateful):
         decision = decide(self._rule, standing)
         if decision.k == self.k:
             return
-        figures = {"from": self.k, "to": decision.k, "wanted": decision.wanted, "reason": decision.reason}
+        figures = {
+            "from": self.k,
+            "to": decision.k,
+            "wanted": decision.wanted,
+            "code": decision.code,
+            "reason": decision.reason,
+        }
         known = asdict(standing.noise) if standing.noise else {}
         known |= asdict(standing.times) if standing.times else {}
         self._note("k", figures | known)
@@ -98,12 +111,14 @@ class BatchSizeDecider(Stateful):
     def repeat(self, k: int) -> None:
         """Set the k that was decided before the run was interrupted."""
         if k != self.k:
-            self._note("k", {"from": self.k, "to": k, "wanted": None, "reason": "as decided before it was cut off"})
+            reason = "decided before the run was interrupted"
+            self._note("k", {"from": self.k, "to": k, "wanted": None, "code": "k.resumed", "reason": reason})
             self.k = k
 
     def hold(self, reason: str) -> None:
         """Log the reason why k stays without a decision."""
-        self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": f"held for now: {reason}"})
+        text = f"unchanged: {reason}"
+        self._note("k", {"from": self.k, "to": self.k, "wanted": None, "code": "k.held", "reason": text})
 
     def review(self) -> None:
         """Pause measuring if it costs more than the best k would save."""
@@ -178,8 +193,11 @@ class BatchSizeDecider(Stateful):
         """
         self.k, self._base_k = (min(n * self._unit, most(self._rule, self._unit)) for n in (batches, base))
         if self.num_batches != batches:
-            why = f"k_max = {self._rule.k_max} allows {self.num_batches} of the {batches} loader batches there were"
-            self._note("k", {"from": batches * self._unit, "to": self.k, "wanted": None, "reason": why})
+            before = batches * self._unit
+            why = (
+                f"k_max={self._rule.k_max} allows {self.num_batches} of the {batches} loader batches of the checkpoint"
+            )
+            self._note("k", {"from": before, "to": self.k, "wanted": None, "code": "k.limited", "reason": why})
 
     def _parts(self) -> dict[str, Any]:
         return {"noise": self._average, "times": self.times, "account": self.account}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.core.batch_rule import BatchRule
+from trimtab.core.plan_note import Note
 from trimtab.decide.goodput import StepTimes, goodput_k, relative_time
 
 # k changes if the best k reaches a loss faster by HYSTERESIS in the goodput model, and by a factor of MOST at a time.
@@ -101,11 +102,19 @@ class PolicyInput:
 
 @dataclass(frozen=True)
 class BatchSizeDecision:
-    """Number of micro-batches k of the next step, the reason, and the unrounded value."""
+    """Decision on the next step.
+
+    Args:
+        k: number of micro-batches.
+        reason: sentence with the figures.
+        wanted: unrounded k; None if it was not computed.
+        code: stable identifier of the reason, such as "k.optimal" or "noise.unknown".
+    """
 
     k: int
     reason: str
     wanted: float | None = None
+    code: str = "k.optimal"
 
 
 def decide(rule: BatchRule, standing: PolicyInput) -> BatchSizeDecision:
@@ -114,20 +123,20 @@ def decide(rule: BatchRule, standing: PolicyInput) -> BatchSizeDecision:
     The policies "goodput", "norm_test" and "variance" at most double or halve k. The paper's policies may jump.
     """
     if rule.policy == "fixed":
-        return BatchSizeDecision(standing.k, "fixed")
+        return BatchSizeDecision(standing.k, "constant k", code="k.fixed")
     if rule.policy == "throughput_per_memory":
         return _best_trial(rule)
     missing = _missing(rule, standing)
     if missing is not None:
-        return BatchSizeDecision(standing.k, f"held: {missing}")
+        return BatchSizeDecision(standing.k, f"unchanged: {missing.text}", code=missing.code)
     doubt = _doubt(rule, standing)
     if doubt is not None:
         return _decide_in_doubt(rule, standing, doubt)
     k, wanted, reason = _POLICIES[rule.policy](rule, standing)
-    return BatchSizeDecision(k, reason if k != standing.k else f"held: {reason}", wanted)
+    return BatchSizeDecision(k, reason if k != standing.k else f"unchanged: {reason}", wanted)
 
 
-def _decide_in_doubt(rule: BatchRule, standing: PolicyInput, doubt: str) -> BatchSizeDecision:
+def _decide_in_doubt(rule: BatchRule, standing: PolicyInput, doubt: Note) -> BatchSizeDecision:
     """Move k only in the direction on which all plausible noise scales agree.
 
     A gradient lost in noise is the main case for a large k, so an imprecise norm must not hold k.
@@ -136,11 +145,13 @@ def _decide_in_doubt(rule: BatchRule, standing: PolicyInput, doubt: str) -> Batc
     policy = _POLICIES[rule.policy]
     k, wanted, reason = policy(rule, replace(standing, noise=standing.noise.at_least()))
     if k > standing.k:
-        return BatchSizeDecision(k, f"by the least noise there can be, {reason}; {doubt}", wanted)
+        text = f"with the smallest plausible noise scale: {reason}; {doubt.text}"
+        return BatchSizeDecision(k, text, wanted, "noise.at_least")
     k, most_wanted, reason = policy(rule, replace(standing, noise=standing.noise.at_most()))
     if k < standing.k:
-        return BatchSizeDecision(k, f"by the most noise there can be, {reason}; {doubt}", most_wanted)
-    return BatchSizeDecision(standing.k, f"held: {doubt}", wanted)
+        text = f"with the largest plausible noise scale: {reason}; {doubt.text}"
+        return BatchSizeDecision(k, text, most_wanted, "noise.at_most")
+    return BatchSizeDecision(standing.k, f"unchanged: {doubt.text}", wanted, doubt.code)
 
 
 def most(rule: BatchRule, unit: int) -> int:
@@ -161,7 +172,8 @@ def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
 
 def _best_trial(rule: BatchRule) -> BatchSizeDecision:
     best = throughput_per_memory({k: (throughput, memory) for k, throughput, memory in rule.trials})
-    return BatchSizeDecision(best, f"of {len(rule.trials)} trials, k = {best} has the most throughput per byte", best)
+    reason = f"k = {best} has the highest throughput per byte of {len(rule.trials)} trials"
+    return BatchSizeDecision(best, reason, best, "k.best_trial")
 
 
 def is_known_well(rule: BatchRule, noise: NoiseEstimate | None) -> bool:
@@ -211,28 +223,27 @@ def _saved(rule: BatchRule, standing: PolicyInput, scale: float, base_k: int) ->
     return best, 1 - cost(best) / cost(base_k)
 
 
-def _missing(rule: BatchRule, standing: PolicyInput) -> str | None:
-    """Return the missing input of a decision in words, or None."""
+def _missing(rule: BatchRule, standing: PolicyInput) -> Note | None:
+    """Return the missing input of a decision, or None."""
     seen = 0 if standing.noise is None else standing.noise.num_windows
     if seen < rule.min_windows:
-        return f"{seen} of {rule.min_windows} windows seen"
+        return Note("noise.too_few_steps", f"{seen} of {rule.min_windows} steps measured")
     if rule.policy == "goodput" and standing.times is None:
-        return "the time of a micro-batch is not known"
+        return Note("time.unknown", "the time of a micro-batch is unknown")
     return None
 
 
-def _doubt(rule: BatchRule, standing: PolicyInput) -> str | None:
+def _doubt(rule: BatchRule, standing: PolicyInput) -> Note | None:
     """Return the reason why the noise estimate is too imprecise, or None."""
     noise = standing.noise
     assert noise is not None
     if rule.policy in ("paper", "variance"):  # These policies need no gradient norm.
         return None
     if not noise.norm2 > 0:
-        return "the gradient's norm is not to be told from its noise"
+        return Note("noise.norm_unknown", "the squared gradient norm is not significantly above zero")
     if not noise.relative_error <= MOST_ERROR:
-        return (
-            f"the gradient's squared norm is known to {100 * noise.relative_error:.0f}%, {100 * MOST_ERROR:.0f}% needed"
-        )
+        error = f"a relative standard error of {100 * noise.relative_error:.0f}%, above {100 * MOST_ERROR:.0f}%"
+        return Note("noise.imprecise", f"the squared gradient norm has {error}")
     return None
 
 
@@ -253,9 +264,11 @@ def _goodput(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     # The gain is measured at the final k, because each step on the way may gain less than the hysteresis.
     gain = cost(standing.k) / cost(best) - 1
     k = _stepped(best, standing) if gain > HYSTERESIS else standing.k
-    why = f", k = {best} is {100 * gain:.2g}% faster to a loss" if k != standing.k else ""
-    says = f"noise scale {scale:.3g} rows, micro-batch {times.micro_s:.3g} s, fixed {times.fixed_s:.3g} s a window"
-    return k, wanted, f"{says}: k* = {wanted:.3g}{why}"
+    why = f"; k = {best} reaches a loss {100 * gain:.2g}% faster" if k != standing.k else ""
+    figures = (
+        f"noise scale {scale:.3g} samples, {times.micro_s:.3g} s per micro-batch, {times.fixed_s:.3g} s fixed per step"
+    )
+    return k, wanted, f"{figures}: optimal k = {wanted:.3g}{why}"
 
 
 def _norm_test(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
@@ -263,14 +276,14 @@ def _norm_test(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]
     noise = standing.noise
     assert noise is not None
     wanted = noise.scale / (standing.micro_rows * standing.num_ranks * rule.theta**2)
-    return _rounded(rule, standing, wanted), wanted, f"norm test: k = {wanted:.3g} for theta {rule.theta:g}"
+    return _rounded(rule, standing, wanted), wanted, f"norm test with theta {rule.theta:g}: k = {wanted:.3g}"
 
 
 def _variance(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     """Return k = ceil(sigma2 / (R sigma2_target)) with sigma2 = S / b, the variance per micro-batch (paper eq. 7)."""
     sigma2 = _sigma2(standing)
     wanted = sigma2 / (standing.num_ranks * (rule.sigma2_target or 0.0))
-    return _rounded(rule, standing, wanted), wanted, f"variance {sigma2:.3g} of a micro-batch: k = {wanted:.3g}"
+    return _rounded(rule, standing, wanted), wanted, f"gradient variance {sigma2:.3g} per micro-batch: k = {wanted:.3g}"
 
 
 def _paper(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
@@ -281,7 +294,7 @@ def _paper(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     if rule.allowed:
         k = next((each for each in sorted(rule.allowed) if each >= k), max(rule.allowed))
     in_units = min(most(rule, standing.unit), -(-k // standing.unit) * standing.unit)
-    return in_units, wanted, f"variance {sigma2:.3g} of a micro-batch: k = {wanted:.3g}"
+    return in_units, wanted, f"gradient variance {sigma2:.3g} per micro-batch: k = {wanted:.3g}"
 
 
 def _sigma2(standing: PolicyInput) -> float:

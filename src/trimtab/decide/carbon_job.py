@@ -54,8 +54,8 @@ class PauseCost:
         for name in ("seconds", "joules", "idle_watts", "least_stretch_s"):
             number(f"pause.{name}", getattr(self, name), low=0)
         if self.joules and not self.seconds:
-            expected = "the seconds that take them"
-            raise ValueGivenError("pause.joules", got=f"{self.joules:g} J in 0 s", expected=expected)
+            given = f"{self.joules:g} J with pause.seconds=0"
+            raise ValueGivenError("pause.joules", got=given, expected="0 J, or positive pause.seconds")
 
     @property
     def watts(self) -> float:

@@ -15,6 +15,7 @@ from trimtab.core.units import format_seconds
 from trimtab.decide.carbon_job import PauseCost, TrainingJob
 
 ASSUMED_W = 1000.0
+_UNKNOWN_IDLE = "power while waiting is unknown and not counted"
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class RemainingWork:
     def describe(self, done: int) -> dict[str, str]:
         """Return the remaining work, power and pause cost in words."""
         left = self.steps - done
-        each = f"{left} steps of {format_seconds(self.step_s)}, {self.seconds_by}"
-        pause = {} if self.pause_s is None else {"pause": f"loses {format_seconds(self.pause_s)}, as given"}
+        each = f"{left} steps of {format_seconds(self.step_s)} ({self.seconds_by})"
+        pause = {} if self.pause_s is None else {"pause": f"each pause costs {format_seconds(self.pause_s)} (given)"}
         return {"work": f"{format_seconds(left * self.step_s)}: {each}", "power": self.power.known, **pause}
 
 
@@ -81,13 +82,18 @@ def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[
         ValueGivenError: neither source has a time.
     """
     if takes_s is not None:
-        return takes_s / steps, "as given for the whole run"
+        return takes_s / steps, "from the given duration of the run"
     found = _cost(plan)
     if found is None:
-        given, hint = "a plan without seconds a step", "Say what the whole run takes: --takes 5h."
-        raise ValueGivenError("--when-clean", got=given, expected="a plan that was measured", hint=hint)
+        raise ValueGivenError(
+            "--when-clean",
+            got="no step time",
+            problem="--when-clean needs the duration of the run, and the plan has no step time.",
+            hint="Pass the duration with --takes, such as --takes 5h, or a measured plan.",
+            code="carbon.duration_unknown",
+        )
     how = "measured" if plan is not None and plan.measured is not None else "predicted"
-    return found.step_s, f"as the plan {how} them, without the evaluation"
+    return found.step_s, f"{how} by the plan, without evaluations"
 
 
 def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -> MachinePower:
@@ -102,22 +108,26 @@ def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -
         ValueGivenError: `idle_watts` is given, but the power while training is unknown.
     """
     if watts is not None:
-        waits = "what it holds while it waits is not known, and not counted"
-        idle = waits if idle_watts is None else f"{idle_watts:g} W while it waits, as given"
-        return MachinePower(watts, idle_watts or 0.0, f"{watts:g} W, as given; {idle}")
+        idle = _UNKNOWN_IDLE if idle_watts is None else f"{idle_watts:g} W while waiting (given)"
+        return MachinePower(watts, idle_watts or 0.0, f"{watts:g} W (given); {idle}")
     found = _cost(plan)
     if plan is not None and found is not None and found.energy_j is not None:
-        watts, given = found.energy_j / found.step_s, "" if idle_watts is None else ", as given"
+        watts, given = found.energy_j / found.step_s, "" if idle_watts is None else " (given)"
         idle_w = plan.meter.idle_w if idle_watts is None else idle_watts
-        idle = (
-            "idle watts are not known, and not counted" if idle_w is None else f"{idle_w:.3g} W while it waits{given}"
-        )
-        return MachinePower(watts, idle_w or 0.0, f"{watts:.3g} W, {plan.meter.provenance} as it was planned; {idle}")
+        idle = _UNKNOWN_IDLE if idle_w is None else f"{idle_w:.3g} W while waiting{given}"
+        return MachinePower(watts, idle_w or 0.0, f"{watts:.3g} W ({plan.meter.provenance} during planning); {idle}")
     if idle_watts is not None:
-        given, expected = "no --energy-watts, and no plan whose meter read them", "what it draws while it trains, too"
-        raise ValueGivenError("--idle-watts", got=given, expected=expected)
-    said = f"not known: grams are of {ASSUMED_W:g} W, shares hold for any; waiting is not counted"
-    return MachinePower(ASSUMED_W, 0.0, said)
+        raise ValueGivenError(
+            "--idle-watts",
+            got=f"{idle_watts:g}",
+            problem=f"--idle-watts {idle_watts:g} needs the power while training, which is unknown.",
+            hint="Pass --energy-watts too, or a plan with measured energy.",
+            code="carbon.power_unknown",
+        )
+    known = (
+        f"unknown: emissions assume {ASSUMED_W:g} W while training and none while waiting; relative savings are valid"
+    )
+    return MachinePower(ASSUMED_W, 0.0, known)
 
 
 def _cost(plan: Plan | None) -> MeasuredCost | None:

@@ -34,6 +34,7 @@ class CarbonSchedule:
         start_now_g: forecast emissions of starting now; None if unknown.
         downsides: emissions if the forecast is wrong; empty for starting now.
         reason: reason for this schedule.
+        code: stable identifier of the reason, such as "carbon.later" or "carbon.no_forecast".
     """
 
     stretches: tuple[TrainingPeriod, ...]
@@ -44,6 +45,7 @@ class CarbonSchedule:
     start_now_g: float | None
     downsides: tuple[Downside, ...]
     reason: str
+    code: str = ""
 
     @property
     def is_start_now(self) -> bool:
@@ -73,11 +75,11 @@ class CarbonSchedule:
         """Return the schedule, its expected saving and its downsides in words."""
         if self.grams is None or self.start_now_g is None:
             return f"start now: {self.reason}"
-        found = f"{format_grams(self.grams)} CO2e by {self.kind} intensity, on the forecast"
+        found = f"forecast {format_grams(self.grams)} CO2e ({self.kind} carbon intensity)"
         if self.is_start_now:
             return f"start now: {self.reason} ({found})"
         share = f"{100 * (self.saved_share or 0):.3g}%"
-        saved = f"{found}, {share} less than {format_grams(self.start_now_g)} of starting now"
+        saved = f"{found}, {share} less than starting now ({format_grams(self.start_now_g)})"
         return "; ".join((self.reason, saved, *(each.describe() for each in self.downsides)))
 
 
@@ -88,7 +90,7 @@ def when_to_train(
     deadline_s: float,
     *,
     least_saving: float = LEAST_SAVING,
-    unknown: str = "there is no forecast",
+    unknown: str = "no forecast is available",
 ) -> CarbonSchedule:
     """Return the schedule of least emissions that ends by the deadline.
 
@@ -116,12 +118,14 @@ def when_to_train(
     )
     if deadline_s < at_once.end_s:
         late = format_seconds(at_once.end_s - deadline_s)
-        return replace(plain, reason=f"no schedule meets the deadline, which starting now misses by {late}")
+        text = f"no schedule meets the deadline; starting now ends {late} after it"
+        return replace(plain, reason=text, code="carbon.deadline_missed")
     if forecast is None:
-        return replace(plain, reason=unknown)
+        return replace(plain, reason=unknown, code="carbon.no_forecast")
     if start_now_g is None:
         known = f"{format_moment(forecast.steps[0][0])} to {format_moment(forecast.until_s)}"
-        return replace(plain, reason=f"the forecast, of {known}, does not know all the hours that starting now takes")
+        text = f"the forecast ({known}) does not cover the whole run"
+        return replace(plain, reason=text, code="carbon.forecast_too_short")
     return _least(plain, forecast, job, min(deadline_s, forecast.until_s), deadline_s, least)
 
 
@@ -139,18 +143,19 @@ def _least(
         most_g = min(most_g, found_g)
         if found_g < best_g and best_g - found_g >= least * start_now_g:
             best, best_g = stretches, found_g
-    unknown = (
-        f"; nothing is known after {format_moment(end_s)}, and the deadline is later" if end_s < deadline_s else ""
-    )
+    unknown = f"; the forecast ends at {format_moment(end_s)}, before the deadline" if end_s < deadline_s else ""
     if best is plain.stretches:
         saves = 100 * (1 - most_g / start_now_g) if start_now_g else 0.0
-        most = f" (the most found is {saves:.2g}%)" if saves > 100 * TIE else ""
-        enough = f"{100 * least:.2g}%" if least > TIE else "anything"
-        return replace(plain, reason=f"no other time saves {enough}{most}{unknown}")
+        most = f" (the best saves {saves:.2g}%)" if saves > 100 * TIE else ""
+        enough = f"{100 * least:.2g}% of the emissions" if least > TIE else "emissions"
+        text = f"no other schedule saves {enough}{most}{unknown}"
+        return replace(plain, reason=text, code="carbon.no_saving")
     taken, at_once = (draws(job, plain.now_s, each) for each in (best, plain.stretches))
     doubt = downsides(taken, at_once, forecast, plain.now_s, end_s)
     reason = _what(best, plain.now_s) + unknown
-    return CarbonSchedule(best, plain.now_s, job.seconds, plain.kind, best_g, start_now_g, doubt, reason)
+    return CarbonSchedule(
+        best, plain.now_s, job.seconds, plain.kind, best_g, start_now_g, doubt, reason, "carbon.later"
+    )
 
 
 def _delayed(hours: IntensitySteps, job: TrainingJob) -> tuple[TrainingPeriod, ...]:
@@ -177,6 +182,6 @@ def _known(forecast: Intensity | None, job: TrainingJob, at_once: TrainingPeriod
 
 def _what(stretches: Sequence[TrainingPeriod], now_s: float) -> str:
     first, last = stretches[0], stretches[-1]
-    waits = f"start {format_seconds(first.begin_s - now_s)} from now" if first.begin_s > now_s else "start now"
-    pieces = "in one piece" if len(stretches) == 1 else f"in {len(stretches)} stretches"
-    return f"{waits}, {pieces}, to be done by {format_moment(last.end_s)}"
+    waits = f"start in {format_seconds(first.begin_s - now_s)}" if first.begin_s > now_s else "start now"
+    pieces = "without a pause" if len(stretches) == 1 else f"in {len(stretches)} periods"
+    return f"{waits}, {pieces}, end at {format_moment(last.end_s)}"

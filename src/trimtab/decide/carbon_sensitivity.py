@@ -34,7 +34,7 @@ class Downside:
         return self.grams - self.start_now_g
 
     def describe(self) -> str:
-        """Return `if yesterday repeats: 130 g, 12 g more than starting now`."""
+        """Return `if yesterday's carbon intensity repeats: 130 g, 12 g more than starting now`."""
         than = f"{format_grams(abs(self.extra_g))} {'more' if self.extra_g > 0 else 'less'} than starting now"
         return f"{self.hours}: {format_grams(self.grams)}, {than}"
 
@@ -54,7 +54,11 @@ def downsides(
     found = []
     yesterday = repeated_day(forecast, now_s, max(draw.end_s for draw in (*taken, *at_once)))
     if yesterday is not None:
-        found.append(Downside("if yesterday repeats", grams_of(taken, yesterday), grams_of(at_once, yesterday)))
+        found.append(
+            Downside(
+                "if yesterday's carbon intensity repeats", grams_of(taken, yesterday), grams_of(at_once, yesterday)
+            )
+        )
     return (*found, _worst(taken, at_once, _levels(forecast, now_s, end_s)))
 
 
@@ -85,7 +89,7 @@ def _worst(taken: Sequence[PowerDraw], at_once: Sequence[PowerDraw], levels: Seq
         per_kwh = max(levels) if schedule_w >= now_w else min(levels)
         grams.append(schedule_w * (end_s - begin_s) / JOULES_PER_KWH * per_kwh)
         start_now_g.append(now_w * (end_s - begin_s) / JOULES_PER_KWH * per_kwh)
-    return Downside("at worst within the forecast's range", math.fsum(grams), math.fsum(start_now_g))
+    return Downside("in the worst case within the range of the forecast", math.fsum(grams), math.fsum(start_now_g))
 
 
 def _watts(taken: Sequence[PowerDraw], moment_s: float) -> float:

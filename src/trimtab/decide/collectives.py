@@ -94,11 +94,16 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
     _check(points)
     base_s, byte_s = _line(points)
     if byte_s <= 0:
-        given = "all-reduces that take no longer the larger they are"
-        raise ValueGivenError("link.points", got=given, expected="larger ones, or more of each")
+        raise ValueGivenError(
+            "link.points",
+            got=f"{len(points)} timings",
+            problem="The timed all-reduces do not take longer with more bytes, so no bandwidth can be fitted.",
+            hint="Time larger all-reduces, or repeat each size more often.",
+            code="link.no_bandwidth",
+        )
     hops = 2 * (ranks - 1)
-    said = f"all-reduces of {ranks} ranks, timed"
-    link = Link(name, base_s / hops, hops / ranks / byte_s, said, calibrated=True, scatters=scatters)
+    source = f"timed all-reduces of {ranks} ranks"
+    link = Link(name, base_s / hops, hops / ranks / byte_s, source, calibrated=True, scatters=scatters)
     return LinkFit(link, max(abs(all_reduce_s(link, ranks, size) / seconds - 1) for size, seconds in points))
 
 
@@ -107,7 +112,7 @@ def _check(points: Sequence[tuple[float, float]]) -> None:
     for _, seconds in points:
         validation.number("link.points.seconds", seconds, low=1e-9)
     if len(sizes) < MIN_SIZES or max(sizes) < 2 * min(sizes):
-        expected = f"{MIN_SIZES} sizes at least, the largest twice the smallest or more"
+        expected = f"at least {MIN_SIZES} sizes, the largest at least twice the smallest"
         raise ValueGivenError("link.points", got=f"sizes {sorted(sizes)}", expected=expected)
 
 

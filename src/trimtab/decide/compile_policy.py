@@ -13,6 +13,7 @@ import math
 from dataclasses import replace
 
 from trimtab.core.compile_mode import COMPILED_GRAPHS, CUDA_GRAPHS, Compiled, is_by_compiler, is_recorded
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import BUT_MODE, CostModel
@@ -114,20 +115,22 @@ def _with_fastest_products(profile: Profile, fastest: Candidate) -> list[Candida
     return [mode for mode in near if products(mode) == most]
 
 
-def compiling_refusal(profile: Profile, fastest: Candidate) -> str | None:
+def compiling_refusal(profile: Profile, fastest: Candidate) -> Note | None:
     """Return the reason not to try compilation, or None."""
     if profile.loop.is_compiled:
-        return "already compiled"
+        return Note("compile.already", "the model is already compiled")
     if profile.loop.bitwise_only:
-        return profile.loop.bitwise_only
+        return Note("loop.bitwise_only", profile.loop.bitwise_only)
     if profile.run_s is None:
-        return "not tried: how long the run is was not said (total_steps)"
+        return Note("compile.run_length_unknown", "not tried: the length of the run is unknown; pass total_steps")
     if is_promising(profile, fastest):
         return None
     if MEASURING * profile.run_s < COMPILING_S:
-        spares = f"spares {format_seconds(MEASURING * profile.run_s)} for trials"
-        return f"not tried: a run of {format_seconds(profile.run_s)} {spares}, and compiling takes longer"
-    return "not tried: measuring had taken what the run spares for it" if profile.hurried else None
+        spares = f"allows {format_seconds(MEASURING * profile.run_s)} for trials ({100 * MEASURING:g}%)"
+        text = f"not tried: a run of {format_seconds(profile.run_s)} {spares}, and compilation takes longer"
+        return Note("compile.run_too_short", text)
+    text = "not tried: the search was over the time budget for measuring"
+    return Note("search.over_time", text) if profile.hurried else None
 
 
 def is_promising(profile: Profile, fastest: Candidate) -> bool:
@@ -173,7 +176,7 @@ def stage_of(value: Compiled) -> str:
     return "graphs" if value == CUDA_GRAPHS else "compile"
 
 
-def unpaid(profile: Profile, value: Compiled) -> str | None:
+def unpaid(profile: Profile, value: Compiled) -> Note | None:
     """Return the reason why a way to run the model did not pay in its trial, or None.
 
     Compared with the plain model, and with the captured uncompiled model if tried in the same phase.
@@ -181,25 +184,25 @@ def unpaid(profile: Profile, value: Compiled) -> str | None:
     trials = [trial for trial in profile.stage(stage_of(value)) if not trial.control]
     ours = next((trial for trial in trials if trial.candidate.compiled == value), None)
     if ours is None:
-        return "not tried"
-    if ours.error or not (trials[0].step_s and ours.block_s):
-        return ours.error or "not compared with the loop as it is"
+        return Note("setting.not_tried", "not tried")
+    if ours.failure or not (trials[0].step_s and ours.block_s):
+        return ours.failure or Note("trial.not_compared", "not compared with the unchanged loop")
     rivals = (trial for trial in trials if trial is not ours and trial.block_s)
     return next(filter(None, (_unpaid(profile, ours, rival) for rival in rivals)), None)
 
 
-def _unpaid(profile: Profile, ours: Trial, rival: Trial) -> str | None:
+def _unpaid(profile: Profile, ours: Trial, rival: Trial) -> Note | None:
     speed, way = speed_ratio(ours, rival), ours.candidate.compiled
-    said = f"{figures(speed)} of {rival.candidate.describe()}" if rival.candidate.compiled else figures(speed)
+    compared = f"{figures(speed)} of {rival.candidate.describe()}" if rival.candidate.compiled else figures(speed)
     if is_recorded(way) and speed.low <= 1:
-        return f"not clearly faster: {said}"
+        return Note("trial.no_gain", f"not significantly faster: {compared}")
     if profile.total_steps is None and not is_by_compiler(way):
         return None  # Capture takes a few steps' time, so the length of the run does not matter.
     saves_s = (rival.step_s or 0.0) * (1 - 1 / speed.mean) * (profile.total_steps or 0)
     took_s = ours.compile_s or 0.0
     if saves_s <= WORTH_COMPILING * took_s:
-        saves = f"saves {format_seconds(saves_s)} of the run" if saves_s > 0 else "saves nothing"
-        return f"{saves}, and took {format_seconds(took_s)}: {said}"
+        saves = f"saves {format_seconds(saves_s)} of the run" if saves_s > 0 else "saves no time"
+        return Note("compile.does_not_pay", f"{saves}, and compilation took {format_seconds(took_s)}: {compared}")
     return None
 
 

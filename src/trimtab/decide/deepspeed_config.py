@@ -25,14 +25,23 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
         ValueGivenError: the plan has a different engine, or settings that DeepSpeed does not support here.
     """
     if plan.engine.value != "deepspeed":
-        raise ValueGivenError("plan.engine", got=repr(plan.engine.value), expected="deepspeed")
+        raise ValueGivenError("plan.engine", got=repr(plan.engine.value), expected="'deepspeed'")
     for name, bad in (("precision", "fp16"), ("compiled", True)):
         if getattr(plan, name).value == bad:
-            given = f"{bad}, with DeepSpeed"
-            raise ValueGivenError(f"plan.{name}", got=given, expected="another value, or the torch engine")
+            raise ValueGivenError(
+                f"plan.{name}",
+                got=repr(bad),
+                problem=f"engine='deepspeed' does not support {name}={bad!r}.",
+                hint=f"Choose another {name}, or engine='torch'.",
+            )
     if plan.batch_rule is not None:
-        given = "a batch rule, with DeepSpeed, whose gradients cannot be seen"
-        raise ValueGivenError("plan.batch_rule", got=given, expected="none, or the torch engine")
+        raise ValueGivenError(
+            "plan.batch_rule",
+            got=repr(plan.batch_rule.policy),
+            problem="engine='deepspeed' does not support an adaptive batch size: DeepSpeed does not expose the "
+            "gradients that the noise scale is computed from.",
+            hint="Plan without adapt='batch', or choose engine='torch'.",
+        )
     wanted = int(plan.bucket_bytes.value or BUCKET_BYTES) // 4
     bucket = max(2, min(wanted, num_elements // 2 * 2 + 2))  # DeepSpeed's stages require an even number.
     zero = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.plan import Choice, Plan, Rejected
+from trimtab.core.plan_note import Note
 from trimtab.core.rank_peak_memory import Way
 from trimtab.core.sharding_settings import KEPT
 from trimtab.core.units import format_bytes, format_seconds
@@ -43,7 +44,7 @@ class CompletedDryRuns:
         """Return the dry run of a plan, with any way to send gradients; None if there is none."""
         return next((each for each in reversed(self.ran) if _alike(each.plan, plan)), None)
 
-    def refusal_of(self, plan: Plan) -> str | None:
+    def refusal_of(self, plan: Plan) -> Note | None:
         """Return the reason for not running a plan, or None.
 
         A plan with the same way to shard and no higher predicted peak was refused in a dry run.
@@ -52,7 +53,8 @@ class CompletedDryRuns:
         for each in self.ran:
             told = each.plan.predicted and each.plan.predicted.peak_bytes
             if each.refusal and way_of(each.plan) == way_of(plan) and held is not None and held >= (told or 0):
-                return f"one that is told to hold no more was refused as rehearsed: {each.refusal}"
+                text = f"a plan with no more predicted memory failed in its dry run: {each.refusal}"
+                return Note("dry_run.failed", text)
         return None
 
     def beyond_bytes(self, way: Way) -> tuple[int, ...]:
@@ -117,14 +119,14 @@ def settled(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> P
     """
     theirs, ours, again = block_s
     effect, control = ratio_interval(paired_ratios(theirs, ours)), ratio_interval(paired_ratios(again, ours))
-    told = f"rehearsed in {effect.n} pairs of blocks"
+    measured = f"dry run of {effect.n} pairs of blocks"
     if effect.n >= MIN_PAIRS_FOR_VERDICT:
-        told += f": {effect.mean:.2f} times the speed of {_sent(usual)} (95% {effect.low:.2f} to {effect.high:.2f}; "
-        told += f"{100 * resolution(control):.0f}% can be told from nothing)"
+        measured += f": {effect.mean:.2f}x the speed of {_sent(usual)} (95% {effect.low:.2f} to {effect.high:.2f}; the "
+        measured += f"A/A control resolves gains above {100 * resolution(control):.0f}%)"
     why = _not_worth_it(effect, control)
-    if not why:
-        return _saying(changed, told)
-    kept = _saying(usual, f"{_sent(changed)}, {told}: {why}")
+    if why is None:
+        return _with_finding(changed, Note("dry_run.faster", measured))
+    kept = _with_finding(usual, Note(why.code, f"{_sent(changed)} was rejected, {why.text}: {measured}"))
     losers = {
         name: replace(getattr(kept, name), losers=(_loser(changed, usual, name, theirs, ours),))
         for name in _SENDING
@@ -133,53 +135,61 @@ def settled(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> P
     return replace(kept, **losers)
 
 
-def _not_worth_it(effect: Interval, control: Interval) -> str:
-    """Return the reason why a change is not measurably worth it, or ""."""
+def _not_worth_it(effect: Interval, control: Interval) -> Note | None:
+    """Return the reason why a change is not measurably worth it, or None."""
     if effect.n < MIN_PAIRS_FOR_VERDICT:
-        return f"too few for a verdict, which takes {MIN_PAIRS_FOR_VERDICT}"
+        return Note("dry_run.too_few_pairs", f"because a verdict needs {MIN_PAIRS_FOR_VERDICT} pairs")
     if effect.mean < 1 / (1 - WORTH):
-        return f"not the {1 / (1 - WORTH):.2f} that a change is to be worth"
-    return "" if is_gain(effect, control) else "not to be told from nothing"
+        return Note("dry_run.small_gain", f"because the gain is below {1 / (1 - WORTH):.2f}x")
+    return None if is_gain(effect, control) else Note("dry_run.not_significant", "because the gain is not significant")
 
 
 def _loser(changed: Plan, usual: Plan, name: str, theirs: Sequence[float], ours: Sequence[float]) -> Rejected:
     value = getattr(changed, name).value
     one, other = format_seconds(sorted(theirs)[len(theirs) // 2]), format_seconds(sorted(ours)[len(ours) // 2])
-    return Rejected(value, f"{one} a window as rehearsed, and {other} with {getattr(usual, name).value}")
+    text = f"{one} per step in the dry run, and {other} with {getattr(usual, name).value}"
+    return Rejected(value, text, "dry_run.no_gain")
 
 
 def saying_unrehearsed(plan: Plan, why: str) -> Plan:
     """Return the plan with a note on why its changes to gradient communication were not tested in a dry run."""
-    return _saying(plan, f"not rehearsed: {why}")
+    return _with_finding(plan, Note("dry_run.not_run", f"no dry run: {why}"))
 
 
-def _saying(plan: Plan, text: str) -> Plan:
-    """Return the plan with a text appended to the reasons of its gradient communication choices."""
+def _with_finding(plan: Plan, found: Note) -> Plan:
+    """Return the plan with a finding appended to the reasons of its gradient communication choices."""
     stage = int(plan.zero_stage.value or 0)
     choices: dict[str, Choice] = {name: getattr(plan, name) for name in _SENDING[: 2 if stage < 2 else 1]}
-    said = {name: replace(choice, reason=f"{choice.reason}; {text}") for name, choice in choices.items()}
-    return replace(plan, **said)  # type: ignore[arg-type]
+    changed = {
+        name: replace(choice, reason=f"{choice.reason}; {found.text}", code=found.code)
+        for name, choice in choices.items()
+    }
+    return replace(plan, **changed)  # type: ignore[arg-type]
 
 
 def _sent(plan: Plan) -> str:
     size = plan.bucket_bytes.value
-    return f"{plan.reduce_dtype.value} in {'the usual buckets' if size is None else f'buckets of {size} bytes'}"
+    return (
+        f"{plan.reduce_dtype.value} in {'buckets of the default size' if size is None else f'buckets of {size} bytes'}"
+    )
 
 
 def saying_missed(plan: Plan, ran: DryRunResult) -> str:
     """Return the prediction errors of a plan, compared with its dry run, in words."""
     told = plan.predicted
     if told is None:
-        return "nothing was told of it"
-    found = [f"told {format_seconds(told.step_s)}, {_off(told.step_s, ran.window_s)}"]
+        return "nothing was predicted"
+    found = [f"predicted {format_seconds(told.step_s)} ({_off(told.step_s, ran.window_s)})"]
     if told.peak_bytes is not None and ran.peak_bytes is not None:
-        found.append(f"and {format_bytes(told.peak_bytes)}, {_off(told.peak_bytes, ran.peak_bytes)}")
+        compared = _off(told.peak_bytes, ran.peak_bytes)
         if len(ran.peaks) > 1:
-            largest = max(ran.peaks)
-            found.append(f"of the median of {len(ran.peaks)} windows, {_off(told.peak_bytes, largest)} of the largest")
-    return " ".join(found)
+            compared += (
+                f" for the median of {len(ran.peaks)} steps, {_off(told.peak_bytes, max(ran.peaks))} for the largest"
+            )
+        found.append(f"{format_bytes(told.peak_bytes)} ({compared})")
+    return " and ".join(found)
 
 
 def _off(told: float, taken: float) -> str:
     share = 100 * (told / taken - 1)
-    return f"{abs(share):.0f}% too {'little' if share < 0 else 'much'}"
+    return f"{abs(share):.0f}% too {'low' if share < 0 else 'high'}"

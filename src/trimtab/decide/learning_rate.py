@@ -54,6 +54,7 @@ class RateChoice:
         losers: rejected alternatives.
         norm: typical gradient norm at the factor; None if unknown.
         rising_steps: steps of rising rate until the lowest loss; None if unknown.
+        code: stable identifier of the reason, such as "range_test.diverged".
     """
 
     scale: float
@@ -61,6 +62,7 @@ class RateChoice:
     losers: tuple[Rejected, ...] = ()
     norm: float | None = None
     rising_steps: int | None = None
+    code: str = ""
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
@@ -84,27 +86,28 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     """
     finite = [point for point in points if math.isfinite(point.loss)]
     if len(finite) < _FIRST:
-        return RateChoice(1.0, "the range test diverged at once: the user's rate is kept")
+        return RateChoice(1.0, "unchanged: the range test diverged at once", code="range_test.diverged")
     smooth = smoothed([point.loss for point in finite])
     lowest = min(range(len(smooth)), key=smooth.__getitem__)
     edge = finite[lowest].scale
     fallen = _fallen_at(finite)
     scale = float(f"{max(1.0, min(edge * SAFETY, fallen)):.2g}")
     if scale == 1.0:
-        why = "most of its fall had come there" if fallen < edge * SAFETY else f"it was lowest at {edge:.3g}x"
-        return RateChoice(1.0, f"the loss gains nothing safe above the user's rate: {why}")
+        lowest_at = f"the loss of the range test was lowest at {edge:.3g}x the user's learning rate"
+        if fallen < edge * SAFETY:
+            lowest_at = f"{100 * FALLEN:.0f}% of the decrease of the loss was reached at the user's learning rate"
+        return RateChoice(1.0, f"unchanged: {lowest_at}", code="range_test.no_higher_rate")
     fall, least = _fall([point.loss for point in finite], lowest)
     if not fall > least:
-        figures = f"by {fall:.2g}, and {least:.2g} would be clear of its noise"
-        return RateChoice(1.0, f"the loss of the range test did not fall clearly ({figures}): the user's rate is kept")
-    where = "where the loss of the range test was lowest"
-    if lowest == len(points) - 1:
-        where = "the test's limit: the loss still fell there"
-    reason = f"a third of {edge:.3g}x, {where} ({len(points)} steps)"
+        text = f"the loss of the range test decreased by {fall:.2g}, which is within its noise ({least:.2g})"
+        return RateChoice(1.0, f"unchanged: {text}", code="range_test.no_decrease")
+    where = "the highest rate of the range test" if lowest == len(points) - 1 else "the rate with the lowest loss"
+    reason, code = f"a third of {edge:.3g}x, {where} ({len(points)} steps)", "range_test.third_of_edge"
     if fallen < edge * SAFETY:
-        reason = f"where {100 * FALLEN:.0f}% of the fall of the loss in the range test had come ({len(points)} steps)"
-    losers = (Rejected(1.0, "the loss still fell at higher rates"),)
-    return RateChoice(scale, reason, losers, typical_norm(points, scale), lowest)
+        reason = f"the rate at which {100 * FALLEN:.0f}% of the decrease of the loss was reached ({len(points)} steps)"
+        code = "range_test.most_of_decrease"
+    losers = (Rejected(1.0, "the loss decreased further at higher rates", "range_test.still_falling"),)
+    return RateChoice(scale, reason, losers, typical_norm(points, scale), lowest, code)
 
 
 def typical_norm(points: Sequence[RatePoint], scale: float) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 from trimtab.core.interconnect import LinkCalibration
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.core.plan import Choice, Plan, Rejected, Scalar
+from trimtab.core.plan_note import Note
 from trimtab.core.remove_cuda_graphs import without_graphs
 from trimtab.core.sharding_settings import KEPT
 from trimtab.core.units import format_bytes, format_seconds
@@ -50,17 +51,19 @@ def replicated(plan: Plan, num_ranks: int, why: str = "") -> Plan:
     """
     if plan.zero_stage.value is not None or num_ranks == 1:
         return plan
-    reason = "each rank holds the model, and gradients are reduced once a window: what a loop on ranks does"
+    reason = "DDP: every rank holds the whole model, and gradients are reduced once per step"
     reason += f"; {why}" if why else ""
-    return replace(
-        without_graphs(plan, "of one process"), num_ranks=num_ranks, zero_stage=Choice(0, reason, _MARKS["zero_stage"])
-    )
+    stage = Choice(0, reason, _MARKS["zero_stage"], code="ranks.replicated")
+    single = without_graphs(plan, "communication between ranks is not captured in CUDA graphs")
+    return replace(single, num_ranks=num_ranks, zero_stage=stage)
 
 
 def alone(plan: Plan) -> Plan:
     """Return a multi-rank plan as a single-process plan, the inverse of `replicated`."""
     kept: dict[str, Any] = {"zero_stage": None, **KEPT}
-    kept = {name: Choice(value, "one process", _MARKS[name]) for name, value in kept.items()}
+    kept = {
+        name: Choice(value, "a single process", _MARKS[name], code="ranks.one_process") for name, value in kept.items()
+    }
     return replace(plan, num_ranks=1, **kept)
 
 
@@ -76,11 +79,12 @@ def sending(plan: Plan, calibration: LinkCalibration, shape: StepShape) -> Plan:
     usual = ways["fp32", None]
     best = min(ways.values(), key=lambda way: (way.total_s, way.reduce_dtype != "fp32", way.bucket_bytes or 0))
     chosen = best if best.total_s < (1 - WORTH) * usual.total_s else usual
-    said = _said(plan, calibration, shape, usual)
-    plan = replace(plan, reduce_dtype=_choice("reduce_dtype", chosen, ways, f"{said}; {_won(plan, chosen, usual)}"))
+    won = _won(chosen, usual)
+    traffic = replace(won, text=f"{_traffic(plan, calibration, shape, usual)}; {won.text}")
+    plan = replace(plan, reduce_dtype=_choice("reduce_dtype", chosen, ways, traffic))
     if int(plan.zero_stage.value or 0) >= 2:
         return plan
-    return replace(plan, bucket_bytes=_choice("bucket_bytes", chosen, ways, _won(plan, chosen, usual)))
+    return replace(plan, bucket_bytes=_choice("bucket_bytes", chosen, ways, won))
 
 
 def ways_to_send(
@@ -107,7 +111,7 @@ def _cast_s(how: Parallelism, calibration: LinkCalibration, shape: StepShape) ->
 
 
 def _choice(
-    name: str, chosen: GradientCommunication, ways: Mapping[tuple[str, int | None], GradientCommunication], reason: str
+    name: str, chosen: GradientCommunication, ways: Mapping[tuple[str, int | None], GradientCommunication], why: Note
 ) -> Choice:
     value: Scalar = getattr(chosen, name)
     others: dict[Scalar, float] = {}
@@ -115,23 +119,26 @@ def _choice(
         other = getattr(way, name)
         if other != value:
             others[other] = min(way.total_s, others.get(other, way.total_s))
-    losers = tuple(Rejected(other, f"{format_seconds(seconds)} a window at best") for other, seconds in others.items())
-    return Choice(
-        value, reason, _MARKS[name], changed=value != ("fp32" if name == "reduce_dtype" else None), losers=losers
+    losers = tuple(
+        Rejected(other, f"predicted at {format_seconds(seconds)} per step at best", "predicted.worse")
+        for other, seconds in others.items()
     )
+    changed = value != ("fp32" if name == "reduce_dtype" else None)
+    return Choice(value, why.text, _MARKS[name], changed, losers, why.code)
 
 
-def _said(plan: Plan, calibration: LinkCalibration, shape: StepShape, usual: GradientCommunication) -> str:
+def _traffic(plan: Plan, calibration: LinkCalibration, shape: StepShape, usual: GradientCommunication) -> str:
     link, size = calibration.link, format_bytes(sum(shape.block_bytes))
-    gathered = ", with the parameters that are gathered," if int(plan.zero_stage.value or 0) >= 2 else ""
+    gathered = " and gathered parameters" if int(plan.zero_stage.value or 0) >= 2 else ""
     return (
-        f"{size} of gradients{gathered} over {link.name} ({format_seconds(link.latency_s)} a hop, "
-        f"{format_bytes(int(link.bytes_per_s))}/s) take {format_seconds(usual.cost.communication_s)}"
+        f"sending {size} of gradients{gathered} over {link.name} ({format_seconds(link.latency_s)} per hop, "
+        f"{format_bytes(int(link.bytes_per_s))}/s) takes {format_seconds(usual.cost.communication_s)}"
     )
 
 
-def _won(plan: Plan, chosen: GradientCommunication, usual: GradientCommunication) -> str:
+def _won(chosen: GradientCommunication, usual: GradientCommunication) -> Note:
     if chosen is usual:
-        return f"no way to send them is predicted to make a window {100 * WORTH:.0f}% shorter"
+        text = f"no other dtype or bucket size is predicted to make a step {100 * WORTH:.0f}% shorter"
+        return Note("predicted.no_gain", text)
     before, after = format_seconds(usual.total_s), format_seconds(chosen.total_s)
-    return f"a window is predicted to take {after} in place of {before}"
+    return Note("predicted.best", f"a step is predicted to take {after} instead of {before}")

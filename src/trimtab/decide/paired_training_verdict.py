@@ -84,11 +84,19 @@ class ShortPair:
 
 @dataclass(frozen=True)
 class PairedTrainingVerdict:
-    """Verdict on the rival, its reason, and the ratio of the rival's to the incumbent's seconds per step."""
+    """Verdict on a rival.
+
+    Args:
+        is_gain: True if the rival won.
+        reason: sentence with the figures.
+        step_ratio: ratio of the rival's to the incumbent's seconds per step.
+        code: stable identifier of the reason, such as "paired_run.later".
+    """
 
     is_gain: bool
     reason: str
     step_ratio: float = 1.0
+    code: str = ""
 
 
 def is_lost(pair: ShortPair) -> bool:
@@ -109,42 +117,43 @@ def judge(pairs: Sequence[ShortPair], rival: str) -> PairedTrainingVerdict:
     """
     last, count = pairs[-1], len(pairs)
     steps = len(last.stands.losses)
-    where = f"raced over {steps} steps from the weights as they are"
+    where = f"paired runs of {steps} steps from the current weights"
     if not falls_clearly(last.stands.losses):
-        return PairedTrainingVerdict(
-            False, f"{where}: the loss did not fall clearly, and there is nothing to be raced to"
-        )
+        text = f"{where}: the loss of the unchanged loop did not decrease significantly, so there is no target loss"
+        return PairedTrainingVerdict(False, text, code="paired_run.no_target")
     if is_lost(last):
         slower = f"a step took {last.rival.step_s / last.stands.step_s:.2f}x the time"
         if last.samples == 0:
-            return PairedTrainingVerdict(
-                False, f"{where}, {rival} did not reach the loss that the loop's own ended at; {slower}"
-            )
+            text = f"{where}: {rival} did not reach the final loss of the unchanged loop; {slower}"
+            return PairedTrainingVerdict(False, text, code="paired_run.target_not_reached")
         if not last.stays and last.time > 1:
-            there = "was sooner at the loss that the loop's own ended at, and ended above it"
-            return PairedTrainingVerdict(False, f"{where}, in pair {count} {rival} {there}; {slower}")
-        told = f"needed {1 / last.samples:.2f}x the samples to the same loss, and {slower}"
-        return PairedTrainingVerdict(False, f"{where}, in pair {count} {rival} {told}: later by {1 / last.time:.2f}x")
+            text = f"in pair {count} {rival} reached the final loss of the unchanged loop earlier, but ended above it"
+            return PairedTrainingVerdict(False, f"{where}: {text}; {slower}", code="paired_run.ended_above")
+        needed = f"needed {1 / last.samples:.2f}x the samples to the same loss, and {slower}"
+        text = f"{where}: in pair {count} {rival} {needed}, so it took {1 / last.time:.2f}x the time to the same loss"
+        return PairedTrainingVerdict(False, text, code="paired_run.later")
     effect = ratio_interval([pair.time for pair in pairs])
     controls = [again for pair in pairs if (again := pair.control) is not None]
     control = ratio_interval(controls) if len(controls) == count > 1 else None
-    told = f"{_in_words(ratio_interval([pair.samples for pair in pairs]))} fewer samples to the same loss, "
-    told += f"{_in_words(effect)} less time"
+    saved = f"{_in_words(ratio_interval([pair.samples for pair in pairs]))} fewer samples to the same loss, "
+    saved += f"{_in_words(effect)} less time"
     ratio = statistics.median(pair.rival.step_s / pair.stands.step_s for pair in pairs)
     if not is_gain(effect, control):
-        return PairedTrainingVerdict(
-            False, f"{where} in {count} pairs, {rival} took {told}: {_unclear(effect, control, rival)}"
-        )
-    return PairedTrainingVerdict(True, f"{where} in {count} pairs: {told}; what comes after them was not tried", ratio)
+        code, text = _insignificant(effect, control, rival)
+        return PairedTrainingVerdict(False, f"{where}, {count} pairs: {rival} took {saved}; {text}", code=code)
+    text = f"{where}, {count} pairs: {rival} took {saved}; later steps were not tried"
+    return PairedTrainingVerdict(True, text, ratio, "paired_run.gain")
 
 
-def _unclear(effect: Interval, control: Interval | None, rival: str) -> str:
+def _insignificant(effect: Interval, control: Interval | None, rival: str) -> tuple[str, str]:
+    """Return the code and the reason why a gain is not significant."""
     if not effect.low > 1:
-        return "not clear of chance"
+        return "paired_run.not_significant", "not significant"
     if control is None:
-        return f"trained again, the loop ended in some pair where {rival} did not come"
-    least = resolution(control)
-    return f"below the {100 * least:.{0 if least >= 1 else 1}f}% that this is apart where the loop is trained again"
+        text = f"the A/A control failed, because {rival} did not reach the final loss of the repeated loop in some pair"
+        return "paired_run.no_control", text
+    least = f"{100 * resolution(control):.{0 if resolution(control) >= 1 else 1}f}%"
+    return "paired_run.below_control", f"below {least}, the difference between two runs of the unchanged loop"
 
 
 def _in_words(interval: Interval) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Choice, Effect, FrontPoint, MeasuredCost, Plan
+from trimtab.core.plan import KEEP_CLIP, Choice, FrontPoint, MeasuredCost, Plan
 from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Profile, is_final
 from trimtab.core.units import format_bytes, format_joules, format_seconds
@@ -61,9 +61,11 @@ def _refuse_unknown(profile: Profile, objective: Objective) -> None:
     if objective.energy > 0 and not any(trial.watts for trial in profile.trials):
         raise ValueGivenError(
             "energy",
-            got=f"a weight on it, and a profile that has no joules ({profile.meter.reason or 'its meter was lost'})",
-            expected="one that was measured with a meter",
-            hint="Leave energy out of the objective.",
+            got=f"a weight of {objective.energy:g}",
+            problem=f"The objective gives energy the weight {objective.energy:g}, but the profile has no energy "
+            f"measurements ({profile.meter.reason or 'the meter failed'}).",
+            hint="Set Objective(energy=0), or pass watts with trimtab.Metering(watts=...) and plan again.",
+            code="energy.not_measured",
         )
 
 
@@ -107,7 +109,8 @@ def _plan(
 
     def choice(name: str) -> Choice:
         value = getattr(winner, name)
-        return Choice(value, told.reason(name), _MARKS[name], value != getattr(reference, name), told.losers(name))
+        why, changed = told.reason(name), value != getattr(reference, name)
+        return Choice(value, why.text, _MARKS[name], changed, told.losers(name), why.code)
 
     return Plan(
         batch_rows=profile.loop.batch_rows,
@@ -119,7 +122,7 @@ def _plan(
         loss_chunk=choice("loss_chunk"),
         recompute=choice("recompute"),
         compiled=choice("compiled"),
-        clip_norm=Choice(profile.reference.clip_norm, "as the loop has it", Effect.DYNAMICS),
+        clip_norm=replace(KEEP_CLIP, value=profile.reference.clip_norm),
         recompute_blocks=_blocks_of(profile, winner),
         check=profile.check,
         proof=profile.proof_of(winner),
@@ -148,14 +151,14 @@ def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Ite
     if reference.accumulate > 1 and profile.budget.memory is None and budget.memory_bytes == _default_limit(profile):
         yield Note(
             "memory.own_peak",
-            f"memory is limited to the loop's own peak, {format_bytes(own)}: it accumulates {reference.accumulate} "
-            "batches; Budget(memory=...) allows more",
+            f"memory is limited to the peak of the unchanged loop, {format_bytes(own)}, because the loop accumulates "
+            f"{reference.accumulate} batches per step; set Budget(memory=...) to allow more",
         )
     planned = _measured(profile, winner)
     peak = None if planned is None else planned.peak_bytes
     if peak is not None and peak > _RISES * own:
         rise = f"by {100 * (peak / own - 1):.2g}%, from {format_bytes(own)} to {format_bytes(peak)}"
-        yield Note("memory.peak_rises", f"the peak memory of a step rises {rise}")
+        yield Note("memory.peak_rises", f"the peak memory of a step increases {rise}")
 
 
 def _default_limit(profile: Profile) -> int | None:
@@ -245,28 +248,41 @@ def _outcome(
 def _infeasible(profile: Profile, found: Sequence[PricedCandidate], budget: Budget) -> InfeasibleError:
     near, rounds = search_space.nearest(found, budget), profile.finals
     if near is None and budget.energy is not None and any(trial.block_s for trial in profile.trials):
-        why = profile.meter.reason if profile.meter.is_absent else "its meter was lost in every trial"
-        given = f"a limit of {format_joules(budget.energy)} per step, and no joules: {why}"
-        hint = "Leave that limit out, or give watts: trimtab.Metering(watts=...)."
-        return InfeasibleError("budget", got=given, expected="joules of at least one that fits", hint=hint)
+        why = profile.meter.reason if profile.meter.is_absent else "the meter failed in every trial"
+        return InfeasibleError(
+            "budget",
+            got=f"an energy limit of {format_joules(budget.energy)} per step",
+            problem=f"The budget limits energy to {format_joules(budget.energy)} per step, but no energy was measured "
+            f"({why}).",
+            hint="Leave out Budget(energy=...), or pass watts with trimtab.Metering(watts=...).",
+            code="energy.not_measured",
+        )
     if near is None:
         reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
-        given = f"a loop that did not run ({reasons})"
-        return InfeasibleError("plan", got=given, expected="at least one trial that runs")
+        return InfeasibleError(
+            "plan",
+            got="no successful trial",
+            problem=f"No trial of the loop ran: {reasons}." if reasons else "No trial of the loop ran.",
+            hint="Correct the error, and check that the unchanged loop trains.",
+            code="plan.no_trial_ran",
+        )
     cost, finals_missed = near.cost, sum(point.refusal is None for point in found)
+    problem = f"No settings meet the budget. The nearest are {near.candidate.describe()}: {near.refusal}."
     if rounds and finals_missed:
-        why = f"{len(rounds)} times what was predicted to meet it did not, at last {near.candidate.describe()}"
-    else:
-        why = f"a limit that no settings meet: {near.candidate.describe()}"
-    how = "needs" if cost.counted else "is predicted to need"
-    more = f", to which a limit adds {100 * cost.margin:.2g}%" if cost.margin and budget.time is not None else ""
+        problem = (
+            f"No settings meet the budget: settings that were predicted to fit exceeded it in {len(rounds)} "
+            f"measurements, the last with {near.candidate.describe()}: {near.refusal}."
+        )
+    how = "need" if cost.counted else "are predicted to need"
+    more = f" (compared with a limit plus {100 * cost.margin:.2g}%)" if cost.margin and budget.time is not None else ""
     joules = "" if cost.energy_j is None or budget.energy is None else f" and {format_joules(cost.energy_j)}"
     return InfeasibleError(
         "budget",
-        got=f"{why}: {near.refusal}",
+        got=f"{near.candidate.describe()}: {near.refusal}",
         expected="a budget that some settings meet",
-        hint=f"The nearest that runs: {near.candidate.describe()} {how} {format_bytes(cost.peak_bytes)} "
-        f"and is predicted to take {format_seconds(cost.step_s)}{joules} per step{more}.",
+        problem=problem,
+        hint=f"Raise the budget: the nearest settings {how} {format_bytes(cost.peak_bytes)} and are predicted to take "
+        f"{format_seconds(cost.step_s)}{joules} per step{more}.",
     )
 
 
@@ -306,4 +322,5 @@ def _predicted(profile: Profile, candidate: Candidate) -> MeasuredCost | None:
 
 def _front_point(point: PricedCandidate) -> FrontPoint:
     cost, settings = point.cost, point.candidate.describe()
-    return FrontPoint(settings, cost.step_s or 0.0, cost.peak_bytes or 0, point.refusal or "", cost.energy_j)
+    why = point.refusal or Note("", "")
+    return FrontPoint(settings, cost.step_s or 0.0, cost.peak_bytes or 0, why.text, cost.energy_j, why.code)

@@ -103,10 +103,10 @@ def unprojected(speedup: Interval, changes: bool) -> str:
         changes: the plan changes something.
     """
     if not changes:
-        return "the plan changes nothing: there is no gain that could go on"
+        return "the plan changes nothing, so there is no gain to project"
     if speedup.n < MIN_PAIRS_FOR_VERDICT or not (speedup.low > 0 and math.isfinite(speedup.high)):
-        return "too few laps tell how fast its steps are"
+        return "too few rounds were timed"
     if speedup.low <= 1:
         slower = speedup.high < 1
-        return "its steps take longer" if slower else "the steps of both cannot be told apart"
+        return "the steps of the plan take longer" if slower else "the speed-up is not significant"
     return ""

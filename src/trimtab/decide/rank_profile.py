@@ -91,7 +91,7 @@ def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:
         wholly = difference(replace(each.candidate, micro_batch=profile.loop.batch_rows))
         slicing = difference(replace(each.candidate, micro_batch=max(1, profile.loop.batch_rows // 2)))
         if wholly is None or slicing is None or each.whole is None:
-            return replace(each, whole=None, sliced=None, schedules=(), refusal=each.refusal or "no trace of a rank")
+            return replace(each, whole=None, sliced=None, schedules=(), refusal=each.refusal or "a rank was not traced")
         sliced = None if each.sliced is None else each.sliced.holding(slicing)
         return replace(each, whole=each.whole.holding(wholly), sliced=sliced)
 

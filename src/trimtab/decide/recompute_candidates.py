@@ -100,10 +100,11 @@ def _whole(chain: BlockChain, candidate: Candidate) -> Schedule:
 
 def in_words(found: RecomputableBlocks, candidate: Candidate) -> str:
     """Return the recomputed blocks of a candidate in words."""
-    number, said = len(found.blocks), []
+    number, parts = len(found.blocks), list[str]()
     schedule = schedule_of(candidate.recompute or "", number)
     again = sum(len(part.stages) for part in schedule if isinstance(part, RecomputedSegment))
     in_part = sum(kept.in_part for kept in kept_in(schedule))
-    said += [f"{again} of {number} blocks"] if again else []
-    said += [f"of {in_part} of {number} blocks all but what matrix products and attention made"] if in_part else []
-    return f"computed again: {', and '.join(said)}"
+    parts += [f"{again} of {number} blocks"] if again else []
+    cheap = "all operators except matrix products and attention"
+    parts += [f"{cheap} in {in_part} of {number} blocks"] if in_part else []
+    return f"recomputed in backward: {', and '.join(parts)}"

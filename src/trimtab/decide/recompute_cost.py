@@ -75,7 +75,8 @@ def predict(chain: Sequence[BlockCost], schedule: Schedule) -> ScheduleCost:
     """
     check_schedule(schedule, len(chain))
     if any(kept.in_part and chain[kept.index].part is None for kept in kept_in(schedule)):
-        raise ValueGivenError("schedule", got="a stage kept in part", expected="one that has a dear part")
+        given = "a partly kept stage (~) without an expensive part"
+        raise ValueGivenError("schedule", got=given, expected="partly kept stages with an expensive part")
     step = _Step(chain)
     step.run(schedule)
     return ScheduleCost(step.peak, step.recompute_s, tuple(step.runs))

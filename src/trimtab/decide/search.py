@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import ALONE, FINAL, SLICED, Candidate, Profile, is_final
 from trimtab.decide import compile_policy
 from trimtab.decide.cost_model import BUT_MODE, CostModel
@@ -363,25 +364,26 @@ def _compiled(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     return compile_policy.compile_candidates(profile, _fastest(profile))
 
 
-def compiling_refusal(profile: Profile) -> str | None:
+def compiling_refusal(profile: Profile) -> Note | None:
     """Return the reason not to try compilation, or None."""
     return compile_policy.compiling_refusal(profile, _fastest(profile))
 
 
-def precision_refusal(device: DeviceSpec, precision: str) -> str | None:
+def precision_refusal(device: DeviceSpec, precision: str) -> Note | None:
     """Return the reason not to try a precision on a device, or None.
 
     A dtype without hardware support can make a step last minutes, so its matrix products are timed first.
     """
     if precision == "tf32" and device.kind != "cuda":
-        return f"tf32 does not exist on {device.kind}"
+        return Note("precision.unsupported", f"{device.kind} does not support tf32")
     ours, base = device.peak(precision), device.peak("fp32")
     if precision != "fp32" and ours is not None and base is not None and ours < SCREEN * base:
-        return f"not tried: {precision} matrix products run at {ours / base:.2g}x the speed of fp32 on this device"
+        text = f"not tried: {precision} matrix products run at {ours / base:.2g}x the speed of fp32 on this device"
+        return Note("precision.slow", text)
     return None
 
 
-def retaining_refusal(profile: Profile) -> str | None:
+def retaining_refusal(profile: Profile) -> Note | None:
     """Return the reason not to try keeping freed host memory, or None.
 
     The possible saving is estimated from the time of a step's page faults.
@@ -390,20 +392,21 @@ def retaining_refusal(profile: Profile) -> str | None:
     if share is None or share / (1 - share) >= WORTH_RETAINING:
         return None
     faults = profile.loop.faults_per_step or 0
-    return f"not tried: {faults:,.0f} page faults take about {100 * share:.2g}% of a step"
+    return Note("allocator.few_faults", f"not tried: {faults:,.0f} page faults take about {100 * share:.2g}% of a step")
 
 
-def chunking_refusal(profile: Profile) -> str | None:
+def chunking_refusal(profile: Profile) -> Note | None:
     """Return the reason not to try a chunked loss head, or None; it saves at least twice the logits."""
     loop = profile.loop
     if loop.bitwise_only:
-        return loop.bitwise_only
+        return Note("loop.bitwise_only", loop.bitwise_only)
     if not loop.head_tokens or not loop.head_words:
-        return "the model has no trimtab.nn.LossHead, whose logits could be made a chunk at a time"
+        return Note("head.missing", "the model has no trimtab.nn.LossHead, which computes logits in chunks")
     logits = 2 * 4 * loop.head_tokens * loop.head_words
     peaks = [trial.peak_bytes for trial in profile.trials if trial.peak_bytes]
     if peaks and logits < WORTH_SAVING * max(peaks):
-        return f"not tried: the logits are about {100 * logits / max(peaks):.2g}% of the peak"
+        text = f"not tried: the logits are about {100 * logits / max(peaks):.2g}% of the peak memory"
+        return Note("head.small_logits", text)
     return None
 
 

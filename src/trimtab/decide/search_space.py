@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.objective import Budget, Cost, Objective
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import SLICED, Candidate, Profile, is_final
 from trimtab.decide import recompute_candidates
 from trimtab.decide.compile_policy import paying, tried
@@ -48,7 +49,7 @@ class PricedCandidate:
 
     candidate: Candidate
     cost: PredictedCost
-    refusal: str | None = None
+    refusal: Note | None = None
     has_failed: bool = False
 
 
@@ -109,22 +110,26 @@ def fusing_share(profile: Profile) -> float:
     return model.saves("fused_optimizer", True) / (model.fastest(also) or 1.0)
 
 
-def _refusal(profile: Profile, candidate: Candidate, cost: PredictedCost, budget: Budget) -> str | None:
+def _refusal(profile: Profile, candidate: Candidate, cost: PredictedCost, budget: Budget) -> Note | None:
     if (died := profile.error_of(candidate)) is not None:
         return died
     final = [t for t in profile.trials if is_final(t.stage) and t.candidate == candidate and not t.control]
     if final:
         return unfit(profile, final[-1], budget)
     if budget.memory_bytes is not None and cost.peak_bytes is None:
-        return "its peak memory is neither counted nor traced"
+        return Note("memory.unknown", "the peak memory is unknown: neither measured nor traced")
     if unknown := unknown_energy(cost.energy_j, budget):
         return unknown
     refusal = over_budget(cost.step_s, cost.peak_bytes, budget, cost.energy_j)
     refusal = refusal or over_own_peak(profile, cost.peak_bytes, budget)
     if refusal is None and cost.margin:
         refusal = over_budget(cost.limit_s, None, budget)
-        return refusal and f"predicted, with {100 * cost.margin:.2g}% on top: {refusal}"
-    return refusal if refusal is None or cost.counted else f"predicted: {refusal}"
+        return refusal and _predicted(refusal, f"predicted with a margin of {100 * cost.margin:.2g}%")
+    return refusal if refusal is None or cost.counted else _predicted(refusal, "predicted")
+
+
+def _predicted(refusal: Note, how: str) -> Note:
+    return replace(refusal, text=f"{refusal.text} ({how})")
 
 
 def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[Candidate, ...]:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain
 from trimtab.decide.trial_statistics import control_interval, is_free, score_ratio, speed_ratio, unfit, unknown_energy
 
-_UNREAD = "its meter was lost, and nobody's joules can be held against the loop's"
+_UNREAD = Note(
+    "energy.not_read", "the energy of the unchanged loop was not measured, so no energy can be compared with it"
+)
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,14 @@ class FinalOutcome:
         reference: trial of the user's loop.
         control: A/A control, the reference compared with itself.
         must_leave: reason why the reference cannot stay, or None.
-        unread: reason why weighed energy cannot be compared, in which case the reference stays; otherwise "".
+        unread: reason why weighed energy cannot be compared, in which case the reference stays; otherwise None.
     """
 
     winner: Trial
     reference: Trial
     control: Interval | None
-    must_leave: str | None = None
-    unread: str = ""
+    must_leave: Note | None = None
+    unread: Note | None = None
 
     @property
     def speed(self) -> Interval | None:
@@ -97,7 +100,7 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
     return FinalOutcome(winner, reference, control, must_leave)
 
 
-def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objective | None = None) -> str | None:
+def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objective | None = None) -> Note | None:
     """Return the reason why a trial cannot stay or win, including earlier failures of its settings; or None.
 
     Args:

@@ -108,7 +108,9 @@ class WindowTimes(Stateful):
         names = ("row_s", "fixed_s")
         lists = isinstance(state, Mapping) and all(isinstance(state.get(name), list) for name in names)
         if not lists or len(state["row_s"]) != len(state["fixed_s"]):
-            raise FormatError("state.times", got=f"{state!r:.80}", expected="two lists of one length: row_s, fixed_s")
+            raise FormatError(
+                "state.times", got=f"{state!r:.80}", expected="the lists row_s and fixed_s of equal length"
+            )
         seen = validation.integer("state.times.seen", state.get("seen"), low=0)
         row_s, fixed_s = ([validation.number(f"state.times.{n}", v, low=0) for v in state[n]] for n in names)
 

@@ -63,7 +63,9 @@ def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks |
 
     step_s = CostModel(profile).predict(candidate).step_s
     if isinstance(traced, str) or not step_s:
-        return RecomputableBlocks(candidate, refusal=traced if isinstance(traced, str) else "its step cannot be told")
+        return RecomputableBlocks(
+            candidate, refusal=traced if isinstance(traced, str) else "the step time could not be predicted"
+        )
     forwards = [_chord(profile, candidate, operations) for operations in traced.forwards]
     kept, in_part = (_chord(profile, candidate, operations) for operations in (traced.kept, traced.in_part))
 
@@ -144,7 +146,7 @@ def recorded_blocks(profile: Profile) -> TraceBlocks:
         ignored = ("micro_batch", "allocator", "fused_optimizer")
         both = (candidate, _twin(candidate))
         found = (each for c in both for each in profile.elsewhere_blocks if each.candidate.alike(c, *ignored))
-        return next(found, "the profile has none of its blocks")
+        return next(found, "the profile has no trace of the blocks")
 
     return trace
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trimtab.core.objective import Budget, Cost, Objective
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import Profile, Trial
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
@@ -85,8 +86,8 @@ def control_interval(profile: Profile, stage: str, objective: Objective | None =
 def resolves(control: Interval | None) -> str:
     """Return the resolution of an A/A control in words."""
     if not math.isfinite(resolution(control)):
-        return "without an A/A control nothing can be resolved"
-    return f"the A/A control resolves {100 * resolution(control):.2g}%"
+        return "without an A/A control no gain is significant"
+    return f"the A/A control resolves gains above {100 * resolution(control):.2g}%"
 
 
 def figures(speed: Interval) -> str:
@@ -113,47 +114,52 @@ def is_behind(ours: Sequence[float], theirs: Sequence[float], *, is_lighter: boo
     return not is_lighter or speed.mean < CLEARLY_SLOWER
 
 
-def unfit(profile: Profile, trial: Trial, budget: Budget) -> str | None:
+def unfit(profile: Profile, trial: Trial, budget: Budget) -> Note | None:
     """Return the reason why a trial of whole steps cannot be chosen, or None.
 
     If the meter failed in this trial, energy uses the power of the same settings in a different trial.
     """
-    if trial.error is not None:
-        return trial.error
+    if (failure := trial.failure) is not None:
+        return failure
     if len(trial.block_s) < MIN_BLOCKS:
-        return f"stopped after {len(trial.block_s)} blocks: {format_seconds(trial.step_s)} per step is far slower"
+        taken = f"{len(trial.block_s)} blocks of steps with {format_seconds(trial.step_s)} per step"
+        return Note("trial.stopped_early", f"much slower: the trial was stopped after {taken}")
     power_w = trial.power_w or profile.power_w(trial.candidate)
     energy_j = None if trial.step_s is None or power_w is None else power_w * trial.step_s
     over = over_budget(trial.step_s, trial.peak_bytes, budget, energy_j)
     return over or over_own_peak(profile, trial.peak_bytes, budget) or unknown_energy(energy_j, budget)
 
 
-def over_own_peak(profile: Profile, peak_bytes: int | None, budget: Budget) -> str | None:
+def over_own_peak(profile: Profile, peak_bytes: int | None, budget: Budget) -> Note | None:
     """Return the reason for refusing a peak well above the loop's own without a memory limit, or None."""
     own = profile.own_peak_bytes
     if budget.memory is not None or own is None or peak_bytes is None or peak_bytes <= CLEARLY_MORE * own:
         return None
-    ratio = f"{peak_bytes / own:.2f}x the loop's own {format_bytes(own)}"
-    return f"peak memory {format_bytes(peak_bytes)} is {ratio}, which no limit allows: Budget(memory=...) does"
+    ratio = f"{peak_bytes / own:.2f}x that of the unchanged loop, {format_bytes(own)}"
+    text = f"peak memory {format_bytes(peak_bytes)} is {ratio}; set Budget(memory=...) to allow more memory"
+    return Note("memory.over_own_peak", text)
 
 
-def unknown_energy(energy_j: float | None, budget: Budget, objective: Objective | None = None) -> str | None:
+def unknown_energy(energy_j: float | None, budget: Budget, objective: Objective | None = None) -> Note | None:
     """Return the reason for refusing a cost with unknown energy, or None if energy is known or does not count."""
     counts = budget.energy is not None or (objective is not None and objective.energy > 0)
-    return "its energy is not known" if counts and energy_j is None else None
+    return Note("energy.unknown", "the energy per step is unknown") if counts and energy_j is None else None
 
 
 def over_budget(
     step_s: float | None, peak_bytes: int | None, budget: Budget, energy_j: float | None = None
-) -> str | None:
-    """Return the violated hard limit in words, or None; unknown costs violate nothing."""
+) -> Note | None:
+    """Return the violated hard limit, or None; unknown costs violate nothing."""
     limit = budget.memory_bytes
     if limit is not None and peak_bytes is not None and peak_bytes > limit:
-        return f"peak memory {format_bytes(peak_bytes)} is over the budget of {format_bytes(limit)}"
+        text = f"peak memory {format_bytes(peak_bytes)} is over the budget of {format_bytes(limit)}"
+        return Note("budget.memory", text)
     if budget.time is not None and step_s is not None and step_s > budget.time:
-        return f"{format_seconds(step_s)} per step is over the budget of {format_seconds(budget.time)}"
+        text = f"{format_seconds(step_s)} per step is over the budget of {format_seconds(budget.time)}"
+        return Note("budget.time", text)
     if budget.energy is not None and energy_j is not None and energy_j > budget.energy:
-        return f"{format_joules(energy_j)} per step is over the budget of {format_joules(budget.energy)}"
+        text = f"{format_joules(energy_j)} per step is over the budget of {format_joules(budget.energy)}"
+        return Note("budget.energy", text)
     return None
 
 

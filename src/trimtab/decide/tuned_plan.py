@@ -17,13 +17,14 @@ from trimtab.core.plan import (
     Effect,
     Plan,
     Rejected,
+    Scalar,
 )
 from trimtab.decide.learning_rate import RateChoice
 from trimtab.decide.paired_training_verdict import PairedTrainingVerdict
 from trimtab.decide.trial_statistics import over_budget
 
-_LATER = "later to the same loss"
-_UNCLIPPED = "not tried: a range test is too short for what is rare"
+_LATER, _LATER_CODE = "takes longer to the same loss", "paired_run.later"
+_UNCLIPPED = "not tried: a range test is too short for rare outliers"
 # The warm-up takes at most this fraction of a short run, so that enough steps remain at the full rate.
 _LONGEST_RISE = 0.3
 
@@ -57,25 +58,29 @@ def adapt_learning_rate(
         run_steps: steps of the run, if known: the warm-up is no shorter than the rise of the test, or 5% of the run.
     """
     plan = _searched(plan, search_s)
-    scale = Choice(rates.scale, rates.reason, Effect.DYNAMICS, rates.scale != 1.0, rates.losers)
+    scale = Choice(rates.scale, rates.reason, Effect.DYNAMICS, rates.scale != 1.0, rates.losers, rates.code)
     if not scale.changed:
-        kept = replace(plan.schedule, reason="as the loop has it: the rate is, and no schedule was tried on its own")
+        text = "unchanged: the learning rate is unchanged, and a schedule was not tried alone"
+        kept = replace(plan.schedule, reason=text, code="schedule.rate_unchanged")
         return replace(plan, learning_rate_scale=scale, schedule=kept)
     schedule = Choice(
         "warmup_cosine",
-        "a linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
+        "linear warm-up to the higher learning rate, then cosine decay to a tenth of it (paper eq. 10)",
         Effect.DYNAMICS,
         changed=True,
-        losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
+        losers=(
+            Rejected("user", "not tried: a range test finds a peak rate, not a constant rate", "setting.not_tried"),
+        ),
+        code="schedule.for_higher_rate",
     )
     rise = _rise(rates.rising_steps, run_steps)
     plan = replace(plan, learning_rate_scale=scale, schedule=schedule, warmup_fraction=rise)
     if not may_clip or not rates.norm or plan.clip_norm.value is not None:
         return plan
-    reason = "the median norm of gradients at this rate, by its range test: one that is far larger goes no further"
-    clip = Choice(
-        float(f"{rates.norm:.2g}"), reason, Effect.DYNAMICS, changed=True, losers=(Rejected(None, _UNCLIPPED),)
-    )
+    reason = "the median gradient norm at this learning rate in the range test; larger gradients are clipped"
+    unclipped = (Rejected(None, _UNCLIPPED, "setting.not_tried"),)
+    norm = float(f"{rates.norm:.2g}")
+    clip = Choice(norm, reason, Effect.DYNAMICS, changed=True, losers=unclipped, code="clip.median_norm")
     return replace(plan, clip_norm=clip)
 
 
@@ -88,29 +93,31 @@ def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
     if run_steps is None or share <= WARMUP_FRACTION:
         return KEEP_WARMUP
     if share > _LONGEST_RISE:
-        share, bound = _LONGEST_RISE, ", but no more than that of a run"
-    lowest = f"the loss of the range test was lowest after {rising_steps} steps of rising"
-    reason = f"{lowest}, of the run's {run_steps}{bound}"
-    losers = (Rejected(WARMUP_FRACTION, "not tried: a rise quicker than the test's was not seen to be safe"),)
-    return Choice(share, reason, Effect.DYNAMICS, changed=True, losers=losers)
+        share, bound = _LONGEST_RISE, f", limited to {100 * _LONGEST_RISE:.0f}% of the run"
+    reason = f"as long as the rise to the lowest loss in the range test: {rising_steps} of {run_steps} steps{bound}"
+    shorter = "not tried: the range test did not raise the learning rate faster"
+    losers = (Rejected(WARMUP_FRACTION, shorter, "setting.not_tried"),)
+    return Choice(share, reason, Effect.DYNAMICS, changed=True, losers=losers, code="warmup.of_range_test")
 
 
 def adapt_optimizer(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
     """Return the rival with Muon as a tuned plan if it won; otherwise the incumbent with the reason."""
     if not verdict.is_gain:
-        kept = replace(KEEP_OPTIMIZER, reason=verdict.reason, losers=(Rejected("muon", verdict.reason),))
+        kept = _kept(KEEP_OPTIMIZER, "muon", verdict)
         return replace(_searched(stands, search_s), optimizer=kept)
-    reason = f"the matrices of blocks by Muon, all else by AdamW; {verdict.reason}"
-    won = replace(rival.optimizer, reason=reason, losers=(Rejected("user", _LATER),))
+    reason = f"Muon for the matrices of the blocks, AdamW for the rest; {verdict.reason}"
+    losers = (Rejected("user", _LATER, _LATER_CODE),)
+    won = replace(rival.optimizer, reason=reason, losers=losers, code=verdict.code)
     return replace(_won(stands, rival, verdict, search_s), optimizer=won)
 
 
 def adapt_dropout(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
     """Return the rival without dropout as a tuned plan if it won; otherwise the incumbent with the reason."""
     if not verdict.is_gain:
-        kept = replace(KEEP_DROPOUT, reason=verdict.reason, losers=(Rejected(rival.dropout.value, verdict.reason),))
+        kept = _kept(KEEP_DROPOUT, rival.dropout.value, verdict)
         return replace(_searched(stands, search_s), dropout=kept)
-    won = replace(rival.dropout, reason=verdict.reason, losers=(Rejected(None, _LATER),))
+    losers = (Rejected(None, _LATER, _LATER_CODE),)
+    won = replace(rival.dropout, reason=verdict.reason, losers=losers, code=verdict.code)
     return replace(_won(stands, rival, verdict, search_s), dropout=won)
 
 
@@ -121,10 +128,17 @@ def adapt_schedule(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, se
     """
     mine, theirs = stands.schedule, rival.schedule
     if not verdict.is_gain:
-        kept = replace(mine, losers=(*mine.losers, Rejected(theirs.value, verdict.reason)))
+        kept = replace(mine, losers=(*mine.losers, Rejected(theirs.value, verdict.reason, verdict.code)))
         return replace(_searched(stands, search_s), schedule=kept)
-    won = replace(theirs, reason=verdict.reason, losers=(*mine.losers, Rejected(mine.value, _LATER)))
+    losers = (*mine.losers, Rejected(mine.value, _LATER, _LATER_CODE))
+    won = replace(theirs, reason=verdict.reason, losers=losers, code=verdict.code)
     return replace(_searched(stands, search_s), schedule=won)
+
+
+def _kept(unchanged: Choice, rejected: Scalar, verdict: PairedTrainingVerdict) -> Choice:
+    """Return the unchanged setting with the verdict on its rejected alternative."""
+    losers = (Rejected(rejected, verdict.reason, verdict.code),)
+    return replace(unchanged, reason=verdict.reason, losers=losers, code=verdict.code)
 
 
 def within(budget: Budget, rival: Plan, verdict: PairedTrainingVerdict) -> PairedTrainingVerdict:
@@ -137,7 +151,9 @@ def within(budget: Budget, rival: Plan, verdict: PairedTrainingVerdict) -> Paire
         return verdict
     energy_j = None if cost.energy_j is None else cost.energy_j * verdict.step_ratio
     over = over_budget(cost.step_s * verdict.step_ratio, None, budget, energy_j)
-    return verdict if over is None else replace(verdict, is_gain=False, reason=f"{over}; {verdict.reason}")
+    if over is None:
+        return verdict
+    return replace(verdict, is_gain=False, reason=f"{over.text}; {verdict.reason}", code=over.code)
 
 
 def _searched(plan: Plan, search_s: float) -> Plan:

@@ -16,7 +16,8 @@ from trimtab.core.errors import InfeasibleError
 from trimtab.core.interconnect import LinkCalibration
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
-from trimtab.core.plan import Choice, MeasuredCost, Plan, Rejected
+from trimtab.core.plan import Choice, MeasuredCost, Plan, Rejected, Scalar
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import Profile
 from trimtab.core.rank_peak_memory import WAYS, RankPeakMemory, Way
 from trimtab.core.units import format_bytes, format_seconds
@@ -35,7 +36,10 @@ DEEPSPEED_WAYS: tuple[Way, ...] = ((1, True), (2, True), (3, True))
 # models on two ranks (benchmarks/results/rank_memory-epyc-2core-2026-11-24.json); single steps took up to 26 and 42 %.
 GLOO_ONCE, GLOO_EACH = 0.12, 0.26
 # From benchmarks/results/published_ranks-2026-11-24.json: twenty pairs of world sizes.
-_NOT_TOLD = "no straggler and no busy network is in it: published jobs lost 4 points more of their speed (median of 20)"
+_NOT_TOLD = (
+    "Stragglers and network contention are not predicted: published jobs lost 4 percentage points more of their speed "
+    "(median of 20)."
+)
 _SHARED = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
 
@@ -90,18 +94,25 @@ class StageCost:
     @property
     def figures(self) -> str:
         """Time and memory in words."""
-        return f"{format_seconds(self.window_s)} a window, {_bytes(self.peak_bytes)} a rank"
+        return f"{format_seconds(self.window_s)} per step, {format_bytes(self.peak_bytes)} per rank"
 
     def __str__(self) -> str:
-        return f"{self.figures}, as rehearsed" if self.ran else self.figures
+        return f"{self.figures}, measured in a dry run" if self.ran else self.figures
 
 
 @dataclass(frozen=True)
 class RefusedStage:
-    """A way to shard the model that was refused, and the reason."""
+    """A way to shard the model that was refused.
+
+    Args:
+        way: ZeRO stage, and reduction once per step.
+        refusal: reason.
+        code: stable identifier of the reason, such as "budget.memory".
+    """
 
     way: Way
     refusal: str
+    code: str
 
     def __str__(self) -> str:
         return self.refusal
@@ -144,8 +155,10 @@ def choose_stage(
     if not feasible:
         raise InfeasibleError(
             "budget",
-            got=f"limits that no ZeRO stage of {ranks} ranks meets; the last: {found[-1]}",
-            expected="a budget that some stage meets, or more ranks",
+            got=f"stage {found[-1].way[0]}: {found[-1]}",
+            expected="a budget that some ZeRO stage meets",
+            problem=f"No ZeRO stage on {ranks} ranks meets the budget. Stage {found[-1].way[0]}: {found[-1]}.",
+            hint="Raise the budget, or use more ranks.",
         )
     scores = {each.way: _score(each, unit or feasible[0], profile.objective) for each in feasible}
     worth = (1 + WORTH) * min(scores.values())
@@ -177,19 +190,22 @@ def _considered(
     try:
         costs = _within(profile, traces, job, way)
     except InfeasibleError as error:
-        return RefusedStage(way, error.got)
+        return RefusedStage(way, error.got, error.code)
     if not costs:
-        return RefusedStage(way, "the seconds of its step are not known")
+        return RefusedStage(way, "the step time is unknown", "time.unknown")
     if not (fitting := [each for each in costs if _misfit(each, profile, job) is None]):
-        return RefusedStage(way, str(_misfit(costs[0], profile, job)))
+        misfit = _misfit(costs[0], profile, job)
+        assert misfit is not None
+        return RefusedStage(way, misfit.text, misfit.code)
     costs = fitting
     if profile.objective.memory > 0 and not (costs := [each for each in costs if each.peak_bytes is not None]):
-        return RefusedStage(way, "its peak memory, which is weighed, is not known")
+        return RefusedStage(way, "the peak memory is unknown, and the objective weights it", "memory.unknown")
     limit_s = math.inf if profile.budget.time is None else profile.budget.time
     if not (in_time := [each for each in costs if each.limit_s <= limit_s]):
         fastest = min(costs, key=lambda each: each.limit_s)
-        told = f", with {100 * more:.2g}% on top:" if (more := fastest.plan.seconds_margin) else ","
-        return RefusedStage(way, f"{format_seconds(fastest.window_s)} a window{told} over {format_seconds(limit_s)}")
+        margin = f" plus a margin of {100 * more:.2g}%" if (more := fastest.plan.seconds_margin) else ""
+        text = f"{format_seconds(fastest.window_s)} per step{margin} is over the budget of {format_seconds(limit_s)}"
+        return RefusedStage(way, text, "budget.time")
     return in_time
 
 
@@ -212,9 +228,10 @@ def _within(profile: Profile, traces: Sequence[RankPeakMemory], job: _Job, way: 
             try:
                 plans += choose_each(there, objective, Budget(limit))
             except InfeasibleError as error:
-                less = f" ({format_bytes(memory)}, less what {100 * margin:.0f}% on top may take)" if margin else ""
-                less = f" ({format_bytes(memory)}, less what was rehearsed beyond what was told)" if beyond else less
-                refusal = InfeasibleError(error.field, got=error.got + less * bool(memory), expected=error.expected)
+                less = f" ({format_bytes(memory)} less a margin of {100 * margin:.0f}%)" if margin else ""
+                less = f" ({format_bytes(memory)} less the prediction error of a dry run)" if beyond else less
+                text = error.got + less * bool(memory)
+                refusal = InfeasibleError(error.field, got=text, expected=error.expected, code=error.code)
     if refusal is not None and not plans:
         raise refusal
     plans.sort(key=lambda plan: plan.num_micro_batches)
@@ -222,21 +239,26 @@ def _within(profile: Profile, traces: Sequence[RankPeakMemory], job: _Job, way: 
     return [cost for plan in plans if (cost := _cost(plan, job, way, margin)) is not None]
 
 
-def _misfit(each: StageCost, profile: Profile, job: _Job) -> str | None:
+def _misfit(each: StageCost, profile: Profile, job: _Job) -> Note | None:
     """Return the reason for refusing a plan after dry runs, or None."""
     memory = profile.budget.memory_bytes
     if each.ran is None:
         more, held = max(job.rehearsed.beyond_bytes(each.way), default=0), each.peak_bytes
         if memory is not None and held is not None and held + more > memory:
-            return f"{format_bytes(held)} and {format_bytes(more)} beyond it, as rehearsed, are over the budget"
-        return "it was not rehearsed" if job.rehearsed.only else job.rehearsed.refusal_of(each.plan)
+            text = (
+                f"{format_bytes(held)} plus the prediction error of a dry run, {format_bytes(more)}, is over the budget"
+            )
+            return Note("budget.memory", text)
+        if job.rehearsed.only:
+            return Note("dry_run.not_run", "no dry run of this plan")
+        return job.rehearsed.refusal_of(each.plan)
     if each.ran.refusal:
-        return f"as rehearsed: {each.ran.refusal}"
+        return Note("dry_run.failed", f"the dry run failed: {each.ran.refusal}")
     peak = each.ran.peak_bytes
     if peak is None or memory is None or peak <= memory:
         return None
-    counted = f"in the median of {len(each.ran.peaks)} windows"
-    return f"{format_bytes(peak)} a rank {counted}, as rehearsed, is over the budget of {format_bytes(memory)}"
+    measured = f"{format_bytes(peak)} per rank, the median of {len(each.ran.peaks)} steps in a dry run,"
+    return Note("budget.memory", f"{measured} is over the budget of {format_bytes(memory)}")
 
 
 def _best(way: Way, costs: Sequence[StageCost], unit: StageCost, objective: Objective) -> StageCost | RefusedStage:
@@ -244,7 +266,7 @@ def _best(way: Way, costs: Sequence[StageCost], unit: StageCost, objective: Obje
     scores = [_score(each, unit, objective) for each in costs]
     best = costs[next(i for i, score in enumerate(scores) if score <= min(scores) / WORTH_A_RUN)]
     if not way[1] and best.plan.num_micro_batches == 1:
-        return RefusedStage(way, "windows of one micro-batch are reduced once")
+        return RefusedStage(way, "a step of a single micro-batch is reduced once in any case", "ranks.one_micro_batch")
     return _with_size(best, costs)
 
 
@@ -264,15 +286,16 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
     plan = replace(
         plan,
         num_ranks=job.ranks,
-        zero_stage=Choice(stage, "as considered", _MARKS["zero_stage"]),
+        zero_stage=Choice(stage, "considered", _MARKS["zero_stage"]),
         reduces_once=replace(plan.reduces_once, value=reduces_once, changed=not reduces_once),
     )
     if job.engine == "deepspeed":
         reason = (
-            "as asked; a rank's bytes and seconds are those of torch's sharding, with nothing sent beside the "
-            "computation, as DeepSpeed is configured: of its own none were traced"
+            "as requested. DeepSpeed was not traced: memory and time are predicted from torch's sharding, without "
+            "overlap of communication with computation"
         )
-        plan = replace(plan, engine=Choice(job.engine, reason, _MARKS["engine"], changed=True))
+        engine = Choice(job.engine, reason, _MARKS["engine"], changed=True, code="engine.requested")
+        plan = replace(plan, engine=engine)
     ran = job.rehearsed.of(plan)
     if ran is not None:
         plan = replace(plan, **{name: getattr(ran.plan, name) for name in ("reduce_dtype", "bucket_bytes")})
@@ -296,10 +319,14 @@ def _as_sent(plan: Plan, calibration: LinkCalibration, shape: StepShape) -> Wind
 def _with_size(best: StageCost, costs: Sequence[StageCost]) -> StageCost:
     """Return the best plan with the costs of the other micro-batch sizes as rejected alternatives."""
     size = best.plan.micro_batch
-    others = {each.plan.micro_batch.value: Rejected(each.plan.micro_batch.value, str(each)) for each in reversed(costs)}
+    others: dict[Scalar, Rejected] = {
+        value: Rejected(value, str(each), "predicted.worse")
+        for each in reversed(costs)
+        for value in (each.plan.micro_batch.value,)
+    }
     losers = {loser.value: loser for loser in size.losers} | others
     losers.pop(size.value, None)
-    with_sent = f"{size.reason}; with what is sent, {best}" if len(others) > 1 else size.reason
+    with_sent = f"{size.reason}; with communication, {best}" if len(others) > 1 else size.reason
     chosen = replace(size, reason=with_sent, losers=tuple(losers.values()))
     return replace(best, plan=replace(best.plan, micro_batch=chosen))
 
@@ -307,46 +334,45 @@ def _with_size(best: StageCost, costs: Sequence[StageCost]) -> StageCost:
 def _with_stage(chosen: StageCost, found: Stages, calibration: LinkCalibration, *, is_limited: bool) -> Plan:
     stage, reduces_once = chosen.way
     others = [each for each in found if each.way[0] != stage]
-    losers = tuple(Rejected(each.way[0], str(each)) for each in others if each.way[1])
-    reason = f"{chosen.figures}, of which communication is waited for {format_seconds(chosen.cost.exposed_s)}"
+    losers = tuple(_rejected(each.way[0], each) for each in others if each.way[1])
+    waits = "predicted " if chosen.ran is not None else ""
+    reason = f"{chosen.figures}, including {waits}{format_seconds(chosen.cost.exposed_s)} waiting for communication"
     link = f"over {calibration.link.name}"
     if chosen.ran is not None:
-        reason += " as told"
-        link += f"; as rehearsed: {saying_missed(chosen.plan, chosen.ran)}"
+        link += f"; measured in a dry run: {saying_missed(chosen.plan, chosen.ran)}"
     elif chosen.margin and is_limited:
-        link += (
-            f"; held against the limit with {100 * chosen.margin:.0f}% on top, as gloo may let go late of what it sent"
-        )
+        margin = f"a margin of {100 * chosen.margin:.0f}%"
+        link += f"; {margin} is added before comparison with the limit, because gloo releases sent tensors late"
     same = [each for each in found if each.way[0] == stage and each.way != chosen.way]
-    once = tuple(Rejected(each.way[1], str(each)) for each in same)
-    plan = replace(
-        chosen.plan,
-        zero_stage=Choice(stage, f"{reason}, {link}", _MARKS["zero_stage"], changed=stage > 0, losers=losers),
-    )
+    once = tuple(_rejected(each.way[1], each) for each in same)
+    code = "predicted.best" if chosen.ran is None else "dry_run.best"
+    best = Choice(stage, f"{reason}, {link}", _MARKS["zero_stage"], changed=stage > 0, losers=losers, code=code)
+    plan = replace(chosen.plan, zero_stage=best)
     if stage < 2:
         return plan
-    return replace(plan, reduces_once=Choice(reduces_once, str(chosen), _MARKS["reduces_once"], not reduces_once, once))
+    reduced = Choice(reduces_once, str(chosen), _MARKS["reduces_once"], not reduces_once, once, code)
+    return replace(plan, reduces_once=reduced)
+
+
+def _rejected(value: Scalar, each: StageCost | RefusedStage) -> Rejected:
+    return Rejected(value, str(each), each.code if isinstance(each, RefusedStage) else "predicted.worse")
 
 
 def stages_text(found: Stages) -> str:
     """Return a table of the cost of every way to shard, with its limitations."""
     return "\n".join(
-        ["a rank at each ZeRO stage, predicted:", *(f"  {_line(each)}" for each in found), f"  {_NOT_TOLD}"]
+        ["Cost of a rank at each ZeRO stage, predicted:", *(f"  {_line(each)}" for each in found), f"  {_NOT_TOLD}"]
     )
 
 
 def _line(each: StageCost | RefusedStage) -> str:
     stage, reduces_once = each.way
-    once = "" if reduces_once else ", reduced after each micro-batch"
+    once = "" if reduces_once else ", gradients reduced after each micro-batch"
     way = f"stage {stage}: shards {_SHARED[stage]}{once}"
     if isinstance(each, RefusedStage):
-        return f"{way:<78}  {each}"
+        return f"{way:<100}  {each}"
     cost, plan = each.cost, each.plan
-    figures = f"{_bytes(each.peak_bytes):>9}  {format_seconds(each.window_s):>9} a window"
-    waits = f"{100 * cost.exposed_s / cost.total_s:3.0f}% waiting to send"
-    sent = "" if plan.reduce_dtype.value == "fp32" else f", gradients sent in {plan.reduce_dtype.value}"
-    return f"{way:<78}  {figures}, {waits}; {plan.num_micro_batches} x {plan.micro_batch.value} rows{sent}"
-
-
-def _bytes(value: int | None) -> str:
-    return "not known" if value is None else format_bytes(value)
+    figures = f"{format_bytes(each.peak_bytes):>9}  {format_seconds(each.window_s):>9} per step"
+    waits = f"{100 * cost.exposed_s / cost.total_s:3.0f}% waiting for communication"
+    sent = "" if plan.reduce_dtype.value == "fp32" else f", gradients reduced in {plan.reduce_dtype.value}"
+    return f"{way:<100}  {figures}, {waits}; {plan.num_micro_batches} x {plan.micro_batch.value} samples{sent}"

@@ -59,7 +59,7 @@ def _findings() -> Iterator[DiagnosisLine]:
     for precision in ("fp32", "tf32", "bf16", "fp16"):
         refusal = precision_refusal(spec, precision)
         peak = f"{format_count(spec.peak(precision))}FLOP/s peak ({spec.source})"
-        yield DiagnosisLine(f"precision {precision}", refusal is None, peak if refusal is None else refusal)
+        yield DiagnosisLine(f"precision {precision}", refusal is None, peak if refusal is None else refusal.text)
     counted = "allocator statistics" if device.type == "cuda" else "bytes allocated, counted; repeats to about 1%"
     yield DiagnosisLine("memory figures", True, counted)
     yield energy_finding(with_idle(find_meter(device)).facts)

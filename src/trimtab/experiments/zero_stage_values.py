@@ -14,7 +14,7 @@ def stage_figures(stages: Stages) -> tuple[ZeroStageCost, ...]:
 def _figures(each: StageCost | RefusedStage) -> ZeroStageCost:
     stage, reduces_once = each.way
     if isinstance(each, RefusedStage):
-        return ZeroStageCost(stage, reduces_once, each.refusal)
+        return ZeroStageCost(stage, reduces_once, each.refusal, code=each.code)
     return ZeroStageCost(
         stage,
         reduces_once,

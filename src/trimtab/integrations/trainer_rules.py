@@ -56,7 +56,7 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
                 hint=f"Make a plan without adapt, and configure the setting in {host}.",
                 code="plan.decided_by_trainer",
             )
-    return without_graphs(plan, "of loops that call the model as it was planned")
+    return without_graphs(plan, "the trainer may call the model in another way than the planned loop")
 
 
 def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:

@@ -47,7 +47,7 @@ def test_all_of_it_or_nothing_and_then_the_rest(tmp_path, monkeypatch, room):
     file.write(b"three\n")
     file.close()
     file.close()
-    with pytest.raises(ValueError, match="it: write to a closed file"):
+    with pytest.raises(ValueError, match="closed"):
         file.write(b"four\n")
     assert path.read_bytes() == b"begun\none\ntwo two\nthree\n"
 
@@ -123,7 +123,7 @@ def test_what_is_kept_of_a_long_record_is_not_read(tmp_path):
         tracemalloc.stop()
         assert peak < 2**20
         assert path.stat().st_size == 2**26
-        with raises(FormatError, code="format.invalid"):
+        with raises(FormatError, code="record.truncated"):
             record.keep(1000)
 
 

@@ -26,7 +26,7 @@ def used(joules: float, seconds: float, kind: Provenance = Provenance.MEASURED) 
 def test_a_constant_is_grams_per_kilowatt_hour():
     found = carbon_of([(MIDNIGHT, used(2 * KWH, 3600))], constant(350, "average"))
     assert (found.grams, found.kind, found.provenance) == (700.0, "average", Provenance.MEASURED)
-    assert found.describe() == "700 g CO2e by average intensity, of measured energy"
+    assert "700 g" in found.describe()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_hours_of_which_nothing_is_known_are_refused(begin_s, seconds):
 
 def test_what_is_not_measured_has_no_carbon():
     found = carbon_of([(MIDNIGHT, used(KWH, 60)), (MIDNIGHT, absent("no meter", 60))], constant(100, "average"))
-    assert (found.grams, found.describe()) == (None, "not known: no meter")
+    assert (found.grams, found.reason) == (None, "no meter")
     assert carbon_of([], constant(100, "average")).grams is None
 
 
@@ -73,7 +73,8 @@ def test_what_is_estimated_stays_so():
     parts = [(MIDNIGHT, used(KWH, 60)), (MIDNIGHT, used(KWH, 60, Provenance.ESTIMATED))]
     found = carbon_of(parts, constant(100, "average"))
     assert (found.grams, found.provenance) == (200.0, Provenance.ESTIMATED)
-    assert added([found, found]).describe() == "400 g CO2e by average intensity, of estimated energy"
+    assert "400 g" in added([found, found]).describe()
+    assert added([found, found]).provenance == Provenance.ESTIMATED
 
 
 def test_average_and_marginal_are_never_added():
@@ -98,20 +99,20 @@ def test_a_constant_that_is_none_is_refused(grams):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "code", "field"),
     [
-        (("time,", "hour,"), "the columns time and g_per_kwh"),
-        (("2026-03-01T01:00Z", "2026-03-01T01:00"), "without an offset"),
-        (("2026-03-01T01:00Z", "one o'clock"), "ISO 8601"),
-        (("2026-03-01T02:00Z", "2026-03-01T01:00Z"), "times in order"),
-        (("300", "nan"), "grams per kWh"),
-        (("300", ""), "grams per kWh"),
-        (("300", "-5"), "grams per kWh"),
-        (("\n2026-03-01T01:00Z,300\n2026-03-01T02:00Z,50", ""), "at least two"),
+        (("time,", "hour,"), "csv.columns", "carbon"),
+        (("2026-03-01T01:00Z", "2026-03-01T01:00"), "csv.time", "carbon:3"),
+        (("2026-03-01T01:00Z", "one o'clock"), "csv.time", "carbon:3"),
+        (("2026-03-01T02:00Z", "2026-03-01T01:00Z"), "csv.order", "carbon:4"),
+        (("300", "nan"), "csv.number", "carbon:3"),
+        (("300", ""), "csv.number", "carbon:3"),
+        (("300", "-5"), "csv.number", "carbon:3"),
+        (("\n2026-03-01T01:00Z,300\n2026-03-01T02:00Z,50", ""), "csv.columns", "carbon"),
     ],
 )
-def test_a_file_that_does_not_say_is_refused_by_its_line(change, said):
-    with pytest.raises(FormatError, match=said):
+def test_an_invalid_file_is_refused_by_its_line(change, code, field):
+    with raises(FormatError, code=code, field=field):
         of_csv(TRACE.replace(*change), "average")
 
 

@@ -38,7 +38,7 @@ def test_a_moment(text, after_s):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("2026-03-01T06:00", "without an offset"), ("2026-02-30T06:00Z", "which is no time"), ("", "no time")],
+    [("2026-03-01T06:00", "offset"), ("2026-02-30T06:00Z", "ISO 8601"), ("", "ISO 8601")],
 )
 def test_what_is_no_time_says_why(text, says):
     assert time_of(" 2026-03-01T06:00Z\n") == NOW + 6 * 3600
@@ -46,11 +46,8 @@ def test_what_is_no_time_says_why(text, says):
         time_of(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("2026-03-01T06:00", "without an offset"), ("tomorrow", "a moment of ISO 8601"), ("0s", "> 0"), ("", "36h")],
-)
-def test_what_is_no_moment(text, says):
+@pytest.mark.parametrize("text", ["2026-03-01T06:00", "tomorrow", "0s", ""])
+def test_what_is_no_moment(text):
     with raises(ValueGivenError, code="value.invalid", field="--by"):
         parse_moment("--by", text, NOW)
 

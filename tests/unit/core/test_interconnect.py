@@ -93,7 +93,7 @@ def test_what_is_usual_is_in_the_table():
 def test_what_the_table_lacks_is_refused_and_the_names_are_listed(name, device):
     with pytest.raises(ValueGivenError) as caught:
         absent_link(name, device)
-    for known in (*LINKS, *USUAL, "nvlink (where the device is A100, H100, H200, B200)"):
+    for known in (*LINKS, *USUAL, "nvlink (only with the devices A100, H100, H200, B200)"):
         assert known in caught.value.expected
     assert device in caught.value.got
 

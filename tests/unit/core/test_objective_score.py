@@ -87,14 +87,14 @@ def test_an_unknown_term_is_an_error_only_where_it_is_weighted(cost, term, ours)
     pair = (unknown, cost) if ours else (cost, unknown)
     others = dict.fromkeys(("time", "memory", "energy"), 1.0) | {name: 0.0}
     assert math.isclose(Objective(**others).score(*pair), 1.0, rel_tol=1e-15)
-    with raises(ValueGivenError, code="value.invalid") as caught:
+    with raises(ValueGivenError, code="objective.not_measured") as caught:
         Objective(**others | {name: 1e-6}).score(*pair)
     assert caught.value.field == name
 
 
 @pytest.mark.parametrize("theirs", [0.0, -1.0, math.inf, math.nan])
 def test_a_reference_that_is_no_yardstick_is_an_error(theirs):
-    with raises(ValueGivenError, code="value.invalid", field="time"):
+    with raises(ValueGivenError, code="objective.not_measured", field="time"):
         Objective().score(Cost(1.0), Cost(theirs))
 
 
@@ -112,7 +112,7 @@ def test_without_energy_the_other_weights_are_left_however_small(weights, left):
 
 
 def test_without_energy_nothing_is_left_of_energy_alone():
-    with raises(ValueGivenError, code="value.invalid", field="energy"):
+    with raises(ValueGivenError, code="energy.no_meter", field="energy"):
         Objective(0, 0, 3).without_energy()
 
 

@@ -13,6 +13,7 @@ from raising import raises
 from trimtab.core.errors import FormatError, UsageError, ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected, SplitCheck
+from trimtab.core.plan_note import Note
 from trimtab.core.serialization import from_json, to_json
 
 VALUES = {
@@ -122,7 +123,7 @@ def test_a_larger_batch_is_cut_only_by_a_plan_that_splits_or_has_proved_it_may(m
 def test_a_value_set_by_hand_to_what_the_loop_has_changes_nothing(name):
     plan = Plan.fixed(8, **{name: KEPT[name]})
     assert (plan.changes, plan.tier) == ((), "S")
-    assert getattr(plan, name).reason == "set by hand"
+    assert getattr(plan, name).code == "plan.by_hand"
 
 
 def test_fixed_holds_what_was_given():
@@ -183,7 +184,7 @@ def test_graphs_are_of_one_process_and_survive_a_file(way, without):
     assert from_json(Plan, to_json(plan)) == plan
     with raises(ValueGivenError, code="value.invalid", field="plan.compiled") as caught:
         Plan.fixed(8, num_ranks=2, zero_stage=0, compiled=way)
-    assert f"compiled={without}" in str(caught.value)
+    assert f"compiled={without}" in caught.value.hint
 
 
 def test_another_schema_is_refused():
@@ -238,25 +239,25 @@ def test_the_page_shows_costs_check_and_advice():
         verified=(1.9, 2.1),
         planning_s=90.0,
         search_s=30.0,
-        advice=("use the fused head",),
+        advice=(Note("head.unfused", "use the fused head"),),
     )
     page = str(plan)
     for words in (
-        "Change micro batch 4 (tier F: other dynamics): 2.00x the speed in trials (95% 1.90 to 2.10).",
-        "against: declared tf32 eager loop, 8 rows per step",
-        "reference: 500 ms per step, peak memory 2 GiB",
+        "Change micro batch 4 (tuned plan): 2.00x the speed in trials (95% 1.90 to 2.10).",
+        "baseline: declared tf32 eager loop, 8 samples per step",
+        "baseline, measured: 500 ms per step, peak memory 2 GiB",
         "this plan, predicted: 200 ms per step (180 ms to 230 ms), peak memory 1 GiB",
         "this plan, measured: 250 ms per step, peak memory 1 GiB",
-        "splitting is refused: batch statistics in 2 layers",
+        "splitting is not allowed: batch statistics in 2 layers",
         "advice: use the fused head",
-        "planning took 90 s, 30 s of it search for tier F",
+        "planning took 90 s, including 30 s of search for the tuned plan",
     ):
         assert words in page.splitlines() or f"check: {words}" in page.splitlines()
 
 
 @pytest.mark.parametrize(
     ("verified", "said"),
-    [((1.5, 2.5), " (95% 1.50 to 2.50)."), ((0.9, 1.2), " (95% 0.90 to 1.20, not to be told from 1).")],
+    [((1.5, 2.5), " (95% 1.50 to 2.50)."), ((0.9, 1.2), " (95% 0.90 to 1.20, not significant).")],
 )
 def test_the_verdict_says_how_sure_its_speed_is(verified, said):
     plan = dataclasses.replace(
@@ -266,7 +267,8 @@ def test_the_verdict_says_how_sure_its_speed_is(verified, said):
 
 
 def test_a_split_set_by_hand_is_not_said_to_be_proved():
-    assert Plan.fixed(8, 4).micro_batch.reason == "set by hand; not proved to keep the maths"
+    assert Plan.fixed(8, 4).micro_batch.code == "plan.by_hand"
+    assert "not proved" in Plan.fixed(8, 4).micro_batch.reason
     assert "not proved" in str(Plan.fixed(8, 4)).splitlines()[0]
     proved = dataclasses.replace(Plan.fixed(8, 4), check=SplitCheck(True, "proved"))
     assert "not proved" not in str(proved).splitlines()[0]
@@ -276,5 +278,5 @@ def test_a_split_set_by_hand_is_not_said_to_be_proved():
 def test_the_page_says_when_nothing_changes_and_what_was_not_measured():
     page = str(Plan.fixed(8))
     assert page.startswith("Change nothing: ")
-    assert "reference: not measured" in page
+    assert "baseline, measured: not measured" in page
     assert "x the speed" not in page

@@ -46,8 +46,8 @@ def test_differences_name_the_fields_that_differ(names):
     [
         (BASE, "fp32, micro-batch 8"),
         (Candidate("bf16", "channels_last", True, 4), "bf16, channels_last, fused, micro-batch 4"),
-        (Candidate("fp32", "keep", False, 4, "retain"), "fp32, memory retained, micro-batch 4"),
-        (Candidate("fp32", "keep", False, 4, loss_chunk=64), "fp32, loss in chunks of 64, micro-batch 4"),
+        (Candidate("fp32", "keep", False, 4, "retain"), "fp32, freed memory kept, micro-batch 4"),
+        (Candidate("fp32", "keep", False, 4, loss_chunk=64), "fp32, loss in chunks of 64 tokens, micro-batch 4"),
         (Candidate("bf16", "keep", False, 4, compiled=True), "bf16, compiled, micro-batch 4"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from simulated_machine import CPU, LOOP, MIB, SPLITTABLE
 
 from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.selection import FinalOutcome, decide
 from trimtab.decide.trial_statistics import control_interval, is_free, speed_ratio, unfit
@@ -106,7 +107,7 @@ def test_the_lightest_of_the_winners_speed_is_taken():
 def test_under_a_budget_who_fits_wins_though_slower():
     found = decided(micro(32, 1.5, 400), micro(16, 2.0, 300), budget=Budget(memory=450 * MIB))
     assert found.winner.candidate.micro_batch == 32
-    assert found.must_leave == "peak memory 640 MiB is over the budget of 450 MiB"
+    assert found.must_leave == Note("budget.memory", "peak memory 640 MiB is over the budget of 450 MiB")
     assert found.speed is not None
     assert found.speed.mean == pytest.approx(1 / 1.5)
 
@@ -119,20 +120,22 @@ def test_where_the_reference_cannot_run_who_was_put_first_wins():
     broken = Trial("final", REFERENCE, error="out of memory")
     found = decided(trial(HALF, 2.0), trial(TOGETHER, 2.0), reference=broken)
     assert found.winner.candidate == HALF
-    assert (found.must_leave, found.speed) == ("out of memory", None)
+    assert (found.must_leave, found.speed) == (Note("trial.out_of_memory", "out of memory"), None)
 
 
 def test_why_a_trial_cannot_be_chosen():
     whole, budget = micro(32, 0.4, 50), Budget(memory=100 * MIB, time=0.5)
 
-    def why(found: Trial) -> str:
-        return unfit(profile_of(found), found, budget) or ""
+    def why(found: Trial) -> Note | None:
+        return unfit(profile_of(found), found, budget)
 
-    assert why(whole) == ""
-    assert why(replace(whole, error="RuntimeError: no")) == "RuntimeError: no"
-    assert why(replace(whole, block_s=(9.0, 9.0))).startswith("stopped after 2 blocks: 9 s per step")
-    assert why(micro(32, 0.4, 200)) == "peak memory 200 MiB is over the budget of 100 MiB"
-    assert why(micro(32, 0.6, 50)) == "600 ms per step is over the budget of 500 ms"
+    assert why(whole) is None
+    assert why(replace(whole, error="RuntimeError: no")) == Note("trial.failed", "RuntimeError: no")
+    stopped = why(replace(whole, block_s=(9.0, 9.0)))
+    assert stopped.code == "trial.stopped_early"
+    assert all(figure in stopped.text for figure in ("2 blocks", "9 s per step"))
+    assert why(micro(32, 0.4, 200)) == Note("budget.memory", "peak memory 200 MiB is over the budget of 100 MiB")
+    assert why(micro(32, 0.6, 50)) == Note("budget.time", "600 ms per step is over the budget of 500 ms")
 
 
 def test_memory_may_be_weighed_against_time():

@@ -136,7 +136,7 @@ def _plans(comparison: Comparison) -> tuple[Block, ...]:
         plan = comparison.plans[tier]
         sentences = plan_tables.plan_sentences(plan, plan_tables.arm_of(comparison, tier))
         blocks += [Heading(tables.plan_title(tier)), Paragraph(" ".join(sentences))]
-        blocks += [Bullets(tuple(f"Advice: {text}" for text in plan.advice))] if plan.advice else []
+        blocks += [Bullets(tuple(f"Advice: {each.text}" for each in plan.advice))] if plan.advice else []
         blocks += [plan_tables.change_table(plan, changed=changed) for changed in (True, False)]
     return tuple(blocks)
 
