@@ -21,8 +21,8 @@ DISTORTED = 1.25
 _UNDER = {"forward": ("forward",), "backward": ("backward", "recompute"), "optimizer": ("optimizer",)}
 # Phases that a task's own step function hides in its rest, and our loop times separately.
 _HIDDEN = ("forward", "recompute", "backward")
-COMPUTE, MEMORY, UNBOUND = "compute-bound", "memory-bound", "unknown"
-_OTHERS = {"communication": "communication-bound", "data": "waiting for data", "rest": "the rest of the loop"}
+COMPUTE, MEMORY, UNBOUND = "compute-bound", "memory-bound", "not known"
+_OTHERS = {"communication": "communication-bound", "data": "waiting for data", "rest": "the loop itself"}
 BOUNDS = (COMPUTE, MEMORY, *_OTHERS.values(), UNBOUND)
 
 

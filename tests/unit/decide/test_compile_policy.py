@@ -51,7 +51,7 @@ def test_a_gpu_compiles_where_what_it_is_likely_to_save_pays(steps, flops, devic
     machine = Machine(speed=dict.fromkeys(("tf32", "bf16", "fp16"), 0.5))
     profile = measured(machine, total_steps=steps, **(STEP | {"device": device, "flops_per_step": flops}))
     assert (trial_of(machine) is not None) is tried
-    assert tried or "not tried: a run of" in plan_of(profile).compiled.reason
+    assert tried or plan_of(profile).compiled.code == "compile.run_too_short"
 
 
 def test_what_convolves_saves_less_by_compiling_and_takes_longer():
@@ -90,7 +90,7 @@ def test_a_hurried_search_on_a_gpu_compiles_what_promises_much():
     assert trial_of(processor) is None
     assert trial_of(gpu) is not None
     assert trial_of(brief) is None
-    assert "measuring had taken what the run spares" in plan_of(profile).compiled.reason
+    assert plan_of(profile).compiled.code == "search.over_time"
 
 
 def chunks_that_compiling_does_by_itself(stage: str, candidate: Candidate) -> float:
@@ -129,8 +129,8 @@ def test_where_the_host_holds_up_all_modes_the_one_with_the_fastest_products_is_
     assert plan.verified is not None
     assert plan.verified[0] == pytest.approx(2.5)
     for choice in (plan.compiled, plan.precision):
-        said = choice.reason.replace(" (95% 2.5 to 2.5, n=3)", "")
-        assert "bf16, compiled, micro-batch 64, at 2.5x the speed of fp32, micro-batch 64" in said
+        assert choice.code == "trial.faster"
+        assert all(part in choice.reason for part in ("bf16, compiled, micro-batch 64", "2.5x the speed", "fp32"))
 
 
 def test_it_is_predicted_for_the_mode_it_was_tried_in_alone():
@@ -210,7 +210,8 @@ def test_a_step_that_waits_for_its_launches_is_launched_at_once():
     assert plan.compiled.value == COMPILED_GRAPHS
     assert plan.verified is not None
     assert plan.verified[0] == pytest.approx(10)
-    assert "compiled, as CUDA graphs, micro-batch 64, at 10x" in plan.compiled.reason
+    assert plan.compiled.code == "trial.faster"
+    assert "10x the speed" in plan.compiled.reason
     assert {loser.value for loser in plan.compiled.losers} == {False, CUDA_GRAPHS}
 
 
@@ -228,9 +229,9 @@ def test_compiling_pays_beside_what_is_recorded_alone_or_is_left(steps, way):
     plan = plan_of(measured(machine, total_steps=steps, **WAITS))
     assert tried_ways(machine) == [False, CUDA_GRAPHS, False, CUDA_GRAPHS, COMPILED_GRAPHS]
     assert plan.compiled.value == way
-    said = [loser.reason for loser in plan.compiled.losers if loser.value == COMPILED_GRAPHS]
-    assert all("of the run, and took" in each and "of bf16, as CUDA graphs" in each for each in said)
-    assert bool(said) is (way == CUDA_GRAPHS)
+    lost = [loser for loser in plan.compiled.losers if loser.value == COMPILED_GRAPHS]
+    assert all(each.code == "compile.does_not_pay" and "CUDA graphs" in each.reason for each in lost)
+    assert bool(lost) is (way == CUDA_GRAPHS)
 
 
 @pytest.mark.parametrize(("steps", "tried"), [(410, False), (411, True)])
@@ -265,9 +266,8 @@ def test_graphs_that_are_no_faster_than_what_is_compiled_are_left():
     plan = plan_of(measured(machine, total_steps=10_000, **WAITS))
     assert plan.compiled.value is True
     assert tried_ways(machine) == [False, CUDA_GRAPHS, False, True]
-    reasons = [loser.reason for loser in plan.compiled.losers if loser.value == CUDA_GRAPHS]
-    assert all("not clearly faster" in each for each in reasons)
-    assert reasons
+    codes = {loser.code for loser in plan.compiled.losers if loser.value == CUDA_GRAPHS}
+    assert codes == {"trial.no_gain"}
 
 
 def test_what_is_compiled_and_cannot_be_recorded_leaves_what_is_recorded_as_it_is():
@@ -308,7 +308,7 @@ def test_of_ranks_nothing_is_launched_at_once():
     for plan, way in ((plan_of(profile), True), (plan_of(recorded), False)):
         shared = replicated(plan, 2)
         assert (shared.num_ranks, shared.compiled.value) == (2, way)
-        assert shared.compiled.reason.startswith("without CUDA graphs")
+        assert shared.compiled.code == "graphs.removed"
 
 
 def test_a_processor_compiles_its_fastest_mode():

@@ -105,6 +105,7 @@ def test_gradients_are_reduced_after_each_micro_batch_where_holding_them_is_too_
     plan, found = choose(profile)
     assert (plan.zero_stage.value, plan.reduces_once.value, plan.micro_batch.value) == (3, False, 1)
     assert plan.reduces_once.changed
+    assert found[0].code in ("budget.memory", "plan.infeasible")
     assert "over the budget" in str(found[0])
 
 
@@ -151,9 +152,9 @@ def test_the_table_has_a_line_of_each_way():
     _, found = choose(profile_of(memory=751))
     lines = stages_text(found).splitlines()
     assert len(lines) == 2 + len(WAYS)
-    assert "straggler" in lines[-1]
+    assert "Stragglers" in lines[-1]
     assert "stage 0: shards nothing" in lines[1]
-    assert "windows of one micro-batch are reduced once" in lines[4]
+    assert "a single micro-batch is reduced once" in lines[4]
 
 
 def fast_in(*values: str, compiled: float = 1.0, weight: float = 0.0):
@@ -168,7 +169,7 @@ def test_deepspeeds_stages_are_told_by_the_same_traces_and_their_plan_says_so():
     assert [each.way for each in found] == [(1, True), (2, True), (3, True)]
     assert (plan.engine.value, plan.engine.changed, plan.zero_stage.value) == ("deepspeed", True, 1)
     assert {loser.value for loser in plan.zero_stage.losers} == {2, 3}
-    assert "those of torch's sharding" in plan.engine.reason
+    assert plan.engine.code == "engine.requested"
     _, by_torch = choose(profile)
     assert [each.peak_bytes for each in found] == [by_torch[i].peak_bytes for i in (1, 2, 4)]
     for each in found:
@@ -201,9 +202,9 @@ def test_shards_have_no_layout(engine, of_replicas):
 def test_a_peak_that_no_trace_tells_of_is_not_known():
     plan, found = choose(fast_in(compiled=3.0))
     assert (plan.compiled.value, plan.predicted.peak_bytes, found[0].peak_bytes) == (True, None, None)
-    assert "a window, not known a rank" in plan.zero_stage.losers[0].reason
+    assert "unknown per rank" in plan.zero_stage.losers[0].reason
     assert "0 B" not in stages_text(found) + str(plan)
-    assert "  not known  " in stages_text(found)
+    assert "  unknown  " in stages_text(found)
 
 
 def test_where_memory_is_weighed_what_is_not_known_is_never_better():
@@ -244,7 +245,7 @@ def test_on_a_slow_link_fewer_micro_batches_are_gathered_for(bytes_per_s, recomp
     assert (found.plan.recompute.value is not None) == recomputes
     assert (found.plan.num_micro_batches == 1) == recomputes
     others = {loser.value: loser.reason for loser in found.plan.micro_batch.losers}
-    assert "a window" in others[8]
+    assert "per step" in others[8]
 
 
 def third(profile, link, *, once: bool = True) -> StageCost:
@@ -261,10 +262,10 @@ def test_shards_are_reduced_in_half_of_the_bytes_where_it_is_worth_it(once, memo
     plan = each.plan
     assert (plan.num_micro_batches == 1) == once
     assert (plan.reduce_dtype.value, plan.reduce_dtype.changed, plan.tier) == ("bf16", True, "S")
-    assert "with the parameters that are gathered" in plan.reduce_dtype.reason
-    assert "a window is predicted to take" in plan.reduce_dtype.reason
+    assert "gathered parameters" in plan.reduce_dtype.reason
+    assert plan.reduce_dtype.code == "predicted.best"
     assert [loser.value for loser in plan.reduce_dtype.losers] == ["fp32"]
-    assert "gradients sent in bf16" in stages_text((each,))
+    assert "gradients reduced in bf16" in stages_text((each,))
     fast = third(profile, calibration(), once=once).plan
     assert (fast.reduce_dtype.value, fast.reduce_dtype.changed) == ("fp32", False)
     assert third(profile, replace(slow, cast_s_per_byte=1e-6), once=once).plan.reduce_dtype.value == "fp32"
@@ -286,8 +287,8 @@ def test_over_gloo_shards_are_held_against_a_limit_with_what_its_threads_let_go_
             assert each.margin == held_with("cpu", each.way) == (0 if stage < 2 else 0.12 if once else 0.26)
             assert (1 + each.margin) * each.peak_bytes <= memory * MIB
     there, _ = choose(profile_of(memory=716))
-    assert "on top" not in there.zero_stage.reason
-    assert ("% on top" in plan.zero_stage.reason) == (plan.zero_stage.value >= 2)
+    assert "a margin of" not in there.zero_stage.reason
+    assert ("a margin of" in plan.zero_stage.reason) == (plan.zero_stage.value >= 2)
 
 
 def test_what_gloo_may_hold_is_said_where_it_decides():

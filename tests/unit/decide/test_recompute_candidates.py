@@ -50,13 +50,13 @@ def test_where_splitting_is_cheap_nothing_is_recomputed():
     plan = planned(machine(split_s=0.01), budget=limit(0.75))
     assert not plan.recompute.changed
     assert plan.micro_batch.value < 64
-    assert plan.recompute.reason == "as the loop has it: nothing that recomputes is predicted to be better"
+    assert plan.recompute.code == "predicted.no_gain"
     assert any(loser.value == "every_block" for loser in plan.recompute.losers)
 
 
 def test_the_plan_says_what_is_recomputed_and_what_would_fit_without():
     plan = planned(machine(), budget=limit(0.75))
-    assert plan.recompute.reason.startswith("computed again: ")
+    assert plan.recompute.code == "recompute.faster"
     assert "micro-batch 32 is predicted at 1." in plan.recompute.reason
     assert "not every_block: predicted at" in str(plan)
 
@@ -66,7 +66,7 @@ def test_where_nothing_else_fits_it_is_what_does():
     plan = choose(measured(made, budget=limit(0.7), check=REFUSED), Objective(), limit(0.7))
     assert plan.recompute.changed
     assert plan.micro_batch.value == 64
-    assert "nothing fits without" in plan.recompute.reason
+    assert plan.recompute.code == "recompute.needed"
 
 
 def test_blocks_are_measured_where_nothing_else_is_left_to_try():
@@ -149,7 +149,7 @@ def test_schedules_that_win_where_memory_weighs_are_looked_at_where_it_does_not(
     assert timed.front == weighed.front
     _, high = timed.stands_between
     assert 0 < high < 1
-    told = {point.settings for point in timed.front if "recomputing" in point.settings}
+    told = {point.settings for point in timed.front if "activation checkpointing" in point.settings}
     assert any(schedule in text for text in told for schedule in profile.recomputables[0].schedules)
 
 

@@ -36,13 +36,14 @@ def test_one_process_shares_nothing_and_a_plan_that_says_how_stays_so():
 def test_on_a_fast_link_nothing_is_changed():
     found = sending(plan(), calibration(1e-6, 1e11), SHAPE)
     assert found.changes == ("micro_batch",)
-    assert "no way to send them is predicted" in found.reduce_dtype.reason
+    assert found.reduce_dtype.code == "predicted.no_gain"
 
 
 def test_on_a_slow_link_half_of_the_bytes_are_sent():
     found = sending(plan(), calibration(1e-6, 1e8), SHAPE)
     assert (found.reduce_dtype.value, found.reduce_dtype.changed) == ("bf16", True)
     assert found.tier == "S"
+    assert found.reduce_dtype.code == "predicted.best"
     assert "8 MiB of gradients over planted" in found.reduce_dtype.reason
 
 
