@@ -48,7 +48,8 @@ def test_what_is_predicted_to_be_faster_and_is_slower_is_not_chosen(found):
     assert (plan["reduce_dtype"]["value"], plan["reduce_dtype"]["changed"]) == ("fp32", False)
     assert plan["bucket_bytes"]["value"] is None
     assert "is predicted to take" in plan["reduce_dtype"]["reason"]
-    assert "rehearsed in 6 pairs of blocks: 0." in plan["reduce_dtype"]["reason"]
+    assert plan["reduce_dtype"]["code"] == "dry_run.small_gain"
+    assert "6 pairs of blocks: 0." in plan["reduce_dtype"]["reason"]
     assert plan["reduce_dtype"]["losers"][0]["value"] == "bf16"
     assert plan["planning_s"] > 0
 
@@ -56,13 +57,15 @@ def test_what_is_predicted_to_be_faster_and_is_slower_is_not_chosen(found):
 def test_what_is_faster_as_predicted_is(found):
     plan = found[0]["slow_usual"]["plan"]
     assert (plan["reduce_dtype"]["value"], plan["reduce_dtype"]["changed"]) == ("bf16", True)
-    assert "times the speed of fp32 in the usual buckets" in plan["reduce_dtype"]["reason"]
+    assert plan["reduce_dtype"]["code"] == "dry_run.faster"
+    assert "x the speed of fp32 in buckets of the default size" in plan["reduce_dtype"]["reason"]
 
 
 @pytest.mark.parametrize(("case", "why"), [("no_copies", "deepcopy"), ("all_raise", "ValueError: no loss")])
 def test_what_cannot_be_run_is_not_changed_and_says_why(found, case, why):
     plan = found[0][case]["plan"]
     assert plan["reduce_dtype"]["value"] == "fp32"
+    assert plan["reduce_dtype"]["code"] == "dry_run.not_run"
     assert why in plan["reduce_dtype"]["reason"]
 
 

@@ -82,7 +82,7 @@ def test_killed_while_it_pauses_it_goes_on_from_its_checkpoint(plain, tmp_path):
     clean += ("--pauses", "10min", "--energy-watts", 1000, "--checkpoints", "kept", "--record", "run.jsonl")
     killed = command(folder, *clean, dies_at=NOW + 2 * HOUR)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert killed.stderr.startswith("start now, in 2 stretches, to be done by 2026-03-01T04:00+00:00; 250 g")
+    assert killed.stderr.startswith("start now, in 2 periods, end at 2026-03-01T04:00+00:00; forecast 250 g")
     assert [each.name for each in committed(folder / "kept")] == ["step-6"]
     again = command(folder, *clean, now_s=NOW + 2.5 * HOUR)
     assert again.returncode == 0, again.stderr

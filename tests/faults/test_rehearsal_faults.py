@@ -43,5 +43,7 @@ def test_memory_that_runs_out_on_all_ranks_at_one_place_refuses_the_plan(tmp_pat
     for rank in range(2):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert found["all_run_out_alike"]["unchanged"]
-        assert "out of memory" in found["all_run_out_alike"]["plan"]["reduce_dtype"]["reason"]
+        reduce_dtype = found["all_run_out_alike"]["plan"]["reduce_dtype"]
+        assert reduce_dtype["code"] == "dry_run.not_run"
+        assert "out of memory" in reduce_dtype["reason"]
         assert found["slow_usual"]["plan"]["reduce_dtype"]["value"] == "bf16"  # what is sent after it arrives

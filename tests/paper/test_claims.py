@@ -945,14 +945,14 @@ def test_the_threads_of_a_scaling_table_are_those_of_a_rank():
 
 DAMAGED = {
     "absent": (None, "No such file"),
-    "torn.json": ('{"target_rows": [', "text that is not JSON"),
+    "torn.json": ('{"target_rows": [', "invalid JSON"),
     "binary.json": (b"\xff\xfe", "utf-8"),
     "other.json": ('{"a": 1}', "JSON of something else"),
     "list.json": ("[]", "JSON of something else"),
     "rows.json": ('{"schema": 1, "name": "compare", "rows": []}', "the rows that benchmark 'compare' printed"),
     "older.json": (to_json(replace(comparison(), schema=3)), "comparison.schema: got 3"),
-    "short.json": ('{"target_rows": [], "task": "x"}', "expected this key"),
-    "torn.jsonl": ("{", "a torn line"),
+    "short.json": ('{"target_rows": [], "task": "x"}', "is missing"),
+    "torn.jsonl": ("{", "an incomplete first line"),
 }
 
 
@@ -1099,7 +1099,7 @@ def test_joules_of_one_rank_are_not_held_against_the_rows_of_all():
 
 def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):
     absent = of_comparison("a", comparison())
-    counted_by = "measured by rapl package-0; idle 20 W, which is in every figure"
+    counted_by = "measured (rapl package-0); includes 20 W of idle power"
     found = Finding("energy", "plan_S", "reference", "S", value=2.0, figure=around(0.8))
     metered = replace(absent, findings=(found,), meter=counted_by)
     ends = {"energy_j": 40.0, "energy_s": 1.0, "energy": "estimated"}

@@ -199,7 +199,7 @@ def test_a_profile_as_json(trimtab):
 def test_a_plan_for_a_task(trimtab):
     done = trimtab("plan", "tiny:task", "--memory", "1GiB")
     assert (done.code, done.err) == (0, "")
-    assert "against: declared fp32 eager loop, 32 rows per step" in done.out
+    assert "baseline: declared fp32 eager loop, 32 samples per step" in done.out
     found = trimtab("plan", "tiny:task", "--adapt", "learning-rate", "--json")
     assert found.err == ""
     assert from_json(Plan, found.out).tier == "F"
@@ -265,7 +265,7 @@ def test_a_plan_of_ranks_that_are_not_here(trimtab):
     assert (taken.micro_batch, taken.num_micro_batches) == (less.micro_batch.value, less.num_micro_batches)
     assert taken.reduce_dtype == less.reduce_dtype.value
     assert all((each.peak_bytes is None) == bool(each.refusal) for each in less.stages)
-    assert "of one micro-batch are reduced once" in next(e.refusal for e in made.stages if not e.reduces_once)
+    assert next(e.code for e in made.stages if not e.reduces_once) == "ranks.one_micro_batch"
 
 
 def way_of(plan: Plan) -> tuple[object, object]:
@@ -591,8 +591,8 @@ def test_energy_that_is_weighed_without_a_meter_is_refused_estimated_or_left_out
     plan = ("plan", "tiny.py:task", "--energy-weight", 1)
     explained(trimtab(*plan), "value.invalid", "energy", "none that tests read", "renormalise")
     left = trimtab(*plan, "--without-meter", "renormalise")
-    assert "energy: not measured: none that tests read; its weight of 0.5 is left out" in left.out
-    assert "energy: estimated by 90 W, as given" in trimtab(*plan, "--energy-watts", 90, "--explain").out
+    assert "energy: not measured: none that tests read. Its weight of 0.5 in the objective was set to 0" in left.out
+    assert "energy: estimated (90 W, as given)" in trimtab(*plan, "--energy-watts", 90, "--explain").out
     explained(trimtab("plan", "profile.json", "--energy-weight", 1), "value.invalid", "energy")
     explained(trimtab("plan", "profile.json", "--energy-watts", 5), "option.conflict", "--energy-watts")
     explained(trimtab(*plan, "--device", "H100 SXM"), "value.invalid", "H100 SXM")
@@ -667,7 +667,7 @@ def test_a_report_to_be_written_to_a_file_is_refused_before_any_run_is_read(trim
     ("given", "said"),
     [
         ((), "Energy is not measured: none that tests read."),
-        (("--energy-watts", 50), "Energy is estimated by 50 W, as given."),
+        (("--energy-watts", 50), "Energy is estimated (50 W, as given)."),
     ],
 )
 def test_a_comparison_says_where_its_joules_are_from(trimtab, tmp_path, given, said):

@@ -140,7 +140,7 @@ class MeterFacts:
             return f"not measured: {self.reason}{left}"
         idle = "" if self.idle_w is None else f"; includes {self.idle_w:.3g} W of idle power"
         without = f"; not included: {'; '.join(self.uncounted)}" if self.uncounted else ""
-        return f"{self.provenance} with {', '.join(self.sources)}{idle}{without}"
+        return f"{self.provenance} ({', '.join(self.sources)}){idle}{without}"
 
 
 NO_METER = MeterFacts(Provenance.ABSENT)

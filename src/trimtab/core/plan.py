@@ -8,8 +8,9 @@ are generated from these effects.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
@@ -212,6 +213,13 @@ class Plan:
         check_compiled(self.compiled.value, num_ranks=self.num_ranks)
         if self.splits and self.check is not None and not self.check.splittable and not self.splits_as_the_loop:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Effect.DYNAMICS))
+
+    @staticmethod
+    def upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the JSON of a plan in the present schema. Reasons and advice had no codes in schema 13."""
+        if data.get("schema") != 13 or not isinstance(advice := data.get("advice", []), list):
+            return data
+        return {**data, "schema": PLAN_SCHEMA, "advice": [{"code": "", "text": text} for text in advice]}
 
     def _check_warmup(self) -> None:
         rises = self.warmup_fraction.value

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.block_costs import BlockChainModel
@@ -320,6 +321,11 @@ class Profile:
     def __post_init__(self) -> None:
         if self.schema != PROFILE_SCHEMA:
             raise FormatError("profile.schema", got=repr(self.schema), expected=str(PROFILE_SCHEMA))
+
+    @staticmethod
+    def upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the JSON of a profile in the present schema. Refused settings had no code in schema 10."""
+        return {**data, "schema": PROFILE_SCHEMA} if data.get("schema") == 10 else data
 
     def with_trials(self, trials: tuple[Trial, ...]) -> Profile:
         """Return the profile with additional trials."""

@@ -177,7 +177,7 @@ def test_without_a_meter_a_weight_is_refused_or_left_out_as_was_accepted(tmp_pat
     assert found.objective == Objective()
     assert found.meter.left_out == 0.5
     assert all(trial.watts == () for trial in found.trials)
-    assert "its weight of 0.5 is left out" in str(choose(found, found.objective, found.budget))
+    assert "Its weight of 0.5 in the objective was set to 0" in str(choose(found, found.objective, found.budget))
     with raises(ValueGivenError, code="energy.no_meter", field="energy"):
         profiled(Metering(root=root, without="renormalise"), budget=Budget(energy=1.0))
 

@@ -76,7 +76,7 @@ def test_the_wait_for_a_batch_is_timed_after_the_first_and_becomes_advice():
     assert loader.drawn == 0  # its state is as before
     model, optimizer, batch = loop()
     plan = trimtab.plan(model, optimizer, mean_loss, batch, data=Loader(batch, wait_s=0.02), num_blocks=3)
-    assert any("of its time for data" in line for line in plan.advice)
+    assert any(each.code == "data.waiting" for each in plan.advice)
 
 
 @pytest.mark.parametrize(("num_workers", "waits_s"), [(0, 0.03), (2, 0.02), (None, 0.03)])
@@ -119,7 +119,7 @@ def test_a_batch_longer_than_the_example_is_seen(factor, longest):
     found = profiled(data=[batch, batch, longer])
     assert found.loop.longest == longest
     advice = choose(found, trimtab.Objective(), trimtab.Budget()).advice
-    assert any("longest_batch" in each for each in advice) is (factor > 1)
+    assert any(each.code == "batch.longer_drawn" for each in advice) is (factor > 1)
 
 
 def test_phases_that_cannot_be_timed_are_none(monkeypatch):
@@ -215,7 +215,7 @@ def test_scores_of_attention_that_is_written_out_are_seen(fused):
     assert found.loop.scores_bytes == (0 if fused else 4 * ROWS * 2 * 32 * 32)
     advice = choose(found, trimtab.Objective(), trimtab.Budget()).advice
     assert len(advice) == (not fused)
-    assert fused or "scaled_dot_product_attention" in advice[0]
+    assert fused or advice[0].code == "attention.unfused"
 
 
 def test_how_long_a_run_is_tells_when_to_hurry_and_whether_to_compile(monkeypatch):

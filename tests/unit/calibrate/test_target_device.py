@@ -53,8 +53,8 @@ def test_a_fused_step_is_planned_where_it_was_what_was_traced():
     """Else a plan's peak and time would be those of an optimizer that it leaves as it is."""
     plan = trimtab.plan_elsewhere(*loop(), H100, reference=trimtab.Reference("bf16"))
     assert plan.fused_optimizer.value
-    assert plan.fused_optimizer.reason.startswith("as it was traced")
-    assert [(loser.value, loser.reason) for loser in plan.fused_optimizer.losers] == [(False, "not traced")]
+    assert plan.fused_optimizer.code == "trace.fused"
+    assert [(loser.value, loser.code) for loser in plan.fused_optimizer.losers] == [(False, "trace.missing")]
 
 
 @pytest.mark.parametrize("device", [H100, replace(H100, peak_flops={"fp32": 15e12, "fp16": 112e12})])
@@ -90,8 +90,9 @@ def test_layers_most_of_whose_memory_no_trace_tells_are_refused():
 
 def test_peaks_are_said_to_be_traced_and_by_how_much_they_are_raised():
     plan = trimtab.plan_elsewhere(*loop(), H100)
-    assert "peaks: traced, with 5% on top for what no trace tells; not calibrated" in str(plan)
-    assert "seconds: by its data sheet, with 33% on top against a limit; not calibrated" in str(plan)
+    assert "peak memory: traced, plus a margin of 5%" in str(plan)
+    assert "step time: from the data sheet of the device; 33% is added before comparison with a limit" in str(plan)
+    assert str(plan).count("not calibrated") == 2
 
 
 def test_seconds_of_a_data_sheet_are_held_against_a_limit_with_a_margin():
@@ -201,7 +202,7 @@ def test_batch_statistics_are_not_split():
     loss_fn = lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])  # noqa: E731
     batch = (torch.randn(8, 3, 8, 8), torch.zeros(8).long())
     plan = trimtab.plan_elsewhere(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, "H100 SXM")
-    assert "peaks: traced, with 15% on top" in str(plan)
+    assert "peak memory: traced, plus a margin of 15%" in str(plan)
     assert plan.micro_batch.value == 8
     assert (plan.check.splittable, plan.check.code) == (False, "split.batch_statistics")
     assert plan.check.reason in str(plan)

@@ -168,7 +168,7 @@ def test_a_limit_is_met_by_computing_again_where_the_batch_cannot_be_split():
     limit = int(0.6 * free.predicted.peak_bytes)
     plan = trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, L4, budget=trimtab.Budget(memory=limit))
     assert plan.recompute.changed
-    assert "computed again: " in plan.recompute.reason
+    assert plan.recompute.code in ("recompute.faster", "recompute.needed")
     assert plan.micro_batch.value == 4096
     assert plan.predicted.peak_bytes <= limit
     assert plan.predicted.step_s > free.predicted.step_s

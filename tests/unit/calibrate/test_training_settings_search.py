@@ -256,7 +256,8 @@ def test_a_plan_says_what_its_own_race_found():
     before = fingerprint(its.model, its.optimizer)
     given = {"adapt": "optimizer", "data": batches(), "num_blocks": 3}
     found = trimtab.plan(its.model, its.optimizer, its.loss_fn, its.batch, **given)
-    assert "raced over 60 steps" in found.optimizer.reason
+    assert found.optimizer.code.startswith("paired_run.")
+    assert "60 steps" in found.optimizer.reason
     assert found.optimizer.changed == (found.optimizer.value == "muon")
     assert 0 < found.search_s < found.planning_s
     assert found.optimizer.reason in str(found)

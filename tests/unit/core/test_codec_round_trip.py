@@ -419,6 +419,16 @@ def test_unreadable_file_is_refused(tmp_path, content):
         read_json(Plan, path)
 
 
+def test_plans_and_profiles_of_the_schema_before_codes_are_read():
+    tree = to_jsonable(dataclasses.replace(PLAN, advice=(Note("", "use more workers"),)))
+    tree |= {"schema": 13, "advice": ["use more workers"]}
+    for name in ("micro_batch", "precision"):
+        del tree[name]["code"]
+    assert from_jsonable(Plan, tree).advice == (Note("", "use more workers"),)
+    assert from_jsonable(Profile, to_jsonable(PROFILE) | {"schema": 10}) == PROFILE
+    assert refused(Plan, tree | {"schema": 12}).field == "plan.schema"
+
+
 def test_a_value_out_of_range_in_a_file_is_refused_like_one_given_by_hand():
     tree = to_jsonable(PLAN)
     tree["micro_batch"]["value"] = 9

@@ -85,7 +85,7 @@ def test_a_weight_on_what_nothing_counted_is_refused():
 def test_the_page_says_what_counted_or_why_nothing_did():
     profile = measured(machine(), objective=BY_BOTH, can_retain=False)
     page = str(choose(replace(profile, meter=METER), BY_BOTH, Budget()))
-    assert "energy: measured with nvml gpu 0; includes 60 W of idle power" in page
+    assert "energy: measured (nvml gpu 0); includes 60 W of idle power" in page
     assert ", energy 100 J" in page
     nothing = MeterFacts(Provenance.ABSENT, reason="there is none", left_out=0.5)
     page = str(choose(replace(profile, meter=nothing), BY_TIME, Budget()))

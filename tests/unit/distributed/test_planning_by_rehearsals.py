@@ -89,6 +89,7 @@ def test_where_nothing_can_be_rehearsed_gradients_are_sent_as_by_default(planned
     assert by_default(plan) is None
     assert plan.predicted.step_s > told.predicted.step_s
     assert plan.measured is None
+    assert plan.reduce_dtype.code == "dry_run.not_run"
     assert "no copies" in plan.reduce_dtype.reason
     assert "no copies" in plan.zero_stage.reason
 
@@ -103,6 +104,7 @@ def test_what_is_refused_as_it_is_to_be_sent_is_rehearsed_as_it_is_by_default(pl
     assert replace(other, reduce_dtype=one.reduce_dtype, bucket_bytes=one.bucket_bytes) == one
     assert way_of(plan) == way_of(one)
     assert plan.reduce_dtype.value == "fp32"
+    assert plan.reduce_dtype.code == "dry_run.not_run"
     assert "no bf16 here" in plan.reduce_dtype.reason
     assert plan.measured is not None
     assert plan.planning_s >= 2

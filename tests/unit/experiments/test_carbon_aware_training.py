@@ -94,7 +94,7 @@ def test_it_waits_in_one_piece_without_checkpoints(day, plain):
     same(day, plain)
     assert hours_trained(day) == [3, 4, 5, 6]
     assert (found["waited_s"], found["pauses"]) == (3 * HOUR, 0)
-    assert "start 3.00 h from now, in one piece" in found["when"]
+    assert "start in 3.00 h, without a pause" in found["when"]
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,15 @@ def test_a_dry_run_says_when_and_trains_nothing(train, tmp_path):
     dry = (*CLEAN, "--takes", "2h", "--dry-run", "--checkpoints", "kept", "--record", "run.jsonl")
     code, out, err = train(*dry, "--energy-watts", 500)
     assert (code, err) == (0, "")
-    assert "work: 2.00 h: 4 steps of 30 min 0 s, as given for the whole run" in out
-    assert "power: 500 W, as given; what it holds while it waits is not known, and not counted" in out
-    assert "in one piece, to be done by " in out
-    assert "100 g CO2e by average intensity, on the forecast, 66.7% less than 300 g of starting now" in out
-    assert "at worst within the forecast's range: 300 g, 200 g more than starting now" in out
+    assert "work: 2.00 h: 4 steps of 30 min 0 s (from the given duration of the run)" in out
+    assert "power: 500 W (given); power while waiting is unknown and not counted" in out
+    assert "without a pause, end at " in out
+    assert "forecast 100 g CO2e (average carbon intensity), 66.7% less than starting now (300 g)" in out
+    assert "in the worst case within the range of the forecast: 300 g, 200 g more than starting now" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hours.csv", "plan.json", "tiny.py"]
     found = json.loads(train(*dry, "--json")[1])
     assert found["saved_share"] == pytest.approx(2 / 3)
-    assert found["power"].startswith("not known: grams are of 1000 W, shares hold for any")
+    assert found["power"].startswith("unknown: emissions assume 1000 W")
     assert found["forecast"] == "hours.csv"
 
 
@@ -54,7 +54,7 @@ def test_a_dry_run_takes_the_plans_seconds(train, tmp_path):
     forecast(tmp_path / "hours.csv", [300] * 4 + [100] * 8 + [300] * 12)
     (tmp_path / "plan.json").write_text(to_json(replace(Plan.fixed(32), measured=MeasuredCost(900.0))))
     out = train(*CLEAN, "--dry-run")[1]
-    assert "work: 60 min 0 s: 4 steps of 15 min 0 s, as the plan measured them, without the evaluation" in out
+    assert "work: 60 min 0 s: 4 steps of 15 min 0 s (measured by the plan, without evaluations)" in out
 
 
 def test_where_no_hour_is_cleaner_it_trains_now_and_says_so(train, tmp_path):

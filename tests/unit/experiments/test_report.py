@@ -20,6 +20,7 @@ from measured_runs import gain
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected, SplitCheck
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.serialization import read_json
 from trimtab.core.step_memory import PARTS, MemorySample, StepMemory
@@ -94,7 +95,7 @@ def plan_s(batch: int, micro: int) -> Plan:
         baseline=MeasuredCost(0.412, 1_450_000_000),
         predicted=MeasuredCost(0.289, 760_000_000),
         planning_s=41.3,
-        advice=("The data loader takes 9% of a step: give it a worker.",),
+        advice=(Note("data.waiting", "The data loader takes 9% of a step: give it a worker."),),
     )
 
 
@@ -866,7 +867,7 @@ def test_the_projection_is_of_what_was_measured_and_says_what_it_assumes() -> No
     assert re.search(r"after a year it is 2\.7\d*x of today's", doubling)
     assert "assumption" in doubling
     none = replace(gain(), plan=gain().reference)
-    assert all("cannot be told apart" in said for said in gain_tables.projection_sentences(none))
+    assert all("not significant" in said for said in gain_tables.projection_sentences(none))
     assert all("changes nothing" in said for said in gain_tables.projection_sentences(replace(gain(), changes="")))
     slower = replace(gain(), plan=gain().reference, reference=gain().plan)
     assert "take longer (0.6" in gain_tables.projection_sentences(slower)[1]

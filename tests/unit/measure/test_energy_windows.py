@@ -346,7 +346,7 @@ def test_energy_that_counts_without_a_meter_is_refused(nothing, objective, budge
 def test_a_weight_is_left_out_where_that_is_accepted_and_the_plan_says_so(nothing):
     objective, facts = measurable(Objective(2, 1, 1), Budget(memory=10), nothing, "renormalise")
     assert objective == Objective(2, 1)
-    assert "its weight of 0.25 is left out" in facts.describe()
+    assert "Its weight of 0.25 in the objective was set to 0" in facts.describe()
     assert measurable(Objective(2, 1), Budget(), nothing, "renormalise")[1].left_out == 0
 
 
