@@ -77,7 +77,7 @@ class CarbonSchedule:
             return f"start now: {self.reason}"
         found = f"forecast {format_grams(self.grams)} CO2e ({self.kind} carbon intensity)"
         if self.is_start_now:
-            return f"start now: {self.reason} ({found})"
+            return f"start now: {self.reason}; {found}"
         share = f"{100 * (self.saved_share or 0):.3g}%"
         saved = f"{found}, {share} less than starting now ({format_grams(self.start_now_g)})"
         return "; ".join((self.reason, saved, *(each.describe() for each in self.downsides)))

@@ -63,8 +63,8 @@ def test_every_decision_is_in_the_record_with_its_figures(day, tmp_path):
     names = [event.name for event in events if event.name != "account"]
     assert names == ["when_to_train", *["paused", "resumed", "when_to_train"] * 3]
     first, second = [event for event in events if event.name == "when_to_train"][:2]
-    assert first.detail["work"] == "4.00 h: 24 steps of 10 min 0 s, as given for the whole run"
-    assert first.detail["pause"] == "loses 10 min 0 s, as given"
+    assert first.detail["work"] == "4.00 h: 24 steps of 10 min 0 s (from the given duration of the run)"
+    assert first.detail["pause"] == "each pause costs 10 min 0 s (given)"
     assert first.detail["grams"] < first.detail["start_now_g"]
     assert [first.detail["forecast"], first.detail["kind"]] == ["a made-up grid", "average"]
     assert second.step == 6
@@ -72,7 +72,7 @@ def test_every_decision_is_in_the_record_with_its_figures(day, tmp_path):
     assert second.detail["waited_s"] > HOUR
     assert second.detail["work_s"] == pytest.approx(18 * STEP_S + STEP_S)  # and what a start loses
     assert len(day.told) == 4
-    assert day.told[0].startswith("start now, in 4 stretches")
+    assert day.told[0].startswith("start now, in 4 periods")
 
 
 def test_nothing_is_held_while_it_waits(day, tmp_path):
@@ -100,11 +100,11 @@ def test_it_waits_in_one_piece_without_checkpoints(day, plain):
 @pytest.mark.parametrize(
     ("source", "by_h", "says"),
     [
-        (Hourly(fails_from=0), 10, "start now: no forecast from a made-up grid: it raised ConnectionError"),
-        (Hourly((100,) * 10), 10, "start now: no other time saves 1%"),
-        (ConstantIntensity(350, "marginal"), 10, "start now: no other time saves 1%"),
-        (Hourly(), -1, "start now: no schedule meets the deadline, which starting now misses by 5.00 h"),
-        (Hourly(), 3, "start now: no schedule meets the deadline, which starting now misses by 60 min 0 s"),
+        (Hourly(fails_from=0), 10, "start now: no carbon intensity forecast from a made-up grid"),
+        (Hourly((100,) * 10), 10, "start now: no other schedule saves 1%"),
+        (ConstantIntensity(350, "marginal"), 10, "start now: no other schedule saves 1%"),
+        (Hourly(), -1, "start now: no schedule meets the deadline; starting now ends 5.00 h after it"),
+        (Hourly(), 3, "start now: no schedule meets the deadline; starting now ends 60 min 0 s after it"),
     ],
     ids=["no forecast", "one level", "a constant", "a deadline that is over", "too little time"],
 )
@@ -120,7 +120,7 @@ def test_a_source_that_fails_at_a_pause_lets_it_go_on(day, plain, tmp_path):
     found = day.train(Hourly(fails_from=1), tmp_path / "kept")
     same(day, plain)
     assert (found["pauses"], day.slept_s) == (1, 0)
-    assert day.told[1].startswith("start now: no forecast")
+    assert day.told[1].startswith("start now: no carbon intensity forecast")
 
 
 @pytest.fixture

@@ -157,9 +157,9 @@ def test_a_file(tmp_path):
     [
         (None, "intensity.unreadable", "intensity"),
         (b"\xff\xfe\x00", "file.not_text", "carbon"),
-        (b"", "format.invalid", "carbon"),
+        (b"", "csv.columns", "carbon"),
         (CSV.replace("300", "nan").encode(), "csv.number", "carbon:3"),
-        (CSV.replace("2026-03-01T00:30Z", "2026-03-01T00:30").encode(), "format.invalid", "carbon:3"),
+        (CSV.replace("2026-03-01T00:30Z", "2026-03-01T00:30").encode(), "csv.time", "carbon:3"),
         (CSV.replace("2026-03-01", "2025-03-01").encode(), "intensity.not_current", "intensity"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_file_with_a_missing_row_is_known_up_to_it(tmp_path):
     assert steps_of(found)[1] == 90
     plan = when_to_train(found, JOB, NOW, NOW + 4 * 3600)
     assert plan.stretches[0].begin_s == MIDNIGHT + 3600  # not 03:00, of which the hours before are missing
-    assert "nothing is known after 2026-03-01T01:30" in plan.reason
+    assert "2026-03-01T01:30" in plan.reason
 
 
 def test_what_a_source_of_somebody_elses_raises_is_a_reason_without_its_words():
