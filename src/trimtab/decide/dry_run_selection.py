@@ -153,7 +153,7 @@ def _loser(changed: Plan, usual: Plan, name: str, theirs: Sequence[float], ours:
 
 def saying_unrehearsed(plan: Plan, why: str) -> Plan:
     """Return the plan with a note on why its changes to gradient communication were not tested in a dry run."""
-    return _with_finding(plan, Note("dry_run.not_run", f"no dry run: {why}"))
+    return _with_finding(plan, Note("dry_run.not_run", f"not tested in a dry run: {why}"))
 
 
 def _with_finding(plan: Plan, found: Note) -> Plan:
