@@ -389,9 +389,7 @@ def _explain(plan: Plan) -> str:
         lines.append(f"proof: {plan.proof.reason}")
     if plan.stands_between is not None:
         low, high = plan.stands_between
-        lines.append(
-            f"memory weight: the same plan is chosen for memory weights from {low:.2g} to {high:.2g} (time: the rest)"
-        )
+        lines.append(f"objective: the same plan is chosen for memory weights from {low:.2g} to {high:.2g}")
     lines += [f"advice: {each.text}" for each in plan.advice]
     lines += [f"note: {note.text}" for note in plan.notes]
     if plan.planning_s:
@@ -436,7 +434,7 @@ def _certainty(verified: tuple[float, float] | None) -> str:
 
 def _cost(label: str, cost: MeasuredCost | None, meter: MeterFacts) -> str:
     if cost is None:
-        return f"{label}: not measured"
+        return f"{label.partition(',')[0]}: not measured"
     between = ""
     if cost.between_s is not None:
         between = " ({} to {})".format(*map(format_seconds, cost.between_s))

@@ -16,8 +16,8 @@ MESSAGES = [
     ),
     (
         lambda: BatchRule(policy="variance"),
-        "policy='variance' needs sigma2_target, the target variance of the gradient. Take it from the gradient variance "
-        'in a run\'s record, or use policy="goodput".',
+        "policy='variance' needs sigma2_target, the target variance of the gradient. "
+        'Take it from the gradient variance in a run\'s record, or use policy="goodput".',
     ),
     (
         lambda: Objective(0, 0, 1).without_energy(),

@@ -278,5 +278,5 @@ def test_a_split_set_by_hand_is_not_said_to_be_proved():
 def test_the_page_says_when_nothing_changes_and_what_was_not_measured():
     page = str(Plan.fixed(8))
     assert page.startswith("Change nothing: ")
-    assert "baseline, measured: not measured" in page
+    assert "baseline: not measured" in page
     assert "x the speed" not in page
