@@ -60,8 +60,9 @@ def test_fused_is_yes_or_no(value):
 
 @pytest.mark.parametrize("name", ["microbatch", "lr", "batch_rows_", "reference", "check"])
 def test_an_unknown_setting_is_refused_and_the_known_ones_named(name):
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="plan.unknown_setting", field=f"plan.{name}") as caught:
         Plan.fixed(8, **{name: 1})
+    assert "precision" in caught.value.expected
 
 
 anything = st.one_of(
