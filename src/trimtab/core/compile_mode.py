@@ -41,6 +41,7 @@ def check_compiled(value: object, *, num_ranks: int) -> None:
         raise ValueGivenError(
             "plan.compiled",
             got=f"{value!r} on {num_ranks} ranks",
+            expected="true or false on several ranks",
             problem=f"plan.compiled={value!r} needs a single process, got {num_ranks} ranks: communication between "
             "ranks is not captured in CUDA graphs.",
             hint=f"Set compiled={is_by_compiler(value)}, which uses no CUDA graphs.",

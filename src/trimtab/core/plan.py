@@ -199,6 +199,7 @@ class Plan:
             raise ValueGivenError(
                 "plan.optimizer",
                 got=f"'muon' with zero_stage={stage}",
+                expected="zero_stage None or 0 with 'muon'",
                 problem=f"plan.optimizer='muon' does not support zero_stage={stage}: Muon needs unsharded matrices.",
                 hint="Set optimizer='user', or zero_stage=0.",
             )

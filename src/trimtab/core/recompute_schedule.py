@@ -179,6 +179,7 @@ def check_recompute(value: object, num_blocks: int) -> None:
         raise ValueGivenError(
             _FIELD,
             got=f"{value!r:.80} without recompute_blocks",
+            expected="recompute_blocks",
             problem=f"The schedule {value!r:.80} has a segment of several blocks, which needs `recompute_blocks`.",
             hint="Set `recompute_blocks` to the names of the blocks in forward order, or use segments of single "
             "blocks; each block's output must be used by the next block only.",

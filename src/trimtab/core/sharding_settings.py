@@ -58,6 +58,7 @@ def _require_kept(num_ranks: int, values: Mapping[str, Any]) -> None:
         raise ValueGivenError(
             f"plan.{name}",
             got=repr(value),
+            expected="a plan with zero_stage",
             problem=f"plan.{name}={value!r} needs plan.zero_stage, which is None.",
             hint="Set zero_stage to 0 for DDP, or to 1, 2 or 3 for ZeRO.",
             code="plan.needs_zero_stage",
