@@ -26,7 +26,7 @@ class Summary(NamedTuple):
     """Summary of a record.
 
     Args:
-        subject: What was measured.
+        subject: Tasks, models or measured quantity.
         n: Number of pairs, rounds, cases or runs.
         result: Main figures with intervals.
         verdict: Verdict, or number of cases that meet the requirement.
@@ -118,7 +118,7 @@ def _comparison(name: str, rows: Sequence[Row]) -> str:
 
 
 def _cell(rows: Sequence[Row], metric: str, arm: str, against: str = "reference", *, verdict: bool = True) -> str:
-    """Return a figure with its number of pairs and its verdict; empty if it was not measured."""
+    """Return a figure with its number of pairs and its verdict; empty if not measured."""
     wanted = {"metric": metric, "arm": arm, "against": against}
     found = next((row for row in rows if wanted.items() <= row.items()), None)
     if found is None:
@@ -129,7 +129,7 @@ def _cell(rows: Sequence[Row], metric: str, arm: str, against: str = "reference"
 
 
 def _to_target(rows: Sequence[Row]) -> str:
-    """Return the speed of a tuned plan to its hardest target with a known ratio, or with a bound that has a verdict.
+    """Return a tuned plan's speed to its hardest target with a ratio or with a bound that has a verdict.
 
     A harder target that the baseline reached in more runs is added.
     """
@@ -217,7 +217,7 @@ def _flat(run: Row) -> list[Row]:
 
 
 def _result(run: Row) -> str:
-    """Return the sentence of a run, followed by the figures that it does not contain."""
+    """Return the headline sentence of a run and, for some kinds of runs, further figures."""
     said = [run["sentence"].replace("|", "/")]
     rows = _flat(run)
     if run["kind"] == "phases":
@@ -238,7 +238,7 @@ def _result(run: Row) -> str:
 
 
 def _bounded(row: Row, name: str, form: str = ".3f") -> str:
-    """Return a value with its interval; without it if there are too few pairs."""
+    """Return a value, with its interval if there are enough pairs."""
     if row.get("low") is None or row["n"] < FEW:
         return f"{row[name]:{form}}"
     return f"{row[name]:{form}} ({row['low']:{form}} to {row['high']:{form}})"
