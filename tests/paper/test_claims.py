@@ -243,11 +243,11 @@ def test_times_of_the_papers_recipe_are_those_of_its_races():
     assert found.finding.figure.mean == pytest.approx(1 / 1.5, rel=1e-3)
     assert found.finding.baseline == pytest.approx(85.0)
     assert found.status == PASS
-    none = {"ratio": None, "bound": "never reached by either", "arm_s": (math.inf,) * 5, "reached_arm": 0}
+    none = {"ratio": None, "bound": "never reached by either arm", "arm_s": (math.inf,) * 5, "reached_arm": 0}
     rows = tuple(replace(row, target=0.99, verdict=Verdict(NO_VERDICT, ""), **none) for row in made.target_rows)
     (never,) = judged([of_comparison("gpu", replace(made, target_rows=rows))], "table I", "time_to_target")
     assert (never.status, never.here) == (NOT_COMPARABLE, NO_VERDICT)
-    assert never.finding.said == "never reached by either"
+    assert never.finding.said == "never reached by either arm"
 
 
 def test_times_of_a_plan_stand_without_planning_and_with_it():
@@ -377,7 +377,7 @@ def test_a_bound_on_a_harder_rung_comes_before_a_figure_on_an_easier_one():
     easy, hard, never = (
         Finding("time_to_target", "a", figure=around(0.5), target=0.3),
         Finding("time_to_target", "a", said=">= 31.00x", target=0.6, at_least=31.0),
-        Finding("time_to_target", "a", said="never reached by either", target=0.7),
+        Finding("time_to_target", "a", said="never reached by either arm", target=0.7),
     )
     assert nearest([easy, hard, never], None) is nearest([easy, hard, never], 0.85) is hard
     assert nearest([easy, hard, never], 0.7) is never
@@ -463,7 +463,7 @@ def test_a_row_that_was_written_without_a_field_for_what_failed_shows_the_same()
 
 def test_a_bound_of_an_arm_that_failed_is_held_against_no_bar():
     """A miss needs no verdict of its run: that bound would be one."""
-    made, failed = comparison(), "paper failed in 1 of 5 races"
+    made, failed = comparison(), "paper failed in 1 of 5 runs"
     bounded = {"ratio": None, "bound": "<= 0.50x", "at_most": 0.5}
     row = replace(made.target_rows[0], **bounded, verdict=Verdict(NO_VERDICT, "<= 0.50x: it had crossed"))
     (found,) = times_of(replace(made, target_rows=(row,)))
@@ -559,11 +559,11 @@ def test_from_races_to_what_is_held_against_the_bar():
     ended = on_half(short, arrives)
     assert (ended.said, met("at most", 1 / 3, ended)) == ("never reached", NO_VERDICT)
     broken = on_half(short, arrives, ends=("cap",) * 4 + ("error",))
-    assert broken.said.startswith("plan_F failed in 1 of 5 races")
-    assert broken.failed == "plan_F failed in 1 of 5 races"
+    assert broken.said.startswith("plan_F failed in 1 of 5 runs")
+    assert broken.failed == "plan_F failed in 1 of 5 runs"
     assert met("at most", 1 / 3, broken) == NO_VERDICT
     neither = on_half(short, short, ends=("cap",) * 5)
-    assert (neither.said, met("at most", 1 / 3, neither)) == ("never reached by either", NO_VERDICT)
+    assert (neither.said, met("at most", 1 / 3, neither)) == ("never reached by either arm", NO_VERDICT)
 
 
 @pytest.mark.parametrize(("low", "high", "status"), [(0.93, 0.98, PASS), (0.965, 0.975, PASS), (0.70, 0.73, FAIL)])
@@ -577,7 +577,7 @@ def test_no_harm_is_held_against_the_bar_that_is_asked_for(low, high, status):
         each for each in of_comparison("x", replace(made, ratios=(row,))).findings if each.measure == "do_no_harm"
     ]
     assert met("at least", 1 / 1.35, found) == status
-    broken = replace(row, verdict=Verdict("no verdict", "strong_plan failed in 1 of 5 races"))
+    broken = replace(row, verdict=Verdict("no verdict", "strong_plan failed in 1 of 5 runs"))
     findings = of_comparison("x", replace(made, ratios=(broken,))).findings
     assert [met("at least", 1 / 1.35, each) for each in findings if each.measure == "do_no_harm"] == [NO_VERDICT]
 
@@ -597,9 +597,9 @@ def test_what_keeps_a_time_from_a_verdict_is_said():
 
 def test_what_has_no_verdict_in_its_run_shows_nothing():
     found = comparison(paper=1.5)
-    rows = tuple(replace(row, verdict=Verdict("no verdict", "paper failed in 1 of 5 races")) for row in found.ratios)
+    rows = tuple(replace(row, verdict=Verdict("no verdict", "paper failed in 1 of 5 runs")) for row in found.ratios)
     (one,) = judged([of_comparison("gpu", replace(found, ratios=rows))], "table I", "throughput")
-    assert (one.status, one.why) == (NO_VERDICT, "paper failed in 1 of 5 races")
+    assert (one.status, one.why) == (NO_VERDICT, "paper failed in 1 of 5 runs")
 
 
 def test_efficiency_is_of_its_number_of_ranks_and_of_ranks_that_share_nothing():
@@ -670,7 +670,7 @@ def test_less_time_is_judged_by_the_time_to_the_target_where_it_is_known(speed, 
 def test_less_time_is_judged_by_throughput_only_where_that_is_said():
     claim = next(each for each in CLAIMS if each.says == "mixed precision: 9.4% less time")
     never_s = {"arm_s": (math.inf,) * 5, "against_s": (math.inf,) * 5}
-    neither = ("never reached by either", 0, 0, 5, 0)
+    neither = ("never reached by either arm", 0, 0, 5, 0)
     never = TargetRow(0.85, "plan", "unchanged", "S", False, None, *neither, **never_s, verdict=GAIN)
     for times in ((), (ChangeTime("precision", "alone", never),)):
         (found,) = judge([of_ablation("a", replace(ablation(1.3), times=times))])[claim]
@@ -691,13 +691,13 @@ def test_a_change_of_training_is_not_judged_by_throughput():
     """A row may teach less of it: of tier F no seconds a row stand for those to a target."""
     claim = next(each for each in CLAIMS if each.says == "schedule: 4.9% less time")
     never_s = {"arm_s": (math.inf,) * 5, "against_s": (math.inf,) * 5}
-    neither = ("never reached by either", 0, 0, 5, 0)
+    neither = ("never reached by either arm", 0, 0, 5, 0)
     never = TargetRow(0.85, "plan", "unchanged", "F", False, None, *neither, **never_s, verdict=GAIN)
     made = replace(ablation(), effects=(ChangeEffect("schedule", "alone", "throughput", "F", around(1.3), GAIN),))
     assert judge([of_ablation("a", made)])[claim] == ()
     (found,) = judge([of_ablation("a", replace(made, times=(ChangeTime("schedule", "alone", never),)))])[claim]
     assert (found.status, found.finding.measure) == (NO_VERDICT, "component_time")
-    assert found.why == "never reached by either"
+    assert found.why == "never reached by either arm"
 
 
 def test_the_page_says_what_the_papers_recipe_leaves_out(tmp_path):
@@ -812,7 +812,7 @@ def test_of_a_slower_plan_no_phase_has_a_share(tmp_path):
     assert run.findings == ()
     text = write_evaluation([run], tmp_path / "page", "x")["md"].read_text()
     row = next(line for line in text.splitlines() if line.startswith("| communication |"))
-    assert row.count("not told") == 1
+    assert row.count("not reported") == 1
 
 
 def test_thirds_of_a_phase_table_are_read(tmp_path):
@@ -1028,7 +1028,7 @@ def test_tasks_that_were_clocked_stand_side_by_side_with_what_their_steps_projec
     line = next(line for line in table.splitlines() if line.startswith("| backward | "))
     assert line.split(" | ")[1] == line.split(" | ")[4] == "57.1%"  # of a step's 1.4 s
     assert "- Run 1: Net speed-up" in page
-    assert re.search(r"Run 1: Net speed-up .* if nothing were computed again", page)
+    assert re.search(r"Run 1: Net speed-up .* without recomputation", page)
     assert "Not clocked by phase: 3: unclocked." in page
 
 
@@ -1057,8 +1057,8 @@ def test_what_one_arm_or_the_clock_does_not_tell_stands_in_no_cell(tmp_path):
     distorted = replace(whole, reference=replace(whole.reference, laps=laps))
     compiled = replace(whole, plan=replace(whole.plan, roofs={}))
     for found, backward, bound in (
-        (distorted, ["not told"] * 3, []),
-        (compiled, ["57.1%", "54.3%", "63.7%"], ["57.1%", "not known"]),
+        (distorted, ["not reported"] * 3, []),
+        (compiled, ["57.1%", "54.3%", "63.7%"], ["57.1%", "unknown"]),
     ):
         run = of_comparison("i", replace(comparison(found.task), gain=found))
         page = write_evaluation([run], tmp_path, "x")["md"].read_text()
@@ -1068,7 +1068,7 @@ def test_what_one_arm_or_the_clock_does_not_tell_stands_in_no_cell(tmp_path):
         }
         assert cells["backward"][:3] == backward
         assert cells.get("compute-bound", [])[:2] == bound
-        assert ("if nothing were computed again" in page) == (found is compiled)
+        assert ("without recomputation" in page) == (found is compiled)
 
 
 def test_joules_of_a_run_gone_on_with_are_of_the_rows_since():

@@ -85,7 +85,7 @@ def train_when_clean(
         decisions.append(found)
         if not part.is_paused:
             return ScheduledTraining(tuple(parts), tuple(decisions), waited_s)
-        work = replace(work, step_s=part.seconds / (part.done - done), seconds_by="as they took before the pause")
+        work = replace(work, step_s=part.seconds / (part.done - done), seconds_by="as measured before the pause")
         done = part.done
 
 

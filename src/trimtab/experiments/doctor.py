@@ -34,16 +34,16 @@ def examine() -> tuple[DiagnosisLine, ...]:
 
 def energy_finding(meter: MeterFacts) -> DiagnosisLine:
     """Return the energy meter with its devices' power limits (read, never set), or the reason for its absence."""
-    limits = [f"{each.device} may draw {each.watts:.0f} W{_settable(each)}" for each in meter.limits]
-    said = f"; {', '.join(limits)}, which trimtab reads and never sets" if limits else ""
+    limits = [f"power limit of {each.device}: {each.watts:.0f} W{_settable(each)}" for each in meter.limits]
+    said = f"; {', '.join(limits)} (read only)" if limits else ""
     return DiagnosisLine("energy", not meter.is_absent, meter.describe() + said)
 
 
 def _settable(limit: PowerLimit) -> str:
     bounds = [f"{watts:.0f}" for watts in (limit.lowest_w, limit.highest_w) if watts is not None]
     if limit.lowest_w is None:
-        return f" (its driver allows up to {bounds[0]} W)" if bounds else ""
-    return f" (its driver allows {' to '.join(bounds)} W)"
+        return f" (driver maximum {bounds[0]} W)" if bounds else ""
+    return f" (driver range {' to '.join(bounds)} W)"
 
 
 def _findings() -> Iterator[DiagnosisLine]:
@@ -54,13 +54,13 @@ def _findings() -> Iterator[DiagnosisLine]:
     spec = device_spec(device)
     yield DiagnosisLine("device", True, f"{spec.name}, {format_bytes(spec.memory_bytes)}")
     if device.type == "cpu":
-        yield DiagnosisLine("cuda", False, "no CUDA device: tf32 and GPU memory are not measured here")
+        yield DiagnosisLine("cuda", False, "no CUDA device, so tf32 and GPU memory are not measured")
         yield DiagnosisLine("threads", True, f"{spec.num_threads} of {os.cpu_count()} cores")
     for precision in ("fp32", "tf32", "bf16", "fp16"):
         refusal = precision_refusal(spec, precision)
         peak = f"{format_count(spec.peak(precision))}FLOP/s peak ({spec.source})"
         yield DiagnosisLine(f"precision {precision}", refusal is None, peak if refusal is None else refusal.text)
-    counted = "allocator statistics" if device.type == "cuda" else "bytes allocated, counted; repeats to about 1%"
+    counted = "allocator statistics" if device.type == "cuda" else "counted allocated bytes, repeatable to about 1%"
     yield DiagnosisLine("memory figures", True, counted)
     yield energy_finding(with_idle(find_meter(device)).facts)
     for package, extra in _EXTRAS.items():

@@ -42,10 +42,10 @@ _FEWEST = 2
 _LAP_S, _MOST_STEPS = 0.3, 20  # For each half of a round: with and without phase timing.
 _PASS_S = 120.0  # Approximate upper bound of the measurement, unless rounds are given.
 _WARM_STEPS = 3
-_COMPILED = "compiled: its modules run as one, and what its fused operators move is not known"
-_HIDDEN = "a step function of the task's own: forward and backward are in the rest"
-_ALONE = "one process: nothing is communicated"
-_SHARED = "parameters are shared out: what is sent amid the forward and the backward is in these, and no roof is known"
+_COMPILED = "the model is compiled, so there are no times by module, and the bytes moved by fused operators are unknown"
+_HIDDEN = "the task has a step function, so forward and backward are part of the phase rest"
+_ALONE = "one process, so there is no communication"
+_SHARED = "parameters are sharded, so forward and backward include communication, and their roofline bounds are unknown"
 
 
 @dataclass(frozen=True)

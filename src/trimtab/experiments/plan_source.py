@@ -37,9 +37,9 @@ class PlanWithProfile:
         reference = next((p for p in found if p.candidate == self.profile.reference_candidate), found[0])
         scores = {point: search_space.score(point, self.objective, reference) for point in found}
         ranked = sorted(found, key=lambda point: (point.refusal is not None, scores[point]))
-        weights = f"time weighs {self.objective.time:.2g}, memory {self.objective.memory:.2g}"
+        weights = f"weights: time {self.objective.time:.2g}, memory {self.objective.memory:.2g}"
         weights += f", energy {self.objective.energy:.2g}" if self.objective.energy else ""
-        lines = [f"considered, {len(found)} combinations, by C in units of the reference's ({weights}):"]
+        lines = [f"{len(found)} combinations considered, by objective relative to the reference ({weights}):"]
         for point in ranked:
             cost, peak = point.cost, format_bytes(point.cost.peak_bytes)
             known = "counted" if cost.counted else "traced" if cost.peak_bytes is not None else ""
@@ -50,7 +50,7 @@ class PlanWithProfile:
         return "\n".join(lines)
 
     def _measured(self) -> str:
-        return profile_text(self.profile) if self.profile.trials else "measured: nothing, the device is not here"
+        return profile_text(self.profile) if self.profile.trials else "No measurements: the plan is for another device."
 
 
 def decided(

@@ -11,7 +11,7 @@ def profile_text(profile: Profile) -> str:
     loop, device = profile.loop, profile.device
     lines = [
         f"{device.name}, {device.num_threads or 'no'} threads; {profile.reference.describe()}",
-        f"{format_count(loop.num_parameters)} parameters, {loop.optimizer}, {loop.batch_rows} rows and "
+        f"{format_count(loop.num_parameters)} parameters, {loop.optimizer}, {loop.batch_rows} samples and "
         f"{format_count(loop.terms_per_step)} {loop.terms} per step",
         *_utilisation(profile),
         "",
@@ -22,13 +22,13 @@ def profile_text(profile: Profile) -> str:
     ]
     for trial in profile.trials:
         label = f"  {trial.stage:<12} {trial.candidate.describe()}{' (A/A control)' if trial.control else ''}"
-        alone = "" if trial.is_whole else f" ({trial.stage} alone)"
+        alone = "" if trial.is_whole else f" ({trial.stage} only)"
         energy = "" if trial.energy_j is None else f", {format_joules(trial.energy_j)} at {trial.power_w:.3g} W"
         peak = format_bytes(trial.peak_bytes)
         result = trial.error or f"{format_seconds(trial.step_s)}{alone}, peak {peak}{energy}"
         lines.append(f"{label:<70} {result}")
-    splitting = "keeps the gradient" if profile.check.splittable else "is refused"
-    lines += ["", f"splitting {splitting}: {profile.check.reason}"]
+    splitting = "keeps the gradient" if profile.check.splittable else "is not possible"
+    lines += ["", f"splitting the batch {splitting}: {profile.check.reason}"]
     lines.append(f"energy: {profile.meter.describe()}")
     lines.append(f"profiling took {format_seconds(profile.profiling_s)}")
     return "\n".join(lines)
@@ -41,5 +41,5 @@ def _utilisation(profile: Profile) -> list[str]:
         return ["FLOP: not counted"]
     rate = flops / first.step_s
     mfu = profile.device.utilisation(rate, profile.reference.precision)
-    share = "MFU unknown (no peak)" if mfu is None else f"MFU {100 * mfu:.0f}% of {profile.device.source}"
+    share = "MFU unknown (unknown peak FLOP/s)" if mfu is None else f"MFU {100 * mfu:.0f}% of {profile.device.source}"
     return [f"{format_count(flops)}FLOP per step, {format_count(rate)}FLOP/s, {share}"]

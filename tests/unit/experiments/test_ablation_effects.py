@@ -142,7 +142,7 @@ def test_a_change_has_its_time_to_each_target_alone_and_in_the_plan():
         assert found["learning_rate_scale", WITHIN, target, False].ratio.mean == pytest.approx(2.0)
         assert found["", WHOLE, target, False].ratio.mean == pytest.approx(4.0)
     last = [row for (_, _, target, _), row in found.items() if target == 0.99]
-    assert {row.verdict.sentence for row in last} == {"never reached by either"}
+    assert {row.verdict.code for row in last} == {"target.not_reached"}
     assert not any(charged for *_, charged in found)
 
 
@@ -224,7 +224,9 @@ def test_what_an_arm_failed_in_has_no_verdict_and_what_did_not_need_it_has():
     assert effects["precision", WITHIN, MEMORY].verdict.kind == "no verdict"
     assert effects["precision", INTERACTION, MEMORY].verdict.kind == "no verdict"
     assert effects["precision", ALONE, MEMORY].verdict.kind == "gain"
-    assert "without_precision failed in 1 of 8 races" in effects["precision", WITHIN, THROUGHPUT].verdict.sentence
+    verdict = effects["precision", WITHIN, THROUGHPUT].verdict
+    assert verdict.code == "arm.failed"
+    assert "without_precision failed in 1 of 8 runs" in verdict.sentence
     assert effects["precision", INTERACTION, THROUGHPUT].verdict.kind == "no verdict"
     assert effects["precision", INTERACTION, THROUGHPUT].ratio.n == 7
     assert effects["precision", ALONE, THROUGHPUT].verdict.kind == "gain"
@@ -324,9 +326,9 @@ def test_what_changes_do_for_quality_together_and_apart_differs():
         assert effect.ratio.pairs == pytest.approx([b - a for a, b in zip(alone.pairs, within.pairs, strict=True)])
     each = changes(design)
     sentence = headline(each, tuple(effects.values()), (*measured.whole("F"),), measured.interaction_control).sentence
-    more = r"For quality schedule and learning rate scale do more together than apart: \+[89]\.\d\d points \(95% "
+    more = r"More improvement .* by schedule and learning rate scale together: \+[89]\.\d\d points \(95% "
     assert re.search(more, sentence)
-    assert sentence.count("together than apart") == 1
+    assert sentence.count("improvement") == 1
 
 
 @pytest.mark.parametrize(("higher_is_better", "sign"), [(True, 1), (False, -1)])
@@ -361,7 +363,7 @@ def test_where_it_is_open_whether_changes_act_together_for_quality_the_headline_
     design, measured, effects = ended(ends, noise=0.03)
     each = changes(design)
     verdict = headline(each, tuple(effects.values()), (*measured.whole("F"),), measured.interaction_control)
-    assert "For quality it is neither shown nor ruled out that changes act together." in verdict.sentence
+    assert "undecided" in verdict.sentence
 
 
 def test_an_arm_that_a_cap_stopped_is_held_against_the_others_where_it_was_last_evaluated():
@@ -418,40 +420,40 @@ def said(measured: AblationMeasurements, **refusals: Mapping[str, str]):
 def test_the_headline_says_what_the_plan_the_dearest_change_and_their_interaction_are_worth():
     verdict = said(evidence(speed((frozenset({"precision", "recompute"}), 0.1))))
     assert verdict.kind == "gain"
-    assert re.search(r"Its 3 changes together: 1\.(19|20)x \(95% ", verdict.sentence)
-    assert "Most of it is precision: with it the plan is 1.6" in verdict.sentence
+    assert re.search(r"3 changes together: 1\.(19|20)x \(95% ", verdict.sentence)
+    assert "Most of the gain is from precision: 1.6" in verdict.sentence
     assert "The plan is faster without micro batch and without recompute." in verdict.sentence
     assert re.search(
-        r"In throughput worth more in the plan than alone: precision by 1\.\d\dx .*, recompute by 1", verdict.sentence
+        r"more throughput gain in the plan than alone: precision by 1\.\d\dx .*, recompute by 1", verdict.sentence
     )
     assert "micro batch by" not in verdict.sentence
 
 
 def test_a_change_is_most_of_a_gain_where_it_is_more_than_half_of_it():
     sentence = said(evidence(lambda held: math.log(1.1) * len(held))).sentence
-    assert re.search(r"Worth most in the plan is \w.*: with it the plan is 1\.", sentence)
-    assert "Most of it" not in sentence
+    assert re.search(r"The largest gain in the plan is from \w.*: 1\.", sentence)
+    assert "Most of the gain" not in sentence
 
 
 def test_the_headline_says_that_no_interaction_is_seen_and_how_much_would_be():
     sentence = said(evidence(speed())).sentence
     assert re.search(
-        r"In throughput no change is seen to be worth more or less .* than alone; the A/A control resolves \d.*%",
+        r"No change has a significantly different .* than alone; the A/A control resolves \d.*%",
         sentence,
     )
 
 
 @pytest.mark.parametrize(
-    ("end", "factor", "kind", "says"),
+    ("end", "factor", "kind", "code", "says"),
     [
-        (0.46, 1.0, "gain", r"no gain that is clear .*\. Its quality is higher: \+1[56]\.\d\d points \(95% "),
-        (0.46, 1.5, "no verdict", r"make the loop slower: .*\. Its quality is higher"),
-        (0.20, 1.0, "harm", r"Its quality is lower: -1?\d\.\d\d points"),
-        (0.20, 0.5, "no verdict", r"2\.00x .* the throughput of the reference\. Its quality is lower"),
-        (0.30, 1.0, "no gain", r"Its quality is no other than half a point or percent: [+-]0\.\d"),
+        (0.46, 1.0, "gain", "quality.higher", r"no significant gain .*: \+1[56]\.\d\d points \(95% "),
+        (0.46, 1.5, "no verdict", "speed.contradicts_quality", r"slower, .*: \+1[56]\.\d\d points"),
+        (0.20, 1.0, "harm", "quality.lower", r": -1?\d\.\d\d points"),
+        (0.20, 0.5, "no verdict", "speed.contradicts_quality", r"2\.00x .* of the reference\. .*: -1?\d\.\d\d points"),
+        (0.30, 1.0, "no gain", "speed.not_significant", r"equal within the limit: [+-]0\.\d"),
     ],
 )
-def test_of_a_plan_that_changes_the_training_the_headline_tells_what_it_ends_with(end, factor, kind, says):
+def test_of_a_plan_that_changes_the_training_the_headline_tells_what_it_ends_with(end, factor, kind, code, says):
     """As many rows a second, and half the loss: "no gain" would be all that is read of it."""
     design, measured, _ = ended({PLAN: end}, noise=0.0005)
     draw = random.Random(5)
@@ -461,7 +463,7 @@ def test_of_a_plan_that_changes_the_training_the_headline_tells_what_it_ends_wit
         race[PLAN] = climbing(seconds, [0.1, theirs + end - 0.30])
     effects = tuple(found(measured, tier="F").values())
     verdict = headline(changes(design), effects, tuple(measured.whole("F")), measured.interaction_control)
-    assert verdict.kind == kind
+    assert (verdict.kind, verdict.code) == (kind, code)
     assert re.search(says, verdict.sentence)
 
 

@@ -169,9 +169,9 @@ def test_what_a_plan_searched_for_is_charged_beside_a_recipe_by_hand_too():
 def test_the_headline_names_throughput_and_the_hardest_charged_target():
     found = comparison()
     charged = [r for r in found.target_rows if r.arm == "plan_F" and r.charged][-1]
-    assert found.headline.kind == "gain"
-    assert found.headline.sentence.startswith("Same maths, 2.00x (95% ")
-    assert f"target 0.7 is reached {charged.ratio.mean:.2f}x as fast, search included" in found.headline.sentence
+    assert (found.headline.kind, found.headline.code) == ("gain", "speed.gain")
+    assert found.headline.sentence.startswith("The equivalent plan has 2.00x (95% ")
+    assert f"target 0.7 with a speed-up of {charged.ratio.mean:.2f}x, search included" in found.headline.sentence
 
 
 def headline_of(freed: tuple[float, ...], *, targets=(0.5, 0.7), ours: float = 1.0) -> Verdict:
@@ -191,7 +191,7 @@ def test_tier_f_may_be_the_gain():
 def test_the_headline_names_a_harder_target_that_only_the_reference_reached():
     found = headline_of((0.3, 0.6, 0.65, 0.69, 0.9))  # the last evaluation alone does not count
     assert found.kind == "no gain"
-    assert "target 0.5 is reached " in found.sentence
+    assert "reaches target 0.5 " in found.sentence
     assert ", but target 0.7 was reached in 0 of 5 pairs (reference: 5 of 5)." in found.sentence
 
 
@@ -202,19 +202,19 @@ def test_the_headline_is_silent_on_a_target_that_nobody_reached():
 
 def test_the_headline_speaks_where_tier_f_reached_nothing():
     found = headline_of((0.2, 0.3, 0.4, 0.45))
-    assert "With the training freed, target 0.5 was reached in 0 of 5 pairs (reference: 5 of 5)" in found.sentence
+    assert "For the tuned plan, target 0.5 was reached in 0 of 5 pairs (reference: 5 of 5)" in found.sentence
     assert "target 0.7 was reached in 0 of 5" in found.sentence
-    assert "it ends with lower quality: " in found.sentence
+    assert "its final quality is lower: " in found.sentence
     assert found.kind == "no gain"
 
 
-@pytest.mark.parametrize(("last", "said"), [(0.87, "it ends with lower quality: "), (0.9, "")])
+@pytest.mark.parametrize(("last", "said"), [(0.87, "its final quality is lower: "), (0.9, "")])
 def test_a_tier_f_that_ends_worse_is_no_gain(last, said):
     found = headline_of((0.3, 0.6, 0.8, last))
-    assert "target 0.7 is reached " in found.sentence
+    assert "reaches target 0.7 " in found.sentence
     assert found.kind == ("no gain" if said else "gain")
     assert said in found.sentence
-    assert found.sentence.count("With the training freed") == 1
+    assert found.sentence.count("tuned plan") == 1
 
 
 def test_a_tier_f_whose_quality_is_not_known_is_no_gain():
@@ -222,7 +222,7 @@ def test_a_tier_f_whose_quality_is_not_known_is_no_gain():
     for race, last in zip(found.values(), (0.9, 0.92, 0.88, 0.91, 0.88), strict=True):
         race["plan_F"] = arm(1.0, (0.3, 0.6, 0.8, last))
     sentence = comparison(found, changed=False).headline.sentence
-    assert "but there is no verdict on its final quality: quality not shown to be equal" in sentence
+    assert "but there is no verdict on its final quality: equal quality is not shown" in sentence
     assert comparison(found, changed=False).headline.kind == "no gain"
 
 
@@ -239,7 +239,7 @@ def test_a_tier_f_whose_quality_was_not_measured_is_no_gain():
 
 def test_a_tier_f_past_the_target_when_first_looked_at_is_at_least_so_fast():
     found = headline_of((0.8, 0.85, 0.9))
-    assert "target 0.7 is reached at least 5." in found.sentence  # 35 s over 1 s and 5 s of planning
+    assert "target 0.7 with a speed-up of at least 5." in found.sentence  # 35 s over 1 s and 5 s of planning
     assert found.kind == "gain"
 
 
@@ -256,17 +256,17 @@ def test_an_arm_that_failed_in_a_race_is_no_gain_of_its_tier():
     assert row(result, "throughput", "plan_S").ratio.n == 6
     for metric in ("throughput", "peak_memory", "final_metric_difference"):
         assert row(result, metric, "plan_S").verdict.kind == "no verdict", metric
-    assert result.headline.kind == "no verdict"
-    assert result.headline.sentence.startswith("The plan that keeps the maths failed in 2 of 8 races")
+    assert (result.headline.kind, result.headline.code) == ("no verdict", "arm.failed")
+    assert result.headline.sentence.startswith("The equivalent plan failed in 2 of 8 runs")
     assert "2.00x" not in result.headline.sentence
-    assert result.arm("plan_S").error == "RuntimeError: no (in 2 of 8 races)"
+    assert result.arm("plan_S").error == "RuntimeError: no (in 2 of 8 runs)"
 
 
 def test_a_tier_f_that_failed_is_no_gain():
     found = fails(races(8, ours=1.0), "plan_F", 1)
     result = comparison(found, changed=False)
     assert result.headline.kind == "no gain"
-    assert "The plan that changes the training failed in 1 of 8 races" in result.headline.sentence
+    assert "The tuned plan failed in 1 of 8 runs" in result.headline.sentence
     charged = [r for r in result.target_rows if r.arm == "plan_F" and r.charged]
     assert [(r.reached_arm, r.reached_against, r.n, r.verdict.kind) for r in charged] == [(7, 8, 8, "no verdict")] * 2
 
@@ -280,14 +280,14 @@ def test_a_tier_f_that_failed_where_it_was_only_timed_is_no_gain():
     rungs = [r for r in result.target_rows if r.arm == "plan_F"]
     assert {(r.n, r.reached_arm, r.verdict.kind) for r in rungs} == {(7, 7, "no verdict")}
     assert result.headline.kind == "no gain"
-    assert "failed in 1 of 8 races" in result.headline.sentence
+    assert "failed in 1 of 8 runs" in result.headline.sentence
 
 
 def test_one_tier_that_failed_takes_nothing_from_the_other():
     result = comparison(fails(races(8), "plan_S", 0))
     assert result.headline.kind == "gain"
-    assert "The plan that keeps the maths failed in 1 of 8 races" in result.headline.sentence
-    assert "target 0.7 is reached" in result.headline.sentence
+    assert "The equivalent plan failed in 1 of 8 runs" in result.headline.sentence
+    assert "reaches target 0.7" in result.headline.sentence
 
 
 def test_a_plan_that_failed_before_the_races_is_told():
@@ -297,15 +297,15 @@ def test_a_plan_that_failed_before_the_races_is_told():
     failed = {name: ArmMetrics(None, error="out of memory") for name in ("plan_S", "plan_F")}
     result = comparison(found, facts=FACTS | failed)
     assert result.headline.kind == "no verdict"
-    assert "The plan that keeps the maths failed before the first race" in result.headline.sentence
-    assert "The plan that changes the training failed before the first race" in result.headline.sentence
+    assert "The equivalent plan failed before the first paired run" in result.headline.sentence
+    assert "The tuned plan failed before the first paired run" in result.headline.sentence
 
 
 def test_an_arm_that_failed_apart_from_the_races_it_ran_is_there_once():
     result = comparison(facts=FACTS | {"plan_S": ArmMetrics(None, error="out of memory")})
     assert [arm.name for arm in result.arms] == ["reference", "self", "plan_S", "plan_F"]
     assert result.arm("plan_S").error == "out of memory"
-    assert "The plan that keeps the maths failed" in result.headline.sentence
+    assert "The equivalent plan failed" in result.headline.sentence
 
 
 def test_a_peer_or_its_plan_that_failed_is_no_verdict_on_harm():
@@ -314,8 +314,8 @@ def test_a_peer_or_its_plan_that_failed_is_no_verdict_on_harm():
         for race in found.values():
             race |= {"strong": arm(4.0), "strong_plan": arm(4.0)}
         harm = row(comparison(fails(found, name, 0)), "do_no_harm", "strong_plan", "strong")
-        assert (harm.ratio.n, harm.verdict.kind) == (5, "no verdict")
-        assert f"{name} failed in 1 of 6 races" in harm.verdict.sentence
+        assert (harm.ratio.n, harm.verdict.kind, harm.verdict.code) == (5, "no verdict", "arm.failed")
+        assert harm.failed == f"{name} failed in 1 of 6 runs"
 
 
 def test_a_control_that_failed_resolves_nothing():
@@ -330,22 +330,21 @@ def test_without_a_control_nothing_is_a_gain():
     for race in found.values():
         del race["self"]
     result = comparison(found)
-    assert result.headline.kind == "no verdict"
-    assert "No verdict on throughput: no A/A control" in result.headline.sentence
+    assert (result.headline.kind, result.headline.code) == ("no verdict", "control.missing")
     assert {r.verdict.kind for r in result.target_rows} == {"no verdict"}
 
 
 def test_the_headline_is_no_gain_where_nothing_was_changed():
     found = comparison(races(ours=1.0, freed=2.0), changed=False)
-    assert found.headline.kind == "no gain"
-    assert "No gain from settings that keep the maths" in found.headline.sentence
-    assert "the plan says: change nothing" in found.headline.sentence
+    assert (found.headline.kind, found.headline.code) == ("no gain", "speed.not_significant")
+    assert "recommends no change" in found.headline.sentence
 
 
 def test_a_slower_plan_is_called_slower():
     found = comparison(races(ours=1.3))
     assert found.headline.kind == "harm"  # whatever the learning rate bought
-    assert found.headline.sentence.startswith("Same maths, but slower: 0.77x")
+    assert found.headline.code == "speed.harm"
+    assert "slower: 0.77x" in found.headline.sentence
 
 
 def test_three_pairs_have_no_verdict_anywhere():
@@ -379,10 +378,10 @@ def test_notes_tell_what_a_reader_must_know():
     found[1]["plan_S"] = replace(arm(5.0, (0.55, 0.8, 0.9)), end=None)
     found[1]["reference"] = replace(arm(5.0, (0.1, math.nan)), end=replace(early.end, reason="diverged"))
     notes = comparison(found).notes
-    assert "plan_F: stopped at the time cap in 1 of 2 races" in notes
-    assert "reference: diverged in 1 of 2 races" in notes
+    assert "plan_F: stopped at the time cap in 1 of 2 runs" in notes
+    assert "reference: diverged in 1 of 2 runs" in notes
     assert any("left-censored" in note for note in notes)
-    assert any("a learning-rate range test of 3 s" in note for note in notes)
+    assert any("a learning-rate range test (3 s)" in note for note in notes)
 
 
 def test_a_shorter_horizon_of_tier_f_is_told():
@@ -391,23 +390,22 @@ def test_a_shorter_horizon_of_tier_f_is_told():
         for name, rows in (("plan_F", 1200), ("reference", 4800)):
             race[name] = replace(race[name], header=replace(race[name].header, detail={GIVEN_ROWS: rows}))
     result = comparison(found)
-    told = "tier F trained on 1,200 of the reference's 4,800 rows; that horizon is set in the task"
-    assert f"{told}, it was not searched for" in result.notes
+    assert any("trained on 1,200 samples, the reference on 4,800" in note for note in result.notes)
     assert {(r.arm_rows, r.against_rows) for r in result.target_rows if r.arm == "plan_F"} == {(1200, 4800)}
     flat = benchmark_row(result, metric="time_to_target_ratio", arm="plan_F")
     assert (flat["arm_rows"], flat["against_rows"]) == (1200, 4800)
     same = races()
     for race in same.values():
         race["plan_F"] = race["reference"]
-    assert not any("that horizon" in note for note in comparison(same).notes)
+    assert not any("trained on" in note for note in comparison(same).notes)
 
 
 def test_a_plan_for_a_longer_run_than_was_raced_is_told():
     longer = replace(TASK, planned_rows=100 * TASK.budget_rows)
-    (told,) = [note for note in comparison(its=longer).notes if "planned as a run" in note]
-    assert told.endswith(f"rows, 100 times the rows that were raced ({TASK.budget_rows:,})")
+    (told,) = [note for note in comparison(its=longer).notes if "Plans were made for a run" in note]
+    assert f"100 times the {TASK.budget_rows:,} samples" in told
     for its in (TASK, replace(TASK, planned_rows=TASK.budget_rows)):
-        assert not any("planned as a run" in note for note in comparison(its=its).notes)
+        assert not any("Plans were made for a run" in note for note in comparison(its=its).notes)
 
 
 def test_a_paper_recipe_that_was_only_timed_is_told():
@@ -416,7 +414,8 @@ def test_a_paper_recipe_that_was_only_timed_is_told():
     for race in found.values():
         timed = arm(20.0)
         race["paper"] = replace(timed, header=replace(timed.header, detail=detail))
-    assert "paper was only timed here: the reference trains longer than 120 s" in comparison(found).notes
+    (told,) = [note for note in comparison(found).notes if note.startswith("paper ")]
+    assert told.endswith("the reference trains longer than 120 s")
     assert not any("paper" in note for note in comparison().notes)
 
 
@@ -425,9 +424,9 @@ def test_races_of_different_code_are_told():
     for seed, race in found.items():
         for name, record in race.items():
             race[name] = replace(record, header=replace(record.header, environment={"sources": "ab" if seed else "cd"}))
-    told = "the races were run by different states of trimtab's code: ab in 2, cd in 1 of 3"
-    assert told in comparison(found).notes
-    assert not any("states of" in note for note in comparison().notes)
+    (told,) = [note for note in comparison(found).notes if "source code" in note]
+    assert "ab in 2, cd in 1 of 3" in told
+    assert not any("source code" in note for note in comparison().notes)
 
 
 def test_the_cost_of_all_plans_counts_the_common_part_once():
@@ -440,16 +439,17 @@ def test_the_cost_of_all_plans_counts_the_common_part_once():
 
 
 def test_what_the_intervals_do_not_hold_is_told():
-    told = "one plan, 5 seeds: the variance of planning and of its search is not in the intervals"
-    assert told in comparison().notes
-    assert not any("one plan" in note for note in comparison(races(1)).notes)
+    (told,) = [note for note in comparison().notes if "variance" in note]
+    assert "5 seeds" in told
+    assert "planning and tuning" in told
+    assert not any("variance" in note for note in comparison(races(1)).notes)
 
 
 @pytest.mark.parametrize(
     ("planning_s", "charged", "said"),
     [
-        (0.0, {False}, "its file tells no seconds of planning"),
-        (2.0, {False, True}, "its 2 s of planning are those of its file"),
+        (0.0, {False}, "no planning time"),
+        (2.0, {False, True}, "planning time of 2 s"),
     ],
 )
 def test_a_plan_that_was_given_is_charged_with_what_its_file_tells(planning_s, charged, said):
@@ -457,8 +457,9 @@ def test_a_plan_that_was_given_is_charged_with_what_its_file_tells(planning_s, c
     raced = {seed: {name: race[name] for name in ("reference", "self", "plan_S")} for seed, race in races().items()}
     found = summarise(TASK, load_data(), given, raced, FACTS, command="", environment={})
     assert {each.charged for each in found.target_rows if each.arm == "plan_S"} == charged
-    assert f"the plan was given, and nothing planned here: {said}" in found.notes
-    assert not any("the plan was given" in note for note in comparison().notes)
+    (told,) = [note for note in found.notes if "from a file" in note]
+    assert said in told
+    assert not any("from a file" in note for note in comparison().notes)
 
 
 def test_the_meter_of_the_races_is_looked_for_once(monkeypatch):
@@ -497,9 +498,9 @@ def test_a_target_that_a_cap_stopped_the_plan_before_is_not_told_as_reached():
     result = comparison(found)
     (harder,) = [r for r in result.target_rows if (r.arm, r.target, r.charged) == ("plan_F", 0.7, True)]
     assert (harder.reached_arm, harder.verdict.kind) == (0, "harm")
-    assert "target 0.5 is reached" in result.headline.sentence
+    assert "reaches target 0.5" in result.headline.sentence
     assert "but target 0.7 was reached in 0 of 5 pairs (reference: 5 of 5)" in result.headline.sentence
-    assert "target 0.7 is reached" not in result.headline.sentence
+    assert "reaches target 0.7" not in result.headline.sentence
 
 
 def test_a_recipe_that_a_cap_stopped_is_bounded():
@@ -671,8 +672,8 @@ def test_races_that_show_another_speed_than_trials_told_say_so():
     def said(verified):
         made = plans()
         ours = replace(made.plans["S"], verified=verified)
-        return [each for each in notes(TASK, Plans(made.plans | {"S": ours}), (), races()) if "its trials told" in each]
+        return [each for each in notes(TASK, Plans(made.plans | {"S": ours}), (), races()) if "planning trials" in each]
 
     assert said((1.9, 2.1)) == said(None) == []  # they are raced at 2.0
     (told,) = said((1.2, 1.4))
-    assert "1.20 to 1.40 times the speed, the races show 1.9" in told
+    assert "1.20 to 1.40x the speed, paired runs 1.9" in told

@@ -174,15 +174,16 @@ def comparison(ranks: RankConditions, facts=None) -> Comparison:
 
 def test_a_report_of_ranks_says_so_first():
     found = comparison(RankConditions(2, "cores"))
-    sentence = "On 2 ranks; the reference is the loop in DDP."
+    sentence = "Measured on 2 ranks; the reference is the loop in DistributedDataParallel."
     assert sentence in found.headline.sentence
-    assert "Ranks share cores: correctness only, no claim of scaling." in found.headline.sentence
+    assert RankConditions(2, "cores").warning in found.headline.sentence
+    assert "cores" in RankConditions(2, "cores").warning
     assert "on 2 ranks" in byline(found)
-    assert any("DistributedDataParallel with its defaults" in note for note in found.notes)
-    assert "ranks share cores: correctness only, no claim of scaling" in found.notes
+    assert any("DistributedDataParallel" in note for note in found.notes)
+    assert RankConditions(2, "cores").warning in found.notes
     roomy = comparison(RankConditions(2))
     assert sentence in roomy.headline.sentence
-    assert "correctness only" not in " ".join((roomy.headline.sentence, *roomy.notes))
+    assert "measure scaling" not in " ".join((roomy.headline.sentence, *roomy.notes))
 
 
 def test_a_report_of_one_process_says_nothing_of_ranks():
@@ -204,7 +205,7 @@ def test_an_older_report_is_read_as_of_one_rank():
 )
 def test_a_reference_that_weighs_its_rows_unlike_is_named(rows, terms, is_uneven):
     notes = rank_notes(RankConditions(2), PLANS, {"reference": ArmMetrics(100, terms_by_rank=terms)}, rows)
-    assert any("the reference weighs these unlike" in note for note in notes) is is_uneven
+    assert any("weights samples differently" in note for note in notes) is is_uneven
 
 
 def test_a_peak_that_an_engine_hides_is_unknown():

@@ -181,24 +181,24 @@ def test_the_verdict_on_speed(found, control, kind):
     assert speed_verdict(found, control, "ours", "theirs").kind == kind
 
 
-@pytest.mark.parametrize(("control", "why"), [(None, "no A/A control"), (replace(CONTROL, n=4), "of 5 pairs (4 ran)")])
+@pytest.mark.parametrize(("control", "why"), [(None, "control.missing"), (replace(CONTROL, n=4), "control.too_few")])
 def test_without_a_control_there_is_no_verdict_on_speed(control, why):
-    assert why in speed_verdict(ratio(1.2, 1.1, 1.3), control, "ours", "theirs").sentence
+    assert speed_verdict(ratio(1.2, 1.1, 1.3), control, "ours", "theirs").code == why
 
 
 @pytest.mark.parametrize(
-    ("found", "kind", "said"),
+    ("found", "kind", "code"),
     [
-        (ratio(1.0, 0.98, 1.02), "no gain", "this interval is the resolution"),
-        (ratio(1.03, 1.01, 1.05), "no verdict", "the control itself differs: 1.03x"),
-        (ratio(0.97, 0.95, 0.99), "no verdict", "the control itself differs"),
-        (ratio(1.03, 1.01, 1.05, n=4), "no verdict", "4 pairs: a verdict needs 5"),
+        (ratio(1.0, 0.98, 1.02), "no gain", "control.unbiased"),
+        (ratio(1.03, 1.01, 1.05), "no verdict", "control.biased"),
+        (ratio(0.97, 0.95, 0.99), "no verdict", "control.biased"),
+        (ratio(1.03, 1.01, 1.05, n=4), "no verdict", "pairs.too_few"),
     ],
 )
-def test_the_control_is_judged_by_itself(found, kind, said):
+def test_the_control_is_judged_by_itself(found, kind, code):
     verdict = control_verdict(found)
     assert verdict.kind == kind
-    assert said in verdict.sentence
+    assert verdict.code == code
     assert "resolves" not in verdict.sentence
 
 
@@ -231,7 +231,7 @@ def test_do_no_harm_says_how_many_pairs_would_show_it():
     assert pairs_for_power([1.0, 1.001, 0.999]) == 5
     assert pairs_for_power([0.96, 0.97, 0.95]) is None
     wide = Ratio(1.0, 0.95, 1.05, 6, tuple(noisy))
-    assert "not shown: " in non_inferiority(wide).sentence
+    assert non_inferiority(wide).code == "non_inferiority.undecided"
     assert "22 pairs give 90% power" in non_inferiority(wide).sentence
     assert "no number of pairs" in non_inferiority(ratio(0.95, 0.93, 0.96)).sentence
 
@@ -366,7 +366,8 @@ def test_an_arm_that_is_clear_of_where_the_other_ended_is_faster():
     """By how much nobody knows; that takes five pairs, and a control."""
     row = target([reaching(s) for s in (10, 11, 10, 12, 10)], [*[failing(100)] * 4, reaching(60)])
     assert (row.ratio, row.bound, row.verdict.kind) == (None, ">= 6.00x", "gain")
-    assert "ours is faster than theirs, >= 6.00x: the other had not come there" in row.verdict.sentence
+    assert row.verdict.code == "speed.gain"
+    assert "ours is faster than theirs, >= 6.00x: " in row.verdict.sentence
     assert target([reaching(10)] * 4, [failing(100)] * 4).verdict.kind == "no verdict"
     assert target([reaching(10)] * 5, [failing(10.01)] * 5).verdict.kind == "no verdict"
 
@@ -389,7 +390,7 @@ def test_a_last_evaluation_beyond_the_target_bounds_nothing_since_the_one_before
     ("ours", "theirs", "bound"),
     [
         ([failing(9), failing(9)], [reaching(10), reaching(10)], "never reached"),
-        ([failing(9), failing(9)], [failing(10), failing(10)], "never reached by either"),
+        ([failing(9), failing(9)], [failing(10), failing(10)], "never reached by either arm"),
         ([failing(9), reaching(9)], [reaching(10), reaching(10)], "reached in some pairs only"),
     ],
 )
@@ -415,7 +416,7 @@ def test_an_arm_that_a_cap_stopped_is_bounded_from_above():
     charged = target([capped(120)] * 5, [reaching(300)] * 5, charge=30.0)
     assert charged.bound == "<= 2.00x"
     assert target([capped(120), reaching(100)], [reaching(300)] * 2).bound == "<= 3.00x"
-    assert target([capped(120)] * 2, [failing(900)] * 2).bound == "never reached by either"
+    assert target([capped(120)] * 2, [failing(900)] * 2).bound == "never reached by either arm"
     assert target([capped(120), failing(100)], [reaching(300)] * 2).bound == "never reached"
     assert target([capped(120), early(5)], [reaching(300)] * 2).bound == "reached in some pairs only"
     late = climbing([60, 120], [0.1, 0.7])  # stopped right after an evaluation that may have been its crossing
@@ -430,7 +431,8 @@ def test_an_arm_that_a_cap_stopped_later_than_the_other_was_there_is_slower():
     row = target([capped(s) for s in (40, 41, 39, 40, 40)], [reaching(10)] * 5)
     assert (row.ratio, row.bound, row.verdict.kind) == (None, "<= 0.26x", "harm")
     assert (row.at_least, row.at_most) == (None, 0.26)
-    assert "its cap stopped it before it was there in 5 of 5 pairs" in row.verdict.sentence
+    assert row.verdict.code == "speed.harm"
+    assert "in 5 of 5 pairs" in row.verdict.sentence
     mixed = target([capped(40), capped(41), reaching(40), early(39), reaching(40)], [reaching(10)] * 5, charge=30.0)
     assert mixed.verdict.kind == "harm"
     assert target([capped(40)] * 4, [reaching(10)] * 4).verdict.kind == "no verdict"
@@ -484,7 +486,7 @@ def test_a_lower_bound_that_is_not_clear_is_no_verdict(ours, bound):
 def test_the_other_arm_past_the_target_when_first_looked_at_leaves_nothing_to_hold_against(ours):
     row = target([ours] * 5, [early(15), *[reaching(20)] * 4])
     assert (row.ratio, row.bound, row.verdict.kind) == (None, OTHER_EARLY, "no verdict")
-    assert OTHER_EARLY == "not measured: the other crossed before its first evaluation"
+    assert row.verdict.code == "target.not_reached"
 
 
 def test_a_rung_says_how_many_rows_each_arm_was_given():
@@ -602,7 +604,8 @@ def test_a_difference_is_read_by_the_metrics_unit(ours, theirs, unit, rising, ex
 def test_the_verdict_on_quality_has_the_unit_of_its_metric(unit, said):
     row = quality(*finals([0.3] * 5), unit=unit)
     assert row is not None
-    assert row.verdict.sentence.startswith(f"quality within the limit: {said} (95% ")
+    assert row.verdict.code == "quality.within_limit"
+    assert f": {said} (95% " in row.verdict.sentence
 
 
 @pytest.mark.parametrize("tier", ["S", "F"])
@@ -613,7 +616,7 @@ def test_a_verdict_on_quality_says_after_which_rows_where_these_are_not_all(tier
 
     short, whole = (quality(arms(rows), arms(rows), tier=tier).verdict for rows in (7168, 1550))
     assert (short.kind, whole.kind) == ("no gain", "no gain")
-    assert short.sentence.endswith(", limit 0.5, after 1,536 of 7,168 rows")
+    assert short.sentence.endswith(", limit 0.5, after 1,536 of 7,168 samples")
     assert whole.sentence.endswith(", limit 0.5")  # nearly all of them
 
 
@@ -672,8 +675,8 @@ def test_the_races_an_arm_survived_are_no_verdict_on_its_throughput(who):
     row = throughput_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "S", TIGHT)
     assert row.ratio.pairs == pytest.approx((2.0,) * 5)
     assert row.verdict.kind == "no verdict"
-    assert row.verdict.sentence.startswith(f"{who} failed in 1 of 6 races")
-    assert row.failed == failure_of(replace(row, failed="")) == f"{who} failed in 1 of 6 races"
+    assert row.verdict.sentence.startswith(f"{who} failed in 1 of 6 runs")
+    assert row.failed == failure_of(replace(row, failed="")) == f"{who} failed in 1 of 6 runs"
 
 
 @FAILS
@@ -681,8 +684,8 @@ def test_nor_on_the_harm_it_does(who):
     row = do_no_harm_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "S")
     assert row.ratio.n == 5
     assert row.verdict.kind == "no verdict"
-    assert f"{who} failed in 1 of 6 races" in row.verdict.sentence
-    assert row.failed == f"{who} failed in 1 of 6 races"
+    assert f"{who} failed in 1 of 6 runs" in row.verdict.sentence
+    assert row.failed == f"{who} failed in 1 of 6 runs"
     assert do_no_harm_row(races([timed(1.0)] * 5, [timed(1.0)] * 5), "ours", "theirs", "S").verdict.kind == "no harm"
 
 
@@ -693,15 +696,15 @@ def test_nor_on_its_quality(who, tier):
     row = quality_row(one_broken(ours, theirs, who), "ours", "theirs", tier, "accuracy", True, "share")
     assert row.ratio.n == 5
     assert row.verdict.kind == "no verdict"
-    assert f"{who} failed in 1 of 6 races" in row.verdict.sentence
-    assert row.failed == f"{who} failed in 1 of 6 races"
+    assert f"{who} failed in 1 of 6 runs" in row.verdict.sentence
+    assert row.failed == f"{who} failed in 1 of 6 runs"
 
 
 @FAILS
 def test_nor_on_the_memory_it_holds(who):
     row = memory_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "S", 500, 1000)
     assert (row.ratio.mean, row.verdict.kind) == (0.5, "no verdict")
-    assert row.failed == f"{who} failed in 1 of 6 races"
+    assert row.failed == f"{who} failed in 1 of 6 runs"
 
 
 def test_a_control_that_failed_is_no_verdict_either():
@@ -709,7 +712,7 @@ def test_a_control_that_failed_is_no_verdict_either():
     found[3]["self"] = broken(timed(1.0))
     row = throughput_row(found, "self", "reference", "", None)
     assert (row.verdict.kind, row.ratio.n) == ("no verdict", 5)
-    assert "self failed in 1 of 6 races" in row.verdict.sentence
+    assert "self failed in 1 of 6 runs" in row.verdict.sentence
 
 
 def test_an_arm_that_failed_never_reached_the_target():
@@ -719,8 +722,8 @@ def test_an_arm_that_failed_never_reached_the_target():
     assert row.arm_s == pytest.approx((math.inf, *[10] * 5))
     assert (row.ratio, row.bound) == (None, "reached in some pairs only")
     assert row.verdict.kind == "no verdict"
-    assert "ours failed in 1 of 6 races" in row.verdict.sentence
-    assert row.failed == failure_of(replace(row, failed="")) == "ours failed in 1 of 6 races"
+    assert "ours failed in 1 of 6 runs" in row.verdict.sentence
+    assert row.failed == failure_of(replace(row, failed="")) == "ours failed in 1 of 6 runs"
 
 
 def test_another_arm_that_failed_is_censored_where_it_did():
@@ -729,7 +732,7 @@ def test_another_arm_that_failed_is_censored_where_it_did():
     assert (row.ratio, row.bound, row.verdict.kind) == (None, ">= 2.00x", "no verdict")
     assert (row.reached_arm, row.reached_against) == (6, 5)
     assert row.against_s[0] == math.inf
-    assert "theirs failed in 1 of 6 races" in row.verdict.sentence
+    assert "theirs failed in 1 of 6 runs" in row.verdict.sentence
     assert target([reaching(10)] * 6, [broken(reaching(15)), *[reaching(20)] * 5]).bound == ">= 1.50x"
     assert target([reaching(10)] * 6, [broken(early(15)), *[reaching(20)] * 5]).bound == OTHER_EARLY
 
@@ -738,13 +741,13 @@ def test_an_arm_that_failed_in_every_race_has_a_rung_and_no_ratio():
     found = races([broken(reaching(1))] * 5, [reaching(20)] * 5)
     row = target_row(found, "ours", "theirs", "F", 0.5, "accuracy", True, PlanningCharge(3.0), TIGHT)
     assert (row.bound, row.reached_arm, row.n) == ("never reached", 0, 5)
-    assert "ours failed in 5 of 5 races" in row.verdict.sentence
+    assert "ours failed in 5 of 5 runs" in row.verdict.sentence
     assert throughput_row(found, "ours", "theirs", "F", TIGHT) is None
 
 
 def test_a_race_without_the_arm_is_none_that_it_failed():
     found = {0: {"theirs": timed(1.0)}, 1: {"ours": broken(timed(1.0))}, 2: {"ours": timed(1.0)}}
-    assert comparison_statistics.failures(found, "ours", "theirs", "nobody") == "ours failed in 1 of 2 races"
+    assert comparison_statistics.failures(found, "ours", "theirs", "nobody") == "ours failed in 1 of 2 runs"
     assert comparison_statistics.failures(found, "theirs") == ""
 
 

@@ -120,9 +120,9 @@ def test_one_arm_that_breaks_leaves_the_others():
 
 def test_an_ablation_of_non_finite_arms_says_why_it_has_no_verdict():
     change = AblatedChange("precision", "precision bf16", "S")
-    verdict = ablation_headline([change], [], [], failed={"plan": "a loss of nan"})
-    assert verdict.kind == "no verdict"
-    assert "a loss of nan" in verdict.sentence
+    verdict = ablation_headline([change], [], [], failed={"plan": "the loss is nan"})
+    assert (verdict.kind, verdict.code) == ("no verdict", "speed.not_measured")
+    assert "the loss is nan" in verdict.sentence
 
 
 def bench(task) -> Bench:

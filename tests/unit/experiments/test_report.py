@@ -496,11 +496,11 @@ def test_tiers_are_never_in_one_table_of_ratios_or_one_forest() -> None:
 def test_marks_are_named_for_people() -> None:
     rows = plan_tables.change_table(CASES["gpt"].plans["F"], changed=True).rows
     assert {row[0]: row[2] for row in rows} == {
-        "micro batch": "exact",
-        "precision": "same maths, other rounding",
-        "fused optimizer": "same maths, other rounding",
-        "schedule": "other dynamics",
-        "learning rate scale": "other dynamics",
+        "micro batch": "bitwise",
+        "precision": "rounding",
+        "fused optimizer": "rounding",
+        "schedule": "training",
+        "learning rate scale": "training",
     }
 
 
@@ -610,7 +610,7 @@ def test_the_reference_in_the_figure_of_trials_is_the_users_loop() -> None:
 def test_a_large_metric_is_written_out():
     values = (0.85, 45.0, 9890.4, 9999.6, 20000.0, 123456.7, 3e9, math.nan)
     told = [formatting.metric(value) for value in values]
-    assert told == ["0.85", "45", "9890", "10,000", "20,000", "123,457", "3e+09", "not finite"]
+    assert told == ["0.85", "45", "9890", "10,000", "20,000", "123,457", "3e+09", "non-finite"]
 
 
 def test_infinite_and_unknown_values_are_words() -> None:
@@ -619,7 +619,7 @@ def test_infinite_and_unknown_values_are_words() -> None:
     assert {*unknown, formatting.rate(None, "x"), formatting.percent(math.nan), formatting.metric(None)} == {
         "not measured"
     }
-    assert formatting.metric(math.nan) == formatting.metric(math.inf) == "not finite"
+    assert formatting.metric(math.nan) == formatting.metric(math.inf) == "non-finite"
 
 
 def test_curve_ends_where_the_first_seed_ended() -> None:
@@ -670,7 +670,7 @@ def test_trials_name_the_reference_and_what_was_chosen() -> None:
     assert ">reference</text>" in drawing.svg
     assert ">chosen (tier S, tier F)</text>" in drawing.svg
     assert len(drawing.aside) == 2
-    assert columns(plan_tables.trial_table(case), "Role").count("could not run") == 2
+    assert columns(plan_tables.trial_table(case), "Role").count("failed") == 2
 
 
 def test_a_trial_of_the_optimizer_alone_is_no_step() -> None:
@@ -680,7 +680,7 @@ def test_a_trial_of_the_optimizer_alone_is_no_step() -> None:
     alone = replace(whole, stage="optimizer", block_s=(0.0107,) * 5)
     found = replace(case, trials=(*case.trials, alone))
     assert memory_time(found) == memory_time(case)
-    assert columns(plan_tables.trial_table(found), "Step")[-1] == "10.7 ms (optimizer alone)"
+    assert columns(plan_tables.trial_table(found), "Step")[-1] == "10.7 ms (optimizer only)"
 
 
 @pytest.mark.parametrize(
@@ -722,7 +722,7 @@ def test_that_no_harm_is_done_is_no_missing_gain() -> None:
 
 def test_phases_of_arms_say_how_little_they_are_of() -> None:
     note = tables.phase_table(CASES["gpt"]).note
-    assert f"the mean of {inspect_arm._PHASE_STEPS} steps, clocked one arm after the other" in note
+    assert f"Mean of {inspect_arm._PHASE_STEPS} steps per arm" in note
 
 
 def test_the_plan_for_the_strong_recipe_is_no_tier() -> None:
@@ -825,13 +825,16 @@ def test_the_results_page_shows_every_row_of_a_comparison_with_peers(monkeypatch
 def test_phases_and_what_is_not_attributed_add_up_in_the_table() -> None:
     table = gain_tables.phase_gain_table(gain())
     assert columns(table, "Phase")[:3] == ["data", "forward", "recompute"]
-    assert columns(table, "Phase")[-2:] == ["the clock itself (not attributed)", "whole step, without the clock"]
+    assert columns(table, "Phase")[-2:] == [
+        "overhead of phase timing (not attributed)",
+        "whole step, without phase timing",
+    ]
     recompute = table.rows[2]
     assert recompute[1:4] == ("0 s", "100 ms", "-100 ms")
     assert table.rows[-1][-1] == "100.0%"
     shares = [float(cell.rstrip("%")) for cell in columns(table, "Share of the gain")[:-1]]
     assert sum(shares) == pytest.approx(100.0, abs=0.3)
-    assert "of the reference's" in table.note
+    assert "of the step of the reference" in table.note
     assert "+2.00%" in table.note
 
 
@@ -850,17 +853,17 @@ def test_of_steps_that_the_clock_makes_others_no_bound_is_told() -> None:
     laps = tuple(replace(lap, plain_s=lap.clocked_s / 2) for lap in plain.plan.laps)
     slow = replace(plain, plan=replace(plain.plan, laps=laps))
     assert not gain_tables.bound_table(slow).rows
-    assert "waits longer under the clock" in gain_tables.bound_table(slow).empty
-    assert "waits longer under the clock" in gain_tables.phase_gain_table(slow).note
+    assert "no shares are reported" in gain_tables.bound_table(slow).empty
+    assert "no shares are reported" in gain_tables.phase_gain_table(slow).note
     table = gain_tables.side_by_side((slow, gain("a_gpt")))
     bounds = [row for row in table.rows if row[0] == "memory-bound"]
-    assert [row[1:3] for row in bounds] == [("not told", "not told")]
+    assert [row[1:3] for row in bounds] == [("not reported", "not reported")]
 
 
 def test_the_projection_is_of_what_was_measured_and_says_what_it_assumes() -> None:
     net, doubling = gain_tables.projection_sentences(gain())
-    assert "[21], by laps in one process: 1.52" in net
-    assert re.search(r"1\.52\dx \(95% 1\.\d+x to 1\.\d+x\): 1\.7\d\dx if nothing were computed again", net)
+    assert "[21], from rounds in one process: 1.52" in net
+    assert re.search(r"1\.52\dx \(95% 1\.\d+x to 1\.\d+x\): 1\.7\d\dx without recomputation", net)
     assert "12.2%" in net
     assert "1.52" in doubling
     assert re.search(r"after 8\.[23] months", doubling)
@@ -886,11 +889,11 @@ def test_thirds_say_why_a_ratio_is_not_known() -> None:
     early, _, late = gain_tables.thirds_table(thirds(), "F").rows
     assert early[0] == "early"
     assert early[2].startswith("3.0")
-    assert late[2] == "not known: its metric did not get better"
+    assert late[2] == "unknown: its metric did not get better"
     assert all(len(row) == 6 for row in (early, late))
     assert gain_tables.thirds_table(thirds(), "S").rows[0][4].startswith("3")
     assert gain_tables.thirds_table(thirds(), "").rows == ()
-    assert "the paper's recipe" in gain_tables.thirds_table(thirds(), "").title
+    assert "Paper recipe" in gain_tables.thirds_table(thirds(), "").title
     assert gain_tables.thirds_table(thirds(3), "S").rows[0][1].count(",") == 2  # too few for an interval: raw pairs
 
 

@@ -40,31 +40,31 @@ def test_the_page_shows_course_and_events():
     record = RunRecord(Header("a run"), steps(12, k=lambda i: 1 + (i > 5)), (), events, End("target"))
     page = run_page(record)
     assert page.count("<svg") == 3
-    for text in ("a run: stopped at its target", "12 windows of 144 rows", "0 void", "k* = 2.3", "trace 640.1"):
+    for text in ("a run: stopped at its target", "12 steps with 144 samples", "0 skipped", "k* = 2.3", "trace 640.1"):
         assert text in page, text
 
 
 def test_of_an_arm_of_a_race_laps_are_told():
     page = run_page(race_records.record(blocks=[(10, 1.0), (20, 2.5)], name="plan_S"))
-    assert "2 laps of 30 rows in 3.5 s, 0 void" in page
+    assert "2 blocks with 30 samples in 3.5 s, 0 skipped" in page
 
 
 def test_each_cell_of_a_narrow_page_has_the_name_of_its_column():
     page = run_page(RunRecord(Header("a run"), steps(1), (), (Event("k", 1, {"to": 2}),), End("closed")))
-    assert re.findall(r'<td[^>]*data-label="([^"]*)"', page) == ["after window", "what", "figures"]
+    assert re.findall(r'<td[^>]*data-label="([^"]*)"', page) == ["after step", "event", "details"]
 
 
 def test_void_windows_and_a_torn_record_are_said():
     record = RunRecord(Header("a run"), steps(9, applied=lambda i: i % 3 > 0))
     page = run_page(record)
-    assert "3 void" in page
-    assert "cut off: its record has no end" in page
-    assert "Nothing but training." in page
+    assert "3 skipped" in page
+    assert "the record has no end" in page
+    assert "No events were recorded." in page
 
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_a_run_of_hardly_any_window_has_a_page(n):
-    assert "Too few windows to draw." in run_page(RunRecord(Header("short"), steps(n), (), (), End("closed")))
+    assert "Too few steps for a figure." in run_page(RunRecord(Header("short"), steps(n), (), (), End("closed")))
 
 
 def test_a_long_run_keeps_the_page_small_and_no_number_is_left_out_of_it():

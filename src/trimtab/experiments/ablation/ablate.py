@@ -120,14 +120,14 @@ def _ablated(
     begun: float,
 ) -> Ablation:
     """Run the ablation for `ablate` in a locked folder."""
-    progress(f"reading {task.name}")
+    progress(f"loading the data of {task.name}")
     device, data = device_here(), task.load_data()
     fixed = {name: value for name, value in asdict(settings).items() if not name.endswith("_seeds")}
     claim(out, task, data, {"ablation": fixed}, budget, Objective(), plan)
     kept = ResultsFolder(out, task, data, device, progress)
     done = sum(kept.of_race(seed, brief=settings.is_brief(seed)).exists() for seed in range(settings.num_seeds))
     if done:
-        progress(f"going on with {done} races from {out}")
+        progress(f"resuming with {done} completed runs in {out}")
     if done < settings.num_seeds:
         check_step(task, data, device)
     adapt = ("learning_rate",) if settings.adapt else ()
@@ -139,7 +139,7 @@ def _ablated(
         return nothing_to_ablate(task, data, chosen, command)
     raced = _raced(task, kept, plans, design, settings, budget, begun)
     where = placement_of(data, device)
-    lies = (f"training data in the races: {where.reason}",) if where.changed else ()
+    lies = (f"Placement of the training data: {where.reason}",) if where.changed else ()
     return summarise(task, data, raced, command, (*lies, *read_back(done, len(raced.races), out)))
 
 

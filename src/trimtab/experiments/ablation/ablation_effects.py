@@ -263,6 +263,9 @@ def _arms(terms: Sequence[Term]) -> tuple[str, ...]:
 def _memory_interaction(value: float, what: str) -> Verdict:
     """Return the verdict on whether peak ratios multiply; each of the four counts repeats to within 1%."""
     if abs(math.log(value)) <= 2 * math.log1p(SAME_PEAK):
-        return Verdict("none found", f"{what}: {value:.3f}x the peak it leaves apart")
+        return Verdict(
+            "none found", f"{what}: {value:.3f}x the product of the separate effects on the peak", "interaction.equal"
+        )
     more = "more" if value < 1 else "less"
-    return Verdict(f"{more} together", f"{what} saves {more} together than apart: {value:.3f}x the peak")
+    sentence = f"{what}: {more} memory saved together than separately, {value:.3f}x the product of the separate effects"
+    return Verdict(f"{more} together", sentence, f"interaction.{more}")

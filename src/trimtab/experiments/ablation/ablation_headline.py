@@ -17,7 +17,7 @@ from trimtab.experiments.ablation.ablation_result import (
 from trimtab.experiments.comparison.comparison_result import RatioRow, Verdict
 from trimtab.experiments.comparison.verdicts import figures, quality_figures
 
-NOTHING = Verdict("no gain", "Nothing to ablate: the plan changes nothing of the loop.")
+NOTHING = Verdict("no gain", "The plan changes nothing, so there is nothing to ablate.", "plan.no_changes")
 
 
 def headline(
@@ -45,10 +45,13 @@ def headline(
     if row is None:
         errors = failed or {}
         why = "; ".join(f"{arm} failed: {errors[arm]:.200}" for arm in (REFERENCE, PLAN) if arm in errors)
-        return Verdict(
-            "no verdict", f"The plan as a whole was not timed: {why.rstrip('.') or 'see every arm as it ran'}."
-        )
-    many = f"Its {len(changes)} changes together" if len(changes) > 1 else f"Its one change ({changes[0].says})"
+        why = why.rstrip(".") or "see the table of all arms"
+        return Verdict("no verdict", f"The plan as a whole was not timed: {why}.", "speed.not_measured")
+    many = (
+        f"The plan's {len(changes)} changes together"
+        if len(changes) > 1
+        else f"The plan's only change ({changes[0].says})"
+    )
     sentences = [
         _whole(row, many),
         _ends(quality, unit),
@@ -56,7 +59,10 @@ def headline(
         _together(changes, effects, control),
         _for_quality(changes, effects, unit),
     ]
-    return Verdict(_kind(row, quality), " ".join(each for each in sentences if each))
+    kind = _kind(row, quality)
+    decisive = [each.verdict.code for each in (row, quality) if each is not None and each.verdict.kind == kind]
+    code = decisive[0] if decisive else "speed.contradicts_quality"
+    return Verdict(kind, " ".join(each for each in sentences if each), code)
 
 
 def _kind(speed: RatioRow, quality: RatioRow | None) -> str:
@@ -77,19 +83,19 @@ def _ends(quality: RatioRow | None, unit: str) -> str:
         return ""
     found = quality_figures(quality.ratio, unit)
     return {
-        "gain": f"Its quality is higher: {found}.",
-        "harm": f"Its quality is lower: {found}.",
-        "no gain": f"Its quality is no other than half a point or percent: {found}.",
-    }.get(quality.verdict.kind, f"No verdict on its quality: {quality.verdict.sentence}.")
+        "gain": f"The final metric is better: {found}.",
+        "harm": f"The final metric is worse: {found}.",
+        "no gain": f"The final metric is equal within the limit: {found}.",
+    }.get(quality.verdict.kind, f"No verdict on the final metric: {quality.verdict.sentence}.")
 
 
 def _whole(row: RatioRow, many: str) -> str:
     found = figures(row.ratio)
     return {
         "gain": f"{many}: {found} the throughput of the reference.",
-        "harm": f"{many} make the loop slower: {found} the throughput of the reference.",
+        "harm": f"{many}: slower, {found} the throughput of the reference.",
         "no verdict": f"No verdict on the plan as a whole: {row.verdict.sentence}.",
-    }.get(row.verdict.kind, f"{many}: no gain that is clear of the noise ({found}).")
+    }.get(row.verdict.kind, f"{many}: no significant gain ({found}).")
 
 
 def _dearest(changes: Sequence[AblatedChange], effects: Sequence[ChangeEffect], whole: RatioRow) -> str:
@@ -104,8 +110,8 @@ def _dearest(changes: Sequence[AblatedChange], effects: Sequence[ChangeEffect], 
     if gains:
         first = gains[0].ratio
         is_most = whole.verdict.kind == "gain" and first.mean**2 > whole.ratio.mean
-        which = "Most of it is" if is_most else "Worth most in the plan is"
-        said = f"{which} {says[gains[0].change]}: with it the plan is {figures(first)} as fast."
+        which = "Most of the gain is from" if is_most else "The largest gain in the plan is from"
+        said = f"{which} {says[gains[0].change]}: {figures(first)} the speed of the plan without this change."
     harms = [says[e.change] for e in within if e.verdict.kind == "harm"]
     return f"{said} The plan is faster without {' and without '.join(harms)}.".strip() if harms else said
 
@@ -117,9 +123,9 @@ def _together(changes: Sequence[AblatedChange], effects: Sequence[ChangeEffect],
     seen = []
     for kind in ("more", "less"):
         named = [f"{says[e.change]} by {figures(e.ratio)}" for e in found if e.verdict.kind == f"{kind} together"]
-        seen += [f"In throughput worth {kind} in the plan than alone: {', '.join(named)}."] if named else []
+        seen += [f"Changes with {kind} throughput gain in the plan than alone: {', '.join(named)}."] if named else []
     if not seen and found and all(e.verdict.kind == "none found" for e in found):
-        none = "In throughput no change is seen to be worth more or less beside the others than alone"
+        none = "No change has a significantly different throughput gain in the plan than alone"
         return f"{none}; the A/A control resolves {100 * resolution(control):.2g}%."
     return " ".join(seen)
 
@@ -132,9 +138,10 @@ def _for_quality(changes: Sequence[AblatedChange], effects: Sequence[ChangeEffec
     for kind in ("more", "less"):
         for each in (e for e in found if e.verdict.kind == f"{kind} together"):
             what = " and ".join(says.values()) if len(changes) == 2 else f"{says[each.change]} and the rest of the plan"
-            seen.append(f"For quality {what} do {kind} together than apart: {quality_figures(each.ratio, unit)}.")
+            figure = quality_figures(each.ratio, unit)
+            seen.append(f"{kind.capitalize()} improvement of the final metric by {what} together: {figure}.")
     if not seen and any(e.verdict.kind == "no verdict" and e.ratio.n >= MIN_PAIRS_FOR_VERDICT for e in found):
-        return "For quality it is neither shown nor ruled out that changes act together."
+        return "Interactions of changes in the final metric are undecided."
     return " ".join(seen)
 
 

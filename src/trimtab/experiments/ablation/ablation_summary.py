@@ -141,7 +141,7 @@ def says_of(plan: Plan, name: str) -> str:
 
 def labels_of(design: AblationDesign, says: Mapping[str, str]) -> dict[str, str]:
     """Return the label of every arm, in table order."""
-    found = {REFERENCE: "the reference", UNCHANGED: "the loop, nothing changed"}
+    found = {REFERENCE: "the reference", UNCHANGED: "the unchanged loop in a run"}
     for name, changes in design.arms.items():
         if name in (UNCHANGED, PLAN):
             continue
@@ -161,14 +161,14 @@ def _refusals(raced: AblationRuns, change: str) -> dict[str, str]:
     failed, design, found = raced.failed, raced.design, {}
     arm, loop = design.alone(change)
     if loop in failed:
-        found[ALONE] = f"was not tried alone, as the engine with nothing changed failed: {failed[loop]}"
+        found[ALONE] = f"was not measured alone, because the unchanged loop in a run failed: {failed[loop]}"
     if arm in failed:
-        found[ALONE] = f"cannot stand alone: {failed[arm]}"
+        found[ALONE] = f"failed alone: {failed[arm]}"
     plan, without = design.within(change)
     if len(design.changes) > 1 and plan in failed:
-        found[WITHIN] = f"was not tried in the plan, which failed: {failed[plan]}"
+        found[WITHIN] = f"was not measured in the plan, because the plan failed: {failed[plan]}"
     elif len(design.changes) > 1 and without in failed:
-        found[WITHIN] = f"cannot be taken out: {failed[without]}"
+        found[WITHIN] = f"cannot be removed from the plan: {failed[without]}"
     return found
 
 
@@ -202,16 +202,18 @@ def _notes(raced: AblationRuns, changes: Sequence[AblatedChange], effects: Seque
     found += [f"{change.says} {reason}" for change in changes for reason in change.refusals.values()]
     found += [text for change in changes for text in _limits(raced, change)]
     if len(changes) == 1:
-        found.append("One change: alone and in the plan are the same, and there is nothing to interact with.")
+        found.append(
+            "With a single change, its effects alone and in the plan are equal, and there are no interactions."
+        )
     if all(comparison_statistics.is_brief(record) for race in races.values() for record in race.values()):
-        found.append("No arm ran to its end: quality was not measured.")
+        found.append("All arms were only timed for a few steps: the final metric was not measured.")
     one = changes[-1].name if len(changes) == 2 else None  # Two changes share a single interaction.
     told = [effect for effect in effects if not (effect.setting == INTERACTION and effect.change == one)]
     timed = sum(effect.ratio.n >= MIN_PAIRS_FOR_VERDICT for effect in told)
     if timed > 1:
         found.append(
-            f"{timed} effects with 95% intervals, each of its own: of those whose truth is nothing, about one in "
-            "twenty lies outside of it by chance"
+            f"{timed} effects have separate 95% intervals: of the effects without a true difference, about one in "
+            "twenty appears significant by chance."
         )
     return found + noted.sources(races) + noted.spread(Plans({"S": raced.plan}), races)
 
@@ -221,5 +223,5 @@ def _limits(raced: AblationRuns, change: AblatedChange) -> Iterator[str]:
     limit, peaks = raced.budget.memory_bytes, raced.peaks
     without = raced.design.within(change.name)[1]
     if limit is not None and peaks.get(PLAN, limit + 1) <= limit < peaks.get(without, 0):
-        held = f"{format_bytes(peaks[without])}, over the limit of {format_bytes(limit)}"
-        yield f"{change.says}: without it the plan holds {held}, so it cannot be taken out under it"
+        peak = f"{format_bytes(peaks[without])}, over the limit of {format_bytes(limit)}"
+        yield f"{change.says} cannot be removed: without this change the plan's peak memory is {peak}."

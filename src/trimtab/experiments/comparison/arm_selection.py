@@ -24,7 +24,7 @@ from trimtab.tasks.task import Task
 # duration. With a time cap they run until the cap.
 _LONG_RACE_S = 120.0
 _TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
-_UNCHANGED = "its plan changes nothing, and the reference trains long: to its end it would be the reference once more"
+_UNCHANGED = f"the plan changes nothing, and {_TOO_LONG}; a full run would only repeat the reference"
 
 
 class ArmSelection:

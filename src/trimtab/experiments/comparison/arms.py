@@ -45,7 +45,7 @@ ARMS: Mapping[str, ArmKind] = {
     "reference": ArmKind("P0 reference", "experiments/baselines/reference.py"),
     "self": ArmKind("reference again (A/A control)", "experiments/baselines/reference.py"),
     "plan_S": ArmKind(
-        "trimtab, same maths",
+        "trimtab, equivalent plan",
         _PLANS,
         "S",
         plan="S",
@@ -55,7 +55,7 @@ ARMS: Mapping[str, ArmKind] = {
         has_thirds=True,
     ),
     "plan_F": ArmKind(
-        "trimtab, freed",
+        "trimtab, tuned plan",
         _PLANS,
         "F",
         plan="F",
@@ -63,9 +63,9 @@ ARMS: Mapping[str, ArmKind] = {
         has_quality=True,
         has_thirds=True,
     ),
-    "strict": ArmKind("P0 in strict fp32, without TF32", "experiments/baselines/strict.py", times=()),
-    "strong": ArmKind("P2 strong, hand-tuned", "experiments/baselines/strong.py", times=()),
-    "muon": ArmKind("P3 strong, with Muon", "experiments/baselines/muon.py", times=()),
+    "strict": ArmKind("P0 in strict fp32 (no TF32)", "experiments/baselines/strict.py", times=()),
+    "strong": ArmKind("P2 hand-tuned recipe", "experiments/baselines/strong.py", times=()),
+    "muon": ArmKind("P3 hand-tuned recipe with Muon", "experiments/baselines/muon.py", times=()),
     "strong_plan": ArmKind("trimtab's plan for P2", _PLANS, "S", plan="strong", made_for="strong"),
 }
 _REPLICA = "experiments/baselines/replica.py"

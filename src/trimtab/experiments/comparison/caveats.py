@@ -24,15 +24,18 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: compari
     found = [f"{name}: {reason}" for name, reason in ends(races).items()]
     if any(row.left_censored for row in targets):
         found.append(
-            "A target crossed at the first evaluation is left-censored: its true time is at most the one shown."
+            "If a run had reached a target by its first evaluation, the time shown is an upper bound (left-censored)."
         )
     if "F" in plans.plans:
         freed = plans.plans["F"]
         search = _search(freed)
         took = format_seconds(freed.search_s)
-        found.append(f"Tier F is charged with planning{f' and {search} of {took}' if search else ''} in every pair.")
+        charged = f"planning with {search} ({took})" if search else "planning"
+        found.append(f"Times to target of the tuned plan (tier F) include {charged} in every pair.")
     if races and all(comparison_statistics.is_brief(record) for race in races.values() for record in race.values()):
-        found.append("No arm ran to its end: time to target and final metric were not measured.")
+        found.append(
+            "All arms were only timed for a few steps: times to target and the final metric were not measured."
+        )
     found += _given(plans) + _planned(task) + _horizon(races) + _only_timed(task, races) + _rates(task, races)
     return found + _unlike_trials(plans, races) + sources(races) + spread(plans, races)
 
@@ -42,8 +45,9 @@ def _given(plans: Plans) -> list[str]:
     plan = plans.plans["S"]
     if "S" in plans.profiles:
         return []
-    took = f"its {format_seconds(plan.planning_s)} of planning are those of its file" if plan.planning_s else ""
-    return [f"the plan was given, and nothing planned here: {took or 'its file tells no seconds of planning'}"]
+    if not plan.planning_s:
+        return ["The plan was read from a file, which records no planning time."]
+    return [f"The plan was read from a file; its planning time of {format_seconds(plan.planning_s)} is from the file."]
 
 
 def _unlike_trials(plans: Plans, races: comparison_statistics.Races) -> list[str]:
@@ -57,10 +61,10 @@ def _unlike_trials(plans: Plans, races: comparison_statistics.Races) -> list[str
     raced = ratio_interval(ratios)
     if told[0] <= raced.high and raced.low <= told[1]:
         return []
-    trials, shown = (f"{low:.2f} to {high:.2f} times" for low, high in (told, (raced.low, raced.high)))
+    trials, shown = (f"{low:.2f} to {high:.2f}x" for low, high in (told, (raced.low, raced.high)))
     return [
-        f"tier S: its trials told {trials} the speed, the races show {shown}; they hold the loop's steps in a process "
-        "that trains, the trials some of them among those of other settings"
+        f"Equivalent plan (tier S): planning trials measured {trials} the speed, paired runs {shown}. Paired runs time "
+        "steps of a training process; trials alternate few steps of several settings."
     ]
 
 
@@ -68,7 +72,7 @@ def _search(freed: Plan) -> str:
     """Return the search methods of a tuned plan, or ""."""
     found = set(tried(freed))
     said = ["a learning-rate range test"] if "learning_rate" in found else []
-    return " and ".join([*said, *(["races of short trainings"] if found & RACED else [])])
+    return " and ".join([*said, *(["short test trainings"] if found & RACED else [])])
 
 
 def ends(races: comparison_statistics.Races) -> dict[str, str]:
@@ -78,7 +82,7 @@ def ends(races: comparison_statistics.Races) -> dict[str, str]:
         for name, record in race.items():
             ends.setdefault(name, []).append(record.end.reason if record.end else "cut off")
     return {
-        name: ", ".join(f"{_ENDS[e]} in {found.count(e)} of {len(found)} races" for e in _ENDS if e in found)
+        name: ", ".join(f"{_ENDS[e]} in {found.count(e)} of {len(found)} runs" for e in _ENDS if e in found)
         for name, found in ends.items()
         if any(e in _ENDS for e in found)
     }
@@ -88,8 +92,8 @@ def _planned(task: Task) -> list[str]:
     """Return a caveat if planning assumed a different number of samples than the paired runs."""
     if task.planned_rows in (None, task.budget_rows):
         return []
-    times = f"{task.planned_rows / task.budget_rows:g} times the rows that were raced"
-    return [f"planned as a run of {task.planned_rows:,} rows, {times} ({task.budget_rows:,})"]
+    times = f"{task.planned_rows / task.budget_rows:g} times the {task.budget_rows:,} samples of the paired runs"
+    return [f"Plans were made for a run of {task.planned_rows:,} samples, {times}."]
 
 
 def _horizon(races: comparison_statistics.Races) -> list[str]:
@@ -99,8 +103,8 @@ def _horizon(races: comparison_statistics.Races) -> list[str]:
         (comparison_statistics.given_rows(ours), comparison_statistics.given_rows(theirs)) for ours, theirs in pairs
     }
     return [
-        f"tier F trained on {ours:,} of the reference's {theirs:,} rows; that horizon is set in the task, it was not "
-        "searched for"
+        f"The tuned plan (tier F) trained on {ours:,} samples, the reference on {theirs:,}; the task sets this number, "
+        "planning did not tune it."
         for ours, theirs in sorted(given)
         if ours < theirs
     ]
@@ -108,8 +112,8 @@ def _horizon(races: comparison_statistics.Races) -> list[str]:
 
 def _only_timed(task: Task, races: comparison_statistics.Races) -> list[str]:
     return [
-        f"{name} was only timed here: {reason}"
-        for arm, name in (("plan_S", "tier S"), *((name, name) for name in task.baselines))
+        f"{name} was only timed for a few steps: {reason}"
+        for arm, name in (("plan_S", "Equivalent plan (tier S)"), *((name, name) for name in task.baselines))
         for reason in sorted({str(r[arm].header.detail.get(WHY_TIMED, "")) for r in races.values() if arm in r})
         if reason
     ]
@@ -128,11 +132,11 @@ def sources(races: comparison_statistics.Races) -> list[str]:
     if len(states) < 2:
         return []
     each = (f"{name or 'unknown'} in {sum(name in found for found in by.values())}" for name in states)
-    return [f"the races were run by different states of trimtab's code: {', '.join(each)} of {len(races)}"]
+    return [f"The paired runs used different versions of trimtab's source code: {', '.join(each)} of {len(races)}."]
 
 
 def spread(plans: Plans, races: comparison_statistics.Races) -> list[str]:
     """Return the variance missing from the intervals; nothing below two pairs."""
-    what = "planning and of its search" if "F" in plans.plans else "planning"
-    sentence = f"one plan, {len(races)} seeds: the variance of {what} is not in the intervals"
+    what = "planning and tuning" if "F" in plans.plans else "planning"
+    sentence = f"One plan was used for all {len(races)} seeds, so the intervals exclude the variance of {what}."
     return [sentence] if len(races) > 1 else []

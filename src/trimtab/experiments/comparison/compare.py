@@ -104,7 +104,7 @@ def _compared(
     ranks = together.num_ranks
     if ranks > 1:
         refuse_on_ranks(task, ranks, adapts=bool(settings.adapt), peers=settings.peers)
-    progress(f"reading {task.name}")
+    progress(f"loading the data of {task.name}")
     data = together.in_turn(task.load_data)
     require_same_task(task, data)
 
@@ -118,7 +118,7 @@ def _compared(
     kept = ResultsFolder(out, task, data, device, progress, together)
     done = sum(kept.of_race(seed, brief=_is_brief(settings, seed)).exists() for seed in range(settings.num_pairs))
     if done:
-        progress(f"going on with {done} races from {out}")
+        progress(f"resuming with {done} completed runs in {out}")
     if done < settings.num_pairs:
         check_step(task, data, device)
     made = partial(_plans, task, data, device, settings, budget, objective, metering, progress, together)
@@ -143,7 +143,7 @@ def _compared(
         seen, on = environment_of(races), RankConditions(ranks, together.crowded)
         said = summarise(task, data, plans, races, facts, command=command, environment=seen, ranks=on)
         where = kept.held[1]
-        lies = (f"training data in the races: {where.reason}",) if where.changed else ()
+        lies = (f"Placement of the training data: {where.reason}",) if where.changed else ()
         return replace(said, memory=memory, gain=gain, notes=(*said.notes, *lies, *read_back(done, len(races), out)))
 
     return together.made(Comparison, found)
@@ -157,7 +157,7 @@ def _memory(
     for name, plan in (("reference", None), ("plan_S", plans.plans["S"])):
         path = out / f"memory-{name}.json"
         if not path.exists():
-            progress(f"what a step of {name} holds")
+            progress(f"tracing the memory of a step of {name}")
             step = step_memory(task, data, device, plan)
             if step is None:
                 continue

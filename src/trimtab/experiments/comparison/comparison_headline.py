@@ -32,19 +32,19 @@ def headline(
         ranks: note about several ranks, or "".
     """
     found = _find(ratios, "plan_S", "throughput")
-    same = _failure("The plan that keeps the maths", failed.get("plan_S"))
+    same = _failure("The equivalent plan", failed.get("plan_S"))
     same = same or (None if found else _failure("The reference", failed.get("reference"))) or _same_maths(found, plan)
-    freed = _failure("The plan that changes the training", failed.get("plan_F")) or _freed(
+    freed = _failure("The tuned plan", failed.get("plan_F")) or _freed(
         targets, _find(ratios, "plan_F", "final_metric_difference")
     )
-    kind = "gain" if same.kind != "harm" and freed.kind == "gain" else same.kind
+    leads = freed if same.kind != "harm" and freed.kind == "gain" else same
     sentences = [found.sentence for found in (same, freed) if found.sentence]
     said = " ".join(sentences) or "Nothing was measured."
-    return Verdict(kind, f"{said} {ranks}" if ranks else said)
+    return Verdict(leads.kind, f"{said} {ranks}" if ranks else said, leads.code)
 
 
 def _failure(what: str, where: str | None) -> Verdict | None:
-    return Verdict(NO_VERDICT, f"{what} failed {where}: no verdict.") if where else None
+    return Verdict(NO_VERDICT, f"{what} failed {where}: no verdict.", "arm.failed") if where else None
 
 
 def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
@@ -53,16 +53,16 @@ def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
 
 def _same_maths(row: RatioRow | None, plan: Plan) -> Verdict:
     if row is None:
-        return Verdict(NO_VERDICT, "")
+        return Verdict(NO_VERDICT, "", "speed.not_measured")
     found = figures(row.ratio)
-    advice = "the plan says: change nothing" if not plan.changes else "the difference is not clear of the noise"
+    advice = "the plan recommends no change" if not plan.changes else "the difference is not significant"
     sentences = {
-        "gain": f"Same maths, {found} the throughput of the reference.",
-        "harm": f"Same maths, but slower: {found} the throughput of the reference.",
+        "gain": f"The equivalent plan has {found} the throughput of the reference.",
+        "harm": f"The equivalent plan is slower: {found} the throughput of the reference.",
         NO_VERDICT: f"No verdict on throughput: {row.verdict.sentence}.",
     }
-    otherwise = f"No gain from settings that keep the maths ({found}): {advice}."
-    return Verdict(row.verdict.kind, sentences.get(row.verdict.kind, otherwise))
+    otherwise = f"No gain from the equivalent plan ({found}): {advice}."
+    return Verdict(row.verdict.kind, sentences.get(row.verdict.kind, otherwise), row.verdict.code)
 
 
 def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
@@ -76,17 +76,20 @@ def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
     against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))
     if not decided:
         open_rungs = ["no target could be decided"] if rungs and not against else against
-        return Verdict(NO_VERDICT, f"With the training freed, {' and '.join(open_rungs)}." if open_rungs else "")
+        sentence = f"For the tuned plan, {' and '.join(open_rungs)}." if open_rungs else ""
+        return Verdict(NO_VERDICT, sentence, "target.undecided")
     row = rungs[hardest]
     but = f", but {' and '.join(against)}" if against else ""
-    sentence = f"With the training freed, target {row.target:g} is reached {_speed(row)}{but}."
-    return Verdict(NO_VERDICT if against else row.verdict.kind, sentence)
+    sentence = f"The tuned plan reaches target {row.target:g} {_speed(row)}{but}."
+    if against:
+        return Verdict(NO_VERDICT, sentence, "tuned.contradicted")
+    return Verdict(row.verdict.kind, sentence, row.verdict.code)
 
 
 def _speed(row: TargetRow) -> str:
     if row.ratio is None:
-        return f"{limit_in_words(*limits_of(row))} as fast, search included"
-    return f"{row.ratio.mean:.2f}x as fast, search included{_interval(row.ratio)}"
+        return f"with a speed-up of {limit_in_words(*limits_of(row))}, search included"
+    return f"with a speed-up of {row.ratio.mean:.2f}x, search included{_interval(row.ratio)}"
 
 
 def _interval(ratio: Ratio) -> str:
@@ -113,5 +116,5 @@ def _quality(row: RatioRow | None, *, decided: bool) -> list[str]:
         return ["its final quality was not measured"] if decided else []
     if row.verdict.kind not in (("harm", NO_VERDICT) if decided else ("harm",)):
         return []
-    what = "it ends with lower quality" if row.verdict.kind == "harm" else "there is no verdict on its final quality"
+    what = "its final quality is lower" if row.verdict.kind == "harm" else "there is no verdict on its final quality"
     return [f"{what}: {row.verdict.sentence}"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trimtab.core.energy_reading import NO_METER, Energy, MeterFacts
 from trimtab.core.plan import Plan
@@ -57,10 +57,18 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Conclusion from an interval; `kind` is "gain", "no gain", "harm", "no harm" or "no verdict"."""
+    """Conclusion from an interval.
+
+    Args:
+        kind: "gain", "no gain", "harm", "no harm" or "no verdict"; for interactions "more together", "less together",
+            "none found" or "no verdict".
+        sentence: the conclusion with its figures.
+        code: stable identifier of the reason, such as "speed.gain" or "pairs.too_few"; "" in reports of older versions.
+    """
 
     kind: str
     sentence: str
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ class RatioRow:
     def shown(self) -> Verdict:
         """The verdict under its current name; older reports name a passed "do no harm" test "no gain"."""
         was_named_otherwise = self.metric == "do_no_harm" and self.verdict.kind == "no gain"
-        return Verdict(NO_HARM, self.verdict.sentence) if was_named_otherwise else self.verdict
+        return replace(self.verdict, kind=NO_HARM) if was_named_otherwise else self.verdict
 
 
 @dataclass(frozen=True)
@@ -211,7 +219,7 @@ def limit_in_words(at_least: float | None, at_most: float | None) -> str:
 
 
 def failure_of(row: RatioRow | TargetRow) -> str:
-    """Return a phrase such as `plan_S failed in 1 of 5 races`, or "" without failures.
+    """Return a phrase such as `plan_S failed in 1 of 5 runs`, or "" without failures.
 
     Rows written before the field existed are read from the start of the verdict's sentence.
     """

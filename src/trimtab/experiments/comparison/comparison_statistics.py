@@ -44,7 +44,7 @@ def _both(races: Races, arm: str, against: str) -> list[Pair]:
 
 
 def failures(races: Races, *arms: str) -> str:
-    """Return, for every failed arm, a phrase such as `plan_S failed in 1 of 5 races`, or "" without failures.
+    """Return, for every failed arm, a phrase such as `plan_S failed in 1 of 5 runs`, or "" without failures.
 
     The remaining runs of a failed arm were selected by their outcome, so a ratio is reported but no verdict.
     """
@@ -52,13 +52,13 @@ def failures(races: Races, *arms: str) -> str:
 
 
 def failed_in(races: Races, arm: str) -> str:
-    """Return a phrase such as `in 1 of 5 races` for an arm that failed, or ""."""
+    """Return a phrase such as `in 1 of 5 runs` for an arm that failed, or ""."""
     errors = [failed(race[arm]) for race in races.values() if arm in race]
-    return f"in {sum(map(bool, errors))} of {len(errors)} races" if any(errors) else ""
+    return f"in {sum(map(bool, errors))} of {len(errors)} runs" if any(errors) else ""
 
 
 def failed_with(races: Races, arm: str) -> str:
-    """Return a phrase such as `in 1 of 5 races (a loss of nan)` with an arm's first error, or ""."""
+    """Return a phrase such as `in 1 of 5 runs (the loss is nan)` with an arm's first error, or ""."""
     errors = [text for race in races.values() if arm in race and (text := failed(race[arm]))]
     return f"{failed_in(races, arm)} ({errors[0]:.200})" if errors else ""
 

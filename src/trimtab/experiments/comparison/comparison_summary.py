@@ -109,7 +109,7 @@ def _control(races: comparison_statistics.Races, again: Sequence[float]) -> Inte
 def _failures(task: Task, races: comparison_statistics.Races, facts: Mapping[str, ArmMetrics]) -> dict[str, str]:
     """Return the description of the failures by arm, with the first error."""
     raced = {name: comparison_statistics.failed_with(races, name) for name in _kinds(task)}
-    early = {name: "before the first race" for name, fact in facts.items() if fact.error}
+    early = {name: "before the first paired run" for name, fact in facts.items() if fact.error}
     return early | {name: where for name, where in raced.items() if where}
 
 
@@ -166,7 +166,7 @@ def _arm(
 def _freed_label(plan: Plan) -> str:
     """Return the label of a tuned plan, naming the settings tried."""
     words = (name.replace("_", " ") for name in tried(plan))
-    return f"trimtab, {' and '.join(words) or 'nothing'} adapted"
+    return f"trimtab, tuned plan ({' and '.join(words) or 'nothing tuned'})"
 
 
 def _known(figures: Iterable[float | None]) -> tuple[float, ...]:
@@ -180,7 +180,7 @@ def _terms_per_row(task: Task, facts: Mapping[str, ArmMetrics]) -> float:
 
 
 def _error_in(errors: list[str], races: int) -> str | None:
-    return f"{errors[0]} (in {len(errors)} of {races} races)" if errors else None
+    return f"{errors[0]} (in {len(errors)} of {races} runs)" if errors else None
 
 
 def _charged_s(name: str, plans: Plans) -> float | None:

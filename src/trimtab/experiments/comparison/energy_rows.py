@@ -14,7 +14,7 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_int
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.ratio_rows import row_unless_failed
-from trimtab.experiments.comparison.verdicts import clear_side, figures, too_few
+from trimtab.experiments.comparison.verdicts import clear_side, figures, too_few, without_control
 
 # Key in a header's detail: the description of the energy meter.
 METER = "meter"
@@ -27,7 +27,7 @@ def meter_of(races: comparison_statistics.Races) -> MeterFacts:
     headers = (record.header for race in races.values() for record in race.values())
     found = [from_jsonable(MeterFacts, header.detail[METER]) for header in headers if header.detail.get(METER)]
     if len({(each.provenance, each.sources) for each in found}) > 1:
-        return MeterFacts(Provenance.ABSENT, reason="races were counted by different meters, which are not mixed")
+        return MeterFacts(Provenance.ABSENT, reason="runs were measured by different meters, which are not combined")
     return _as_all_say(found) if found else NO_METER
 
 
@@ -109,7 +109,8 @@ def energy_row(
     if meter.provenance is Provenance.MEASURED:
         verdict = energy_verdict(ratio, control, arm, against)
     else:
-        verdict = Verdict(NO_VERDICT, "estimated by watts that were given: it says no more than the seconds do")
+        sentence = "estimated from a given power, so the ratio only reflects the times"
+        verdict = Verdict(NO_VERDICT, sentence, "energy.estimated")
     return row_unless_failed(RatioRow("energy", arm, against, tier, ratio, verdict), races)
 
 
@@ -119,11 +120,13 @@ def energy_verdict(ratio: Ratio, control: Interval | None, arm: str, against: st
     if comparison_statistics.bounds(ratio) is None:
         return too_few(ratio)
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
-        return Verdict(NO_VERDICT, f"no A/A control of {MIN_PAIRS_FOR_VERDICT} pairs, so it may be noise: {found}")
+        return without_control(control, f"{figures(ratio)} the energy")
     # Samples per joule are judged like samples per second: above 1 is better.
     side = clear_side(ratio.inverse, Interval(1 / control.mean, 1 / control.high, 1 / control.low, control.n))
     if isinstance(side, Verdict):
         return side
     if side:
-        return Verdict("gain" if side > 0 else "harm", found)
-    return Verdict("no gain", f"{found}; the A/A control resolves {100 * resolution(control):.2g}%")
+        kind = "gain" if side > 0 else "harm"
+        return Verdict(kind, found, f"energy.{kind}")
+    sentence = f"{found}, not significant; the A/A control resolves {100 * resolution(control):.2g}%"
+    return Verdict("no gain", sentence, "energy.not_significant")

@@ -25,11 +25,13 @@ class RankConditions:
         """The note about ranks in a report's headline, or ""."""
         if self.num == 1:
             return ""
-        return f"On {self.num} ranks; the reference is the loop in DDP.{f' {self._warning}.' if self.crowded else ''}"
+        on = f"Measured on {self.num} ranks; the reference is the loop in DistributedDataParallel."
+        return f"{on} {self.warning}" if self.crowded else on
 
     @property
-    def _warning(self) -> str:
-        return f"Ranks share {self.crowded}: correctness only, no claim of scaling"
+    def warning(self) -> str:
+        """The note about oversubscribed ranks."""
+        return f"The ranks share {self.crowded}, so their times do not measure scaling."
 
 
 ONE_RANK = RankConditions()
@@ -40,22 +42,22 @@ def rank_notes(ranks: RankConditions, plans: Plans, facts: Mapping[str, ArmMetri
     if ranks.num == 1:
         return []
     found = [
-        f"{ranks.num} ranks, each its share of every batch; the reference is the task's loop in torch's "
-        "DistributedDataParallel with its defaults",
-        "a block takes as long as its slowest rank, a peak is the largest of all ranks', processor time is that of all "
-        "of them; phases, FLOP and held-out metrics are rank 0's, and utilisation is of one rank",
-        "what a step holds was not traced: that is of one process",
+        f"Each of {ranks.num} ranks trains on its shard of every batch; the reference is the task's loop in "
+        "DistributedDataParallel with default settings.",
+        "Block times are of the slowest rank, peaks of the rank with the largest peak, CPU time is summed over ranks; "
+        "phases, FLOP and held-out metrics are of rank 0, and utilisation is per rank.",
+        "The memory of a step was not traced, because traces support one process only.",
     ]
     if ranks.crowded:
-        found.insert(1, f"ranks share {ranks.crowded}: correctness only, no claim of scaling")
+        found.insert(1, ranks.warning)
     if plans.profiles:
         found.append(
-            "trials and predictions of the plan are of rank 0's share alone, with nothing sent and no buckets held"
+            "Trials and predictions of the plan cover the shard of rank 0 without communication and without buckets."
         )
     if batch_rows % ranks.num or _is_uneven(facts.get("reference")):
         found.append(
-            "DDP takes the mean of the ranks' gradients, and here ranks differ in the rows or terms that theirs are "
-            "of: the reference weighs these unlike, the plan alike, as one process does"
+            "Ranks have different numbers of samples or loss terms. DistributedDataParallel averages gradients over "
+            "ranks, so the reference weights samples differently; the plan weights them equally, as one process does."
         )
     return found
 

@@ -64,7 +64,7 @@ def unless_failed(verdict: Verdict, races: Races, *arms: str) -> Verdict:
 
 
 def _of_what_ran(said: str) -> Verdict:
-    return Verdict(NO_VERDICT, f"{said}: the figure is of what ran")
+    return Verdict(NO_VERDICT, f"{said}: the figure covers the remaining runs", "arm.failed")
 
 
 def _cpu(races: Races, arm: str, against: str, pairs: int) -> Ratio | None:
@@ -131,7 +131,7 @@ def quality_row(
 def _short_of_the_end(compared: Iterable[tuple[int, int]]) -> str:
     """Return the position of the comparison in training as text, or "" for the end of training."""
     rows, given = min(compared, key=lambda pair: pair[0] / max(pair[1], 1))
-    return "" if rows >= (1 - ALIKE) * given else f", after {rows:,} of {given:,} rows"
+    return "" if rows >= (1 - ALIKE) * given else f", after {rows:,} of {given:,} samples"
 
 
 def _at_the_ends(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:
@@ -183,4 +183,5 @@ def memory_verdict(ratio: Ratio, against: str) -> Verdict:
     """Return gain, harm or no gain for a ratio of two peaks."""
     value = ratio.mean
     kind = "gain" if value < 1 - SAME_PEAK else ("harm" if value > 1 + SAME_PEAK else "no gain")
-    return Verdict(kind, f"{value:.3f}x the peak of {against}")
+    code = {"gain": "memory.lower", "harm": "memory.higher", "no gain": "memory.equal"}[kind]
+    return Verdict(kind, f"{value:.3f}x the peak of {against}", code)

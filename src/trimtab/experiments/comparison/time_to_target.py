@@ -24,7 +24,7 @@ from trimtab.experiments.comparison.comparison_statistics import (
 from trimtab.experiments.comparison.energy_rows import joules_to
 from trimtab.experiments.comparison.verdicts import speed_verdict
 
-OTHER_EARLY = "not measured: the other crossed before its first evaluation"
+OTHER_EARLY = "not measured: the other arm reached the target before its first evaluation"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def target_row(
     pairs = [_pair(*pair, metric, target, higher_is_better, charge_s) for pair in records]
     ratio, limits, verdict = _judge(pairs, control, arm, against)
     if said := failures(races, arm, against):
-        verdict = Verdict(NO_VERDICT, f"{said}: {verdict.sentence}")
+        verdict = Verdict(NO_VERDICT, f"{said}: {verdict.sentence}", "arm.failed")
     spent = [] if meter.is_absent else _joules(records, pairs, charge or PlanningCharge(0.0, 0.0))
     spent_ratios = [ours / theirs for ours, theirs in spent]
     return TargetRow(
@@ -189,7 +189,11 @@ def _judge(
         return None, *loss
     ratios = [min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs]
     if unknown := _unknown(pairs) or (None if min(ratios) > 0 else _SpeedUpBounds(at_least=0.0)):
-        return None, unknown, Verdict(NO_VERDICT, unknown.said)
+        return (
+            None,
+            unknown,
+            Verdict(NO_VERDICT, unknown.said, "target.not_reached" if unknown.why else "target.censored"),
+        )
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = speed_verdict(ratio, control, arm, against)
     is_behind = any(math.isinf(pair.theirs) for pair in pairs)
@@ -201,10 +205,14 @@ def _judge(
     if verdict.kind == "gain" and least < 1 and ratio.low is not None:
         least = ratio.low  # The verdict rests on this bound; a bound below 1 would contradict the gain.
     limits = _SpeedUpBounds(at_least=_down(least))
-    why = "the other had not come there when it ended" if is_behind else "it had crossed by its first evaluation"
+    why = (
+        "the other arm had not reached the target when it ended"
+        if is_behind
+        else "the arm had reached the target by its first evaluation"
+    )
     if verdict.kind == "gain":
-        return None, limits, Verdict("gain", f"{arm} is faster than {against}, {limits.said}: {why}")
-    return None, limits, Verdict(NO_VERDICT, f"{limits.said}: {why}")
+        return None, limits, Verdict("gain", f"{arm} is faster than {against}, {limits.said}: {why}", "speed.gain")
+    return None, limits, Verdict(NO_VERDICT, f"{limits.said}: {why}", "target.censored")
 
 
 def _sure_loss(
@@ -225,10 +233,14 @@ def _sure_loss(
         return None
     limits = _SpeedUpBounds(at_most=_up(most.high))
     if cut:
-        why = f"its cap stopped it before it was there in {cut} of {len(pairs)} pairs"
+        why = f"the time cap stopped the arm before the target in {cut} of {len(pairs)} pairs"
     else:
-        why = "what is charged alone takes longer" if any(p.ours_early for p in pairs) else "the other crossed at once"
-    return limits, Verdict("harm", f"{arm} is slower than {against}, {limits.said}: {why}")
+        why = (
+            "the charged planning alone takes longer"
+            if any(p.ours_early for p in pairs)
+            else "the other arm had reached the target by its first evaluation"
+        )
+    return limits, Verdict("harm", f"{arm} is slower than {against}, {limits.said}: {why}", "speed.harm")
 
 
 def _down(ratio: float) -> float:
@@ -254,7 +266,7 @@ def _unknown(pairs: list[_Pair]) -> _SpeedUpBounds | None:
         return _SpeedUpBounds(at_most=_up(max(most)))
     if all(never):
         is_neither = all(math.isinf(pair.theirs) for pair in pairs)
-        return _SpeedUpBounds(why="never reached by either" if is_neither else "never reached")
+        return _SpeedUpBounds(why="never reached by either arm" if is_neither else "never reached")
     if any(never):
         return _SpeedUpBounds(why="reached in some pairs only")
     return _SpeedUpBounds(why=OTHER_EARLY) if any(pair.theirs_early for pair in pairs) else None

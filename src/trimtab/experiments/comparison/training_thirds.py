@@ -14,8 +14,8 @@ from trimtab.experiments.comparison.comparison_statistics import ALIKE, Races, a
 
 THIRDS = ("early", "middle", "late")
 _EDGES = (0.0, 1 / 3, 2 / 3, 1.0)
-_NO_PROGRESS = "its metric did not get better there in every pair"
-_NOT_SEEN = "its metric was not evaluated early enough"
+_NO_PROGRESS = "the metric did not improve in this third in every pair"
+_NOT_SEEN = "the metric was first evaluated after this third"
 
 
 @dataclass(frozen=True)

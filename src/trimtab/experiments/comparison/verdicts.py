@@ -29,10 +29,11 @@ def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str
         return side
     found = figures(ratio)
     if side > 0:
-        return Verdict("gain", f"{arm} is {found} as fast as {against}")
+        return Verdict("gain", f"{arm} is {found} as fast as {against}", "speed.gain")
     if side < 0:
-        return Verdict("harm", f"{arm} is slower than {against}: {found}")
-    return Verdict("no gain", f"{arm} against {against}: {found}; {_resolved(control)}")
+        return Verdict("harm", f"{arm} is slower than {against}: {found}", "speed.harm")
+    sentence = f"{arm} against {against}: {found}, not significant; {_resolved(control)}"
+    return Verdict("no gain", sentence, "speed.not_significant")
 
 
 def interaction_verdict(ratio: Ratio, control: Interval | None, what: str) -> Verdict:
@@ -48,9 +49,11 @@ def interaction_verdict(ratio: Ratio, control: Interval | None, what: str) -> Ve
         return side
     found = figures(ratio)
     if side == 0:
-        return Verdict("none found", f"{what}: {found} what it is apart; {_resolved(control)}")
+        sentence = f"{what}: {found} the product of the separate effects, not significant; {_resolved(control)}"
+        return Verdict("none found", sentence, "interaction.not_significant")
     more = "more" if side > 0 else "less"
-    return Verdict(f"{more} together", f"{what} is worth {more} together than apart: {found}")
+    sentence = f"{what}: {found} the product of the separate effects, {more} gain together"
+    return Verdict(f"{more} together", sentence, f"interaction.{more}")
 
 
 def clear_side(ratio: Ratio, control: Interval | None) -> int | Verdict:
@@ -62,12 +65,19 @@ def clear_side(ratio: Ratio, control: Interval | None) -> int | Verdict:
         return too_few(ratio)
     low, high = ends
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
-        pairs = "" if control is None else f" of {MIN_PAIRS_FOR_VERDICT} pairs ({control.n} ran)"
-        return Verdict(NO_VERDICT, f"no A/A control{pairs}, so {figures(ratio)} may be noise")
+        return without_control(control, figures(ratio))
     resolved = resolution(control)
     # If the control's interval excludes 1, the ratio must also be clear of that bias.
     least, most = (1.0, 1.0) if control.low <= 1 <= control.high else (min(1.0, control.low), max(1.0, control.high))
     return int(low > most and ratio.mean - 1 > resolved) - int(high < least and 1 - ratio.mean > resolved)
+
+
+def without_control(control: Interval | None, found: str) -> Verdict:
+    """Return the "no verdict" for a figure without an A/A control, or with too few pairs of the control."""
+    if control is None:
+        return Verdict(NO_VERDICT, f"no A/A control ran, so {found} may be noise", "control.missing")
+    sentence = f"the A/A control has {control.n} of {MIN_PAIRS_FOR_VERDICT} pairs, so {found} may be noise"
+    return Verdict(NO_VERDICT, sentence, "control.too_few")
 
 
 def _resolved(control: Interval | None) -> str:
@@ -80,8 +90,10 @@ def control_verdict(ratio: Ratio, what: str = "the reference") -> Verdict:
         return too_few(ratio)
     low, high = ends
     if low <= 1 <= high:
-        return Verdict("no gain", f"{what} against itself: {figures(ratio)}; this interval is the resolution")
-    return Verdict(NO_VERDICT, f"the control itself differs: {figures(ratio)} between two runs of the same loop")
+        sentence = f"{what} against itself: {figures(ratio)}; this interval is the resolution"
+        return Verdict("no gain", sentence, "control.unbiased")
+    sentence = f"two runs of the same loop differ significantly: {figures(ratio)}"
+    return Verdict(NO_VERDICT, sentence, "control.biased")
 
 
 def non_inferiority(ratio: Ratio) -> Verdict:
@@ -89,18 +101,18 @@ def non_inferiority(ratio: Ratio) -> Verdict:
     if (ends := bounds(ratio)) is None:
         return too_few(ratio)
     low, high = ends
-    found = f"{ratio.mean:.3f}x (95% {low:.3f} to {high:.3f}, n={ratio.n}), bar {NON_INFERIOR}; {_power(ratio)}"
+    found = f"{ratio.mean:.3f}x (95% {low:.3f} to {high:.3f}, n={ratio.n}), limit {NON_INFERIOR}; {_power(ratio)}"
     if low >= NON_INFERIOR:
-        return Verdict(NO_HARM, f"do no harm: {found}")
+        return Verdict(NO_HARM, f"no harm: {found}", "non_inferiority.passed")
     if high < NON_INFERIOR:
-        return Verdict("harm", f"harm: {found}")
-    return Verdict(NO_VERDICT, f"not shown: {found}")
+        return Verdict("harm", f"harm: {found}", "non_inferiority.failed")
+    return Verdict(NO_VERDICT, f"undecided: {found}", "non_inferiority.undecided")
 
 
 def _power(ratio: Ratio) -> str:
     pairs = pairs_for_power(ratio.pairs)
     if pairs is None:
-        return f"no number of pairs would give {_POWER:.0%} power at this mean"
+        return f"no number of pairs gives {_POWER:.0%} power at this mean"
     return f"{pairs} pairs give {_POWER:.0%} power at this noise"
 
 
@@ -136,12 +148,12 @@ def quality_verdict(ratio: Ratio, tier: str, unit: str) -> Verdict:
     low, high = ends
     found = f"{quality_figures(ratio, unit)}, limit {QUALITY}"
     if tier == "F" and low > 0 and ratio.mean > QUALITY:
-        return Verdict("gain", f"quality is higher: {found}")
+        return Verdict("gain", f"quality is higher: {found}", "quality.higher")
     if low >= -QUALITY and (tier == "F" or high <= QUALITY):
-        return Verdict("no gain", f"quality within the limit: {found}")
+        return Verdict("no gain", f"quality is within the limit: {found}", "quality.within_limit")
     if high < 0 and ratio.mean < -QUALITY:
-        return Verdict("harm", f"quality is lower: {found}")
-    return Verdict(NO_VERDICT, f"quality not shown to be equal: {found}")
+        return Verdict("harm", f"quality is lower: {found}", "quality.lower")
+    return Verdict(NO_VERDICT, f"equal quality is not shown: {found}", "quality.undecided")
 
 
 def quality_interaction(ratio: Ratio, what: str) -> Verdict:
@@ -155,14 +167,14 @@ def quality_interaction(ratio: Ratio, what: str) -> Verdict:
     if isinstance(ends, Verdict):
         return ends
     low, high = ends
-    found = f"{what}: {quality_figures(ratio)} beyond what it does alone"
+    found = f"{what}: {quality_figures(ratio)} in addition to the separate effects"
     if low > 0 and ratio.mean > QUALITY:
-        return Verdict("more together", found)
+        return Verdict("more together", found, "interaction.more")
     if high < 0 and ratio.mean < -QUALITY:
-        return Verdict("less together", found)
+        return Verdict("less together", found, "interaction.less")
     if low >= -QUALITY and high <= QUALITY:
-        return Verdict("none found", f"{found}, limit {QUALITY}")
-    return Verdict(NO_VERDICT, f"{found}: neither shown nor ruled out, limit {QUALITY}")
+        return Verdict("none found", f"{found}, limit {QUALITY}", "interaction.within_limit")
+    return Verdict(NO_VERDICT, f"{found}, limit {QUALITY}: undecided", "interaction.undecided")
 
 
 def quality_figures(ratio: Ratio, unit: str = "") -> str:
@@ -176,10 +188,10 @@ def quality_figures(ratio: Ratio, unit: str = "") -> str:
 def _finite(ratio: Ratio) -> tuple[float, float] | Verdict:
     """Return the interval of metric differences, or a "no verdict" with the reason."""
     if not all(map(math.isfinite, ratio.pairs)):
-        return Verdict(NO_VERDICT, "the metric is not finite in some pair")
+        return Verdict(NO_VERDICT, "the metric is NaN or infinite in some pair", "metric.nonfinite")
     return bounds(ratio) or too_few(ratio)
 
 
 def too_few(ratio: Ratio) -> Verdict:
     """Return a "no verdict" for too few pairs."""
-    return Verdict(NO_VERDICT, f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")
+    return Verdict(NO_VERDICT, f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}", "pairs.too_few")

@@ -112,7 +112,7 @@ class ResultsFolder:
         folder, together = self.of_race(seed, brief=brief), self._together
 
         def told(text: str, share: float | None = None) -> None:
-            self._progress(f"race {seed + 1} of {num}: {text}", (seed + (share or 0.0)) / num)
+            self._progress(f"paired run {seed + 1} of {num}: {text}", (seed + (share or 0.0)) / num)
 
         if together.each(folder.exists())[0]:
             return {path.stem: read_record(path) for path in sorted(folder.glob("*.jsonl"))}
@@ -148,7 +148,7 @@ def read_back(done: int, races: int, out: Path) -> tuple[str, ...]:
     """Return a note with the number of paired runs read from an earlier comparison."""
     if not done:
         return ()
-    return (f"{done} of {races} races were read back from {out}, where an earlier run of this comparison left them",)
+    return (f"{done} of {races} paired runs were completed by an earlier call and read from {out}.",)
 
 
 def environment_of(races: Mapping[int, Mapping[str, RunRecord]]) -> Mapping[str, str]:

@@ -44,10 +44,10 @@ def effects_figure(ablation: Ablation, tier: str) -> FigureSpec:
         svg.plain_log(ax, "x")
 
     keys = [LegendEntry(role, setting) for setting, role in _ROLES.items()] + [LegendEntry("ink", "raw pair", "dotted")]
-    keys += [LegendEntry("s0", "A/A control: not told from noise")] if control else []
-    title = f"What each change is worth in throughput, {tier_title(tier)}"
+    keys += [LegendEntry("s0", "A/A control: not significant")] if control else []
+    title = f"Effect of each change on throughput, {tier_title(tier)}"
     drawn = svg.render(paint, name=f"effects-{tier}", title=title, height=70 + 30 * len(rows))
-    return FigureSpec(drawn, "Dots: raw pairs. Under 5 pairs there is no interval, only the pairs.", tuple(keys))
+    return FigureSpec(drawn, "Dots: raw pairs. Below 5 pairs there is no interval.", tuple(keys))
 
 
 def _widest(controls: Sequence[Ratio]) -> tuple[float, float] | None:

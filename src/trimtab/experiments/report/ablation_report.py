@@ -29,9 +29,9 @@ if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
     from trimtab.experiments.report.figure_spec import FigureSpec
 
 READ = (
-    "Alone: the loop with the change, over the loop. In the plan: the plan, over the plan without the change. The loop "
-    "is here the one that the plan's engine runs with nothing changed, so that the engine's own cost is in no change. "
-    "Changes that act apart are worth the same in both."
+    "Alone: the loop with the change, over the loop. In the plan: the plan, over the plan without the change. Here the "
+    "loop is trained by a run without changes, so that the overhead of a run is part of no change. "
+    "Without interactions, both figures of a change are equal."
 )
 
 
@@ -59,7 +59,7 @@ def _draw(ablation: Ablation, picture: Picture) -> FigureSpec:
 def _byline(ablation: Ablation) -> str:
     direction = "higher" if ablation.higher_is_better else "lower"
     parts = (
-        f"{ablation.num_seeds} paired races of {len(ablation.arms)} arms" if ablation.arms else "nothing was raced",
+        f"{ablation.num_seeds} paired runs of {len(ablation.arms)} arms" if ablation.arms else "nothing was measured",
         f"{say.one_line(ablation.metric)} ({direction} is better)",
         say.one_line(ablation.created),
     )
@@ -79,7 +79,9 @@ def _tiles(ablation: Ablation) -> tuple[Tile, ...]:
     ]
     whole = ablation.effect("", INTERACTION)
     if whole is not None:
-        tiles.append(tile_of("All changes together", whole.ratio, say.ratio, "over the product of each alone"))
+        tiles.append(
+            tile_of("All changes together", whole.ratio, say.ratio, "over the product of the separate effects")
+        )
     return tuple(tiles)
 
 
@@ -99,10 +101,10 @@ def _sections(ablation: Ablation) -> tuple[Section, ...]:
 def _measured(ablation: Ablation) -> Iterator[Section]:
     yield Section("The plan as a whole", tuple(_whole(ablation)), brief=True)
     read = (Paragraph(READ), *_effects(ablation), tables.control_table(ablation))
-    yield Section("What each change is worth", read, brief=True)
+    yield Section("Effect of each change", read, brief=True)
     if pairs := tuple(_pairs(ablation)):
-        yield Section("Two by two", pairs, brief=True)
-    yield Section("Every arm as it ran", tuple(_arms(ablation)), brief=True)
+        yield Section("Pairs of changes", pairs, brief=True)
+    yield Section("All arms", tuple(_arms(ablation)), brief=True)
 
 
 def _whole(ablation: Ablation) -> Iterator[Block]:

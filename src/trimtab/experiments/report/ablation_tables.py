@@ -22,14 +22,14 @@ from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Cell, Table, planning_counted, target_cells
 
 _SETTINGS = {ALONE: "alone", WITHIN: "in the plan", INTERACTION: "in the plan, over alone"}
-_BEYOND = "in the plan, beyond alone"  # For a difference of the metric.
+_BEYOND = "in the plan, minus alone"  # For a difference of the metric.
 _ALL = ("all changes", "together, over each alone")
 _READ = {
     "throughput": "Above 1 is faster.",
-    "peak_memory": "Below 1 is better. Counted, so that there is no interval.",
-    "final_metric_difference": "Above 0 is better. After the same rows (of what is freed within 2%), paired by seed.",
+    "peak_memory": "Below 1 is better. Peaks are counted bytes, so there is no interval.",
+    "final_metric_difference": "Above 0 is better. Paired by seed, at equal samples (within 2% for tuned settings).",
 }
-_NOT_TRIED = Verdict("no verdict", "it could not be tried so")
+_NOT_TRIED = Verdict("no verdict", "this setting failed", "arm.failed")
 _COLUMNS = ("Estimate", "95% interval", "n", "Verdict")
 
 
@@ -51,14 +51,14 @@ def control_table(ablation: Ablation) -> Table:
     """Return the A/A controls: the noise an effect must exceed."""
     found = [(f"{_capital(_label(ablation, row.against))}, against itself", row.ratio) for row in ablation.controls]
     if ablation.interaction_control is not None:
-        found.append(("Both of them together, over apart", ablation.interaction_control))
+        found.append(("Both together, over the product of separate effects", ablation.interaction_control))
     return Table(
-        title="What can be told from nothing",
+        title="Resolution (A/A controls)",
         columns=("A/A control", *_COLUMNS[:3]),
         rows=tuple((what, *say.estimate(ratio, say.ratio), str(ratio.n)) for what, ratio in found),
-        empty="No A/A control ran, so small effects cannot be told from noise.",
-        note="Throughput. An effect inside its control's interval cannot be told from noise: of the loop for what is "
-        "alone, of the plan for what is in it, of both for what is over alone.",
+        empty="No A/A control ran, so small effects may be noise.",
+        note="Throughput. An effect within the interval of its control may be noise: the control of the loop "
+        "applies to effects alone, the control of the plan to effects in the plan, and both to their ratio.",
         numeric=_COLUMNS[:3],
     )
 
@@ -102,10 +102,10 @@ def time_table(ablation: Ablation, tier: str, *, whole: bool) -> Table:
         title="Time to target",
         columns=columns,
         rows=tuple(_time_cells(each) for each in rows),
-        empty="Not measured: no arm ran whole.",
-        note="With the change first, then without. Speed-up above 1: sooner with it. Counted: all planning of the plan "
-        "as a whole, all of the search of a change of the training. A bound stands where an arm did not reach the "
-        "target in some pair, or was past it when first evaluated.",
+        empty="Not measured: no arm ran to the end.",
+        note="Each pair of values: with the change, without the change. Speed-up above 1: faster with the change. "
+        "Counted: the planning time of the whole plan, or the search time of a tuned setting. A bound is shown if "
+        "an arm did not reach the target in some pair, or had reached it by its first evaluation.",
         numeric=columns[1:2] + columns[3:8],
         groups=tuple(_timed_of(ablation, each) for each in rows),
     )
@@ -148,9 +148,9 @@ def pair_table(ablation: Ablation, measured: str, tier: str) -> Table:
         columns=("Changes", *_COLUMNS),
         rows=tuple((_pair(ablation, effect), *_cells(effect, ablation)) for effect in found),
         empty="No two changes were run together.",
-        note="Both together, beyond what each does alone: 0 where they act apart."
+        note="Effect together minus the sum of the separate effects: 0 without interaction."
         if measured == QUALITY
-        else "Both together, over the product of each alone: 1 where they act apart.",
+        else "Effect together over the product of the separate effects: 1 without interaction.",
         numeric=_COLUMNS[:3],
     )
 
@@ -186,13 +186,13 @@ def _of(ablation: Ablation, effect: ChangeEffect) -> str:
 
 def arm_table(ablation: Ablation) -> Table:
     """Return all arms with their measurements, as in the paper's table III."""
-    columns = ("Configuration", "Time per row", "Peak memory", f"Final {say.one_line(ablation.metric)}")
+    columns = ("Configuration", "Time per sample", "Peak memory", f"Final {say.one_line(ablation.metric)}")
     return Table(
         title="",
         columns=columns,
         rows=tuple(_arm_row(arm) for arm in ablation.arms),
         empty="No arm ran.",
-        note="Median over seeds (lowest to highest). Peak memory is counted apart from what is timed.",
+        note="Median over seeds (lowest to highest). Peak memory is counted in separate steps, without timing.",
         numeric=columns[1:],
     )
 

@@ -27,12 +27,13 @@ if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
     from trimtab.experiments.report.figure_spec import FigureSpec
 
 TIER_NOTE = (
-    "Tier S keeps the same maths (same batch, learning rate, schedule and optimizer; at most rounding differs). "
-    "Tier F may change the training dynamics that were freed. The two never share a table of ratios or their curves."
+    "An equivalent plan (tier S) keeps batch size, learning rate, schedule and optimizer; results differ by rounding "
+    "at most. A tuned plan (tier F) also changes the training settings named by --adapt. The two kinds never share a "
+    "table of ratios or a figure of curves."
 )
 CURVE_NOTE = (
-    "Held-out metric against seconds of training; evaluation, planning and search are not in the seconds. "
-    "Tier S stands beside the reference alone: the other recipes train otherwise."
+    "Held-out metric against seconds of training, without evaluation, planning and search. The equivalent plan (tier "
+    "S) is shown with the reference only, because the recipes use other training settings."
 )
 
 GAIN = "Where the gain comes from"
@@ -77,15 +78,15 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
         Section("Throughput, memory and quality", _ratios(comparison), brief=True),
         Section("Time to target", _targets(comparison), brief=True),
         Section("Learning curves", (Paragraph(CURVE_NOTE), *_curves(comparison))),
-        Section("Every arm as it ran", _arms(comparison), brief=True),
+        Section("All arms", _arms(comparison), brief=True),
         Section("Energy", _energy(comparison), brief=True),
         Section("Memory against time", (Picture("memory_time"), plan_tables.trial_table(comparison))),
-        Section("What a step holds", (Picture("timeline"), plan_tables.memory_table(comparison))),
+        Section("Memory of a step", (Picture("timeline"), plan_tables.memory_table(comparison))),
         Section("Where the time goes", (Picture("phases"), tables.phase_table(comparison))),
         gain_section(comparison.gain, comparison.thirds),
-        Section("What was rejected, and why", _rejected(comparison)),
-        Section("Predicted against measured", (Picture("predictions"), plan_tables.prediction_table(comparison))),
-        Section("What planning cost", _cost(comparison), brief=True),
+        Section("Rejected alternatives", _rejected(comparison)),
+        Section("Predictions and measurements", (Picture("predictions"), plan_tables.prediction_table(comparison))),
+        Section("Cost of planning", _cost(comparison), brief=True),
         Section("Environment and data", _environment(comparison)),
         Section("Reproduce", (Code(comparison.command or "not recorded"),)),
         Section("Notes", (Bullets(comparison.notes or ("None.",)),), brief=True),
@@ -103,7 +104,7 @@ def gain_section(
         title: title of the section.
         folded: True to collapse the table of module classes.
     """
-    blocks: list[Block] = [Paragraph("No steps of the plan were clocked against the reference's.")]
+    blocks: list[Block] = [Paragraph("The phases of a step were not measured.")]
     if gain is not None:
         changes = say.one_line(gain.changes) or "nothing"
         blocks = [Paragraph(f"The plan changes: {changes}."), gain_tables.phase_gain_table(gain)]
@@ -114,7 +115,7 @@ def gain_section(
         ]
     blocks += [gain_tables.thirds_table(thirds, tier) for tier in tables.tiers(row.tier for row in thirds)]
     if gain is not None:
-        blocks += [Heading("What it would come to"), Bullets(gain_tables.projection_sentences(gain))]
+        blocks += [Heading("Projection"), Bullets(gain_tables.projection_sentences(gain))]
     return Section(title, tuple(blocks), brief=gain is not None)
 
 
@@ -152,20 +153,21 @@ def _ratios(comparison: Comparison) -> tuple[Block, ...]:
 def _resolution(comparison: Comparison) -> str:
     control = comparison.resolution
     if control is None:
-        return "Resolution: not measured (no A/A control ran), so small effects cannot be told from noise."
+        return "Resolution: not measured (no A/A control ran), so small effects may be noise."
     value, interval = say.estimate(control, say.ratio)
     if not say.is_resolved(control):
-        return f"Resolution: not known; the reference against itself gave {value} (n = {control.n}), which is too few."
+        return f"Resolution: unknown; the reference against itself gave {value} (n = {control.n}), too few pairs for "
+        "an interval."
     return (
         f"Resolution: the reference against itself gave {value} (95% interval {interval}, n = {control.n}). "
-        "An effect inside that interval cannot be told from noise."
+        "An effect within this interval may be noise."
     )
 
 
 def _targets(comparison: Comparison) -> tuple[Block, ...]:
     found = tables.tiers(row.tier for row in comparison.target_rows)
     if not found:
-        return (Paragraph("No target was set, or none was tried."),)
+        return (Paragraph("No target was set, or no arm ran to the end."),)
     builders = (tables.target_table, tables.target_pairs_table)
     return tuple(build(comparison, tier) for tier in found for build in builders)
 
@@ -200,8 +202,12 @@ def _rejected(comparison: Comparison) -> tuple[Block, ...]:
 
 
 def _cost(comparison: Comparison) -> tuple[Block, ...]:
-    whole = f"Planning took {say.seconds(comparison.planning_s)} in all."
-    whole += " Tier F's goes on from that of tier S." if "F" in comparison.plans else ""
+    whole = f"Planning took {say.seconds(comparison.planning_s)} in total."
+    whole += (
+        " Planning of the tuned plan (tier F) continues from the equivalent plan (tier S)."
+        if "F" in comparison.plans
+        else ""
+    )
     return (Paragraph(whole), plan_tables.cost_table(comparison))
 
 

@@ -19,14 +19,14 @@ def meter_sentence(comparison: Comparison) -> str:
     said = say.one_line(comparison.meter.describe())
     if comparison.meter.is_absent:
         return f"Energy is {said}."
-    return f"Energy is {said}. It is that of the whole device or processor, with all else that ran there."
+    return f"Energy is {said}. Figures are for the whole device or processor, including other processes."
 
 
 def planning_sentence(comparison: Comparison) -> str:
     """Return the energy of planning by plan, or "" if not counted by the meter of the paired runs."""
     spent = comparison.planning_energy
     said = [f"{joules(spent[key].joules)} {_made_for(key)}" for key in tables.tiers(spent)]
-    within = "; tier F's has that of tier S in it" if {"S", "F"} <= spent.keys() else ""
+    within = "; the figure of tier F includes tier S" if {"S", "F"} <= spent.keys() else ""
     return f"Planning took {', '.join(said)}{within}." if said else ""
 
 
@@ -44,7 +44,7 @@ def arm_energy_table(comparison: Comparison) -> Table:
     )
     columns = ("Arm", "Energy per batch", "Power")
     short = "; ".join(f"{a.short_blocks} of {a.blocks} of {say.arm_name(a)}" for a in comparison.arms if a.short_blocks)
-    short = f" Blocks that were too short for a meter, and have no joules: {short}." if short else ""
+    short = f" Blocks too short for the meter, without energy: {short}." if short else ""
     note = "Median over seeds (lowest to highest), over blocks of a second or more."
     return Table("", columns, rows, f"No energy was measured.{short}", note + short, columns[1:])
 
@@ -65,8 +65,8 @@ def target_energy_table(comparison: Comparison) -> Table:
     columns = ("Target", "Planning", "Energy", "Ratio", "95% interval", "n")
     numeric = tuple(column for column in columns if column != "Planning")
     note = (
-        "The arm first, then the other, median over pairs. Below 1: the arm takes less. A "
-        "block too short for a meter has joules by the arm's mean power: up to half of an arm's seconds may be such."
+        "Each pair of values: the arm, the other arm; median over pairs. Below 1: the arm takes less energy. Blocks "
+        "too short for the meter, up to half of an arm's time, are counted with the arm's mean power."
     )
     groups = tuple(versus(comparison, row) for row in found)
     return Table("Energy to target", columns, rows, "No energy to a target was measured.", note, numeric, groups=groups)

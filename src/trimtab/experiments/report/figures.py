@@ -90,7 +90,9 @@ def curves(comparison: Comparison, tier: str) -> FigureSpec:
     title = f"{say.one_line(comparison.metric)} against training time, one line per arm"
     keys = [LegendEntry(series(comparison, arm), say.arm_name(arm, 80), border(arm)) for arm, _ in bands]
     keys += [LegendEntry("ink", "target", "dashed")] if comparison.targets else []
-    caption = "Line: median over seeds at equal rows. Band: lowest to highest seed. Ends where the first seed ended."
+    caption = (
+        "Line: median over seeds at equal samples. Band: lowest to highest seed. Curves end at the first seed's end."
+    )
     return FigureSpec(svg.render(paint, name=_name("curves", tier), title=title, height=250), caption, tuple(keys))
 
 
@@ -149,8 +151,8 @@ def forest(comparison: Comparison, tier: str) -> FigureSpec:
 
     title = f"Throughput ratios with 95% intervals, {tables.tier_title(tier)}"
     keys = [LegendEntry("s4", "mean and 95% interval"), LegendEntry("ink", "raw pair", "dotted")]
-    keys += [LegendEntry("s0", "A/A control: not told from noise")] if resolved else []
-    caption = "Dots: raw pairs. Under 5 pairs there is no interval, only the pairs."
+    keys += [LegendEntry("s0", "A/A control: not significant")] if resolved else []
+    caption = "Dots: raw pairs. Below 5 pairs there is no interval."
     height = 70 + 34 * len(rows)
     return FigureSpec(svg.render(paint, name=_name("forest", tier), title=title, height=height), caption, tuple(keys))
 
@@ -193,4 +195,6 @@ def phases(comparison: Comparison) -> FigureSpec:
         LegendEntry(f"p{i % NUM_PARTS}", say.one_line(name.replace("_", " "), 40)) for i, name in enumerate(names)
     )
     title, height = "Time per batch by phase, one bar per arm", 60 + 24 * len(arms)
-    return FigureSpec(svg.render(paint, name="phases", title=title, height=height), "Lengths are absolute.", keys)
+    return FigureSpec(
+        svg.render(paint, name="phases", title=title, height=height), "Bar lengths are absolute times.", keys
+    )

@@ -15,7 +15,7 @@ from trimtab.experiments.comparison.comparison_statistics import bounds
 Words = Callable[[float], str]
 UNMEASURED = "not measured"
 NEVER = "never"
-TIERS = {"S": "Tier S: the same maths", "F": "Tier F: other dynamics", "": "Recipes and controls"}
+TIERS = {"S": "Equivalent plan (tier S)", "F": "Tuned plan (tier F)", "": "Recipes and controls"}
 PLANS = {"S": "tier S", "F": "tier F", "strong": "for P2 (tier S)"}
 MAX_PAIRS_SHOWN = 16  # report.json contains all pairs.
 MAX_TEXT = 600  # Keeps a traceback in an error field from filling the page.
@@ -75,11 +75,11 @@ def points(value: float) -> str:
 
 
 def metric(value: float | None) -> str:
-    """Return a held-out metric as text; a diverged run is "not finite"."""
+    """Return a held-out metric as text; a diverged run is "non-finite"."""
     if value is None:
         return UNMEASURED
     if not math.isfinite(value):
-        return "not finite"
+        return "non-finite"
     return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e9 else f"{value:.4g}"  # 20,000 rather than 2e+04.
 
 
@@ -175,7 +175,7 @@ def honest(verdict: Verdict, n: int, *, counted: bool = False) -> Verdict:
     """Return the verdict, replaced by "no verdict" below the required number of pairs."""
     if counted or n >= PAIRS_FOR_A_VERDICT or verdict.kind == NO_VERDICT:
         return verdict
-    return Verdict(NO_VERDICT, f"Fewer than {PAIRS_FOR_A_VERDICT} pairs: the raw pairs are all there is.")
+    return Verdict(NO_VERDICT, f"Fewer than {PAIRS_FOR_A_VERDICT} pairs: only raw pairs are shown.", "pairs.too_few")
 
 
 def arm_name(arm: Arm, limit: int = MAX_TEXT) -> str:

@@ -27,13 +27,13 @@ from trimtab.experiments.comparison.comparison_result import Ratio, ThirdRow
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Table, tier_title
 
-_NAMES = {WHOLE: "whole step, without the clock", UNATTRIBUTED: "the clock itself (not attributed)"}
+_NAMES = {WHOLE: "whole step, without phase timing", UNATTRIBUTED: "overhead of phase timing (not attributed)"}
 _SAVED = ("Reference", "Plan", "Saved", "95% interval", "Share of the gain")
-_NO_INTERVAL, _NO_SHARE, _UNKNOWN = "none", "not told", "not known"
-_NOT_APART = "Not told apart: a model that is compiled, or a step function of the task's own, runs its modules as one."
+_NO_INTERVAL, _NO_SHARE, _UNKNOWN = "none", "not reported", "unknown"
+_NOT_APART = "No times by module: the model is compiled, or the task has a step function."
 _DISTORTED = (
-    "A step that waits for its host waits longer under the clock: these are phases of other steps than the loops run, "
-    "and no share is told of them."
+    "Phase timing makes a step wait longer for the CPU, so these phases differ from those of the untimed loops, and no "
+    "shares are reported."
 )
 
 
@@ -42,21 +42,23 @@ def phase_gain_table(gain: TimedGain) -> Table:
     found = attribute(gain)
     rows = (*found.phases, found.unattributed, found.whole)
     return Table(
-        "What each phase saves, in seconds per batch",
+        "Seconds per batch saved by phase",
         ("Phase", *_SAVED),
         tuple((_NAMES.get(row.phase, row.phase), *_saved(row)) for row in rows),
         "No phases were measured.",
-        f"Mean of {len(gain.plan.laps)} paired laps, run in turns, of one seed and arms that are built once: where "
-        "these lie in memory is in all laps alike, and in no interval. The rows above the last add up to it. A share "
-        f"stands where it is clear that the step saves something. {_clock(found)}",
+        f"Mean of {len(gain.plan.laps)} interleaved paired rounds with one seed and arms that are built once, so the "
+        "intervals exclude the effect of memory layout. The rows add up to the last row. Shares are reported only "
+        f"for a significant saving. {_clock(found)}",
         _SAVED,
     )
 
 
 def _clock(found: Attribution) -> str:
     arms = (("reference", found.reference_clock), ("plan", found.plan_clock))
-    costs = (f"{say.percent(each.mean - 1)} ({_between(each, _longer)}) of the {name}'s" for name, each in arms)
-    said = f"What the clock adds to a step: {', '.join(costs)}."
+    costs = (
+        f"{say.percent(each.mean - 1)} ({_between(each, _longer)}) of the step of the {name}" for name, each in arms
+    )
+    said = f"Overhead of phase timing: {', '.join(costs)}."
     return f"{said} {_DISTORTED}" if found.is_distorted else said
 
 
@@ -80,25 +82,25 @@ def part_table(gain: TimedGain, *, folded: bool) -> Table:
     """Return the seconds saved in forward and backward by class of module."""
     rows = tuple((_part(row.phase), *_saved(row)) for row in attribute(gain).parts)
     note = (
-        "What a module does itself, without the modules in it. A backward begins where the gradient of what a module "
-        "made arrives: what stands between two modules is with the later one."
+        "Time of a module without its submodules. The backward of a module begins when the gradient of its output "
+        "arrives; operations between two modules count for the later one."
     )
     return Table("By class of module", ("Module", *_SAVED), rows, _NOT_APART, note, _SAVED, folded=folded)
 
 
 def _part(name: str) -> str:
     phase, _, part = name.partition(" ")
-    return f"{phase}: {part or 'outside of them'}"
+    return f"{phase}: {part or 'outside modules'}"
 
 
 def bound_table(gain: TimedGain) -> Table:
     """Return the seconds of a step of both arms by limiting resource (compute, memory, communication, ...)."""
-    columns, title = ("Bound by", "Reference", "Plan"), "What bounds it"
+    columns, title = ("Bound by", "Reference", "Plan"), "Limiting resource"
     if is_distorted(gain):
-        return Table(title, columns, (), f"Not told: {_DISTORTED}", "", columns[1:])
+        return Table(title, columns, (), f"Not reported. {_DISTORTED}", "", columns[1:])
     arms = [bound_seconds(gain.reference), bound_seconds(gain.plan)]
     rows = tuple((name, *(_of_step(arm, name) for arm in arms)) for name in _in_any(arms))
-    return Table(title, columns, rows, "No roof is known.", _roofs(gain), columns[1:])
+    return Table(title, columns, rows, "The roofline bounds are unknown.", _roofs(gain), columns[1:])
 
 
 def _in_any(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
@@ -122,22 +124,22 @@ def _of_step(found: Mapping[str, float], name: str) -> str:
 def _roofs(gain: TimedGain) -> str:
     device = gain.device
     said = (
-        "By roofline: each operator by its FLOP or by the bytes of its arguments and results, whichever take longer at "
-        f"the peaks of {say.one_line(device.name)} ({say.one_line(device.source)}); a phase's seconds are split as its "
-        "operators' are."
+        "By roofline: each operator takes the time of its FLOP or of the bytes of its arguments and results, "
+        f"whichever is longer at the peaks of {say.one_line(device.name)} ({say.one_line(device.source)}). The "
+        "seconds of a phase are split in proportion to its operators' times."
     )
     for name, arm in (("reference", gain.reference), ("plan", gain.plan)):
         if found := of_the_roof(arm):
             shares = ", ".join(f"{phase} {say.share(share)}" for phase, share in found.items())
-            said += f" Of the {name}'s seconds its operators need at the least: {shares}."
-    return said + " Above 100% caches hold what is moved."
+            said += f" Lower bound of the operators' time over the measured time of the {name}: {shares}."
+    return said + " Above 100%, caches serve part of the bytes."
 
 
 def gain_notes(gain: TimedGain) -> tuple[str, ...]:
     """Return notes on missing figures with reasons, and the meaning of the phases."""
     theirs, ours = set(gain.reference.notes), set(gain.plan.notes)
     told = (("both", theirs & ours), ("the reference", theirs - ours), ("the plan", ours - theirs))
-    notes = (f"of {whose}: {say.one_line(note)}" for whose, found in told for note in sorted(found))
+    notes = (f"{whose}: {say.one_line(note)}" for whose, found in told for note in sorted(found))
     seen = [phase for phase in MEANINGS if phase in gain.reference.has or phase in gain.plan.has]
     return (*notes, "; ".join(f"{phase}: {MEANINGS[phase]}" for phase in seen))
 
@@ -145,15 +147,15 @@ def gain_notes(gain: TimedGain) -> tuple[str, ...]:
 def thirds_table(thirds: Sequence[ThirdRow], tier: str) -> Table:
     """Return the gain in the early, middle and late third of training, for a tier."""
     rows = [row for row in thirds if row.tier == tier]
-    columns = ("Third", "Rows per second", "Progress", "Progress per second", "Of the seconds saved", "n")
+    columns = ("Third", "Samples per second", "Progress", "Progress per second", "Fraction of the saving", "n")
     note = (
-        "Thirds of each run's own rows; ours over the reference's, above 1 is better, paired by seed, with the 95% "
-        "interval. Progress is what the held-out metric gains in that third: a difference, or of what is relative one "
-        "of logarithms. Of the seconds that a whole run saves over the same rows each third has a share."
+        "Thirds of each run by samples; the arm over the reference, above 1 is better, paired by seed, with the 95% "
+        "interval. Progress: improvement of the held-out metric in the third, on a log scale for relative metrics. "
+        "Fraction of the saving: part of the seconds saved by a full run over the same samples."
     )
     shown = tuple(_third(row) for row in rows)
-    of = tier_title(tier) if tier else "the paper's recipe, literal (P1)"
-    return Table(f"Early, middle and late: {of}", columns, shown, "No run was whole.", note, columns[1:])
+    of = tier_title(tier) if tier else "Paper recipe (P1)"
+    return Table(f"Early, middle and late: {of}", columns, shown, "No run completed its budget.", note, columns[1:])
 
 
 def _third(row: ThirdRow) -> tuple[str, ...]:
@@ -165,7 +167,7 @@ def _third(row: ThirdRow) -> tuple[str, ...]:
 
 def _with_interval(ratio: Ratio | None, why: str) -> str:
     if ratio is None:
-        return f"not known: {say.one_line(why)}" if why else say.UNMEASURED
+        return f"unknown: {say.one_line(why)}" if why else say.UNMEASURED
     return _figure(ratio, say.ratio)
 
 
@@ -181,44 +183,45 @@ def projection_sentences(gain: TimedGain) -> tuple[str, ...]:
     """Return eqs. 21 to 23 computed from step times without phase timing, if the speed-up is significant."""
     speedup = speedup_of(gain)
     net, doubling = _net(gain, speedup), _doubling(gain, speedup)
-    return f"Net speed-up [21], by laps in one process: {net}", f"Doubling [22, 23], by these laps: {doubling}"
+    return f"Net speed-up [21], from rounds in one process: {net}", f"Doubling [22, 23], from these rounds: {doubling}"
 
 
 def _net(gain: TimedGain, speedup: Interval) -> str:
     if not gain.changes:
         return "the plan changes nothing."
     if speedup.n < MIN_PAIRS_FOR_VERDICT:
-        return f"too few laps tell how fast its steps are ({say.ratio(speedup.mean)})."
+        return f"{say.ratio(speedup.mean)} from {speedup.n} rounds, too few for an interval."
     if speedup.low <= 1 <= speedup.high:
-        return f"the steps of both cannot be told apart ({say.ratio(speedup.mean)})."
+        return f"the difference in step time is not significant ({say.ratio(speedup.mean)})."
     between = _between(speedup, say.ratio)
     within = "" if between == _NO_INTERVAL else f" (95% {between})"
     if is_distorted(gain):
-        return f"{say.ratio(speedup.mean)}{within}; what computing again takes of it is not told under this clock."
+        return f"{say.ratio(speedup.mean)}{within}; phase timing distorts the step, so the overhead of recomputation "
+        "is unknown."
     plan_s = math.fsum(map(gain.plan.mean_s, gain.plan.has))
     found = net_of(speedup.mean * plan_s, plan_s, gain.plan.mean_s("recompute"))
     return (
-        f"{say.ratio(found.net)}{within}: {say.ratio(found.gain)} if nothing were computed again, over 1 and the "
-        f"{say.share(found.overhead)} that computing it again takes, by the clock of phases."
+        f"{say.ratio(found.net)}{within}: {say.ratio(found.gain)} without recomputation, divided by 1 plus the "
+        f"recomputation overhead of {say.share(found.overhead)} from phase timing."
     )
 
 
 def _doubling(gain: TimedGain, speedup: Interval) -> str:
     if reason := unprojected(speedup, bool(gain.changes)):
         measured = f" ({say.ratio(speedup.mean)})" if gain.changes else ""
-        return f"{reason}{measured}: nothing is projected by that."
+        return f"{reason}{measured}, so nothing is projected."
     return (
-        f"by a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months, "
-        f"efficiency doubles: {_months(speedup.mean)}{_by_its_interval(speedup)}, and after a year it "
-        f"is {say.ratio(efficiency_after(12.0, speedup.mean))} of today's. That every cycle brings as much as this one "
-        "is an assumption, and so is how long it takes; neither was measured."
+        f"with a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months, efficiency doubles "
+        f"{_months(speedup.mean)}{_by_its_interval(speedup)}, and after a year it is "
+        f"{say.ratio(efficiency_after(12.0, speedup.mean))} of today's. The equal gain of every cycle and the length "
+        "of a cycle are assumptions, not measurements."
     )
 
 
 def _by_its_interval(speedup: Interval) -> str:
     if speedup.n < MIN_PAIRS_FOR_VERDICT or speedup.high == math.inf:
         return ""
-    return f" (by its 95% interval {_months(speedup.high)} to {_months(speedup.low)})"
+    return f" (95% interval: {_months(speedup.high)} to {_months(speedup.low)})"
 
 
 def _months(speedup: float) -> str:
@@ -237,7 +240,7 @@ def side_by_side(gains: Sequence[TimedGain]) -> Table:
     rows += [(name, *(cell for pair in bounds for cell in _bound_cells(pair, name))) for name in names]
     rows.append(("speed-up", *(cell for gain in gains for cell in ("", _speedup_cell(gain), ""))))
     columns = [f"{_title(gain)}: {name}" for gain in gains for name in ("reference", "plan", "of the gain")]
-    note = "Shares of a step; then what the phase has of the seconds saved, where it is clear that any are."
+    note = "Fractions of a step; then the phase's fraction of the seconds saved, if the saving is significant."
     return Table("Side by side", ("", *columns), tuple(rows), "No task was measured.", note, tuple(columns))
 
 

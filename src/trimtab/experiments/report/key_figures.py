@@ -23,7 +23,7 @@ def key_figures(comparison: Comparison) -> tuple[Tile, ...]:
     tiles = [_ratio_tile(comparison, leading, name) for name in (*metrics, *counted)]
     tiles += _target_tile(comparison, leading)
     # The remaining runs of a failed arm must not be read without a note of the failure.
-    said = "; this arm failed: see every arm as it ran" if leading.error else ""
+    said = "; this arm failed, see the table of all arms" if leading.error else ""
     return tuple(replace(tile, detail=tile.detail + said) for tile in tiles)
 
 
@@ -59,7 +59,7 @@ def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
 def tile_of(label: str, value: Ratio, words: say.Words, against: str) -> Tile:
     """Return a ratio as a key figure with its interval, or with the raw pairs below five pairs."""
     if value.counted:
-        return Tile(label, words(value.mean), f"count of allocated bytes; {against}")
+        return Tile(label, words(value.mean), f"counted allocated bytes; {against}")
     if value.n < say.PAIRS_FOR_A_VERDICT:
         return Tile(label, say.NO_VERDICT, f"raw pairs {say.raw_pairs(value, words)}; {against}")
     return Tile(label, words(value.mean), f"95% interval {say.interval(value, words)}, n = {value.n}; {against}")

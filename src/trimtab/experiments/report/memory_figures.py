@@ -32,7 +32,7 @@ def timeline(comparison: Comparison) -> FigureSpec:
     keys = tuple(LegendEntry(f"p{index}", name) for index, name in enumerate(PARTS) if _is_seen(steps.values(), name))
     title = "Bytes held by part over one step"
     picture = svg.render(paint, name="timeline", title=title, height=220, columns=len(steps))
-    caption = "Traced without running it. Thin lines: where backward and the optimizer's step begin. Dot: the peak."
+    caption = "Traced without running the step. Thin lines: start of backward and of the optimizer step. Dot: the peak."
     return FigureSpec(picture, caption, keys)
 
 

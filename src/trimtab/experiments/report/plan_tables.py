@@ -12,20 +12,20 @@ from trimtab.experiments.comparison.comparison_result import Arm, Comparison
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Cell, Table, plan_name, tiers
 
-MARKS = {Effect.EXACT: "exact", Effect.ROUNDING: "same maths, other rounding", Effect.DYNAMICS: "other dynamics"}
+MARKS = {Effect.EXACT: "bitwise", Effect.ROUNDING: "rounding", Effect.DYNAMICS: "training"}
 
 
 def change_table(plan: Plan, *, changed: bool) -> Table:
     """Return the settings changed (or left unchanged) by a plan, with numerical effect, reason and alternatives."""
     choices = [(name, choice) for name, choice in plan.choices() if choice.changed == changed]
     return Table(
-        title="" if changed else "Left as the loop has it",
-        columns=("Setting", "Value", "Class", "Why"),
+        title="" if changed else "Unchanged settings",
+        columns=("Setting", "Value", "Numerical effect", "Reason"),
         rows=tuple(_choice_row(name, choice) for name, choice in choices),
         empty="This plan changes nothing." if changed else "Every setting is changed.",
         folded=not changed,
         extras=tuple(_losers(choice) for _, choice in choices),
-        extras_label="not taken",
+        extras_label="rejected",
     )
 
 
@@ -44,9 +44,9 @@ def _losers(choice: Choice) -> tuple[str, ...]:
 
 def plan_sentences(plan: Plan, arm: Arm | None) -> tuple[str, ...]:
     """Return the introduction of a plan's table: the reference loop and the result of the gradient check."""
-    lines = [f"Against the {plan.reference.describe()} loop, {plan.batch_rows} rows per optimizer step."]
+    lines = [f"Made for the {plan.reference.describe()} loop with {plan.batch_rows} samples per optimizer step."]
     if plan.check is not None:
-        verdict = "splitting the batch keeps the gradient" if plan.check.splittable else "splitting is refused"
+        verdict = "splitting the batch keeps the gradient" if plan.check.splittable else "the batch is not split"
         lines.append(f"Gradient check: {verdict}: {say.one_line(plan.check.reason)}.".replace("..", "."))
     else:
         lines.append("Gradient check: not run.")
@@ -64,7 +64,7 @@ def rejected_table(comparison: Comparison) -> Table:
                 row = (name.replace("_", " "), say.one_line(say.plain(loser.value)), say.one_line(loser.reason))
                 found.setdefault(row, []).append(say.PLANS.get(tier, tier))
     rows = tuple((*row, ", ".join(dict.fromkeys(names))) for row, names in found.items())
-    return Table("Settings not taken", ("Setting", "Value", "Why", "Plan"), rows, "No setting was rejected.")
+    return Table("Rejected settings", ("Setting", "Value", "Reason", "Plan"), rows, "No setting was rejected.")
 
 
 def failed_table(comparison: Comparison) -> Table:
@@ -78,7 +78,7 @@ def failed_table(comparison: Comparison) -> Table:
         )
         for trial in failed
     )
-    return Table("Trials that could not run", ("Settings", "Stage", "Error"), rows, "Every trial ran.")
+    return Table("Failed trials", ("Settings", "Stage", "Error"), rows, "No trial failed.")
 
 
 def trial_table(comparison: Comparison) -> Table:
@@ -89,16 +89,16 @@ def trial_table(comparison: Comparison) -> Table:
             say.one_line(trial.stage),
             _timed(trial),
             say.size(trial.peak_bytes),
-            "could not run" if trial.error else role(comparison, trial),
+            "failed" if trial.error else role(comparison, trial),
         )
         for trial in comparison.trials
     )
     columns = ("Settings", "Stage", "Step", "Peak memory", "Role")
-    return Table("Every trial", columns, rows, "No trial was made.", "", ("Step", "Peak memory"), folded=True)
+    return Table("All trials", columns, rows, "No trial was run.", "", ("Step", "Peak memory"), folded=True)
 
 
 def _timed(trial: Trial) -> str:
-    alone = "" if trial.is_whole or trial.step_s is None else f" ({trial.stage} alone)"
+    alone = "" if trial.is_whole or trial.step_s is None else f" ({trial.stage} only)"
     return say.seconds(trial.step_s) + alone
 
 
@@ -139,7 +139,7 @@ def prediction_table(comparison: Comparison) -> Table:
     """Return predicted and measured step time and peak memory of all plans."""
     rows = tuple(_prediction_row(tier, comparison) for tier in tiers(comparison.plans))
     columns = ("Plan", "Step, predicted", "measured", "error", "Peak, predicted", "measured ", "error ")
-    note = "Error: predicted over measured, minus one. Measured: median of the arm's runs."
+    note = "Error: predicted over measured, minus one. Measured: median over the arm's runs."
     return Table("", columns, rows, "No plan was made.", note, columns[1:])
 
 
@@ -158,7 +158,7 @@ def memory_table(comparison: Comparison) -> Table:
         (say.named(comparison, name), step.peak.phase, *(say.size(step.peak.bytes_by_part.get(p, 0)) for p in PARTS))
         for name, step in comparison.memory.items()
     )
-    note = "Traced at the peak; what was counted while it ran stands above."
+    note = "Traced bytes at the peak. The table of all arms has the measured peaks."
     columns = ("Loop", "Peak in", *PARTS)
     return Table("", columns, rows, "No step could be traced.", note, tuple(PARTS))
 
@@ -171,13 +171,14 @@ def cost_table(comparison: Comparison) -> Table:
     """Return the planning cost of all plans, and the break-even step: cost over saving per step."""
     return Table(
         title="",
-        columns=("Plan", "Planning", "Search in it", "Charged", "Saved per step", "Break-even", "Throughput"),
+        columns=("Plan", "Planning", "of which search", "Charged", "Saved per step", "Break-even", "Throughput"),
         rows=tuple(_cost_row(tier, comparison) for tier in tiers(comparison.plans)),
         empty="No plan was made.",
-        note="Saved per step: median step of the loop that the plan was made for, less that of the plan. Break-even: "
-        "charged seconds over seconds saved per step; for tier F read time to target too, since its steps do not teach "
-        "the same. Throughput: the verdict; of the plan for the strong recipe, whether it does no harm.",
-        numeric=("Planning", "Search in it", "Charged", "Saved per step", "Break-even"),
+        note="Saved per step: median step time of the loop that the plan was made for, minus that of the plan. "
+        "Break-even: charged seconds over seconds saved per step; for a tuned plan (tier F) see also the time to "
+        "target, because its steps have another effect on the metric. Throughput: the verdict; for the plan of the "
+        "hand-tuned recipe, the non-inferiority test.",
+        numeric=("Planning", "of which search", "Charged", "Saved per step", "Break-even"),
     )
 
 

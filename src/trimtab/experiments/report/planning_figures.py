@@ -23,7 +23,7 @@ def memory_time(comparison: Comparison) -> FigureSpec:
     drawn = [trial for trial in whole if trial.step_s is not None and trial.peak_bytes is not None]
     aside = tuple(_not_drawn(trial) for trial in whole if trial not in drawn)
     if not drawn:
-        reason = "no trial has both a time and a peak memory" if comparison.trials else "no planning trial was made"
+        reason = "no trial has both a time and a peak memory" if comparison.trials else "no planning trial was run"
         return FigureSpec("", f"No figure: {reason}.", aside=aside)
     precisions = list(dict.fromkeys(trial.candidate.precision for trial in drawn))
     time, time_name = time_unit(max(trial.step_s or 0 for trial in drawn))
@@ -47,9 +47,9 @@ def memory_time(comparison: Comparison) -> FigureSpec:
         ax.set_ylabel(f"peak memory, {size_name}")
 
     keys = [LegendEntry(f"p{i % NUM_PARTS}", say.one_line(name, 40)) for i, name in enumerate(precisions)]
-    keys += [LegendEntry("ink", "Pareto front of all that was considered; crosses break a limit")] if front else []
+    keys += [LegendEntry("ink", "Pareto front of all combinations; crosses exceed a limit")] if front else []
     picture = svg.render(paint, name="memory-time", title="Peak memory against step time of each trial", height=250)
-    caption = "One dot per trial of whole steps; lower left is better. Ringed: the reference and what was chosen."
+    caption = "One dot per trial of whole steps; lower left is better. Circled: the reference and the chosen settings."
     return FigureSpec(picture, caption, tuple(keys), aside)
 
 
@@ -98,7 +98,7 @@ def predictions(comparison: Comparison) -> FigureSpec:
         LegendEntry("p0", "measured, median"),
         LegendEntry("ink", "one run", "dotted"),
     )
-    title, height = "Predicted against measured step time and peak memory of each plan", 62 + 44 * len(tiers)
+    title, height = "Predicted and measured step time and peak memory of each plan", 62 + 44 * len(tiers)
     picture = svg.render(paint, name="predictions", title=title, height=height, columns=2)
     return FigureSpec(picture, "A missing bar was not measured, or not predicted.", keys)
 

@@ -17,11 +17,11 @@ from trimtab.experiments.report.html import escape, labelled, page
 from trimtab.experiments.report.svg import COLOUR, few_ticks, plain_log, render
 
 _ENDS = {
-    "closed": "it ran to its end",
-    "budget": "it ran to the end of its budget",
-    "grad_norm": "stopped, its gradient's norm below the limit",
+    "closed": "completed",
+    "budget": "completed its budget",
+    "grad_norm": "stopped at the limit of the gradient norm",
     "target": "stopped at its target",
-    "interrupted": "interrupted, to be gone on with",
+    "interrupted": "interrupted, can be resumed",
     "error": "ended by an error",
 }
 _MOST_POINTS = 600  # Longer curves are thinned out to keep the page small.
@@ -49,16 +49,20 @@ def tracks(steps: StepColumns) -> tuple[StepFigure, ...]:
     """Return the curves to draw; noise scale and micro-batches only if informative."""
     found = [StepFigure("loss", "mean loss per term", steps.loss)]
     if len(set(steps.num_micro_batches)) > 1:
-        found.append(StepFigure("k", "micro-batches per window", steps.num_micro_batches, is_step=True))
+        found.append(StepFigure("k", "micro-batches per step", steps.num_micro_batches, is_step=True))
     if any(map(math.isfinite, steps.noise_scale)):
-        found.append(StepFigure("noise", "noise scale N, in rows", steps.noise_scale, is_log=True))
+        found.append(StepFigure("noise", "gradient noise scale, in samples", steps.noise_scale, is_log=True))
     if not steps or any(map(math.isfinite, steps.learning_rate)):  # An optimizer may set its own learning rates.
-        found.append(StepFigure("rate", "learning rate, first group", steps.learning_rate))
+        found.append(StepFigure("rate", "learning rate of the first parameter group", steps.learning_rate))
     return tuple(found)
 
 
 def _header(record: RunSummary) -> str:
-    ended = "cut off: its record has no end" if record.end is None else _ENDS.get(record.end.reason, record.end.reason)
+    ended = (
+        "the record has no end (killed or still running)"
+        if record.end is None
+        else _ENDS.get(record.end.reason, record.end.reason)
+    )
     return (
         f'<header><p class="over">trimtab run</p><h1>{escape(record.header.name)}: {escape(ended)}</h1>'
         f'<p class="muted">{escape(_trained(record))}</p></header>'
@@ -70,14 +74,14 @@ def _trained(record: RunSummary) -> str:
     steps, laps = record.steps, blocks(record)
     rows, seconds = trained(record)
     void = steps.num_skipped
-    what = f"{len(laps)} laps" if laps and not steps else f"{len(steps)} windows"
+    what = f"{len(laps)} blocks" if laps and not steps else f"{len(steps)} steps"
     of = "an unknown number of" if steps.has_unknown_rows else f"{rows:,}"
-    return f"{what} of {of} rows in {say.seconds(seconds)}, {void} void"
+    return f"{what} with {of} samples in {say.seconds(seconds)}, {void} skipped"
 
 
 def _tracks(record: RunSummary) -> str:
     if len(record.steps) < 2:
-        return '<p class="muted">Too few windows to draw.</p>'
+        return '<p class="muted">Too few steps for a figure.</p>'
     # If some step has an unknown number of samples, the x axis counts steps.
     counts = itertools.repeat(1, len(record.steps)) if record.steps.has_unknown_rows else record.steps.rows
     rows = array("d", itertools.accumulate(counts))
@@ -97,27 +101,25 @@ def _figure(track: StepFigure, rows: Sequence[float], marks: Sequence[float]) ->
         ax.plot(x, y, color=COLOUR["s0"], linewidth=1.4, drawstyle="steps-pre" if track.is_step else "default")
         for mark in marks:
             ax.axvline(mark, color=COLOUR["line"], linewidth=1.0)
-        ax.set_xlabel("rows consumed")
+        ax.set_xlabel("samples")
         if track.is_log and min(y) > 0:
             plain_log(ax, "y")
         few_ticks(ax.xaxis)
 
     if not points:
         return ""
-    drawn = render(paint, name=f"track-{track.name}", title=f"{track.label} against rows consumed", height=150)
-    return f"<figure>{drawn}<figcaption>{escape(track.label)}; a line where something happened.</figcaption></figure>"
+    drawn = render(paint, name=f"track-{track.name}", title=f"{track.label} by samples", height=150)
+    return f"<figure>{drawn}<figcaption>{escape(track.label)}; vertical lines mark events.</figcaption></figure>"
 
 
 def _events(record: RunSummary) -> str:
     if not record.events:
-        return '<section><h2>What happened</h2><p class="muted">Nothing but training.</p></section>'
-    names = ("after window", "what", "figures")
+        return '<section><h2>Events</h2><p class="muted">No events were recorded.</p></section>'
+    names = ("after step", "event", "details")
     told = [(str(event.step), escape(event.name), _detail(event)) for event in record.events]
     rows = "".join(f"<tr>{''.join(map(labelled, names, cells))}</tr>" for cells in told)
     head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>"
-    return (
-        f'<section><h2>What happened</h2><div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div></section>'
-    )
+    return f'<section><h2>Events</h2><div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div></section>'
 
 
 def _detail(event: Event) -> str:

@@ -25,7 +25,7 @@ def _header(found: Scaling) -> str:
     where = (found.environment or {}).get("cpu", "")
     return (
         f'<header><p class="over">trimtab scaling · {escape(found.task)}</p>'
-        f"<h1>What {most} ranks are worth</h1>"
+        f"<h1>Scaling up to {most} ranks</h1>"
         '<p class="lead">Scaling efficiency: throughput(n) / (n throughput(1)), paired within rounds.</p>'
         f'<p class="muted">{escape(where)}</p></header>'
     )
@@ -40,7 +40,9 @@ def _figure(found: Scaling) -> str:
         if (rows := [row for row in _drawn(found) if (row.mode, row.recipe) == (mode, recipe)])
     ]
     if not lines:
-        return '<p class="muted">No figure: no round has one rank and several that share nothing.</p>'
+        return (
+            '<p class="muted">No figure: no round has both one rank and several ranks on separate cores or devices.</p>'
+        )
 
     def paint(axes: Sequence[Any]) -> None:
         (ax,) = axes
@@ -56,9 +58,9 @@ def _figure(found: Scaling) -> str:
         f'<li><span style="color:{variable(_role(recipe))}">■</span> {escape(recipe)}</li>'
         for recipe in dict.fromkeys(recipe for _, recipe, _ in lines)
     )
-    said = "Full lines: weak scaling, broken ones: strong. Bars: 95%, of five rounds or more."
+    said = "Solid lines: weak scaling; dashed lines: strong scaling. Bars: 95% intervals with five rounds or more."
     if shared := sorted({row.ranks for row in found.rows if row.crowded}):
-        said += f" Ranks that share what they run on ({', '.join(map(str, shared))}) are left out."
+        said += f" Oversubscribed numbers of ranks ({', '.join(map(str, shared))}) are omitted."
     return (
         f"<section><h2>Efficiency</h2><figure>{drawn}<ul>{keys}</ul><figcaption>{said}</figcaption></figure></section>"
     )
@@ -99,4 +101,4 @@ def _table(title: str, head: Sequence[str], *rows: Sequence[str]) -> str:
 
 def _notes(found: Scaling) -> str:
     items = "".join(f"<li>{escape(note)}</li>" for note in notes(found))
-    return f"<section><h2>Beside it</h2><ul>{items}</ul></section>"
+    return f"<section><h2>Notes</h2><ul>{items}</ul></section>"

@@ -97,7 +97,7 @@ def _ratio_rows(row: RatioRow, comparison: Comparison) -> Iterator[tuple[Cell, .
     verdict = say.honest(row.shown, row.ratio.n, counted=row.ratio.counted)
     yield (name, *say.estimate(row.ratio, words), say.pairs(row), verdict)
     if row.cpu is not None:
-        yield (f"{name}, by processor time", *say.estimate(row.cpu, words), say.pairs(row), "")
+        yield (f"{name}, by CPU time", *say.estimate(row.cpu, words), say.pairs(row), "")
 
 
 def ratio_pairs_table(comparison: Comparison, tier: str) -> Table:
@@ -123,10 +123,10 @@ def target_table(comparison: Comparison, tier: str) -> Table:
         title=tier_title(tier),
         columns=("Target", "Planning", "Reached", "Time", "Speed-up", "95% interval", "n", "Verdict"),
         rows=tuple(_target_row(row) for row in rows),
-        empty="No target was set, or none was tried.",
-        note="The arm first, then the other: reached, of n pairs; time, median over pairs. Speed-up above 1: the arm "
-        "is faster. A bound stands where an arm did not reach the target in some pair, or was past it when first "
-        "evaluated.",
+        empty="No target was set, or no arm ran to the end.",
+        note="Each pair of values: the arm, the other arm. Reached: of n pairs. Time: median over pairs. Speed-up "
+        "above 1: the arm is faster. A bound is shown if an arm did not reach the target in some pair, or had "
+        "reached it by its first evaluation.",
         numeric=("Target", "Reached", "Time", "Speed-up", "95% interval", "n"),
         groups=tuple(versus(comparison, row) for row in rows),
     )
@@ -164,7 +164,8 @@ def target_pairs_table(comparison: Comparison, tier: str) -> Table:
             (say.metric(row.target), planning_counted(row), _target_pairs(row), str(row.left_censored)) for row in rows
         ),
         empty="No pair was recorded.",
-        note="At first evaluation: runs already past the target when first looked at, whose time is an upper bound.",
+        note="At first evaluation: runs that had reached the target by their first evaluation, so their time is an "
+        "upper bound.",
         numeric=("Target", "At first evaluation"),
         folded=True,
         groups=tuple(versus(comparison, row) for row in rows),
@@ -189,12 +190,12 @@ def arm_table(comparison: Comparison) -> Table:
     """Return all arms with their measurements, and errors of failed arms."""
     return Table(
         title="",
-        columns=("Arm", "Computes in", "Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
+        columns=("Arm", "Precision", "Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
         rows=tuple(_arm_row(arm, comparison) for arm in comparison.arms),
         empty="No arm ran.",
-        note="Step: seconds for one batch of the task; an optimizer step of P1 takes several. Median over seeds "
-        "(lowest to highest). MFU counts the FLOP of the reference's step, HFU those of the arm's own with "
-        f"recomputation; both are of this peak: {say.one_line(comparison.peak_source)}.",
+        note="Step: seconds per batch of the task; an optimizer step of the paper recipe (P1) takes several batches. "
+        "Median over seeds (lowest to highest). MFU counts the FLOP of the reference's step, HFU the FLOP of the arm "
+        f"with recomputation, both relative to this peak: {say.one_line(comparison.peak_source)}.",
         numeric=("Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
     )
 
@@ -229,8 +230,8 @@ def origin_table(comparison: Comparison) -> Table:
         )
         for arm in comparison.arms
     )
-    columns = ("Arm", "Runs from", "Rows trained on", "Planning charged")
-    return Table("Where each arm runs from", columns, rows, "No arm ran.", "", columns[2:], folded=True)
+    columns = ("Arm", "Source file", "Samples trained on", "Planning charged")
+    return Table("Source of each arm", columns, rows, "No arm ran.", "", columns[2:], folded=True)
 
 
 def phase_table(comparison: Comparison) -> Table:
@@ -240,8 +241,8 @@ def phase_table(comparison: Comparison) -> Table:
     rows = tuple((say.arm_name(arm), *(say.seconds(arm.phases_s.get(name)) for name in names)) for arm in arms)
     columns = ("Arm", *(name.replace("_", " ") for name in names))
     note = (
-        f"Of each arm the mean of {_PHASE_STEPS} steps, clocked one arm after the other and paired with nothing: what "
-        "differs by little here may be noise."
+        f"Mean of {_PHASE_STEPS} steps per arm, timed one arm after the other without pairing, so small differences "
+        "may be noise."
     )
     return Table(
         "Seconds per batch by phase", columns, rows, "No phases were measured.", note, columns[1:], folded=True

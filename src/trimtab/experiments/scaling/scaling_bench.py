@@ -270,6 +270,6 @@ def _says(plan: Plan) -> str:
     """Return a one-line description of a plan's training."""
     if plan.zero_stage.value is None:
         return f"{plan.precision.value}, {plan.num_micro_batches} micro-batches"
-    bucket = "torch's buckets" if plan.bucket_bytes.value is None else f"buckets of {plan.bucket_bytes.value} bytes"
-    sent = f"stage {plan.zero_stage.value}, gradients sent in {plan.reduce_dtype.value} by {bucket}"
+    bucket = "default buckets" if plan.bucket_bytes.value is None else f"buckets of {plan.bucket_bytes.value} bytes"
+    sent = f"ZeRO stage {plan.zero_stage.value}, gradients reduced in {plan.reduce_dtype.value} with {bucket}"
     return f"{plan.precision.value}, {plan.num_micro_batches} micro-batches, {sent}"

@@ -40,7 +40,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
     for mode in settings.modes if here.num_ranks > 1 else ("weak",):
         whole = replace(task, batch_rows=task.batch_rows * here.num_ranks) if mode == "weak" else task
         share = task if mode == "weak" else task_of_rank(task, here.num_ranks)
-        progress(f"planning {share.batch_rows} rows a rank")
+        progress(f"planning for {share.batch_rows} samples per rank")
         found = _planned(whole, share, data, device, folder, settings, progress)
         bench = Bench(whole, data, device, mode, number, settings, progress)
         arms += bench.arms(found.plan)

@@ -17,10 +17,10 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_inte
 # "weak": every rank has the task's batch size. "strong": the ranks share a batch.
 MODES = ("weak", "strong")
 RECIPES = {
-    "baseline": "the plain loop in DistributedDataParallel, as torch has it by default",
-    "self": "the baseline once more, the A/A control",
-    "plan": "trimtab's plan, same maths",
-    "plan_batch": "trimtab's plan, batch freed",
+    "baseline": "the plain loop in DistributedDataParallel with default settings",
+    "self": "the baseline again (A/A control)",
+    "plan": "the equivalent plan",
+    "plan_batch": "the plan with an adaptive batch size",
 }
 TIERS = {"baseline": "", "self": "", "plan": "S", "plan_batch": "F"}
 SCALING_SCHEMA = 2

@@ -10,19 +10,19 @@ from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 from trimtab.experiments.scaling.scaling_result import RECIPES, TIERS, PlanSharding, RefusedRecipe, Scaling, ScalingRow
 
-_TIMED = ("scaling", "recipe", "ranks", "batch", "rows/s", "efficiency (95%)", "waiting", "a window")
-_COLUMNS = (*_TIMED, "stage", "micro-batches", "sent in", "peak a rank", "as told", "n")
+_TIMED = ("scaling", "recipe", "ranks", "batch", "samples/s", "efficiency (95%)", "waiting", "step")
+_COLUMNS = (*_TIMED, "stage", "micro-batches", "reduced in", "peak per rank", "predicted", "n")
 
 
 def tables(found: Scaling) -> dict[str, tuple[tuple[str, ...], ...]]:
     """Return tables of text by title, headers first; equivalent plans and adaptive batch sizes are separate."""
     parts = {
-        "Same maths": [row for row in found.rows if TIERS[row.recipe] != "F"],
-        "Batch freed": [row for row in found.rows if TIERS[row.recipe] == "F"],
+        "Equivalent plan": [row for row in found.rows if TIERS[row.recipe] != "F"],
+        "Adaptive batch size": [row for row in found.rows if TIERS[row.recipe] == "F"],
     }
     refused = tuple(map(_refused_cells, found.refused))
     return {
-        title: (_COLUMNS, *map(_cells, rows), *(refused if title == "Same maths" else ()))
+        title: (_COLUMNS, *map(_cells, rows), *(refused if title == "Equivalent plan" else ()))
         for title, rows in parts.items()
         if rows
     }
@@ -34,13 +34,13 @@ def _refused_cells(row: RefusedRecipe) -> tuple[str, ...]:
         row.recipe,
         f"{row.ranks}",
         "",
-        f"{'non-finite' if row.nonfinite else 'no plan'}: see below",
+        f"{'non-finite' if row.nonfinite else 'no plan'}: see notes",
     )
     return (*found, *("" for _ in _COLUMNS[len(found) :]))
 
 
 def _why(row: RefusedRecipe) -> str:
-    return f"{'' if row.nonfinite else 'no plan meets the limit: '}{row.why}"
+    return row.why if row.nonfinite else f"no plan meets the limit: {row.why}"
 
 
 def _cells(row: ScalingRow) -> tuple[str, ...]:
@@ -121,19 +121,21 @@ def notes(found: Scaling) -> list[str]:
     said += [f"{row.recipe}, {_where(row.ranks, row.mode)}: {_why(row)}" for row in found.refused]
     said += [f"link: {link.name}, {_speed(link)}" for link in found.links]
     said.append(f"threads of a rank: {', '.join(map(str, found.threads))}")
-    said.append("waiting: of a window, what the same loop does not take without the other ranks")
+    said.append("waiting: fraction of a step that the same loop does not need without communication")
     if any(row.peak_bytes is not None for row in found.rows):
-        said.append("peak: of a step of the rank that held most, counted apart from what was timed")
+        said.append("peak: largest over ranks, counted in separate steps, without timing")
     controls = {f"{row.ranks} ranks, {row.mode}": row.resolution for row in found.rows if row.resolution is not None}
-    said += [f"of {where} the A/A control tells {100 * least:.1f}% from nothing" for where, least in controls.items()]
+    said += [f"{where}: the A/A control resolves {100 * least:.1f}%" for where, least in controls.items()]
     if any(TIERS[row.recipe] == "F" for row in found.rows):
-        said.append("a freed batch takes other samples to a loss, which are not measured here")
+        said.append("an adaptive batch size may need more or fewer samples to reach a loss; this is not measured here")
     if any(not row.settled for row in found.rows):
-        said.append("a freed batch had not settled in some round: it is as it was then")
+        said.append("the adaptive batch size was still changing in some round; the figure is for its size then")
     if shared := {row.crowded for row in found.rows if row.crowded}:
-        said.append(f"ranks that share {' or '.join(shared)} say that it runs, and nothing of scaling")
+        said.append(f"ranks that share {' or '.join(shared)} do not measure scaling")
     if any(_num(row) < MIN_PAIRS_FOR_VERDICT for row in found.rows):
-        said.append(f"fewer than {MIN_PAIRS_FOR_VERDICT} rounds: each one's efficiency, and no verdict")
+        said.append(
+            f"fewer than {MIN_PAIRS_FOR_VERDICT} rounds: efficiencies of all rounds are shown, without a verdict"
+        )
     return said
 
 
@@ -142,7 +144,7 @@ def _where(ranks: int, mode: str) -> str:
 
 
 def _speed(link: Link) -> str:
-    return f"{format_seconds(link.latency_s)} a hop, {link.bytes_per_s / 1e6:.4g} MB/s"
+    return f"{format_seconds(link.latency_s)} per hop, {link.bytes_per_s / 1e6:.4g} MB/s"
 
 
 def benchmark_object(found: Scaling, link: str | None) -> dict[str, object]:
