@@ -41,7 +41,7 @@ GROUPS = {
     "Plan and train": _of("trimtab", *_RUN),
     "Options of plans and runs": _of("trimtab", *_ASKED),
     "Records": _of("trimtab", "RecordWriter", "Header", "RunRecord", "read_record"),
-    "Several ranks": _of("trimtab", "joined", "shard"),
+    "Several ranks": _of("trimtab", "process_group", "shard"),
     "Errors": _of("trimtab", "errors", "UnprovedSplitWarning"),
     "Modules": _of("trimtab.nn", "LossHead"),
     "Tasks": _of("trimtab.tasks", *_TASKS),

@@ -49,7 +49,9 @@ def _run(name: str, file: Path) -> Run:
     try:
         run = _RUN_OF[type(found)](name, found)
     except FormatError as error:
-        raise FormatError(f"{file}: {error.field}", got=error.got, expected=error.expected, hint=error.hint) from None
+        problem = f"{file}: {error.problem}" if error.problem else ""
+        said = {"got": error.got, "expected": error.expected, "problem": problem, "hint": error.hint}
+        raise FormatError(f"{file}: {error.field}", **said, code=error.code) from None
     if file.name not in _NAMES:
         return run
     # The folder may have more complete facts than the result's file.

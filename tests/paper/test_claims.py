@@ -918,7 +918,7 @@ def test_races_that_ran_at_several_states_of_the_sources_are_told_of_all(folder)
     page = write_evaluation(runs, folder / "out", "x")["md"].read_text()
     assert "sources abc / def" in page
     (folder / "compared" / "race-1" / "self.jsonl").write_text("{")
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="record.no_header"):
         read_runs([folder / "compared"])
 
 
@@ -934,7 +934,7 @@ def test_a_plan_for_a_longer_run_is_said_where_planning_is_counted(folder):
     assert read_runs([folder / "compared"])[0].planned == ""
     for damaged in ("{", '{"planned_rows": "x", "budget_rows": "1"}', '{"planned_rows": "1", "budget_rows": "0"}'):
         settings.write_text(damaged)
-        with raises(FormatError, code="json.invalid" if damaged == "{" else "format.invalid"):
+        with raises(FormatError, code="settings.damaged" if damaged == "{" else "format.invalid"):
             read_runs([folder / "compared"])
 
 

@@ -87,16 +87,16 @@ def read_result(path: Path) -> Result:
     try:
         data = parse(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(
-            str(file), got=f"text that is not JSON ({error})", expected=_EXPECTED, code="json.invalid"
-        ) from None
+        raise FormatError(str(file), got=f"invalid JSON ({error})", expected=_EXPECTED, code="json.invalid") from None
     kind = next((kind for kind in KINDS if isinstance(data, dict) and kind.key in data), None)
     if kind is None:
         raise FormatError(str(file), got=_description(data), expected=_EXPECTED)
     try:
         found: Result = from_jsonable(kind.value, data)
     except FormatError as error:
-        raise FormatError(f"{file}: {error.field}", got=error.got, expected=error.expected, hint=error.hint) from None
+        problem = f"{file}: {error.problem}" if error.problem else ""
+        said = {"got": error.got, "expected": error.expected, "problem": problem, "hint": error.hint}
+        raise FormatError(f"{file}: {error.field}", **said, code=error.code) from None
     return found
 
 
