@@ -33,7 +33,7 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
     return {
         "choosing.md": {
             "limits": list(_limits(newest(root, "budget_sweep"))),
-            "tiers": [*_tiers(cifar), *_ends(every(root, "compare-source_gpt"))],
+            "plan_kinds": [*_tiers(cifar), *_ends(every(root, "compare-source_gpt"))],
             "recomputing": [*_schedules(frontiers), *_before_recomputing(walk), *_head(head)],
             "unchanged": list(_kept(newest(root, "no_harm-xeon"))),
             "short": list(_too_short(digits)),
@@ -60,22 +60,24 @@ def _limits(found: Record) -> Iterator[str]:
 def _tiers(cifar: Record) -> Iterator[str]:
     target = cifar.of("time_to_target_ratio")[-1]["target"]
     rung = {"metric": "time_to_target_ratio", "target": target}
-    plain = [cifar.one(arm=arm, against="reference", charged=True, **rung) for arm in ("plan_F", "plan_S")]
+    plain = [cifar.one(arm=arm, against="reference", charged=True, **rung) for arm in ("tuned_plan", "equivalent_plan")]
     freed, same = (f"{speed(row)}, n={row['n']}" for row in plain)
-    yield f"- to {target:g} accuracy, search charged, over the plain loop: tier F {freed}; tier S {same} ({cifar.link})"
-    tuned = cifar.one(arm="plan_F", against="strong", charged=False, **rung)
-    throughput = cifar.one("throughput_ratio", arm="plan_S", against="strong")
-    yield f"- over the recipe that was tuned by hand: tier F, uncharged, {speed(tuned)}, n={tuned['n']};"
-    yield f"  tier S in throughput {ratio(throughput)}, n={throughput['n']}"
+    yield f"- to {target:g} accuracy, search charged, over the plain loop: the tuned plan {freed};"
+    yield f"  the equivalent plan {same} ({cifar.link})"
+    tuned = cifar.one(arm="tuned_plan", against="strong", charged=False, **rung)
+    throughput = cifar.one("throughput_ratio", arm="equivalent_plan", against="strong")
+    yield f"- over the recipe that was tuned by hand: the tuned plan, uncharged, {speed(tuned)}, n={tuned['n']};"
+    yield f"  the equivalent plan in throughput {ratio(throughput)}, n={throughput['n']}"
 
 
 def _ends(each: Iterable[Record]) -> Iterator[str]:
     """Yield a line per machine: difference of the final metric between tuned plan and baseline, with their samples."""
     for found in each:
-        ended = found.one("final_metric_difference", arm="plan_F", against="reference")
-        rung = found.of("time_to_target_ratio", arm="plan_F")[0]
-        share = f"after {rung['arm_rows']:,} of {rung['against_rows']:,} rows"
-        yield f"- tier F's end on source_gpt, {share}: {difference(ended)} percent, n={ended['n']} ({found.link})"
+        ended = found.one("final_metric_difference", arm="tuned_plan", against="reference")
+        rung = found.of("time_to_target_ratio", arm="tuned_plan")[0]
+        share = f"after {rung['arm_samples']:,} of {rung['against_samples']:,} rows"
+        ends = f"{difference(ended)} percent, n={ended['n']} ({found.link})"
+        yield f"- the tuned plan's end on source_gpt, {share}: {ends}"
 
 
 def _schedules(each: Iterable[Record]) -> Iterator[str]:
@@ -119,8 +121,8 @@ def _kept(found: Record) -> Iterator[str]:
 
 
 def _too_short(found: Record) -> Iterator[str]:
-    plan = found.one("planning_s", arm="plan_S")
-    rungs = found.of("time_to_target_ratio", arm="plan_S", against="reference", charged=False)
+    plan = found.one("planning_s", arm="equivalent_plan")
+    rungs = found.of("time_to_target_ratio", arm="equivalent_plan", against="reference", charged=False)
     arrived = ", ".join(f"{row['median_against_s']:.0f}" for row in rungs)
     yield f"{plan['task']} takes {plan['planning_s']:.0f} s to plan; the plain loop is at its targets after {arrived} s"
     yield f"({found.link})."
@@ -145,11 +147,11 @@ def _aims(root: Path, cifar: Record, gpt: Record, digits: Record) -> Iterator[st
     """Yield a line per goal: paired runs, ranks, checkpoints and loop overhead."""
     yield "| aim | | what was found | record |"
     yield "|---|---|---|---|"
-    throughput = cifar.one("throughput_ratio", arm="plan_S", against="reference")
-    yield _aim("tier S 1.8 times the plain loop on images, with bf16", throughput, cifar, 1.8)
+    throughput = cifar.one("throughput_ratio", arm="equivalent_plan", against="reference")
+    yield _aim("the equivalent plan 1.8 times the plain loop on images, with bf16", throughput, cifar, 1.8)
     for found, which, times in ((cifar, "three times as soon on images", 3), (gpt, "four times as soon on text", 4)):
         rung, behind = _hardest(found)
-        said = f"tier F {which} (to {rung['target']:g}), search charged"
+        said = f"the tuned plan {which} (to {rung['target']:g}), search charged"
         yield _aim(said, _turned(rung), found, times, behind, may_be_met=not behind)
     harm = digits.one("do_no_harm_ratio", arm="strong_plan")
     yield _aim("no harm to a loop tuned by hand, in whole races: 0.97 of its speed", harm, digits, 0.97)
@@ -176,7 +178,7 @@ def _hardest(found: Record) -> tuple[Row, str]:
 
     The second value lists, as text, harder targets that the baseline reached in more runs.
     """
-    rungs = found.of("time_to_target_ratio", arm="plan_F", against="reference", charged=True)
+    rungs = found.of("time_to_target_ratio", arm="tuned_plan", against="reference", charged=True)
     last = max(at for at, row in enumerate(rungs) if row["reached"] == row["reached_against"] == row["n"])
     more = [
         f"; {row['target']:g} in {row['reached']} of {row['n']} runs, the plain loop in {row['reached_against']}"
@@ -270,7 +272,7 @@ def _paper(races: Iterable[Record]) -> Iterator[str]:
 
 
 def _planning(races: Iterable[Record]) -> Iterator[str]:
-    took = sorted((float(found.one("planning_s", arm="plan_S")["planning_s"]), found.link) for found in races)
+    took = sorted((float(found.one("planning_s", arm="equivalent_plan")["planning_s"]), found.link) for found in races)
     (least_s, quickest), *_, (most_s, longest) = took
-    yield f"Of {len(took)} plans of tier S the quickest took {least_s:.0f} s ({quickest}), the longest {most_s:.0f} s"
+    yield f"Of {len(took)} equivalent plans the quickest took {least_s:.0f} s ({quickest}), the longest {most_s:.0f} s"
     yield f"({longest})."

@@ -17,8 +17,8 @@ NAMES = {
     "strong": "P2 strong",
     "muon": "P3 strong, with Muon",
     "strict": "P0 strict fp32",
-    "plan_S": "trimtab S",
-    "plan_F": "trimtab F",
+    "equivalent_plan": "trimtab S",
+    "tuned_plan": "trimtab F",
     "strong_plan": "plan made for P2",
 }
 
@@ -32,7 +32,7 @@ def comparison(rows: list[Row]) -> Iterator[str]:
         if row["metric"] in METRICS:
             continue
         if row["metric"] == "planning_s":
-            yield f"| planning, seconds | {NAMES[row.get('arm', 'plan_S')]} | | {_planning(row)} | 1 | |"
+            yield f"| planning, seconds | {NAMES[row.get('arm', 'equivalent_plan')]} | | {_planning(row)} | 1 | |"
         elif row["metric"] == "time_to_target_ratio":
             yield _rung(row)
         else:

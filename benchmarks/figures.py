@@ -160,7 +160,7 @@ def _claims(comparisons: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for found in comparisons:
         rows = [row for row in found["rows"] if row.get("n", 0) >= MIN_CLAIM]
-        same = next((r for r in rows if _is(r, "throughput_ratio", "plan_S", "reference")), None)
+        same = next((r for r in rows if _is(r, "throughput_ratio", "equivalent_plan", "reference")), None)
         control = next((r for r in rows if _is(r, "throughput_ratio", "self", "self")), None)
         if same is None or control is None or not control["low"] <= 1 <= control["high"]:
             continue  # no claim if the A/A control differs from 1
@@ -197,9 +197,12 @@ def _how(found: Row) -> str:
     """Return the command of a comparison, and the run length for which the tuned plan was made."""
     command = found["environment"].get("command")
     said = [f"`{_present(command)}`" if command else ""]
-    horizon = next((row for row in found["rows"] if row.get("arm") == "plan_F" and "arm_rows" in row), None)
+    horizon = next((row for row in found["rows"] if row.get("arm") == "tuned_plan" and "arm_samples" in row), None)
     if horizon is not None:
-        said.append(f"tier F trained on {horizon['arm_rows']:,} of the reference's {horizon['against_rows']:,} rows")
+        said.append(
+            f"the tuned plan trained on {horizon['arm_samples']:,} samples, the reference on "
+            f"{horizon['against_samples']:,}"
+        )
     said = [text for text in said if text]
     return f" {'; '.join(said)}." if said else ""
 
@@ -385,7 +388,7 @@ def _published(rows: list[Row]) -> Iterator[str]:
     yield "| published by | device | step | rows | precision | published, ms | predicted | reserved, GiB | predicted |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
-        step = f"| {row['source']} | {row['device']} | {row['model']} | {row['rows']} | {row['precision']} "
+        step = f"| {row['source']} | {row['device']} | {row['model']} | {row['samples']} | {row['precision']} "
         peak = "| | |" if row["error"] is None else f"| {row['published_bytes'] / 2**30:.1f} | {row['error']:+.1%} |"
         yield f"{step}| {1000 * row['published_s']:.0f} | {row['time_error']:+.1%} {peak}"
 
@@ -426,13 +429,13 @@ def _published_ranks(rows: list[Row]) -> Iterator[str]:
     for row in pairs:
         told = " | ".join(f"{row[name]:.1%}" for name in ("published", "predicted", "flat", "timed"))
         step = f"{row['device']}, {row['model']}, {_precision(row)}"
-        yield f"| {_short(row)} | {step} | {row['fewer_ranks']} to {row['ranks']} | {row['rows']} | {told} |"
+        yield f"| {_short(row)} | {step} | {row['fewer_ranks']} to {row['ranks']} | {row['samples']} | {told} |"
 
 
 def _rank_step(row: Row) -> str:
     link = row["link"] if row["link_stated"] else f"{row['link']}, assumed"
     step = f"{row['device']}, {row['model']}, {_precision(row)}"
-    rows = f"{row['micro_batches']} x {row['rows']}" if row["micro_batches"] > 1 else f"{row['rows']}"
+    rows = f"{row['micro_batches']} x {row['samples']}" if row["micro_batches"] > 1 else f"{row['samples']}"
     seconds = f"{1000 * row['published_s']:.0f} | {row['time_error']:+.1%} | {row['waited_s'] / row['predicted_s']:.0%}"
     others = f"{row['flat_error']:+.1%} | {row['own_s'] / row['published_s'] - 1:+.1%}"
     peak = " | " if row["error"] is None else f"{row['published_bytes'] / 2**30:.1f} | {row['error']:+.1%}"

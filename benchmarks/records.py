@@ -105,14 +105,14 @@ def is_evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> bool:
     return (unpacked(root, evaluation) / name / "report.json").is_file()
 
 
-def plan_of(root: Path, name: str, tier: str) -> Plan:
+def plan_of(root: Path, name: str, plan_kind: str) -> Plan:
     """Return the plan of a tier from a comparison of the evaluation.
 
     Raises:
         KeyError: The comparison has no plan of the tier.
     """
     found = read_result(unpacked(root, EVALUATION) / name / "report.json")
-    return (found.plans if isinstance(found, Comparison) else {})[tier]
+    return (found.plans if isinstance(found, Comparison) else {})[plan_kind]
 
 
 def _read(path: Path) -> Record:

@@ -104,11 +104,11 @@ def _comparison_head(what: str) -> Iterator[str]:
 def _comparison(name: str, rows: Sequence[Row]) -> str:
     throughput, memory, metric, harm = METRICS
     cells = (
-        _cell(rows, throughput, "plan_S"),
-        _cell(rows, memory, "plan_S", verdict=False),
-        _cell(rows, metric, "plan_S"),
+        _cell(rows, throughput, "equivalent_plan"),
+        _cell(rows, memory, "equivalent_plan", verdict=False),
+        _cell(rows, metric, "equivalent_plan"),
         _to_target(rows),
-        _cell(rows, metric, "plan_F"),
+        _cell(rows, metric, "tuned_plan"),
         _cell(rows, throughput, "paper"),
         _cell(rows, throughput, "strong"),
         _cell(rows, harm, "strong_plan", "strong", verdict=False),
@@ -133,7 +133,7 @@ def _to_target(rows: Sequence[Row]) -> str:
 
     A harder target that the baseline reached in more runs is added.
     """
-    wanted = {"metric": "time_to_target_ratio", "arm": "plan_F", "against": "reference", "charged": True}
+    wanted = {"metric": "time_to_target_ratio", "arm": "tuned_plan", "against": "reference", "charged": True}
     found = [row for row in rows if wanted.items() <= row.items()]
     known = [row for row in found if "bound" not in row or row["verdict"] in ("gain", "harm")]
     if not known:

@@ -53,7 +53,7 @@ def _efficiency(rows: list[Row]) -> Iterator[str]:
         link = row["link"] + (f", {row['mbit']} Mbit/s" if row.get("mbit") else "")
         shared = f" (share {row['shares']}: correctness only)" if row["shares"] else ""
         where = f"| {row['task']} | {link} | {row['ranks']}{shared} | {row['recipe']}"
-        figures = f"{row['effective_batch']:.0f} | {row['rows_per_s']:.0f} | {_bounded(row)}"
+        figures = f"{row['effective_batch']:.0f} | {row['samples_per_s']:.0f} | {_bounded(row)}"
         figures += f" | {_percent(row, 'resolution')} | {_percent(row, 'waiting_share')}"
         yield f"{where} | {figures} | {row['says'].replace('|', '/')} |"
 

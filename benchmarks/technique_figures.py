@@ -46,8 +46,8 @@ def _changes(root: Path) -> Iterator[str]:
                 yield _worth(f"{change.replace('_', ' ')}, {row['setting']}", row, found)
     raced = [evaluated(root, name) for name in ("cifar-recipes", "wikitext-recipes")]
     for found in (*raced, *timed_on_gpus(root)):
-        row = found.one("throughput_ratio", arm="plan_S", against="reference")
-        yield _worth(f"the plan: {_changed(found, 'plan_S')}", row, found)
+        row = found.one("throughput_ratio", arm="equivalent_plan", against="reference")
+        yield _worth(f"the plan: {_changed(found, 'equivalent_plan')}", row, found)
 
 
 def _worth(change: str, row: Row, found: Record) -> str:
@@ -71,12 +71,12 @@ def _races(races: Iterable[Record]) -> Iterator[str]:
     yield "| task, record | by | throughput | n | peak | final metric | n |"
     yield "|---|---|---|---|---|---|---|"
     for found in races:
-        arms = {"arm": "plan_S", "against": "reference"}
+        arms = {"arm": "equivalent_plan", "against": "reference"}
         gained, held = (found.one(metric, **arms) for metric in ("throughput_ratio", "peak_memory_ratio"))
         ends = found.of("final_metric_difference", **arms)
         ended = f"{difference(ends[0])} | {ends[0]['n']}" if ends else "not raced to the end | "
         figures = f"{ratio(gained)} | {gained['n']} | {ratio(held)} | {ended}"
-        yield f"| {found.link} | {_changed(found, 'plan_S')} | {figures} |"
+        yield f"| {found.link} | {_changed(found, 'equivalent_plan')} | {figures} |"
 
 
 def _precisions(found: Record) -> Iterator[str]:
@@ -154,26 +154,28 @@ def _freed(races: Iterable[Record]) -> Iterator[str]:
     for found in races:
         charged = _hardest(found)
         uncharged, tuned = (
-            found.one("time_to_target_ratio", arm="plan_F", against=against, target=charged["target"], charged=False)
+            found.one(
+                "time_to_target_ratio", arm="tuned_plan", against=against, target=charged["target"], charged=False
+            )
             for against in ("reference", "strong")
         )
         head = f"| {found.link} | {_scale(found):g} times | {charged['target']:g} | {speed(charged)}"
         seconds = f"{charged['median_s']:.0f} s against {charged['median_against_s']:.0f} s"
-        ended = difference(found.one("final_metric_difference", arm="plan_F", against="reference"))
-        rows = charged["arm_rows"] / charged["against_rows"]
+        ended = difference(found.one("final_metric_difference", arm="tuned_plan", against="reference"))
+        rows = charged["arm_samples"] / charged["against_samples"]
         known = speed(tuned).partition(":")[0]  # drops the reason of a missing measurement
         yield f"{head} | {seconds} | {speed(uncharged)} | {known} | {ended} | {rows:.0%} |"
 
 
 def _hardest(found: Record) -> Row:
     """Return the hardest target that every run of the tuned plan and of the baseline reached, search time included."""
-    rungs = found.of("time_to_target_ratio", arm="plan_F", against="reference", charged=True)
+    rungs = found.of("time_to_target_ratio", arm="tuned_plan", against="reference", charged=True)
     return [row for row in rungs if row["reached"] == row["reached_against"] == row["n"]][-1]
 
 
 def _scale(found: Record) -> float:
     """Return the learning-rate factor of the range test."""
-    return float(_changed(found, "plan_F").rpartition("learning rate scale ")[2])
+    return float(_changed(found, "tuned_plan").rpartition("learning rate scale ")[2])
 
 
 def _rates(sweeps: Iterable[Record], races: Iterable[Record]) -> Iterator[str]:
@@ -221,10 +223,10 @@ def _raced(root: Path) -> Iterator[str]:
     yield "| record | raced | | what the race said |"
     yield "|---|---|---|---|"
     for name in filter(functools.partial(is_evaluated, root), _OPTIONS):
-        plan = plan_of(root, name, "F")
+        plan = plan_of(root, name, "tuned")
         for setting in (each for each in _RACED if each in tried(plan)):
             choice: Choice = getattr(plan, setting)
-            reason = choice.reason if _has_won(choice) else choice.losers[-1].reason
+            reason = choice.reason if _has_won(choice) else choice.rejected[-1].reason
             stands = "kept" if _has_won(choice) else "refused"
             yield f"| {evaluated(root, name).link} | {_RACED[setting]} | {stands} | {reason} |"
 

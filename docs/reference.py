@@ -27,7 +27,7 @@ object. Exit status: 0 success, 1 error with explanation, 2 invalid command line
 
 <!-- made by `make docs` from the commands -->
 """
-_RUN = ("plan", "start", "Run", "Summed", "Plan", "Choice", "Effect", "profile", "plan_elsewhere")
+_RUN = ("plan", "start", "Run", "Summed", "Plan", "Choice", "Effect", "profile")
 _ASKED = ("Budget", "Objective", "Reference", "BatchRule", "Stop", "StopReason", "Metering", "Checkpoints")
 _TASKS = ("Task", "TaskData", "Metric", "DataSource", "StrongRecipe", "SampleDraws", "load_task", "of_datasets")
 _SOURCES = ("forecast_or_reason", "IntensitySource", "ConstantIntensity", "CsvIntensity")

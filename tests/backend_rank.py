@@ -36,7 +36,7 @@ def _local_clip() -> None:
 
 
 def _lost_rows() -> None:
-    trimtab.shard.__globals__["rows_of_rank"] = lambda rows, rank, ranks: slice(
+    trimtab.shard.__globals__["samples_of_rank"] = lambda rows, rank, ranks: slice(
         rank * (rows // ranks), (rank + 1) * (rows // ranks)
     )
 
@@ -60,7 +60,7 @@ def train(case: Case, *, ranks: int, windows: list, device: str = "cpu") -> dict
                 scheduler.step()
             losses.append(float(run.loss))
             rates.append(optimizer.param_groups[0]["lr"])
-        found = {"rows": run.consumed_rows, "steps": run.applied_steps}
+        found = {"rows": run.consumed_samples, "steps": run.applied_steps}
         found["scale"] = run.loss_scale
         norm = run.grad_norm
         found["norm"] = None if norm is None else float(norm)

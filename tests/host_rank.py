@@ -97,14 +97,14 @@ def accelerated(stage: int | None, *, planned: bool = False, rows: int = STEPS *
     if stage is None:
         model, optimizer = accelerator.prepare(model, optimizer)
     if planned:
-        plan = ours.plan(accelerator, model, optimizer, loss_fn, next(iter(loader)), num_blocks=3, rehearse=False)
+        plan = ours.plan(accelerator, model, optimizer, loss_fn, next(iter(loader)), num_blocks=3, dry_runs=False)
     else:
         own = {} if stage is None else {"num_ranks": ranks, "zero_stage": stage}
         plan = trimtab.Plan.fixed(ROWS // ranks, 3, **own)
     with ours.start(accelerator, model, optimizer, plan) as run:
         for window in run.windows(loader):
             run.train_step(window, loss_fn)
-    return {"weights": weights(inner), "plan": to_json(plan), "steps": run.applied_steps, "rows": run.consumed_rows}
+    return {"weights": weights(inner), "plan": to_json(plan), "steps": run.applied_steps, "rows": run.consumed_samples}
 
 
 def refused(call) -> str:
@@ -266,7 +266,7 @@ def by_trainers(folder: Path, ranks: int) -> dict:
     found = {"host": trained(folder, ours=False, evaluates=True)}
     found["ours"] = trained(folder, ours=True, evaluates=True, plan=trimtab.Plan.fixed(4, 3, **shared))
     found["accumulated"] = trained(folder, ours=True, k=2, plan=trimtab.Plan.fixed(4, 3, **shared))
-    found["planned"] = trained(folder, ours=True, planning={"num_blocks": 3, "rehearse": False})
+    found["planned"] = trained(folder, ours=True, planning={"num_blocks": 3, "dry_runs": False})
     found["ran out"] = trained(folder, ours=True, runs_out=True, plan=trimtab.Plan.fixed(4, **shared))
     none = Rows(has_none=True)
     found["host, none"] = trained(folder, ours=False, rows=none)

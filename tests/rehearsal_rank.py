@@ -104,8 +104,8 @@ class Job:
         found.of = of
         return found
 
-    def planned(self, made, *, rehearse: bool = True) -> dict:
-        dry_run = self.rehearsal if rehearse else None
+    def planned(self, made, *, dry_runs: bool = True) -> dict:
+        dry_run = self.rehearsal if dry_runs else None
         plan = plan_on_ranks.plan_together(lambda: made, torch.device("cpu"), dry_run)
         return {
             "plan": to_jsonable(plan),
@@ -124,7 +124,7 @@ def sends(bytes_per_s: float) -> plan_on_ranks.BroadcastPlan:
 def shares(memory: int) -> StageMeasurements:
     """Return what a stage is chosen by: of planted peaks, which are far above those of the model here."""
     plan_on_ranks.calibrate = lambda device: link(1e11)
-    given = {"device": ACCELERATOR, "budget": Budget(memory * MIB), "batch_rows": ROWS}
+    given = {"device": ACCELERATOR, "budget": Budget(memory * MIB), "batch_size": ROWS}
     profile = measured(Machine(split_s=0.2), always=True, **given)
     return StageMeasurements(profile, traces_of(profile), shape)
 
@@ -134,7 +134,7 @@ def fast_link() -> dict:
 
 
 def unrehearsed() -> dict:
-    return Job().planned(sends(2e6), rehearse=False)
+    return Job().planned(sends(2e6), dry_runs=False)
 
 
 def slow_hook() -> dict:

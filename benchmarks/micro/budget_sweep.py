@@ -81,7 +81,7 @@ def run(subject: TrainingLoop, plan: Plan, steps: int = STEPS) -> tuple[int, lis
 def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     """Yield a row per budget."""
     task = load_task(name)
-    batch = next(task.load_data().batches(0, task.batch_rows))
+    batch = next(task.load_data().batches(0, task.batch_size))
     model, optimizer = made(task)
     recorded = trimtab.profile(model, optimizer, task.loss_fn, batch, reference=task.reference, traces=True)
     peak, _ = run(

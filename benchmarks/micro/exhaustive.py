@@ -43,7 +43,7 @@ def space(profile: Profile) -> list[Candidate]:
 def rows_of(name: str, *, quick: bool) -> Iterator[dict[str, Any]]:
     """Plan a task, run all candidates, and yield a row for each of the best, run again with the planner's choice."""
     task = load_task(name)
-    batch = next(task.load_data().batches(0, task.batch_rows))
+    batch = next(task.load_data().batches(0, task.batch_size))
     torch.manual_seed(0)
     model = task.make_model().train()
     subject = TrainingLoop(model, task.make_optimizer(model), task.loss_fn, batch, task.reference.clip_norm)

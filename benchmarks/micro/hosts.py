@@ -116,7 +116,7 @@ def _digits(steps: int, k: int = 1) -> tuple[Any, nn.Module, torch.optim.Optimiz
     task = load_task("digits_resnet")
     torch.manual_seed(0)
     model = task.make_model().train()
-    batches, micro = itertools.islice(task.load_data().batches(0, task.batch_rows), steps), task.batch_rows // k
+    batches, micro = itertools.islice(task.load_data().batches(0, task.batch_size), steps), task.batch_size // k
     parts = [part for batch in batches for part in zip(*(column.split(micro) for column in batch), strict=True)]
     return task, model, task.make_optimizer(model), parts
 
@@ -151,7 +151,7 @@ def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], Non
             if (index + 1) % k == 0:
                 stepped()
 
-    strategy = TrimtabStrategy(plan=Plan.fixed(task.batch_rows, task.batch_rows // k)) if ours else "auto"
+    strategy = TrimtabStrategy(plan=Plan.fixed(task.batch_size, task.batch_size // k)) if ours else "auto"
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     given = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "accumulate_grad_batches": k}
     pl.Trainer(strategy=strategy, enable_model_summary=False, **given, **quiet).fit(
@@ -169,7 +169,7 @@ def fabric_training(ours: bool, k: int, steps: int, stepped: Callable[[], None])
     task, model, optimizer, batches = _digits(steps)
     fabric = Fabric(accelerator="cpu", devices=1)
     if ours:
-        _ours(start(fabric, model, optimizer, Plan.fixed(task.batch_rows)), task, batches, stepped)
+        _ours(start(fabric, model, optimizer, Plan.fixed(task.batch_size)), task, batches, stepped)
         return model
     wrapped, optimizer = fabric.setup(model, optimizer)
     for batch in batches:
@@ -190,7 +190,7 @@ def accelerate_training(ours: bool, k: int, steps: int, stepped: Callable[[], No
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=k)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(parts, batch_size=None))
     if ours:
-        _ours(start(accelerator, model, optimizer, Plan.fixed(task.batch_rows // k)), task, loader, stepped)
+        _ours(start(accelerator, model, optimizer, Plan.fixed(task.batch_size // k)), task, loader, stepped)
         return model
     for index, batch in enumerate(loader):
         with accelerator.accumulate(model):

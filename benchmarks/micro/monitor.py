@@ -54,7 +54,7 @@ def steps_of(task: Task, k: int) -> tuple[Step, Step, OverheadBudget]:
     model = task.make_model().to(DEVICE).train()
     rule = trimtab.BatchRule("norm_test", k=k, k_max=2 * k, theta=1e6, learning_rate="none")  # never raises k
     precision = "bf16" if task.name in {name for name, *_ in PAPER_SIZE} else "fp32"
-    plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // k, batch_rule=rule, precision=precision)
+    plan = Plan.fixed(task.batch_size, micro_batch=task.batch_size // k, batch_rule=rule, precision=precision)
     run = trimtab.start(model, task.make_optimizer(model), plan)
     watching, plain = run._control, FixedBatchSize()
     assert isinstance(watching, BatchSizeController)
@@ -69,7 +69,7 @@ def steps_of(task: Task, k: int) -> tuple[Step, Step, OverheadBudget]:
 
 def alternate(task: Task, arms: list[Step], pairs: int, skip: int) -> list[list[float]]:
     """Return the seconds per step of each arm, interleaved in rounds of random order."""
-    batches: Iterator[Any] = task.load_data().batches(0, task.batch_rows)
+    batches: Iterator[Any] = task.load_data().batches(0, task.batch_size)
     draw, order = random.Random(0), list(range(len(arms)))
     seconds: list[list[float]] = [[] for _ in arms]
     for index in range(pairs + skip):
@@ -94,7 +94,7 @@ def monitor_row(name: str, k: int, pairs: int, begun: int) -> dict[str, Any]:
     """Return the row of a task. The first `begun` windows, with a larger overhead budget, are not compared."""
     task = load_task(name)
     watched, plain, account = steps_of(task, k)
-    for batch in itertools.islice(task.load_data().batches(1, task.batch_rows), begun):
+    for batch in itertools.islice(task.load_data().batches(1, task.batch_size), begun):
         watched(batch)
     early_share = account.share if begun else 0.0
     theirs, ours, control = alternate(task, [plain, watched, plain], pairs, skip=10)

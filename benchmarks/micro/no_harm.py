@@ -52,7 +52,7 @@ def row_of(name: str, pairs: int) -> dict[str, Any]:
     data = task.load_data()
     plan = make_plans(task, data, CPU, adapt=(), strong=True, progress=lambda text: None).plans["strong"]
     print(f"{name}: changes {plan.changes_in_words or 'nothing'}; {pairs} rounds", file=sys.stderr, flush=True)
-    batches: Iterator[Any] = data.batches(0, task.batch_rows)
+    batches: Iterator[Any] = data.batches(0, task.batch_size)
     made = functools.partial(recipes_step, task), functools.partial(plans_step, task, plan)
     ours, control = alternate(*made, batches, pairs)
     row = {"metric": "do_no_harm_ratio", "task": name, "changes": plan.changes_in_words or "nothing"}

@@ -54,7 +54,7 @@ def trimtab_step(task: Task, num_micro_batches: int) -> Step:
     """Return the step of trimtab's loop with a fixed plan."""
     torch.manual_seed(0)
     model = task.make_model().train()
-    plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // num_micro_batches)
+    plan = Plan.fixed(task.batch_size, micro_batch=task.batch_size // num_micro_batches)
     run = trimtab.start(model, task.make_optimizer(model), plan)
 
     def step(batch: Any) -> None:
@@ -98,7 +98,7 @@ def row_of(name: str, num_micro_batches: int, pairs: int) -> dict[str, Any]:
         functools.partial(plain_step, task, num_micro_batches),
         functools.partial(trimtab_step, task, num_micro_batches),
     )
-    ours, control = alternate(*made, task.load_data().batches(0, task.batch_rows), pairs)
+    ours, control = alternate(*made, task.load_data().batches(0, task.batch_size), pairs)
     row = {"metric": "loop_overhead_ratio", "task": name, "num_micro_batches": num_micro_batches}
     row |= {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
     return row | {"resolution": resolution(control), "control_half_width": control.half_width}

@@ -1,7 +1,7 @@
 """Planning time for another device: GPT-2 Small and ResNet-50 on fake tensors.
 
 `python -m benchmarks.micro.planning_time [--quick] [--json]` prints `planning_s` rows: seconds of
-`trimtab.plan_elsewhere` for an H100 in a fresh process, and the growth of the process's memory. Each model is also
+`trimtab.plan(device=...)` for an H100 in a fresh process, and the growth of the process's memory. Each model is also
 planned with a limit of about half the memory (`budget_bytes`), which requires traces of blocks and loss heads. A
 `schedule_s` row contains the seconds to find the optimal activation checkpointing schedule of a hundred blocks.
 """
@@ -57,7 +57,7 @@ def once(name: str, limit: int | None) -> dict[str, Any]:
     given = loop(name)
     before = _most_held()
     start = time.perf_counter()
-    plan = trimtab.plan_elsewhere(*given, DEVICE, budget=trimtab.Budget(memory=limit))
+    plan = trimtab.plan(*given, device=DEVICE, budget=trimtab.Budget(memory=limit))
     seconds = time.perf_counter() - start
     found = {"planning_s": seconds, "grown_bytes": _most_held() - before, "changes": plan.changes_in_words}
     return found | {"predicted_s": plan.predicted.step_s, "predicted_bytes": plan.predicted.peak_bytes}

@@ -79,7 +79,7 @@ def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any
 
 def candidates_of(profile: Profile) -> Iterator[Candidate]:
     """Yield the candidates to predict, with the loop's memory format and optimizer and the allocator of the trials."""
-    rows, base = profile.loop.batch_rows, replace(profile.trials[0].candidate, micro_batch=profile.loop.batch_rows)
+    rows, base = profile.loop.batch_size, replace(profile.trials[0].candidate, micro_batch=profile.loop.batch_size)
     chunks = sorted({each.candidate.loss_chunk or 0 for each in profile.traces})
     splits = [k for k in SPLITS if 2 * k <= rows] if profile.check.splittable else [1]
     for precision, k, chunk in itertools.product(PRECISIONS, splits or [1], chunks):

@@ -28,7 +28,7 @@ STEPS = (1_000, 10_000)
 def once(name: str, steps: int) -> dict[str, Any]:
     """Measure the loop of a task for a run of `steps` steps."""
     task = load_task(name)
-    batch = next(task.load_data().batches(0, task.batch_rows))
+    batch = next(task.load_data().batches(0, task.batch_size))
     model = task.make_model().train()
     begun: list[float] = []
 
@@ -41,7 +41,7 @@ def once(name: str, steps: int) -> dict[str, Any]:
     final_s = time.perf_counter() - begun[0] if begun else 0.0
     run_s = found.run_s or 0.0
     row = {"metric": "probing_s", "task": name, "steps": steps, "run_s": run_s, "seconds": found.profiling_s}
-    return row | {"final_s": final_s, "allowed_s": allowed_s(run_s), "hurried": found.hurried}
+    return row | {"final_s": final_s, "allowed_s": allowed_s(run_s), "over_time_budget": found.over_time_budget}
 
 
 def main() -> None:

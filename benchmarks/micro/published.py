@@ -50,12 +50,12 @@ def row_of(case: Published) -> dict[str, Any]:
     told_s = step_seconds(traced.work, device, case.precision, case.rows, 1)
     assert told_s is not None
     row = {"metric": "published", "source": SOURCES[case.source], "device": case.device, "model": case.name}
-    row |= {"rows": case.rows, "precision": case.precision, "published_s": case.step_s, "predicted_s": told_s}
+    row |= {"samples": case.rows, "precision": case.precision, "published_s": case.step_s, "predicted_s": told_s}
     row |= {"time_error": told_s / case.step_s - 1, "published_bytes": case.reserved_bytes}
-    told_bytes = traced.whole.peak_bytes(case.rows)
+    predicted_bytes = traced.whole.peak_bytes(case.rows)
     return row | {
-        "predicted_bytes": told_bytes,
-        "error": told_bytes / case.reserved_bytes - 1 if case.reserved_bytes else None,
+        "predicted_bytes": predicted_bytes,
+        "error": predicted_bytes / case.reserved_bytes - 1 if case.reserved_bytes else None,
     }
 
 
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    about = f"{row['device']:<10} {row['model']:<26} {row['precision']:<5} {row['rows']:>4}"
+    about = f"{row['device']:<10} {row['model']:<26} {row['precision']:<5} {row['samples']:>4}"
     held = "" if row["error"] is None else f"; {row['published_bytes'] / 2**30:.1f} GiB, predicted {row['error']:+.1%}"
     return f"{about} {1000 * row['published_s']:>6.0f} ms, predicted {row['time_error']:+.1%}{held}"
 

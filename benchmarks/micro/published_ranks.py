@@ -124,17 +124,17 @@ def row_of(case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {"metric": "published_ranks", "source": SOURCES[case.source], "device": joined.spec.name}
     row |= {"ranks": how.ranks, "link": link.name, "link_stated": joined.is_stated, "model": case.model.name}
     row |= {"zero_stage": how.zero_stage, "gather_dtype": how.gather_dtype, "reduce_dtype": how.reduce_dtype}
-    row |= {"precision": case.precision, "rows": case.rows, "micro_batches": case.micro_batches}
+    row |= {"precision": case.precision, "samples": case.rows, "micro_batches": case.micro_batches}
     row |= {"recompute": case.model.recompute, "compiled": case.compiled}
     row |= {"published_s": case.step_s, "predicted_s": told.total_s, "time_error": told.total_s / case.step_s - 1}
     row |= {"waited_s": told.exposed_s, "alone_s": told.compute_s + told.optimizer_s}
     row |= {"flat_s": flat.total_s, "flat_error": flat.total_s / case.step_s - 1, "own_s": own.total_s}
-    told_bytes = None if case.held_bytes is None else peak_of(case)
+    predicted_bytes = None if case.held_bytes is None else peak_of(case)
     return row | {
         "published_bytes": case.held_bytes,
         "is_reserved": case.is_reserved,
-        "predicted_bytes": told_bytes,
-        "error": None if told_bytes is None or case.held_bytes is None else told_bytes / case.held_bytes - 1,
+        "predicted_bytes": predicted_bytes,
+        "error": None if predicted_bytes is None or case.held_bytes is None else predicted_bytes / case.held_bytes - 1,
     }
 
 
@@ -150,7 +150,7 @@ def efficiency_of(pair: Efficiency) -> dict[str, Any]:
     timed = fewer.step_s / window_s(more.how, rings[1], _as_timed(fewer, rings[0]), more.micro_batches).total_s
     row: dict[str, Any] = {"metric": "published_efficiency", "source": SOURCES[fewer.source]}
     row |= {"device": fewer.joined.spec.name, "model": fewer.model.name, "zero_stage": more.how.zero_stage}
-    row |= {"precision": fewer.precision, "rows": fewer.rows, "compiled": fewer.compiled}
+    row |= {"precision": fewer.precision, "samples": fewer.rows, "compiled": fewer.compiled}
     row |= {"recompute": fewer.model.recompute, "fewer_ranks": ranks[0], "ranks": ranks[1]}
     row |= {"published": pair.published, "predicted": told(rings), "flat": told(flat), "timed": timed}
     return row | {f"{name}_error": row[name] / pair.published - 1 for name in ("predicted", "flat", "timed")}
@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    about = f"{row['ranks']:>4} {row['device']:<15} {row['model']:<13} stage {row['zero_stage']} {row['rows']:>4} rows"
+    about = f"{row['ranks']:>4} {row['device']:<15} {row['model']:<13} stage {row['zero_stage']} {row['samples']:>4}"
     about += " compiled" if row["compiled"] else ""
     if row["metric"] == "published_efficiency":
         told = ", ".join(f"{name} {row[name]:.1%}" for name in ("predicted", "flat", "timed"))

@@ -50,7 +50,7 @@ def small_resnet() -> Task:
         make_model=_small_resnet,
         make_optimizer=_sgd,
         load_data=_small_images,
-        batch_rows=8,
+        batch_size=8,
     )
 
 
@@ -82,7 +82,7 @@ CONTEXT, HELD_OUT, JUDGED = 64, 128, 1_000
 def small_gpt() -> Task:
     """Return source_gpt at 1/40 of its cost: context 64, two layers of width 128."""
     return replace(
-        load_task("source_gpt"), make_model=_small_model, make_optimizer=_adamw, load_data=_short_rows, batch_rows=4
+        load_task("source_gpt"), make_model=_small_model, make_optimizer=_adamw, load_data=_short_rows, batch_size=4
     )
 
 
@@ -211,7 +211,7 @@ class Told(WindowTimes):
         super().__init__()
         self._told = told
 
-    def times(self, micro_rows: float) -> StepTimes | None:
+    def times(self, micro_batch_samples: float) -> StepTimes | None:
         """Return the given times, None while too few steps were measured."""
         return self._told if self.is_known else None
 
@@ -306,15 +306,15 @@ def _train(
     with _telling(told), trimtab.start(model, optimizer, plan) as run:
         if told is not None:
             _as_ranks(run, told, rows // case.rows)
-        while run.consumed_rows < (most or case.most_samples):
+        while run.consumed_samples < (most or case.most_samples):
             window = next_window(run, batches)
             for group in optimizer.param_groups:
-                group["lr"] = rate * case.warmed(run.consumed_rows + case.rows)
+                group["lr"] = rate * case.warmed(run.consumed_samples + case.rows)
             run.train_step(window, task.loss_fn)
             micro, num_windows = micro + window.num_micro_batches, num_windows + 1
-            if run.consumed_rows >= due:
-                due = (run.consumed_rows // case.eval_every + 1) * case.eval_every
-                course.points.append((run.consumed_rows, num_windows, micro, held_out_loss(task, model, data)))
+            if run.consumed_samples >= due:
+                due = (run.consumed_samples // case.eval_every + 1) * case.eval_every
+                course.points.append((run.consumed_samples, num_windows, micro, held_out_loss(task, model, data)))
                 if course.reached(case.targets[-1]):
                     break
         course.noise = run.noise

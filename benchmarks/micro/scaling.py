@@ -114,7 +114,7 @@ def courses(
                 print(_course_line(run), file=sys.stderr, flush=True)
     for (recipe, ranks), runs in found.items():
         alone = found["baseline" if recipe == "no_buffers" else recipe, 1]
-        ratios = [ours["rows_per_s"] / (ranks * one["rows_per_s"]) for ours, one in zip(runs, alone, strict=True)]
+        ratios = [ours["samples_per_s"] / (ranks * one["samples_per_s"]) for ours, one in zip(runs, alone, strict=True)]
         timed = {"seconds_to_target": _median(runs, "target_s"), "seconds_of_seeds": [run["target_s"] for run in runs]}
         yield (
             _reached(task, "slow" if ranks > 1 else "none", mbit, runs)
@@ -147,7 +147,7 @@ def _reached(task: str, link: str, mbit: int, runs: Sequence[dict[str, Any]]) ->
         "mbit": mbit if link == "slow" else None,
         "ranks": ranks,
         "recipe": recipe,
-        "tier": "F" if recipe in ("plan_batch", "plan_k") else "S" if recipe == "plan" else "",
+        "plan_kind": "tuned" if recipe in ("plan_batch", "plan_k") else "equivalent" if recipe == "plan" else "",
         "target": TARGETS[task],
         "reached": sum(run["target_s"] is not None for run in runs),
         "seeds": len(runs),
@@ -182,14 +182,14 @@ def _course_line(run: dict[str, Any]) -> str:
 def in_step(task: str, mbit: int) -> Iterator[dict[str, Any]]:
     """Yield the speed of two ranks relative to one: over the slow link, and synchronised without sending."""
     for row in found_by("slow", mbit, 2, "in_step", task):
-        taken = row.pop("row_s")
+        taken = row.pop("sample_s")
         for loop in ("ddp", "plan"):
             alone, bound, sharing = (taken[f"{loop}{state}"] for state in (" alone", " in step", ""))
             compared = {"in step": (alone, bound), "over the link": (alone, sharing), "of in step": (bound, sharing)}
             for what, (over, under) in compared.items():
                 found = ratio_interval([one / other for one, other in zip(over, under, strict=True)])
                 kept = {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
-                yield row | {"loop": loop, "kept": what, "mbit": mbit, "row_s": statistics.median(sharing)} | kept
+                yield row | {"loop": loop, "kept": what, "mbit": mbit, "sample_s": statistics.median(sharing)} | kept
 
 
 def overhead(pairs: int) -> Iterator[dict[str, Any]]:
@@ -241,7 +241,7 @@ def _line(row: dict[str, Any]) -> str:
         case "scaling_efficiency":
             share = "" if row["mean"] is None else f"efficiency {_bounded(row)}"
             what = f"{row['task']} {row['link']:<5} {row['ranks']} {row['recipe']:<9}"
-            return f"{what} {row['rows_per_s']:>8.0f} rows/s {share}"
+            return f"{what} {row['samples_per_s']:>8.0f} rows/s {share}"
         case "samples_to_target":
             share = "" if row["mean"] is None else f", efficiency {_bounded(row)}"
             reached = f"{row['target']:g} ({row['reached']}/{row['seeds']})"

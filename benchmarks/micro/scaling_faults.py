@@ -43,7 +43,7 @@ def _end_of(fault: signal.Signals) -> tuple[float, bool]:
     """Return the seconds from the fault to the end of the command, and True if the error named the rank."""
     with tempfile.TemporaryDirectory() as folder:
         plan, record = Path(folder) / "plan.json", Path(folder) / "run.jsonl"
-        plan.write_text(to_json(Plan.fixed(-(-GPT.batch_rows // 2), num_ranks=2, zero_stage=0)), encoding="utf-8")
+        plan.write_text(to_json(Plan.fixed(-(-GPT.batch_size // 2), num_ranks=2, zero_stage=0)), encoding="utf-8")
         asked = ["train", "benchmarks.micro.scaling_tasks:GPT", "--ranks", "2", "--steps", "1000000"]
         program = [
             sys.executable,

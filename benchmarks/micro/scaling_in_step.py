@@ -44,10 +44,10 @@ def in_step(name: str) -> list[dict[str, Any]]:
         opened.callback(exchange.close)
         arms: dict[str, tuple[Step, int, bool]] = {}
         for loop, batches in WINDOW_ROWS.items():
-            rows = batches * task.batch_rows
-            whole = replace(task, batch_rows=ranks * rows)
+            rows = batches * task.batch_size
+            whole = replace(task, batch_size=ranks * rows)
             how = {"num_ranks": ranks, "zero_stage": 0}
-            plan = Plan.fixed(rows, task.batch_rows, **how, reduce_dtype="fp32" if loop == "ddp" else "bf16")
+            plan = Plan.fixed(rows, task.batch_size, **how, reduce_dtype="fp32" if loop == "ddp" else "bf16")
             single = _planned(whole, alone(plan), opened)
             arms[f"{loop} alone"] = single, rows, True
             arms[f"{loop} in step"] = _said(single, exchange), rows, False
@@ -62,14 +62,14 @@ def _row(name: str, arms: dict[str, tuple[Step, int, bool]], ranks: int) -> dict
     for lap in range(-1, LAPS):  # the first round is a warm-up
         for arm in turns(list(arms), max(0, lap), 0, last):
             step, rows, is_alone = arms[arm]
-            taken = _row_s(step, rows, is_alone=is_alone)
+            taken = _sample_s(step, rows, is_alone=is_alone)
             last = arm
             if lap >= 0:
                 found[arm].append(taken)
-    return {"metric": "in_step", "task": name, "ranks": ranks, "row_s": found}
+    return {"metric": "in_step", "task": name, "ranks": ranks, "sample_s": found}
 
 
-def _row_s(step: Step, rows: int, *, is_alone: bool) -> float:
+def _sample_s(step: Step, rows: int, *, is_alone: bool) -> float:
     """Return the seconds per sample of a rank, maximum over ranks, measured over about a second."""
     runs = not is_alone or dist.get_rank() == 0
     total(0.0)
@@ -108,4 +108,4 @@ def _replicated(whole: Task, opened: ExitStack) -> Step:
 
 
 def _batches(whole: Task) -> Any:
-    return trimtab.shard(whole.load_data().batches(0, whole.batch_rows))
+    return trimtab.shard(whole.load_data().batches(0, whole.batch_size))

@@ -70,7 +70,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 def _whole(task: Task) -> Task:
     """Return the task with the batch of all ranks."""
-    return replace(task, batch_rows=task.batch_rows * _ranks())
+    return replace(task, batch_size=task.batch_size * _ranks())
 
 
 def _ranks() -> int:
@@ -78,14 +78,14 @@ def _ranks() -> int:
 
 
 def _batches(task: Task, seed: int) -> Iterator[Any]:
-    return iter(trimtab.shard(task.load_data().batches(seed, task.batch_rows)))
+    return iter(trimtab.shard(task.load_data().batches(seed, task.batch_size)))
 
 
 def weights() -> list[dict[str, Any]]:
     """Return weight differences between each backend and a single process after windows of several micro-batches."""
     # DeepSpeed stage 3 supports fp32 only. Other backends use float64, so that differences are errors, not rounding.
     rows, found = [], {}
-    task = replace(_whole(GPT), batch_rows=6 * _ranks())
+    task = replace(_whole(GPT), batch_size=6 * _ranks())
     for name, how in BACKENDS.items():
         dtype = torch.float32 if how.get("engine") else torch.float64
         plan = Plan.fixed(6, 2, num_ranks=_ranks(), **how)
@@ -97,7 +97,7 @@ def weights() -> list[dict[str, Any]]:
     ranks = _ranks()
     dist.destroy_process_group()
     for dtype in (torch.float64, torch.float32):
-        alone_of[dtype] = _trained(task, Plan.fixed(task.batch_rows, 2), dtype)
+        alone_of[dtype] = _trained(task, Plan.fixed(task.batch_size, 2), dtype)
     for name, (dtype, ours) in found.items():
         largest = max(float(each.abs().max()) for each in alone_of[dtype])
         gap = max(float((a - b).abs().max()) for a, b in zip(ours, alone_of[dtype], strict=True)) / largest
@@ -130,9 +130,9 @@ def windows(folder: str) -> list[dict[str, Any]]:
             how = Parallelism(_ranks(), stage, reduces_once=once)
             told = window_s(how, calibration.link, made.shape, k, overlap_share=calibration.overlap_share)
             shared = {"reduces_once": once} if stage > 1 else {}
-            plan = Plan.fixed(k * share.batch_rows, share.batch_rows, num_ranks=_ranks(), zero_stage=stage, **shared)
-            task = replace(whole, batch_rows=k * whole.batch_rows)
-            ran = DryRuns(partial(_copied, task, k * share.batch_rows)).of(plan, counts_memory=True)
+            plan = Plan.fixed(k * share.batch_size, share.batch_size, num_ranks=_ranks(), zero_stage=stage, **shared)
+            task = replace(whole, batch_size=k * whole.batch_size)
+            ran = DryRuns(partial(_copied, task, k * share.batch_size)).of(plan, counts_memory=True)
             taken, computed = _window_s(task, plan), _window_s(task, alone(plan))
             rows.append(
                 {
@@ -151,7 +151,7 @@ def windows(folder: str) -> list[dict[str, Any]]:
                     "rehearsal_error": ran.window_s / taken - 1,
                     "rehearsed_bytes": ran.peak_bytes,
                     "rehearsed_largest_bytes": max(ran.peaks),
-                    "measured_bytes": _peaks(task, plan, k * share.batch_rows),
+                    "measured_bytes": _peaks(task, plan, k * share.batch_size),
                     "rehearsal_s": ran.took_s,
                     "link_bytes_per_s": calibration.link.bytes_per_s,
                     "link_latency_s": calibration.link.latency_s,
@@ -243,7 +243,7 @@ def _course(whole: Task, folder: str, recipe: str, seed: int, target: float, mos
         points.append((rows, seconds, float(loss)))
         met = _met(points, target)
     found = {"recipe": recipe, "ranks": _ranks(), "seed": seed, "rows": rows, "seconds": seconds}
-    found |= {"rows_per_s": rows / seconds, "windows": stepped.windows, "says": stepped.says}
+    found |= {"samples_per_s": rows / seconds, "windows": stepped.windows, "says": stepped.says}
     found |= {"target_rows": None, "target_s": None} if met is None else {"target_rows": met[0], "target_s": met[1]}
     stepped.close()
     outside.restore()
@@ -277,7 +277,7 @@ class _Course:
 
 def _stepped(recipe: str, whole: Task, folder: str, seed: int) -> _Course:
     batches, several = _batches(whole, seed), _ranks() > 1
-    share = replace(whole, batch_rows=whole.batch_rows // _ranks())
+    share = replace(whole, batch_size=whole.batch_size // _ranks())
     make = kept(share, share.load_data(), CPU, Path(folder))
     plan = plan_together(make, CPU, lambda: rehearsal_of(share, CPU, silent)) if several else make().plan
     torch.manual_seed(seed)
@@ -301,7 +301,7 @@ def agreement(pairs: str) -> list[dict[str, Any]]:
     plain, batches = ReplicaLoop(whole, CPU), _batches(whole, 0)
     ours = _batches(whole, 0)
     ratios, controls = [], []
-    plan = replicated(Plan.fixed(share.batch_rows), _ranks())
+    plan = replicated(Plan.fixed(share.batch_size), _ranks())
     with trimtab.start(model, whole.make_optimizer(model), plan) as run:
         opened = run.windows(ours)
 

@@ -31,7 +31,7 @@ def resnet() -> Task:
 def wide_resnet() -> Task:
     """Return a ResNet of width 16 on 32x32 images, 4 per rank: noise scale of many samples, more FLOP per byte."""
     named = replace(load_task("cifar10_resnet"), name="resnet_wide", make_model=_wide, load_data=_images)
-    return replace(named, make_optimizer=_momentum, batch_rows=4, strong=None)
+    return replace(named, make_optimizer=_momentum, batch_size=4, strong=None)
 
 
 def _images() -> TaskData:
@@ -45,7 +45,7 @@ def _wide() -> nn.Module:
 
 def gpt() -> Task:
     """Return a byte-level GPT of two layers, 8 samples of 64 bytes per rank: gradients of 1.7 MiB."""
-    return replace(small_gpt(), name="gpt_small", make_optimizer=_adamw, batch_rows=8, strong=None)
+    return replace(small_gpt(), name="gpt_small", make_optimizer=_adamw, batch_size=8, strong=None)
 
 
 RESNET, WIDE, GPT = resnet(), wide_resnet(), gpt()

@@ -34,7 +34,7 @@ WARM = 10  # warm-up windows of each arm
 
 def _plan(task: Task, dtype: str, *, by_gloo: bool = False) -> Callable[[], Any]:
     ranks = dist.get_world_size()
-    plan = Plan.fixed(task.batch_rows // ranks, num_ranks=ranks, zero_stage=0, reduce_dtype=dtype)
+    plan = Plan.fixed(task.batch_size // ranks, num_ranks=ranks, zero_stage=0, reduce_dtype=dtype)
 
     def make() -> PlanLoop:
         loop = PlanLoop(task, CPU, plan)
@@ -76,9 +76,9 @@ class _Arm:
 def timed(name: str, rounds: int, windows: int, names: list[str]) -> list[dict[str, float]]:
     """Return the seconds per window of each arm, round by round. Every other round reverses the order of arms."""
     task: Task = getattr(scaling_tasks, name)
-    task = replace(task, batch_rows=task.batch_rows * dist.get_world_size())
+    task = replace(task, batch_size=task.batch_size * dist.get_world_size())
     data, made = task.load_data(), _arms(task)
-    arms = {arm: _Arm(made[arm], iter(trimtab.shard(data.batches(0, task.batch_rows)))) for arm in names}
+    arms = {arm: _Arm(made[arm], iter(trimtab.shard(data.batches(0, task.batch_size)))) for arm in names}
     for arm in arms.values():
         arm.window_s(WARM)
     return [{arm: arms[arm].window_s(windows) for arm in names[:: (1, -1)[i % 2]]} for i in range(rounds)]

@@ -10,7 +10,7 @@ from trimtab.tasks.image_classification import flip_and_crop, normaliser
 from trimtab.tasks.sample_draws import SampleDraws
 from trimtab.tasks.task import TaskData
 
-BATCH_ROWS = 128
+BATCH_SIZE = 128
 EVALUATION_BATCH = 200
 
 normalise = normaliser(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))

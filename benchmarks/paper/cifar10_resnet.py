@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from benchmarks.paper.cifar10 import BATCH_ROWS, example, load_cifar10
+from benchmarks.paper.cifar10 import BATCH_SIZE, example, load_cifar10
 from benchmarks.paper.recipes.paper import PaperLoop
 from trimtab.tasks.hand_tuned import FP32_REFERENCE, plain_adamw, strong_resnet
 from trimtab.tasks.image_classification import ACCURACY, mean_cross_entropy
@@ -13,8 +13,8 @@ from trimtab.tasks.task import Task
 
 EVALUATED_IMAGES = 2_000
 # 0.32 s per step (AdamW, fp32, two idle AVX2 cores): 1,120 steps take 360 s, an evaluation of 2,000 images 1.8 s.
-EVAL_EVERY_ROWS = 56 * BATCH_ROWS
-BUDGET_ROWS = 20 * EVAL_EVERY_ROWS
+EVAL_EVERY_SAMPLES = 56 * BATCH_SIZE
+BUDGET_SAMPLES = 20 * EVAL_EVERY_SAMPLES
 
 
 def make_model() -> ResNet:
@@ -31,12 +31,12 @@ task = Task(
     load_data=functools.partial(load_cifar10, EVALUATED_IMAGES),
     metric=ACCURACY,
     targets=(0.35, 0.40, 0.43, 0.46, 0.48),
-    batch_rows=BATCH_ROWS,
-    budget_rows=BUDGET_ROWS,
-    eval_every_rows=EVAL_EVERY_ROWS,
+    batch_size=BATCH_SIZE,
+    budget_samples=BUDGET_SAMPLES,
+    eval_every_samples=EVAL_EVERY_SAMPLES,
     terms="images",
-    adapted_rows=5 * EVAL_EVERY_ROWS,
-    strong=strong_resnet(5 * EVAL_EVERY_ROWS),
+    adapted_samples=5 * EVAL_EVERY_SAMPLES,
+    strong=strong_resnet(5 * EVAL_EVERY_SAMPLES),
     baselines={"paper": PaperLoop},
     reference=FP32_REFERENCE,
     example=example,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from benchmarks.paper.cifar10 import BATCH_ROWS, example, load_cifar10
+from benchmarks.paper.cifar10 import BATCH_SIZE, example, load_cifar10
 from benchmarks.paper.hand_tuned import strong_resnet50
 from benchmarks.paper.recipes.paper import PaperLoop
 from trimtab.tasks.hand_tuned import FP32_REFERENCE, plain_adamw
@@ -17,10 +17,10 @@ from trimtab.tasks.models.resnet import resnet50
 from trimtab.tasks.task import Task
 
 EVALUATED_IMAGES = 10_000  # the whole test set
-STEPS_PER_EPOCH = 50_000 // BATCH_ROWS
-EVAL_EVERY_ROWS = 2 * STEPS_PER_EPOCH * BATCH_ROWS
-BUDGET_ROWS = 20 * EVAL_EVERY_ROWS
-ADAPTED_ROWS = 10 * EVAL_EVERY_ROWS
+STEPS_PER_EPOCH = 50_000 // BATCH_SIZE
+EVAL_EVERY_SAMPLES = 2 * STEPS_PER_EPOCH * BATCH_SIZE
+BUDGET_SAMPLES = 20 * EVAL_EVERY_SAMPLES
+ADAPTED_SAMPLES = 10 * EVAL_EVERY_SAMPLES
 
 
 def make_task(stem: str, name: str) -> Task:
@@ -41,12 +41,12 @@ def make_task(stem: str, name: str) -> Task:
         load_data=functools.partial(load_cifar10, EVALUATED_IMAGES),
         metric=ACCURACY,
         targets=(0.60, 0.70, 0.80, 0.85, 0.90, 0.94),
-        batch_rows=BATCH_ROWS,
-        budget_rows=BUDGET_ROWS,
-        eval_every_rows=EVAL_EVERY_ROWS,
+        batch_size=BATCH_SIZE,
+        budget_samples=BUDGET_SAMPLES,
+        eval_every_samples=EVAL_EVERY_SAMPLES,
         terms="images",
-        adapted_rows=ADAPTED_ROWS,
-        strong=strong_resnet50(ADAPTED_ROWS),
+        adapted_samples=ADAPTED_SAMPLES,
+        strong=strong_resnet50(ADAPTED_SAMPLES),
         baselines={"paper": PaperLoop},
         reference=FP32_REFERENCE,
         example=example,

@@ -70,22 +70,24 @@ def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
     harm, quality = f"{kind}: no harm to P2, 0.97", f"{kind}: S within 0.5% of P0's quality"
     of_freed = f"{kind}: F ends no more than 0.5% below P0's quality"
     unit = "%" if kind == "wikitext" else " points"
-    of_quality = ("final_metric", "plan_S", "reference", WITHIN, 0.5)
+    of_quality = ("final_metric", "equivalent_plan", "reference", WITHIN, 0.5)
     by_all = Goal(f"{quality}, by all test images", "cpu", "cifar-judged", *of_quality, unit=unit)
     by_steps = Goal(f"{harm}, step by step", "cpu", "no-harm.json", NO_HARM, "cifar10_resnet", "", LEAST, 0.97)
     return (
-        Goal(f"{kind}: S {same}x P0", "cpu", recipes, "throughput", "plan_S", "reference", LEAST, same),
-        Goal(f"{kind}: S {same}x P0, beside F", "cpu", beside, "throughput", "plan_S", "reference", LEAST, same),
+        Goal(f"{kind}: S {same}x P0", "cpu", recipes, "throughput", "equivalent_plan", "reference", LEAST, same),
+        Goal(
+            f"{kind}: S {same}x P0, beside F", "cpu", beside, "throughput", "equivalent_plan", "reference", LEAST, same
+        ),
         *(
             Goal(
                 f"{kind}: F {freed:g}x P0 to the target, search charged{which}",
-                *("cpu", f"{kind}-{run}", "time_to_target", "plan_F", "reference", MOST, 1 / freed, True),
+                *("cpu", f"{kind}-{run}", "time_to_target", "tuned_plan", "reference", MOST, 1 / freed, True),
             )
             for run, which in lengths.items()
         ),
         Goal(harm, "cpu", recipes, "do_no_harm", "strong_plan", "strong", LEAST, 0.97),
         Goal(quality, "cpu", recipes, *of_quality, unit=unit),
-        Goal(of_freed, "cpu", f"{kind}-long", "final_metric", "plan_F", "reference", WITHIN, 0.5, unit=unit),
+        Goal(of_freed, "cpu", f"{kind}-long", "final_metric", "tuned_plan", "reference", WITHIN, 0.5, unit=unit),
         *([by_all, by_steps] if kind == "cifar" else []),
     )
 
@@ -93,38 +95,47 @@ def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
 GOALS = (
     *_cpu("wikitext", 1.3, 4.0),
     *_cpu("cifar", 1.8, 3.0),
-    Goal("GPT-2: S 8x P0", "gpu", "gpt2-timed", "throughput", "plan_S", "reference", LEAST, 8),
+    Goal("GPT-2: S 8x P0", "gpu", "gpt2-timed", "throughput", "equivalent_plan", "reference", LEAST, 8),
     Goal(
         "GPT-2: S 370,000 tokens/s",
-        *("gpu", "gpt2-timed", "throughput", "plan_S", "reference", LEAST, 370e3),
+        *("gpu", "gpt2-timed", "throughput", "equivalent_plan", "reference", LEAST, 370e3),
         of_value=True,
         unit=" tokens/s",
     ),
     Goal(
         "GPT-2: S 465,000 tokens/s (stretch: the published H100 level)",
-        *("gpu", "gpt2-timed", "throughput", "plan_S", "reference", LEAST, 465e3),
+        *("gpu", "gpt2-timed", "throughput", "equivalent_plan", "reference", LEAST, 465e3),
         of_value=True,
         unit=" tokens/s",
     ),
-    Goal("ResNet-50 3x3: S 4x P0", "gpu", "resnet-timed", "throughput", "plan_S", "reference", LEAST, 4),
-    Goal("ResNet-50 3x3: S 4x P0 in strict FP32", "gpu", "resnet-timed", "throughput", "plan_S", "strict", LEAST, 4),
+    Goal("ResNet-50 3x3: S 4x P0", "gpu", "resnet-timed", "throughput", "equivalent_plan", "reference", LEAST, 4),
+    Goal(
+        "ResNet-50 3x3: S 4x P0 in strict FP32",
+        "gpu",
+        "resnet-timed",
+        "throughput",
+        "equivalent_plan",
+        "strict",
+        LEAST,
+        4,
+    ),
     Goal(
         "ResNet-50 3x3: S 15,000 images/s",
-        *("gpu", "resnet-timed", "throughput", "plan_S", "reference", LEAST, 15e3),
+        *("gpu", "resnet-timed", "throughput", "equivalent_plan", "reference", LEAST, 15e3),
         of_value=True,
         unit=" images/s",
     ),
     Goal(
         "GPT-2: F 30x P0 to the target, search charged",
-        *("gpu", "gpt2-freed", "time_to_target", "plan_F", "reference", MOST, 1 / 30, True),
+        *("gpu", "gpt2-freed", "time_to_target", "tuned_plan", "reference", MOST, 1 / 30, True),
     ),
     Goal(
         "ResNet-50 3x3: F 20x P0 to the target, search charged",
-        *("gpu", "resnet-freed", "time_to_target", "plan_F", "reference", MOST, 1 / 20, True),
+        *("gpu", "resnet-freed", "time_to_target", "tuned_plan", "reference", MOST, 1 / 20, True),
     ),
     Goal(
         "ResNet-50 3x3: F 85% in 60 s, planning counted",
-        *("gpu", "resnet-minute", "time_to_target", "plan_F", "reference", MOST, 60.0, True, 0.85),
+        *("gpu", "resnet-minute", "time_to_target", "tuned_plan", "reference", MOST, 60.0, True, 0.85),
         of_value=True,
         unit=" s",
     ),

@@ -23,8 +23,8 @@ def _judged(task: Task, name: str, steps: int, evaluations: int, adapted: int) -
         evaluations: Number of evaluations.
         adapted: Length of tuned plans.
     """
-    every = steps * task.batch_rows
-    rows = {"eval_every_rows": every, "budget_rows": evaluations * every, "adapted_rows": adapted * every}
+    every = steps * task.batch_size
+    rows = {"eval_every_samples": every, "budget_samples": evaluations * every, "adapted_samples": adapted * every}
     return replace(task, name=name, **rows)
 
 
@@ -45,10 +45,10 @@ gpt2_timed = replace(
 _MINUTE = 16
 resnet50_minute = replace(
     _judged(images.task, "cifar10_resnet50_minute", images.STEPS_PER_EPOCH // 2, 80, _MINUTE),
-    planned_rows=_MINUTE * (images.STEPS_PER_EPOCH // 2) * images.task.batch_rows,
+    planned_samples=_MINUTE * (images.STEPS_PER_EPOCH // 2) * images.task.batch_size,
 )
 
 # ResNet-50 with the length of He et al. 2016 (section 4.2) on CIFAR-10: 64,000 steps of 128 images. Only a few steps
 # are timed; the length limits planning time.
 HE_STEPS = 64_000
-resnet50_long = replace(images.task, planned_rows=HE_STEPS * images.task.batch_rows)
+resnet50_long = replace(images.task, planned_samples=HE_STEPS * images.task.batch_size)

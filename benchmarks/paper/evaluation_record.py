@@ -25,7 +25,7 @@ DIGITS = 5  # significant digits of figures
 _COMPARED = (PASS, FAIL, NO_VERDICT)
 _METRICS_LEFT_OUT = ("part_saved_s", "bound_share")
 _KEYS_LEFT_OUT = (
-    *("metric", "arm_s", "against_s", "arm_j", "against_j", "row_s"),
+    *("metric", "arm_s", "against_s", "arm_j", "against_j", "sample_s"),
     *("cpu_low", "cpu_high", "left_censored", "censored", "resolution"),
 )
 _OF_THE_RUN = ("run", "kind", "task", "machine", "device")  # equal in all rows of a run

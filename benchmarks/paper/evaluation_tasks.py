@@ -43,28 +43,28 @@ def _images(
         targets: Targets of the accuracy.
         judged: Number of test images per evaluation, from the first.
     """
-    every = eval_steps * cifar.BATCH_ROWS
+    every = eval_steps * cifar.BATCH_SIZE
     return replace(
         cifar.task,
         name=name,
         load_data=functools.partial(load_cifar10, judged),
-        eval_every_rows=every,
-        budget_rows=evals * every,
-        adapted_rows=adapted * every,
+        eval_every_samples=every,
+        budget_samples=evals * every,
+        adapted_samples=adapted * every,
         strong=strong_resnet(adapted * every),
         targets=targets,
     )
 
 
 def _tokens(name: str, eval_steps: int, evals: int, adapted: int, targets: tuple[float, ...]) -> Task:
-    every = eval_steps * wikitext.BATCH_ROWS
+    every = eval_steps * wikitext.BATCH_SIZE
     strong = strong_gpt(adapted * every, peak_rate=3e-3)
     return replace(
         wikitext.task,
         name=name,
-        eval_every_rows=every,
-        budget_rows=evals * every,
-        adapted_rows=adapted * every,
+        eval_every_samples=every,
+        budget_samples=evals * every,
+        adapted_samples=adapted * every,
         strong=strong,
         muon=muon_gpt(strong, rate=3e-3),
         targets=targets,
@@ -92,7 +92,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def _of_a_long_run(task: Task) -> Task:
     """Return a task that is planned for a hundred times its length."""
-    return replace(task, planned_rows=100 * task.budget_rows)
+    return replace(task, planned_samples=100 * task.budget_samples)
 
 
 cifar10_short = _of_a_long_run(_images("cifar10_resnet_short", 20, 16, 5, (0.25, 0.30, 0.35)))
@@ -102,7 +102,7 @@ cifar10_long = _images("cifar10_resnet_long", 40, 32, 8, (0.40, 0.42, 0.45, 0.48
 cifar10_judged = _of_a_long_run(_images("cifar10_resnet_judged", 80, 4, 1, (0.30, 0.35), ALL_IMAGES))
 # The two easiest targets were added after a comparison in which neither the baseline nor P1 reached any other.
 wikitext2_short = _of_a_long_run(_tokens("wikitext2_gpt_short", 8, 10, 3, (20e3, 15e3, 10e3, 6e3, 4e3)))
-wikitext2_ablate = replace(wikitext2_short, name="wikitext2_gpt_ablate", batch_rows=wikitext.BATCH_ROWS // 2)
+wikitext2_ablate = replace(wikitext2_short, name="wikitext2_gpt_ablate", batch_size=wikitext.BATCH_SIZE // 2)
 _LONG = (2_000.0, 1_000.0, 700.0, 500.0, 450.0, 400.0, 380.0, 350.0, 330.0)
 # Length and targets were set after a paired run of half the length, in which planning and range test took a quarter.
 # The tuned plan first trained on a seventh of the samples: it reached 380 early but ended above the baseline. The two
@@ -116,9 +116,9 @@ repeated_gpt = replace(
     make_optimizer=_adamw,
     load_data=_little_data,
     targets=(4.6, 4.5, 4.4, 4.3),
-    terms_per_row=REPEATED_CONTEXT,
-    eval_every_rows=30 * source.BATCH_ROWS,
-    budget_rows=300 * source.BATCH_ROWS,
-    adapted_rows=300 * source.BATCH_ROWS,
-    strong=strong_gpt(300 * source.BATCH_ROWS, peak_rate=REPEATED_RATE),
+    terms_per_sample=REPEATED_CONTEXT,
+    eval_every_samples=30 * source.BATCH_SIZE,
+    budget_samples=300 * source.BATCH_SIZE,
+    adapted_samples=300 * source.BATCH_SIZE,
+    strong=strong_gpt(300 * source.BATCH_SIZE, peak_rate=REPEATED_RATE),
 )

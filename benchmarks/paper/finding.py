@@ -22,7 +22,7 @@ class Finding:
             component_throughput, component_memory, component_quality, component_time, gain_share.
         arm, against: the two loops; `against` is "" without a second loop, and "alone" or "in the plan" for a
             component.
-        tier: "S", "F" or "".
+        plan_kind: "equivalent", "tuned" or "".
         value, baseline: absolute figures of both loops: seconds, bytes or terms per second.
         figure: the judged figure: ratio arm over other arm (below 1 is better for time and memory), difference of the
             final metric (points or percent, positive is better), or fraction; None if unknown.
@@ -43,7 +43,7 @@ class Finding:
     measure: str
     arm: str
     against: str = ""
-    tier: str = ""
+    plan_kind: str = ""
     value: float | None = None
     baseline: float | None = None
     figure: Ratio | None = None

@@ -24,7 +24,7 @@ from trimtab.experiments.comparison.comparison_result import (
 )
 from trimtab.experiments.comparison.comparison_statistics import ALIKE, as_ratio, crossing
 from trimtab.experiments.comparison.ratio_rows import difference
-from trimtab.experiments.scaling.scaling_result import RECIPES, TIERS, Scaling
+from trimtab.experiments.scaling.scaling_result import PLAN_KINDS, RECIPES, Scaling
 
 _Point = tuple[int, float, float]  # A point of a curve: samples, seconds, metric.
 
@@ -64,7 +64,7 @@ def _gains(found: Comparison) -> Iterator[Finding]:
 
 def _label(arm: Arm) -> str:
     """Return an arm's label; for recipes with the compute precision on this machine."""
-    return f"{arm.label}, computed in {arm.precision}" if arm.precision and not arm.tier else arm.label
+    return f"{arm.label}, computed in {arm.precision}" if arm.precision and not arm.plan_kind else arm.label
 
 
 def _trained(found: Comparison) -> str:
@@ -79,7 +79,7 @@ def _trained(found: Comparison) -> str:
     rungs = ", ".join(f"{rung:g}" for rung, number in zip(found.targets, reached, strict=True) if number)
     final = f"{found.metric} {statistics.median(reference.final_metric):.4g}"
     reaches = rungs or "no rung: it is far from trained"
-    return f"{reference.final_rows:,} rows; the reference ends at {final} and reaches {reaches}"
+    return f"{reference.final_samples:,} rows; the reference ends at {final} and reaches {reaches}"
 
 
 def _ratios(found: Comparison) -> Iterator[Finding]:
@@ -96,7 +96,7 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
         arm = found.arm(row.arm)
         each = arm.terms_per_s if arm is not None and measure == "throughput" else ()
         kind = {"has_verdict": has_verdict, "values": each, "failed": failure_of(row)}
-        yield Finding(measure, row.arm, row.against, row.tier, *values, row.ratio, said, **kind)
+        yield Finding(measure, row.arm, row.against, row.plan_kind, *values, row.ratio, said, **kind)
         if measure == "do_no_harm":
             yield from _peaks(found, row)
 
@@ -106,7 +106,7 @@ def _of_a_row(joules: float | None, found: Comparison) -> float | None:
 
     Joules cover all ranks. Older reports contain only a plan, with the batch size of the fullest rank.
     """
-    batches = {found.batch_rows or plan.batch_rows * found.num_ranks for plan in found.plans.values()}
+    batches = {found.batch_size or plan.batch_size * found.num_ranks for plan in found.plans.values()}
     return joules / batches.pop() if joules is not None and len(batches) == 1 else None
 
 
@@ -121,29 +121,31 @@ def _has_verdict(row: RatioRow) -> bool:
 
 
 def _quality(found: Comparison, row: RatioRow) -> Finding:
-    """Return a plan's final metric against the reference: at equal samples for tier S, at both ends for tier F.
+    """Return a plan's final metric against the reference: at equal samples, or at both ends for a tuned plan.
 
     Both values are taken at the point of comparison. A comparison before the end of the reference's budget gives no
     verdict,
     because it does not describe the trained model. A tuned plan may end early itself.
     """
     ours, theirs = found.arm(row.arm), found.arm(row.against)
-    ends = [] if ours is None or theirs is None else _ends(ours, theirs, after_equal_rows=row.tier != "F")
-    after, (is_ours_whole, is_theirs_whole) = _after(ends, _budget_rows(found))
+    ends = [] if ours is None or theirs is None else _ends(ours, theirs, after_equal_samples=row.plan_kind != "tuned")
+    after, (is_ours_whole, is_theirs_whole) = _after(ends, _budget_samples(found))
     values = [statistics.median(metric) for metric in zip(*((o[2], t[2]) for o, t in ends), strict=True)]
     has_verdict = _has_verdict(row)
     open_as = "" if has_verdict else row.verdict.sentence
     said = "; ".join(filter(None, (open_as.partition(", after ")[0] if after else open_as, after)))
-    is_comparable = is_theirs_whole and (is_ours_whole or row.tier == "F")
+    is_comparable = is_theirs_whole and (is_ours_whole or row.plan_kind == "tuned")
     kind = {"has_verdict": has_verdict and is_comparable, "failed": failure_of(row)}
-    return Finding("final_metric", row.arm, row.against, row.tier, *(values or (None, None)), row.ratio, said, **kind)
+    return Finding(
+        "final_metric", row.arm, row.against, row.plan_kind, *(values or (None, None)), row.ratio, said, **kind
+    )
 
 
-def _budget_rows(found: Comparison) -> int:
+def _budget_samples(found: Comparison) -> int:
     """Return the reference's sample budget; for older reports, the number of samples trained on."""
-    given = [row.against_rows for row in found.target_rows if row.against == REFERENCE]
+    given = [row.against_samples for row in found.target_rows if row.against == REFERENCE]
     reference = found.arm(REFERENCE)
-    return max(given, default=0) or (0 if reference is None else reference.final_rows)
+    return max(given, default=0) or (0 if reference is None else reference.final_samples)
 
 
 def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
@@ -153,7 +155,7 @@ def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
         figure = Ratio(ours / theirs, None, None, 1, (ours / theirs,), counted=True)
         failed = failure_of(row)
         kind = {"said": row.verdict.sentence if failed else "", "has_verdict": not failed, "failed": failed}
-        yield Finding("peak_memory", row.arm, row.against, row.tier, ours, theirs, figure, **kind)
+        yield Finding("peak_memory", row.arm, row.against, row.plan_kind, ours, theirs, figure, **kind)
 
 
 def _value(measure: str, arm: Arm | None) -> float | None:
@@ -191,7 +193,7 @@ def _time(row: TargetRow, measure: str, arm: str, against: str, part: str = "") 
     where = {"target": row.target, "charged": row.charged, "has_verdict": not is_open, "failed": failed}
     where |= {"values": row.arm_s, "part": part, "reached": (row.reached_arm, row.reached_against)}
     where |= {"at_least": at_least, "at_most": at_most}
-    return Finding(measure, arm, against, row.tier, ours, theirs, figure, said, **where)
+    return Finding(measure, arm, against, row.plan_kind, ours, theirs, figure, said, **where)
 
 
 def _unreached(row: TargetRow) -> str:
@@ -208,7 +210,7 @@ def _peers(found: Comparison) -> Iterator[Finding]:
     if reference is None or reference.error:
         return
     for arm in found.arms:
-        if arm.tier or arm.name in (REFERENCE, "self") or not arm.curves:
+        if arm.plan_kind or arm.name in (REFERENCE, "self") or not arm.curves:
             continue
         if failed := _failure(arm):
             yield Finding("final_metric", arm.name, REFERENCE, said=failed, has_verdict=False, failed=failed)
@@ -218,7 +220,7 @@ def _peers(found: Comparison) -> Iterator[Finding]:
             yield Finding("final_metric", arm.name, REFERENCE, "", *values, figure, said, has_verdict=is_alike)
 
 
-def _ends(arm: Arm, reference: Arm, *, after_equal_rows: bool) -> list[tuple[_Point, _Point]]:
+def _ends(arm: Arm, reference: Arm, *, after_equal_samples: bool) -> list[tuple[_Point, _Point]]:
     """Return the points of comparison of every pair: the last common evaluation, or the end of both runs.
 
     Returns [] if a pair lacks such points.
@@ -228,7 +230,7 @@ def _ends(arm: Arm, reference: Arm, *, after_equal_rows: bool) -> list[tuple[_Po
         if (beside := theirs.get(curve.seed)) is None:
             continue
         mine, yours = curve.points, beside.points
-        if after_equal_rows:
+        if after_equal_samples:
             common = {rows for rows, *_ in mine} & {rows for rows, *_ in yours}
             mine, yours = (tuple(point for point in points if point[0] in common) for points in (mine, yours))
         if not mine or not yours:
@@ -268,11 +270,11 @@ def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str
 
     A recipe ends with its own budget: steps of several batches go slightly beyond it, and a short schedule ends early.
     """
-    ends = _ends(arm, reference, after_equal_rows=False)
+    ends = _ends(arm, reference, after_equal_samples=False)
     if not ends:
         return None
     pairs = [difference(ours, theirs, found.higher_is_better, found.unit) for (*_, ours), (*_, theirs) in ends]
-    said, is_whole = _after(ends, _budget_rows(found))
+    said, is_whole = _after(ends, _budget_samples(found))
     return as_ratio(mean_interval(pairs), pairs), said, all(is_whole)
 
 
@@ -288,7 +290,7 @@ def _mfu(found: Comparison) -> Iterator[Finding]:
         figure = as_ratio(mean_interval(each), each)
         failed = _failure(arm)
         kind = {"said": failed, "has_verdict": not failed, "failed": failed}
-        yield Finding("mfu", arm.name, REFERENCE, arm.tier, arm.mfu, theirs, figure, **kind)
+        yield Finding("mfu", arm.name, REFERENCE, arm.plan_kind, arm.mfu, theirs, figure, **kind)
 
 
 def of_scaling(name: str, found: Scaling) -> Run:
@@ -310,14 +312,16 @@ def _threads(found: Scaling) -> dict[str, str]:
 
 
 def _efficiencies(found: Scaling) -> Iterator[Finding]:
-    alone = {row.recipe: row.rows_per_s.mean for row in found.rows if row.ranks == 1}
+    alone = {row.recipe: row.samples_per_s.mean for row in found.rows if row.ranks == 1}
     for row in found.rows:
         if row.recipe == "self" or row.mode != "weak":
             continue
         figure = None if row.efficiency is None or row.crowded else _efficiency(row.efficiency, row.pairs)
         said = f"ranks share {row.crowded}: it says that they run, and nothing of scaling" if row.crowded else ""
-        rates = (row.rows_per_s.mean, alone.get(row.recipe))
-        yield Finding("scaling_efficiency", row.recipe, "", TIERS[row.recipe], *rates, figure, said, ranks=row.ranks)
+        rates = (row.samples_per_s.mean, alone.get(row.recipe))
+        yield Finding(
+            "scaling_efficiency", row.recipe, "", PLAN_KINDS[row.recipe], *rates, figure, said, ranks=row.ranks
+        )
 
 
 def _efficiency(found: Interval, pairs: Sequence[float]) -> Ratio:
@@ -353,7 +357,7 @@ def _components(found: Ablation) -> Iterator[Finding]:
             names[effect.metric],
             "plan",
             effect.setting,
-            effect.tier,
+            effect.plan_kind,
             figure=effect.ratio,
             said=effect.verdict.sentence if is_open else "",
             has_verdict=not is_open,
@@ -371,7 +375,7 @@ def _whole(found: Ablation, names: Mapping[str, str]) -> Iterator[Finding]:
     for row in (*found.whole, *found.controls):
         if row.ratio is not None and row.metric in names:
             part, against = (labels.get(name, name) for name in (row.arm, row.against))
-            yield Finding(names[row.metric], "plan", against, row.tier, figure=row.ratio, part=part)
+            yield Finding(names[row.metric], "plan", against, row.plan_kind, figure=row.ratio, part=part)
     if found.interaction_control is not None:
         of = "nothing (control of interactions)"
         yield Finding("component_throughput", "plan", INTERACTION, figure=found.interaction_control, part=of)

@@ -17,7 +17,7 @@ from trimtab.experiments.phase_result import PhaseResult
 REFERENCE = "reference"
 _UNPROVED = "laps of one process: no races show that the plan gains"
 _NOT_FASTER = "its races do not show that it is faster"
-_LAPPED = "plan_S"  # The arm with phase timing.
+_LAPPED = "equivalent_plan"  # The arm with phase timing.
 _PARTS = {MEMORY_BOUND: "memory"}  # The name used in the paper's claims.
 
 
@@ -36,7 +36,7 @@ def gain_findings(gain: TimedGain | None, thirds: Sequence[ThirdRow], faster: Co
         if row.against == REFERENCE and row.saved is not None:
             is_proved = row.arm in faster
             how = {"said": "" if is_proved else _NOT_FASTER, "part": row.third, "has_verdict": is_proved}
-            yield Finding("gain_share", row.arm, REFERENCE, row.tier, figure=row.saved, **how)
+            yield Finding("gain_share", row.arm, REFERENCE, row.plan_kind, figure=row.saved, **how)
 
 
 def _shares(gain: TimedGain, is_proved: bool) -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def _shares(gain: TimedGain, is_proved: bool) -> Iterator[Finding]:
         figure = as_ratio(each.share, each.each)
         part = _PARTS.get(each.of, each.of)
         how = {"said": said, "part": part, "has_verdict": is_proved}
-        yield Finding("gain_share", _LAPPED, REFERENCE, "S", figure=figure, **how)
+        yield Finding("gain_share", _LAPPED, REFERENCE, "equivalent", figure=figure, **how)
 
 
 def of_phases(name: str, found: PhaseResult) -> Run:
@@ -70,6 +70,6 @@ def of_phases(name: str, found: PhaseResult) -> Run:
         gain.environment,
         Verdict(NO_VERDICT, said),
         tuple(gain_findings(gain, found.thirds[0] if found.thirds else (), faster=())),
-        labels={"plan_S": gain.changes or "the plan"},
+        labels={"equivalent_plan": gain.changes or "the plan"},
         gain=gain,
     )

@@ -30,21 +30,21 @@ MUON_RATE = 0.02
 NOT_SWEPT = "published rate, not swept"
 
 
-def strong_gpt2(budget_rows: int, make_model: Callable[[], nn.Module]) -> StrongRecipe:
+def strong_gpt2(budget_samples: int, make_model: Callable[[], nn.Module]) -> StrongRecipe:
     """Return P2 for GPT-2 Small: `strong_gpt` at a published rate, with cosine decay and clipping.
 
     Args:
-        budget_rows: Length of the schedule in samples.
+        budget_samples: Length of the schedule in samples.
         make_model: Returns the model, here with more dropout than the task's.
     """
-    small = strong_gpt(budget_rows, peak_rate=6e-4)
+    small = strong_gpt(budget_samples, peak_rate=6e-4)
     return replace(small, decay="cosine", clip_norm=1.0, make_model=make_model, rates=NOT_SWEPT)
 
 
-def strong_resnet50(budget_rows: int) -> StrongRecipe:
+def strong_resnet50(budget_samples: int) -> StrongRecipe:
     """Return P2 for ResNet-50: `strong_resnet` with cosine decay and label smoothing of 0.1."""
     loss_fn = functools.partial(mean_cross_entropy, label_smoothing=LABEL_SMOOTHING)
-    return replace(strong_resnet(budget_rows), decay="cosine", loss_fn=loss_fn, rates=NOT_SWEPT)
+    return replace(strong_resnet(budget_samples), decay="cosine", loss_fn=loss_fn, rates=NOT_SWEPT)
 
 
 def muon_gpt(strong: StrongRecipe, rate: float) -> StrongRecipe:

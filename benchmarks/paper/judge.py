@@ -25,7 +25,7 @@ from trimtab.experiments.comparison.comparison_statistics import bounds
 PASS, FAIL = "pass", "fail"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 # The paper's recipe as described in its text, and trimtab's plans. A component's effect belongs to the plan with it.
-LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
+LITERAL, OURS = "paper", ("equivalent_plan", "tuned_plan", "plan", "plan_batch")
 NEAR = 0.1  # Tolerance around a claimed fraction, as a fraction of the whole gain.
 _ABSOLUTE = ("mfu",)  # Measures that depend on the device, unlike ratios of two loops.
 _THIRDS = (("early",), ("middle",), ("late",))
@@ -106,10 +106,10 @@ def _ways(claim: Claim, run: Run) -> Iterator[tuple[Claim, str, Finding]]:
     if claim.measure != "component_time" or any(map(_tells, _of(replace(claim, target=None), run))):
         yield from ((claim, "", finding) for finding in own)
         return
-    yield from ((claim, "", finding) for finding in own if finding.tier == "F")
+    yield from ((claim, "", finding) for finding in own if finding.plan_kind == "tuned")
     by = replace(claim, measure="component_throughput", sense=LEAST, bar=1 / claim.bar, target=None)
     label = "by throughput, as no time to a target is known: "
-    yield from ((by, label, finding) for finding in _of(by, run) if finding.tier != "F")
+    yield from ((by, label, finding) for finding in _of(by, run) if finding.plan_kind != "tuned")
 
 
 def _tells(rung: Finding) -> bool:
@@ -233,7 +233,7 @@ def _beyond(sense: str, bar: float, ends: tuple[float, float], finding: Finding)
         return PASS if low >= bar else FAIL if high < bar else NO_VERDICT
     if sense == ABOUT:
         low, high, bar = low - bar, high - bar, NEAR
-    is_another_training = finding.tier == "F" or finding.arm == LITERAL
+    is_another_training = finding.plan_kind == "tuned" or finding.arm == LITERAL
     beyond = math.inf if is_another_training and sense != ABOUT else bar
     return PASS if -bar <= low and high <= beyond else FAIL if low > beyond or high < -bar else NO_VERDICT
 

@@ -29,7 +29,7 @@ _CLAIMED = (
     "says: half precision where the device has it, fp32 elsewhere. That list has no clipping (eq. 12), and so P1 has "
     "none. It holds the gradient of each micro-batch until its "
     "window ends, for the variance of eq. 7; ZeRO-2 has nothing to share out on one device. What trimtab's plans reach "
-    "is told apart, and tier S (the same maths) apart from tier F (dynamics freed). Times stand without planning and "
+    "is told apart, and equivalent plans apart from tuned plans. Times stand without planning and "
     "with it."
 )
 _SHARES = (
@@ -95,12 +95,12 @@ def _claims(runs: Sequence[Run], judged: Mapping[Claim, Sequence[Judged]]) -> It
     yield from _known(runs)
     literal = {claim: [each for each in found if each.is_literal] for claim, found in judged.items()}
     yield tables.claim_table(literal, "By the paper's own recipe (P1)", runs, whole=True)
-    for tier in ("S", "F"):
+    for plan_kind in ("equivalent", "tuned"):
         ours = {
-            claim: [each for each in found if not each.is_literal and each.finding.tier == tier]
+            claim: [each for each in found if not each.is_literal and each.finding.plan_kind == plan_kind]
             for claim, found in judged.items()
         }
-        yield tables.claim_table(ours, f"By trimtab's plans. {say.TIERS[tier]}", runs, whole=False)
+        yield tables.claim_table(ours, f"By trimtab's plans. {say.PLAN_KINDS[plan_kind]}", runs, whole=False)
 
 
 def _main(table: MainTable, runs: Sequence[Run]) -> Iterator[Block]:
@@ -111,7 +111,7 @@ def _main(table: MainTable, runs: Sequence[Run]) -> Iterator[Block]:
         yield Paragraph("Not measured: no comparison of it was given.")
     for number, run in found:
         yield Heading(f"Run {number}: {say.one_line(run.task)}, {_where(run)}")
-        for arm in (LITERAL, "strict", "strong", "muon", "plan_S", "plan_F"):
+        for arm in (LITERAL, "strict", "strong", "muon", "equivalent_plan", "tuned_plan"):
             if any(each.arm == arm and each.against == "reference" for each in run.findings):
                 yield tables.beside_table(table, run, arm)
 
@@ -126,16 +126,20 @@ def _components(runs: Sequence[Run]) -> Iterator[Block]:
     if not found:
         yield Paragraph("Not measured: no ablation was given.")
     for run in found:
-        tiers = [tier for tier in ("S", "F") if any(each.tier == tier and each.part for each in run.findings)]
-        yield from (tables.component_table(run, tier) for tier in tiers or ["S"])
+        plan_kinds = [
+            plan_kind
+            for plan_kind in ("equivalent", "tuned")
+            if any(each.plan_kind == plan_kind and each.part for each in run.findings)
+        ]
+        yield from (tables.component_table(run, plan_kind) for plan_kind in plan_kinds or ["equivalent"])
 
 
 def _gains(runs: Sequence[Run]) -> Iterator[Block]:
     yield Paragraph(_SHARES)
-    found = [(run, tier) for run in runs for tier in ("S", "F") if _has_shares(run, tier)]
+    found = [(run, plan_kind) for run in runs for plan_kind in ("equivalent", "tuned") if _has_shares(run, plan_kind)]
     if not found:
         yield Paragraph("No arm saved anything that could be shared out.")
-    yield from (tables.gain_table(run, tier) for run, tier in found)
+    yield from (tables.gain_table(run, plan_kind) for run, plan_kind in found)
     compared = [(number, run) for number, run in enumerate(runs, 1) if run.kind in ("comparison", "phases")]
     clocked = [(number, run.gain) for number, run in compared if run.gain is not None]
     if clocked:
@@ -163,8 +167,8 @@ def _of_each_kind(clocked: Sequence[tuple[int, TimedGain]]) -> list[tuple[int, T
     return found if len(found) == 2 else list(clocked)
 
 
-def _has_shares(run: Run, tier: str) -> bool:
-    return any(each.measure == "gain_share" and each.tier == tier for each in run.findings)
+def _has_shares(run: Run, plan_kind: str) -> bool:
+    return any(each.measure == "gain_share" and each.plan_kind == plan_kind for each in run.findings)
 
 
 def _ranks(runs: Sequence[Run]) -> Iterator[Block]:
@@ -173,9 +177,9 @@ def _ranks(runs: Sequence[Run]) -> Iterator[Block]:
     if not found:
         yield Paragraph("Not measured: no scaling table was given.")
     for run in found:
-        yield tables.ranks_table(run, "S")
-        if any(each.ranks and each.tier == "F" for each in run.findings):
-            yield tables.ranks_table(run, "F")
+        yield tables.ranks_table(run, "equivalent")
+        if any(each.ranks and each.plan_kind == "tuned" for each in run.findings):
+            yield tables.ranks_table(run, "tuned")
 
 
 def _commands(runs: Sequence[Run]) -> Iterator[Block]:

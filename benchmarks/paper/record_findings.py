@@ -30,7 +30,7 @@ def of_record(name: str, record: RunRecord | RunSummary) -> Run:
     ending, meter = {} if found.end is None else found.end.detail, _meter_of(found)
     # The record has the samples of all ranks, but not their joules.
     if meter is None or OTHER_RANKS not in meter.uncounted:
-        findings += [Finding("energy", "run", value=each) for each in _joules_per_row(found)]
+        findings += [Finding("energy", "run", value=each) for each in _joules_per_sample(found)]
     data = header.detail.get("data", {})
     return Run(
         name,
@@ -45,7 +45,7 @@ def of_record(name: str, record: RunRecord | RunSummary) -> Run:
     )
 
 
-def _joules_per_row(found: RunSummary) -> Iterator[float]:
+def _joules_per_sample(found: RunSummary) -> Iterator[float]:
     """Yield joules per sample, computed from mean power over the training time.
 
     Mean power is used because an evaluation cuts off up to a second of metered training before it. For a resumed run,

@@ -40,7 +40,12 @@ def _claims(judged: Mapping[Claim, Sequence[Judged]]) -> Iterator[dict[str, Any]
         if not found:
             yield head | {"status": NOT_MEASURED}
         for each in found:
-            where = {"run": each.run.name, "task": each.run.task, "arm": each.finding.arm, "tier": each.finding.tier}
+            where = {
+                "run": each.run.name,
+                "task": each.run.task,
+                "arm": each.finding.arm,
+                "plan_kind": each.finding.plan_kind,
+            }
             status = {"status": each.status, "here": each.here, "why": each.why}
             yield head | status | where | _interval(each.finding.figure)
 
@@ -55,7 +60,7 @@ def _figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 
 
 def _figure(found: Finding) -> dict[str, Any]:
-    every = {"arm": found.arm, "against": found.against, "tier": found.tier}
+    every = {"arm": found.arm, "against": found.against, "plan_kind": found.plan_kind}
     every |= {"value": found.value, "baseline": found.baseline, "said": found.said}
     where = {"target": found.target, "ranks": found.ranks, "part": found.part or None, "failed": found.failed or None}
     where |= {"at_least": found.at_least, "at_most": found.at_most}

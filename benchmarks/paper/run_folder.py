@@ -30,7 +30,7 @@ def planned_beside(folder: Path) -> str:
     if not (folder / NAME).is_file():
         return ""
     found = read_settings(folder)
-    planned, raced = (found.get(name, "None") for name in ("planned_rows", "budget_rows"))
+    planned, raced = (found.get(name, "None") for name in ("planned_samples", "budget_samples"))
     try:
         times = 1.0 if "None" in (planned, raced) else int(planned) / int(raced)
     except (ValueError, ArithmeticError) as error:

@@ -48,7 +48,7 @@ def main() -> None:
         raise SystemExit(f"{task.name} has no strong recipe to sweep")
     data = task.load_data()
     seconds = args.seconds or (QUICK_SECONDS if args.quick else None)
-    num_steps = strong.budget_rows // task.batch_rows
+    num_steps = strong.budget_samples // task.batch_size
     if seconds is not None:
         num_steps = min(num_steps, max(TIMED_STEPS, int(seconds / _step_s(task, strong, data))))
     arms = []
@@ -72,14 +72,14 @@ def run_arm(task: Task, strong: StrongRecipe, data: TaskData, factor: float, num
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (num_steps - step) / (num_steps - warmup + 1))
     )
-    batches = data.batches(seed, task.batch_rows)
+    batches = data.batches(seed, task.batch_size)
     start = time.perf_counter()
     for _ in range(num_steps):
         _step(task, strong, model, optimizer, next(batches))
         schedule.step()
     train_s = time.perf_counter() - start
     metric = task.metric.evaluate(model, data.held_out)
-    return Arm(peak, metric, num_steps * task.batch_rows, train_s)
+    return Arm(peak, metric, num_steps * task.batch_size, train_s)
 
 
 def _step(

@@ -151,8 +151,8 @@ def _printed(line: Line) -> tuple[str, str, str]:
 def beside_table(table: MainTable, run: Run, arm: str) -> Table:
     """Return the lines of table I or II for an arm of a run against the reference, next to the paper's change."""
     rows = tuple(row for line in table.lines for row in _beside(table, line, run, arm))
-    tier = next((each.tier for each in run.findings if each.arm == arm and each.tier), "")
-    label = say.one_line(run.labels.get(arm, arm)) + (f" (tier {tier})" if tier else "")
+    plan_kind = next((each.plan_kind for each in run.findings if each.arm == arm and each.plan_kind), "")
+    label = say.one_line(run.labels.get(arm, arm)) + (f" (tier {plan_kind})" if plan_kind else "")
     columns = ("Measure", "Paper", "Reference", "This arm", "Change", "95% interval", "n")
     return Table(f"{label}, against the reference", columns, rows, "", _sign_of(run), columns[1:])
 
@@ -221,7 +221,7 @@ def component_paper_table() -> Table:
     return Table("As the paper has it", columns, rows, "", "Every line has all lines above it.", columns[1:])
 
 
-def component_table(run: Run, tier: str) -> Table:
+def component_table(run: Run, plan_kind: str) -> Table:
     """Return the gain of every change in an ablation's plan, with the matching component of the paper."""
     of = {choice: each.says for each in COMPONENTS for choice in each.choices}
     rows = tuple(
@@ -233,7 +233,7 @@ def component_table(run: Run, tier: str) -> Table:
             *figures(each, run),
         )
         for each in run.findings
-        if each.tier in (tier, "") and each.measure.startswith("component_")
+        if each.plan_kind in (plan_kind, "") and each.measure.startswith("component_")
     )
     columns = ("Change", "Paper's component", "Measure", "Set in, or against", "With it", "95% interval", "n")
     note = (
@@ -242,7 +242,7 @@ def component_table(run: Run, tier: str) -> Table:
         "more: what is no further from nothing than that is not told from nothing."
     )
     note = " ".join(filter(None, (note, _sign_of(run))))
-    return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "It changes nothing.", note, columns[4:])
+    return Table(f"{_title(run)}: {say.PLAN_KINDS[plan_kind]}", columns, rows, "It changes nothing.", note, columns[4:])
 
 
 def _measure(component: Finding) -> str:
@@ -252,17 +252,17 @@ def _measure(component: Finding) -> str:
     return what if component.target is None else f"{what} to {say.metric(component.target)}{counted}"
 
 
-def gain_table(run: Run, tier: str) -> Table:
+def gain_table(run: Run, plan_kind: str) -> Table:
     """Return the fractions of the saved time by phase and third, next to the paper's claim for such a model."""
     of_it = [each for each in CLAIMS if each.measure == "gain_share" and run.task in tasks_of(each)]
     claimed = {part: f"{100 * each.bar:g}%" for each in of_it for part in each.part}
     rows = tuple(
         (say.one_line(each.part).replace("_", " "), claimed.get(each.part, ""), *figures(each, run))
         for each in run.findings
-        if each.tier == tier and each.measure == "gain_share"
+        if each.plan_kind == plan_kind and each.measure == "gain_share"
     )
     columns = ("Part", "Paper", "Share of what is saved", "95% interval", "n")
-    return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "Nothing was saved.", "", columns[1:])
+    return Table(f"{_title(run)}: {say.PLAN_KINDS[plan_kind]}", columns, rows, "Nothing was saved.", "", columns[1:])
 
 
 def ranks_paper_table() -> Table:
@@ -281,7 +281,7 @@ def ranks_paper_table() -> Table:
     return Table("As the paper has it", columns, rows, "", "", columns)
 
 
-def ranks_table(run: Run, tier: str) -> Table:
+def ranks_table(run: Run, plan_kind: str) -> Table:
     """Return the scaling efficiency of a tier's loops next to the plain loop's, from the same rounds."""
     rows = tuple(
         (
@@ -291,10 +291,10 @@ def ranks_table(run: Run, tier: str) -> Table:
             *(("100%", "", "") if each.ranks == 1 else figures(each, run)),
         )
         for each in run.findings
-        if each.measure == "scaling_efficiency" and each.tier in ("", tier)
+        if each.measure == "scaling_efficiency" and each.plan_kind in ("", plan_kind)
     )
     columns = ("Loop", "Ranks", "Throughput", "Efficiency", "95% interval", "n")
-    return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "No ranks were timed.", "", columns[1:])
+    return Table(f"{_title(run)}: {say.PLAN_KINDS[plan_kind]}", columns, rows, "No ranks were timed.", "", columns[1:])
 
 
 def _title(run: Run) -> str:

@@ -13,18 +13,18 @@ from trimtab.tasks.language_modelling import evenly_spaced, windows
 from trimtab.tasks.task import DataSource, TaskData
 
 
-def load_wikitext2(context: int, judged_rows: int | None, judged_batch: int) -> TaskData:
+def load_wikitext2(context: int, judged_samples: int | None, judged_batch: int) -> TaskData:
     """Return samples (N, context+1) int64 of the training split and validation batches of the validation split.
 
     Args:
         context: Tokens per sample that the loss counts.
-        judged_rows: Number of validation samples, evenly spaced; None for all complete samples.
+        judged_samples: Number of validation samples, evenly spaced; None for all complete samples.
         judged_batch: Samples per validation batch.
     """
     texts, files = wikitext2(), gpt2_bpe()
     train = wikitext2_tokens("train", texts.train, files)
     valid = windows(wikitext2_tokens("valid", texts.valid, files), context)
-    judged = valid if judged_rows is None else evenly_spaced(valid, judged_rows)
+    judged = valid if judged_samples is None else evenly_spaced(valid, judged_samples)
     return TaskData(
         columns=(windows(train, context),),
         held_out=tuple((rows,) for rows in judged.split(judged_batch)),

@@ -14,15 +14,15 @@ from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.task import Task
 
 CONTEXT = 128
-BATCH_ROWS = 8
+BATCH_SIZE = 8
 # 8,192 tokens, spread over the validation split. The logits of a single sample (26 MB) stay below the size from which
 # malloc maps fresh pages for each tensor, which makes a batch of 8 samples slower by a third per token.
-EVALUATED_ROWS = 64
+EVALUATED_SAMPLES = 64
 EVALUATION_BATCH = 1
 # About 1.2 s per step (0.85 to 1.7; AdamW, fp32, two idle AVX2 cores): 512 steps take 610 s.
-EVAL_EVERY_ROWS = 32 * BATCH_ROWS
-BUDGET_ROWS = 16 * EVAL_EVERY_ROWS
-ADAPTED_ROWS = 4 * EVAL_EVERY_ROWS
+EVAL_EVERY_SAMPLES = 32 * BATCH_SIZE
+BUDGET_SAMPLES = 16 * EVAL_EVERY_SAMPLES
+ADAPTED_SAMPLES = 4 * EVAL_EVERY_SAMPLES
 PEAK_RATE = 3e-3
 
 
@@ -31,7 +31,7 @@ def make_model() -> GPT:
     return GPT(GPTShape(VOCAB_SIZE, CONTEXT, num_layers=4, num_heads=4, width=128, dropout=0.1, tied_head=True))
 
 
-STRONG = strong_gpt(ADAPTED_ROWS, peak_rate=PEAK_RATE)
+STRONG = strong_gpt(ADAPTED_SAMPLES, peak_rate=PEAK_RATE)
 
 task = Task(
     name="wikitext2_gpt",
@@ -39,15 +39,15 @@ task = Task(
     make_model=make_model,
     make_optimizer=plain_adamw,
     loss_fn=next_token_loss,
-    load_data=functools.partial(load_wikitext2, CONTEXT, EVALUATED_ROWS, EVALUATION_BATCH),
+    load_data=functools.partial(load_wikitext2, CONTEXT, EVALUATED_SAMPLES, EVALUATION_BATCH),
     metric=PERPLEXITY,
     targets=(2000.0, 1000.0, 700.0, 500.0),
-    batch_rows=BATCH_ROWS,
-    budget_rows=BUDGET_ROWS,
-    eval_every_rows=EVAL_EVERY_ROWS,
+    batch_size=BATCH_SIZE,
+    budget_samples=BUDGET_SAMPLES,
+    eval_every_samples=EVAL_EVERY_SAMPLES,
     terms="tokens",
-    terms_per_row=CONTEXT,
-    adapted_rows=ADAPTED_ROWS,
+    terms_per_sample=CONTEXT,
+    adapted_samples=ADAPTED_SAMPLES,
     strong=STRONG,
     muon=muon_gpt(STRONG, rate=PEAK_RATE),
     baselines={"paper": PaperLoop},

@@ -18,13 +18,13 @@ from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.task import Task
 
 CONTEXT = 1024
-BATCH_ROWS = 32
+BATCH_SIZE = 32
 EVALUATION_BATCH = 1
-STEPS_PER_EPOCH = 2_390 // BATCH_ROWS  # samples in the training split
+STEPS_PER_EPOCH = 2_390 // BATCH_SIZE  # samples in the training split
 # 16 evaluations, each after 3 epochs: 116M tokens.
-EVAL_EVERY_ROWS = 3 * STEPS_PER_EPOCH * BATCH_ROWS
-BUDGET_ROWS = 16 * EVAL_EVERY_ROWS
-ADAPTED_ROWS = 4 * EVAL_EVERY_ROWS
+EVAL_EVERY_SAMPLES = 3 * STEPS_PER_EPOCH * BATCH_SIZE
+BUDGET_SAMPLES = 16 * EVAL_EVERY_SAMPLES
+ADAPTED_SAMPLES = 4 * EVAL_EVERY_SAMPLES
 REFERENCE_DROPOUT = 0.1  # as in GPT-2
 STRONG_DROPOUT = 0.2  # 124M parameters overfit twelve epochs of 2.4M tokens
 
@@ -34,7 +34,7 @@ def make_model(dropout: float = REFERENCE_DROPOUT) -> GPT:
     return GPT(GPTShape(VOCAB_SIZE, CONTEXT, num_layers=12, num_heads=12, width=768, dropout=dropout, tied_head=True))
 
 
-STRONG = strong_gpt2(ADAPTED_ROWS, functools.partial(make_model, STRONG_DROPOUT))
+STRONG = strong_gpt2(ADAPTED_SAMPLES, functools.partial(make_model, STRONG_DROPOUT))
 
 task = Task(
     name="wikitext2_gpt2",
@@ -45,12 +45,12 @@ task = Task(
     load_data=functools.partial(load_wikitext2, CONTEXT, None, EVALUATION_BATCH),
     metric=PERPLEXITY,
     targets=(200.0, 120.0, 80.0, 60.0, 45.0),
-    batch_rows=BATCH_ROWS,
-    budget_rows=BUDGET_ROWS,
-    eval_every_rows=EVAL_EVERY_ROWS,
+    batch_size=BATCH_SIZE,
+    budget_samples=BUDGET_SAMPLES,
+    eval_every_samples=EVAL_EVERY_SAMPLES,
     terms="tokens",
-    terms_per_row=CONTEXT,
-    adapted_rows=ADAPTED_ROWS,
+    terms_per_sample=CONTEXT,
+    adapted_samples=ADAPTED_SAMPLES,
     strong=STRONG,
     muon=muon_gpt(STRONG, rate=6e-4),
     baselines={"paper": PaperLoop},

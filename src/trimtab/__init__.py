@@ -19,7 +19,7 @@ from trimtab.core.record import Header, RecordWriter, RunRecord, read_record
 from trimtab.core.stopping_rule import Stop, StopReason
 
 if TYPE_CHECKING:
-    from trimtab.api import Metering, plan, plan_elsewhere, profile, start
+    from trimtab.api import Metering, plan, profile, start
     from trimtab.checkpoint.config import Checkpoints
     from trimtab.distributed.process_group import process_group
     from trimtab.distributed.sharded_loader import shard
@@ -48,7 +48,6 @@ __all__ = [
     "UnprovedSplitWarning",
     "errors",
     "plan",
-    "plan_elsewhere",
     "process_group",
     "profile",
     "read_record",
@@ -57,7 +56,7 @@ __all__ = [
 ]
 
 # Loaded on first use, so that plans and records can be read without importing torch.
-_LAZY = dict.fromkeys(("Metering", "plan", "plan_elsewhere", "profile", "start"), "trimtab.api") | {
+_LAZY = dict.fromkeys(("Metering", "plan", "profile", "start"), "trimtab.api") | {
     "Checkpoints": "trimtab.checkpoint.config",
     "Run": "trimtab.runtime.run",
     "Summed": "trimtab.losses",

@@ -1,10 +1,10 @@
-"""Public functions: `profile`, `plan`, `plan_elsewhere` and `start`."""
+"""Public functions: `profile`, `plan` and `start`."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -84,7 +84,7 @@ def profile(
     longest_batch: Any = None,
     data: Iterable[Any] | None = None,
     total_steps: int | None = None,
-    frees_batch: bool = False,
+    adapts_batch_size: bool = False,
     blocks: Iterable[str] = (),
     modules: Iterable[nn.Module] = (),
     num_blocks: int = NUM_BLOCKS,
@@ -116,7 +116,7 @@ def profile(
             record this.
         total_steps: optimizer steps of the whole run, if known. Limits the time spent on measuring and determines if
             compilation can pay off.
-        frees_batch: True if a window may span several batches, as with `adapt="batch"`. Gradients are then held
+        adapts_batch_size: True if a window may span several batches, as with `adapt="batch"`. Gradients are then held
             during a forward, and peaks are those of windows of two batches.
         blocks: names of the modules to consider for activation checkpointing, instead of those found in the module
             tree. Each must run once per forward, and none may contain another.
@@ -150,7 +150,7 @@ def profile(
         loss_fn,
         batch,
         reference.clip_norm,
-        frees_batch,
+        adapts_batch_size,
         named_blocks=named,
         example=example,
         modules=modules_beside(model, modules),
@@ -177,50 +177,6 @@ def profile(
     )
 
 
-def plan_elsewhere(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: LossFn,
-    example_batch: Any,
-    device: str | DeviceSpec,
-    *,
-    budget: Budget | None = None,
-    objective: Objective | None = None,
-    reference: Reference | None = None,
-    blocks: Iterable[str] = (),
-    progress: Callable[[str], None] = silent,
-) -> Plan:
-    """Plan for a device that is not in this machine, from traces and the device's data sheet.
-
-    Nothing is run; all figures are predictions.
-
-    Args:
-        model: the model, on the CPU or the meta device. Not changed.
-        optimizer: its optimizer. Not changed.
-        example_batch: a batch, on the CPU or the meta device. Not changed.
-        device: a name in the device table, such as "H100 SXM", or a spec with peaks and bandwidth.
-        budget: as in `profile`; memory is limited to the device's.
-        The rest as in `profile`.
-
-    Raises:
-        UsageError: the device is unknown, or a step cannot be traced.
-        InfeasibleError: no settings meet the budget.
-    """
-    found = profile_there(
-        model,
-        optimizer,
-        loss_fn,
-        example_batch,
-        device,
-        budget=budget,
-        objective=objective,
-        reference=reference,
-        blocks=blocks,
-        progress=progress,
-    )
-    return choose_there(found)
-
-
 def profile_there(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -235,10 +191,18 @@ def profile_there(
     rows: int | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Return the traced profile that `plan_elsewhere` chooses from; arguments and errors are the same.
+    """Return a profile for a device that is not in this machine, from traces and the device's data sheet.
+
+    Nothing is run; all figures are predictions. Model, optimizer and batch may be on the CPU or the meta device, and
+    are not changed.
 
     Args:
+        device: a name in the device table, such as "H100 SXM", or a spec with peaks and bandwidth.
+        budget: as in `profile`; memory is limited to the device's.
         rows: samples per step, if not those of the example batch.
+
+    Raises:
+        UsageError: the device is unknown, or a step cannot be traced.
     """
     spec = absent_device(device) if isinstance(device, str) else device
     limits = validation.dataclass_or("budget", budget, Budget, Budget()).within(spec.memory_bytes)
@@ -279,10 +243,14 @@ def plan(
     metering: Metering | None = None,
     count: Count | None = None,
     split: Split | None = None,
-    rehearse: bool = True,
+    dry_runs: bool = True,
+    device: str | DeviceSpec | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
     """Measure the loop and choose settings for this machine. Nothing is changed; `print(plan)` explains the choices.
+
+    With `device`, plan for a device that is not in this machine, from traces and the device's data sheet: nothing is
+    run, and all figures are predictions. Model, optimizer and batch may be on the CPU or the meta device.
 
     On several ranks with an unwrapped model, every rank calls `plan`. Rank 0 measures its part of a batch, and its
     plan, broadcast to all ranks, includes how to shard the model. With a memory limit (per rank) or a memory weight,
@@ -309,15 +277,43 @@ def plan(
             adapt="batch", only `BatchRule("fixed")`, which measures the noise scale.
         data: training batches, as in `profile`, and for short trainings; required with every `adapt` but "batch". An
             iterator loses the batches drawn from it.
-        rehearse: True to run candidate plans on all ranks before one is chosen; False to rely on predictions.
+        dry_runs: True to run candidate plans on all ranks before one is chosen; False to rely on predictions.
+        device: target device: a name in the device table, such as "H100 SXM", or a spec with peaks and bandwidth. The
+            memory budget is limited to the device's memory. Arguments that need measurements are refused.
         The rest as in `profile`.
 
     Raises:
-        UsageError: as in `profile`.
+        UsageError: as in `profile`; the target device is unknown, or a step cannot be traced for it.
         InfeasibleError: no settings meet the budget.
         RankError: another rank ended or does not answer, or ranks failed in a dry run after a different number of
             collectives, for example because memory ran out.
     """
+    if device is not None:
+        measuring = {
+            "longest_batch": longest_batch,
+            "adapt": adapt,
+            "batch_rule": batch_rule,
+            "data": data,
+            "total_steps": total_steps,
+            "modules": tuple(modules),
+            "metering": metering,
+            "count": count,
+            "split": split,
+        }
+        _refuse_measuring(device, measuring)
+        found = profile_there(
+            model,
+            optimizer,
+            loss_fn,
+            example_batch,
+            device,
+            budget=budget,
+            objective=objective,
+            reference=reference,
+            blocks=blocks,
+            progress=progress,
+        )
+        return choose_there(found)
     require_plannable(model)
     batching = BatchSplitting(count, split)
     beside, freed = modules_beside(model, modules), adaptations(adapt, data)
@@ -354,7 +350,7 @@ def plan(
             total_steps=total_steps,
             blocks=blocks,
             modules=beside,
-            frees_batch=rule is not None and rule.spans_batches,
+            adapts_batch_size=rule is not None and rule.spans_batches,
             num_blocks=num_blocks,
             metering=metering,
             count=count,
@@ -392,7 +388,18 @@ def plan(
         progress=progress,
         batching=batching,
     )
-    return plan_together(of_rank, next(model.parameters()).device, rehearsal if rehearse else None)
+    return plan_together(of_rank, next(model.parameters()).device, rehearsal if dry_runs else None)
+
+
+def _refuse_measuring(device: str | DeviceSpec, arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is not None and value != ():
+            raise ValueGivenError(
+                name,
+                problem=f"{name} needs measurements, but a plan for target device {device} is predicted from traces.",
+                hint=f"Leave out {name}, or leave out device to plan for this machine.",
+                code="device.cannot_measure",
+            )
 
 
 def default_rule(plan: Plan) -> BatchRule:

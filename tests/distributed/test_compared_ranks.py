@@ -70,7 +70,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     monkeypatch.setattr(gain_timing, "_LAP_S", gain_timing._LAP_S)  # which the task changes in this process too
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
-    plan = written(folder, "sharded.json", batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=3)
+    plan = written(folder, "sharded.json", batch_size=16, micro_batch=8, num_ranks=2, zero_stage=3)
     done = run(folder, "ranked_smooth_task:task", "--pairs", 1, "--plan", plan, "--out", "out", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
@@ -80,22 +80,26 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     out = folder / "out"
     found = read_json(Comparison, out / "report.json")
     assert (found.num_ranks, found.num_pairs) == (2, 1)
-    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
+    assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan"]
     assert not any(arm.error for arm in found.arms)
     assert found.arm("reference").source == "recipes/replica.py"
-    reference, control, planned = (found.arm(name).final_metric for name in ("reference", "self", "plan_S"))
+    reference, control, planned = (found.arm(name).final_metric for name in ("reference", "self", "equivalent_plan"))
     assert reference == control
     assert planned == pytest.approx(reference, rel=1e-5)
     metrics = {(row.arm, row.metric) for row in found.ratios}
-    assert metrics >= {("plan_S", "throughput"), ("plan_S", "peak_memory"), ("plan_S", "final_metric_difference")}
+    assert metrics >= {
+        ("equivalent_plan", "throughput"),
+        ("equivalent_plan", "peak_memory"),
+        ("equivalent_plan", "final_metric_difference"),
+    }
     assert "On 2 ranks; the reference is the loop in DDP." in found.headline.sentence
     page = (out / "report.md").read_text()
     assert "on 2 ranks" in page
     assert "DistributedDataParallel" in page
-    record = read_record(out / "race-0" / "plan_S.jsonl")
+    record = read_record(out / "race-0" / "equivalent_plan.jsonl")
     task = load_task("ranked_smooth_task:task")
-    assert record.end.detail["rows"] == task.budget_rows
-    assert [each.rows for each in record.evaluations] == [task.eval_every_rows * i for i in range(1, 6)]
+    assert record.end.detail["rows"] == task.budget_samples
+    assert [each.samples for each in record.evaluations] == [task.eval_every_samples * i for i in range(1, 6)]
 
     settings = CompareOptions(num_pairs=1, adapt=(), peers=False)
     alone = compare(task, folder / "alone", settings, command="", plan=Plan.fixed(32))
@@ -123,7 +127,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
 )
 def test_a_rank_that_fails_ends_the_comparison_with_one_reason(folder, where):
     (folder / "faulty.py").write_text(FAULTY.replace("WHERE", where))
-    plan = written(folder, "replica.json", batch_rows=16, num_ranks=2, zero_stage=0)
+    plan = written(folder, "replica.json", batch_size=16, num_ranks=2, zero_stage=0)
     done = run(folder, "faulty:task", "--pairs", 1, "--plan", plan, "--out", f"faulty-{where[0]}")
     assert done.returncode == 1
     assert done.stderr.count("a bad batch") == 1, done.stderr

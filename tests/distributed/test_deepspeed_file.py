@@ -36,7 +36,7 @@ RANK = """
     optimizer = task.make_optimizer(model)
     losses = []
     with trimtab.start(model, optimizer, plan) as run:
-        for window in run.windows(trimtab.shard([next(task.load_data().batches(0, task.batch_rows))] * 8)):
+        for window in run.windows(trimtab.shard([next(task.load_data().batches(0, task.batch_size))] * 8)):
             run.train_step(window, task.loss_fn)
             losses.append(float(run.loss))
     with open(f"{folder}/rank-{rank}.json", "w") as file:

@@ -55,19 +55,19 @@ def rows() -> int:
         import tiny_task
     finally:
         sys.path.pop(0)
-    return tiny_task.task.batch_rows
+    return tiny_task.task.batch_size
 
 
 def written(folder: Path, **values) -> Path:
     path = folder / "plan.json"
-    path.write_text(to_json(Plan.fixed(values.pop("batch_rows", None) or rows(), **values)))
+    path.write_text(to_json(Plan.fixed(values.pop("batch_size", None) or rows(), **values)))
     return path
 
 
 def test_two_ranks_train_as_one_process_does_and_one_of_them_says_so(folder):
     whole = train(folder, "tiny:task", "--steps", 6, "--plan", written(folder), "--json")
     assert whole.returncode == 0, whole.stderr
-    path = written(folder, batch_rows=-(-rows() // 2), num_ranks=2, zero_stage=3)
+    path = written(folder, batch_size=-(-rows() // 2), num_ranks=2, zero_stage=3)
     record = folder / "run.jsonl"
     two = train(folder, "tiny:task", "--steps", 6, "--plan", path, "--ranks", 2, "--json", "--record", record)
     assert two.returncode == 0, two.stderr
@@ -78,16 +78,16 @@ def test_two_ranks_train_as_one_process_does_and_one_of_them_says_so(folder):
     metric = next(name for name in ours if name not in {"loss", "data", "task"} and isinstance(ours[name], float))
     assert metric in alone
     found = read_record(record)
-    assert [step.rows for step in found.steps] == [rows()] * 6
+    assert [step.samples for step in found.steps] == [rows()] * 6
 
 
 def test_deepspeed_and_torch_share_a_gpt_to_the_same_losses(folder):
     """ZeRO-2 of both, with accumulation: one task, two engines."""
     rows, losses = 4, {}
     for engine in ("torch", "deepspeed"):
-        path = written(folder, batch_rows=rows, micro_batch=rows // 2, num_ranks=2, zero_stage=2, engine=engine)
+        path = written(folder, batch_size=rows, micro_batch=rows // 2, num_ranks=2, zero_stage=2, engine=engine)
         record = folder / f"{engine}.jsonl"
-        brief = ("--rows", 2 * rows, "--steps", 8, "--judged", 1, "--plan", path)
+        brief = ("--batch-size", 2 * rows, "--steps", 8, "--judged", 1, "--plan", path)
         done = train(folder, "source_gpt", *brief, "--ranks", 2, "--record", record)
         assert done.returncode == 0, done.stderr
         losses[engine] = [step.loss for step in read_record(record).steps]
@@ -97,7 +97,7 @@ def test_deepspeed_and_torch_share_a_gpt_to_the_same_losses(folder):
 
 
 def test_a_plan_of_one_process_is_shared_by_replicas(folder):
-    path = written(folder, batch_rows=-(-rows() // 2))
+    path = written(folder, batch_size=-(-rows() // 2))
     done = train(folder, "tiny:task", "--steps", 4, "--plan", path, "--ranks", 2, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 2
@@ -127,7 +127,7 @@ LOOP = """
                     run.train_step(window, loss_fn)
                     losses.append(float(run.loss))
         weights = [float(p.detach().double().sum()) for p in model.parameters()]
-        said = {"plan": str(plan), "rows": run.consumed_rows, "weights": weights, "losses": losses}
+        said = {"plan": str(plan), "rows": run.consumed_samples, "weights": weights, "losses": losses}
     with open(f"rank-{here.rank}.json", "w") as file:
         json.dump(said, file)
 """
@@ -158,7 +158,7 @@ def test_ranks_that_plan_under_a_limit_share_the_model(folder):
     plan = read_record(record).header.plan
     assert plan["zero_stage"]["value"] >= 1
     assert plan["predicted"]["peak_bytes"] <= limit
-    assert "is over the budget" in plan["zero_stage"]["losers"][0]["reason"]
+    assert "is over the budget" in plan["zero_stage"]["rejected"][0]["reason"]
     assert json.loads(done.stdout)["rows"] == 6 * rows()
 
 
@@ -178,7 +178,7 @@ def test_a_limit_that_no_stage_meets_ends_the_job_with_one_reason(folder):
 )
 def test_a_rank_that_ends_ends_the_job_with_one_reason(folder, fault, said):
     (folder / "faulty.py").write_text(FAULTY.replace("FAULT", fault))
-    path = written(folder, batch_rows=-(-rows() // 2), num_ranks=2, zero_stage=0)
+    path = written(folder, batch_size=-(-rows() // 2), num_ranks=2, zero_stage=0)
     done = train(folder, "faulty:task", "--steps", 6, "--plan", path, "--ranks", 2)
     assert done.returncode == 1
     assert done.stderr.count(said) == 1
@@ -195,7 +195,7 @@ def test_a_rank_that_ends_ends_the_job_with_one_reason(folder, fault, said):
 )
 def test_a_rank_that_leaves_early_is_named_whatever_its_status(folder, fault, said):
     (folder / "faulty.py").write_text(FAULTY.replace("import os", "import os, sys").replace("FAULT", fault))
-    path = written(folder, batch_rows=-(-rows() // 2), num_ranks=2, zero_stage=0)
+    path = written(folder, batch_size=-(-rows() // 2), num_ranks=2, zero_stage=0)
     done = train(folder, "faulty:task", "--steps", 6, "--plan", path, "--ranks", 2)
     assert done.returncode == 1
     assert said in done.stderr

@@ -47,7 +47,7 @@ RANK = """
     try:
         with together() as ranks:
             facts = inspect_arm.measure_arm(ReplicaLoop, task, task.load_data(), torch.device("cpu"), ranks)
-            found["flops"] = facts.flops_per_row
+            found["flops"] = facts.flops_per_sample
             found["after"] = ranks.each(rank)
     except Exception as error:
         found["error"], found["ranks"] = f"{type(error).__name__}: {error}", getattr(error, "ranks", None)

@@ -19,7 +19,7 @@ from trimtab.measure.peak_memory import storage_bytes
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 sys.path.insert(0, str(TASKS))
 from smooth_task import counting  # noqa: E402
-from tiny_task import BATCH_ROWS, load_data  # noqa: E402
+from tiny_task import BATCH_SIZE, load_data  # noqa: E402
 from tiny_task import task as tiny  # noqa: E402
 
 RANK = """
@@ -88,7 +88,7 @@ RANK = """
 
         race_module._BLOCK_S, race_module._BLOCK_STEPS = 0.1, 2
         noted = replace(task.metric, evaluate=lambda model, batches: float("nan") if rank else 0.25)
-        its = replace(task, metric=noted, budget_rows=100_000, eval_every_rows=32 * 32)
+        its = replace(task, metric=noted, budget_samples=100_000, eval_every_samples=32 * 32)
         one, other = race(
             [PairedArm("reference", Slow, 100_000), PairedArm("self", ReplicaLoop, 64 * 32)],
             its, its.load_data(), 0, cpu, cap_s=1.0, together=ranks,
@@ -101,8 +101,8 @@ RANK = """
         left = compare(task, folder / "left", few, command="", plan=bad, together=ranks)
         found["left"] = [[arm.name, arm.error or "", len(arm.step_s), arm.peak_bytes] for arm in left.arms]
         whole = compare(task, folder / "made_here", few, command="", together=ranks)
-        plan = whole.plans["S"]
-        found["plan"] = [plan.batch_rows, plan.num_ranks, plan.zero_stage.value, to_json(plan)]
+        plan = whole.plans["equivalent"]
+        found["plan"] = [plan.batch_size, plan.num_ranks, plan.zero_stage.value, to_json(plan)]
         found["whole"] = [whole.num_ranks, [len(arm.step_s) for arm in whole.arms], len(whole.trials), whole.notes]
         share = Plan.fixed(-(-ODD_ROWS // 2), 6, num_ranks=2, zero_stage=1)
         once = CompareOptions(num_pairs=1, adapt=(), peers=False)
@@ -168,13 +168,13 @@ def test_a_plan_that_every_rank_refuses_leaves_and_the_reference_is_raced(found)
     assert one["left"] == other["left"]
     arms = {name: (error, pairs) for name, error, pairs, _ in one["left"]}
     assert arms["reference"] == arms["self"] == ("", 1)
-    assert "whose shards have no layout" in arms["plan_S"][0]
+    assert "whose shards have no layout" in arms["equivalent_plan"][0]
 
 
 def test_a_peak_counts_the_buckets_that_ddp_holds(found):
     """Of as many rows on one process, and a bucket for each gradient."""
     peak = next(peak for name, _, _, peak in found[1][0]["left"] if name == "reference")
-    alone = measure_arm(ReferenceLoop, replace(tiny, batch_rows=BATCH_ROWS // 2), load_data(), torch.device("cpu"))
+    alone = measure_arm(ReferenceLoop, replace(tiny, batch_size=BATCH_SIZE // 2), load_data(), torch.device("cpu"))
     buckets = storage_bytes(tiny.make_model().parameters())
     assert peak == pytest.approx(alone.peak_bytes + buckets, rel=0.03)
     assert buckets > 0.1 * peak
@@ -195,18 +195,18 @@ def test_uneven_shares_train_as_one_process_does_and_ddp_is_said_not_to(found):
     one, other = found[1]
     assert one["odd"] == other["odd"]
     final = {name: metric[0] for name, metric in one["odd"]}
-    entry = PairedArm("reference", ReferenceLoop, counting.budget_rows)
+    entry = PairedArm("reference", ReferenceLoop, counting.budget_samples)
     (alone,) = race([entry], counting, load_data(), 0, torch.device("cpu"))
     expected = alone.evaluations[-1].metrics["entropy"]
-    assert final["plan_S"] == pytest.approx(expected, rel=1e-5)
+    assert final["equivalent_plan"] == pytest.approx(expected, rel=1e-5)
     assert final["reference"] == final["self"] != pytest.approx(expected, rel=1e-4)
     assert any("the reference weighs these unlike, the plan alike" in note for note in one["odd_notes"])
 
 
 def test_terms_are_those_that_all_ranks_counted(found):
     facts = measure_arm(ReferenceLoop, counting, load_data(), torch.device("cpu"))
-    assert 0.5 < facts.terms_per_row < 1
-    assert found[1][0]["odd_terms"] == pytest.approx([facts.terms_per_row])
+    assert 0.5 < facts.terms_per_sample < 1
+    assert found[1][0]["odd_terms"] == pytest.approx([facts.terms_per_sample])
 
 
 def test_a_folder_of_another_comparison_is_refused_on_all_ranks_and_said_by_one(found):

@@ -29,7 +29,7 @@ RANK = """
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     for stage in (0, 3):
         plan = folder / f"plan-{rank}-{stage}.json"
-        plan.write_text(to_json(Plan.fixed(batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=stage)))
+        plan.write_text(to_json(Plan.fixed(batch_size=16, micro_batch=8, num_ranks=2, zero_stage=stage)))
         found = phases_of(PhasesRequest((f"{sys.argv[3]}/tiny_task.py:task",), plan=plan, rounds=2, ranks=2))
         assert (found is None) == bool(rank)
         if found is not None:

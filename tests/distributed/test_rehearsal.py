@@ -50,7 +50,7 @@ def test_what_is_predicted_to_be_faster_and_is_slower_is_not_chosen(found):
     assert "is predicted to take" in plan["reduce_dtype"]["reason"]
     assert plan["reduce_dtype"]["code"] == "dry_run.small_gain"
     assert "6 pairs of blocks: 0." in plan["reduce_dtype"]["reason"]
-    assert plan["reduce_dtype"]["losers"][0]["value"] == "bf16"
+    assert plan["reduce_dtype"]["rejected"][0]["value"] == "bf16"
     assert plan["planning_s"] > 0
 
 

@@ -68,7 +68,7 @@ def test_every_recipe_has_a_row_of_each_number_of_ranks(folder):
         assert {(recipe, 1, "weak"), (recipe, 2, "weak"), (recipe, 2, "strong")} <= of.keys()
         assert of[recipe, 1, "weak"]["mean"] is None
         assert of[recipe, 2, "weak"]["pairs"] == pytest.approx([of[recipe, 2, "weak"]["mean"]])
-        assert of[recipe, 2, "weak"]["rows_per_s"] > 0
+        assert of[recipe, 2, "weak"]["samples_per_s"] > 0
     assert of["baseline", 2, "weak"]["effective_batch"] == of["plan", 2, "weak"]["effective_batch"] == 64
     assert of["baseline", 2, "strong"]["effective_batch"] == of["plan", 1, "weak"]["effective_batch"] == 32
     assert of["plan_batch", 2, "weak"]["effective_batch"] >= 64

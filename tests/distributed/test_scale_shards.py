@@ -61,10 +61,10 @@ def test_each_number_of_ranks_chooses_its_stage_within_the_limit_or_says_that_th
     of = printed(run(folder, "scale", "wide:task", *SHORT, "--ranks=2", "--rounds=1", f"--memory={limit}B"))
     (plan,) = of["plan", 2]["plans"]
     assert plan["zero_stage"] >= 1
-    assert plan["told_bytes"] <= limit
-    assert of["plan", 2]["peak_bytes"] == pytest.approx(plan["told_bytes"], rel=0.3)
+    assert plan["predicted_bytes"] <= limit
+    assert of["plan", 2]["peak_bytes"] == pytest.approx(plan["predicted_bytes"], rel=0.3)
     assert of["plan", 2]["peak_bytes"] < of["baseline", 2]["peak_bytes"]
-    assert of["plan", 2]["rows_per_s"] > 0
+    assert of["plan", 2]["samples_per_s"] > 0
     assert (of["plan", 1]["refused"], of["plan", 1]["n"], of["plan", 2]["mean"]) == ("4 MiB over it", 0, None)
     assert of["baseline", 2]["mean"] > 0
     assert {each.name for each in folder.glob("ended-*")} == {"ended-launcher", "ended-0"}  # 0: of the job of one rank
@@ -75,6 +75,6 @@ def test_the_ranks_of_another_launcher_time_a_plan_of_stage_2_and_leave_at_once(
     of = printed(run_torchrun(folder, "-m", "trimtab.cli", "scale", "wide:task", *SHORT, "--plan=plan.json"))
     (plan,) = of["plan", 2]["plans"]
     assert (plan["zero_stage"], plan["micro_batch"], plan["num_micro_batches"]) == (2, 16, 2)
-    assert plan["told_bytes"] is None
+    assert plan["predicted_bytes"] is None
     assert 0 < of["plan", 2]["peak_bytes"] < of["baseline", 2]["peak_bytes"]
     assert not list(folder.glob("ended-*"))

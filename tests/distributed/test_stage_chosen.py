@@ -39,7 +39,7 @@ def test_under_a_limit_that_replicas_do_not_meet_the_ranks_get_shards(found):
     assert one["plan"]["measured"]["step_s"] > 0
     assert one["plan"]["measured"]["peak_bytes"] <= found[0]["limit"]
     assert "this plan, measured" in one["text"]
-    refused = {loser["value"]: loser["reason"] for loser in stage["losers"]}
+    refused = {loser["value"]: loser["reason"] for loser in stage["rejected"]}
     assert "is over the budget" in refused[0]
     assert "is over the budget" in refused[1]
     assert "* zero stage" in one["text"]

@@ -52,7 +52,7 @@ RANK = """
         for part, size in each:
             (loss(plain, part) * size / sum(size for _, size in each)).backward()
         optimizer.step()
-    rows = [step.rows for step in trimtab.read_record(f"{folder}/{rank}.jsonl").steps]
+    rows = [step.samples for step in trimtab.read_record(f"{folder}/{rank}.jsonl").steps]
     apart = float((model.weight - plain.weight).detach().norm() / plain.weight.detach().norm())
     with open(f"{folder}/rank-{rank}.json", "w") as file:
         json.dump({"apart": apart, "rows": rows}, file)

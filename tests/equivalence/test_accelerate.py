@@ -83,7 +83,7 @@ def test_it_plans_what_was_prepared():
     model, optimizer, loader = accelerator.prepare(*parts())
     before = [p.detach().clone() for p in model.parameters()]
     found = plan(accelerator, model, optimizer, loss_fn, next(iter(loader)), num_blocks=3)
-    assert found.batch_rows == ROWS
+    assert found.batch_size == ROWS
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 

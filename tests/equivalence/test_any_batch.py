@@ -336,7 +336,7 @@ def test_a_plan_is_made_of_a_batch_of_unknown_samples_and_trains_others_whole(na
     case = CASES[name]
     model, optimizer = built(case)
     plan = trimtab.plan(model, optimizer, case.loss, case.batch(1), num_blocks=3)
-    assert (plan.check.code, plan.batch_rows, plan.splits) == ("batch.samples_unknown", 1, False)
+    assert (plan.check.code, plan.batch_size, plan.splits) == ("batch.samples_unknown", 1, False)
     plan = replace(Plan.fixed(1), check=plan.check)
     trained_by_plan, sizes = trained(case, plan)
     assert_same(trained_by_plan, plain(case))
@@ -352,7 +352,7 @@ def test_records_hold_an_unknown_number_of_samples_as_null(tmp_path, name):
     writer = RecordWriter(tmp_path / "run.jsonl", Header("run"))
     trained(case, Plan.fixed(8), record=writer)
     writer.close()
-    assert [step.rows for step in read_record(tmp_path / "run.jsonl").steps] == [case.samples] * STEPS
+    assert [step.samples for step in read_record(tmp_path / "run.jsonl").steps] == [case.samples] * STEPS
 
 
 def test_a_schedule_by_samples_needs_their_number():
@@ -369,7 +369,7 @@ def test_a_schedule_by_samples_needs_their_number():
     with trimtab.start(model, optimizer, plan, total_samples=12, count=lambda batch: len(batch["ids"])) as run:
         for window in run.windows([case.batch(seed) for seed in range(STEPS)]):
             run.train_step(window, case.loss)
-        assert run.consumed_rows == 12
+        assert run.consumed_samples == 12
 
 
 # The user's functions.
@@ -421,7 +421,7 @@ def test_a_plan_splits_by_the_functions_of_the_user():
     case, count, split, samples = SPLITS["vision and language"]
     how = {"num_blocks": 3, "count": count, "split": split}
     plan = trimtab.plan(*built(case), case.loss, case.batch(1), **how)
-    assert (plan.check.splittable, plan.batch_rows) == (True, samples)
+    assert (plan.check.splittable, plan.batch_size) == (True, samples)
 
 
 @pytest.mark.parametrize("given", [{"count": 3}, {"split": "half"}])

@@ -164,7 +164,7 @@ def test_a_plan_is_made_of_the_longest_batch_that_it_is_given(tmp_path, first):
 
     loader = DataLoader(data[first:] + data[:first], ROWS // K, collate_fn=padded)
     fitted(Noting(), strategy, tmp_path, loader, accumulate_grad_batches=K)
-    assert strategy.plan.batch_rows == ROWS // K
+    assert strategy.plan.batch_size == ROWS // K
     lengths = [length for _, length in planned]
     runs = [length for length, _ in itertools.groupby(lengths)]
     own = longest["labels"].shape[1]

@@ -81,7 +81,7 @@ def test_lightnings_batches_are_what_they_are(tmp_path, name):
     test_lightning.trained(ours, strategy, tmp_path, **changes)
     assert_as(ours.net, plain.net)
     is_joined = name.startswith("rows alone")
-    assert strategy.plan.batch_rows == (K * ROWS if is_joined or how is OF_A_WINDOW else ROWS)
+    assert strategy.plan.batch_size == (K * ROWS if is_joined or how is OF_A_WINDOW else ROWS)
 
 
 def test_what_a_batch_fits_in_is_planned_where_a_window_that_cannot_be_split_does_not(tmp_path):
@@ -92,7 +92,7 @@ def test_what_a_batch_fits_in_is_planned_where_a_window_that_cannot_be_split_doe
     changes = {"rows": 4 * 512, "batch": 512, "accumulate_grad_batches": 4}
     strategy = TrimtabStrategy(planning={"num_blocks": 3, "budget": trimtab.Budget(memory="16MiB")})
     test_lightning.trained(wide, strategy, tmp_path, **changes)
-    assert strategy.plan.batch_rows == 512
+    assert strategy.plan.batch_size == 512
     assert wide.seen[-4:] == [512] * 4
 
 
@@ -131,4 +131,4 @@ def test_the_trainers_batches_are_what_they_are(tmp_path, name):
     plain, ours = scored(Trainer, tmp_path / "plain", name), scored(TrimtabTrainer, tmp_path / "ours", name, **how)
     assert_as(ours.model, plain.model)
     is_joined = name.startswith("rows alone")
-    assert ours.trimtab_plan.batch_rows == (K * ROWS if is_joined or how is OF_A_WINDOW else ROWS)
+    assert ours.trimtab_plan.batch_size == (K * ROWS if is_joined or how is OF_A_WINDOW else ROWS)

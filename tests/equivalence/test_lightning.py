@@ -202,7 +202,7 @@ def test_it_plans_by_its_first_window_and_logs_nothing_of_that(tmp_path):
     trained(plain, "auto", tmp_path)
     strategy = TrimtabStrategy(planning={"num_blocks": 3})
     trainer = trained(ours, strategy, tmp_path)
-    assert strategy.plan.batch_rows == ROWS
+    assert strategy.plan.batch_size == ROWS
     assert difference(ours, plain) <= 1e-6  # a plan may change rounding
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(plain.losses[-1], rel=1e-5)
     assert "log" not in vars(ours)

@@ -1,6 +1,6 @@
 """Every choice of a plan keeps the promise of its mark: exact to the order of summation, rounding to its precision.
 
-The tests are generated from `Plan.marks()`: a new field without a value here fails, and so does one that is promised
+The tests are generated from `Plan.effects()`: a new field without a value here fails, and so does one that is promised
 to be closer than it is.
 """
 
@@ -21,7 +21,7 @@ from trimtab.measure import allocator
 
 ROWS = 4
 STEPS = 3
-# Values that differ from the reference. A dynamics field is free to change the training; tier F says so.
+# Values that differ from the reference. A dynamics field is free to change the training; the tuned plan says so.
 CHANGES = {
     "micro_batch": (2, 3, 1),
     "precision": ("bf16", "fp16"),  # tf32 needs CUDA
@@ -44,7 +44,7 @@ CHANGES = {
 NEEDS = {"warmup_fraction": {"schedule": "warmup_cosine"}}
 # Those that several ranks share a model by: tests/distributed holds each of them against one process.
 SHARED = {"zero_stage", "engine", "reduce_dtype", "bucket_bytes", "reduces_once", "powersgd_rank"}
-MARKS = Plan.marks()
+MARKS = Plan.effects()
 changes = [(name, value) for name, values in CHANGES.items() for value in values]
 # Units of rounding of the field's own precision: bf16 keeps 8 bits, fp16 11. A gradient through 3 layers and a few
 # steps of momentum gathers less than 16 of them; layout and kernel only reorder fp32's.
@@ -67,7 +67,7 @@ def train(name, value, dtype, optimizer) -> tuple[Trained, Trained]:
         case = blocked_case(dtype)
     if name == "dropout":
         case = class_case(dtype, optimizer, model=dropout_mlp)
-    total = 10 * ROWS if MARKS[name] is Effect.DYNAMICS else None
+    total = 10 * ROWS if MARKS[name] is Effect.TRAINING else None
     return train_ours(case, planned(name, value), total_samples=total), train_plain(case)
 
 
@@ -86,11 +86,11 @@ def test_every_choice_of_ranks_has_a_case_on_ranks():
 @pytest.mark.parametrize(("name", "value"), changes)
 def test_a_change_makes_the_tier_its_mark_says(name, value):
     assert set(planned(name, value).changes) == {name, *NEEDS.get(name, {})}
-    assert planned(name, value).tier == ("F" if MARKS[name] is Effect.DYNAMICS else "S")
+    assert planned(name, value).plan_kind == ("tuned" if MARKS[name] is Effect.TRAINING else "equivalent")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Effect.EXACT])
+@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Effect.BITWISE])
 def test_exact_choices_change_the_order_of_summation_at_most(name, value, optimizer):
     assert_same_training(*train(name, value, torch.float64, optimizer), TOLERANCE[torch.float64])
 
@@ -108,7 +108,7 @@ def test_rounding_choices_are_close_in_their_own_precision(name, value, optimize
     assert_same_training(ours, plain, PRECISION.get(value, 4e-6))
 
 
-@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Effect.DYNAMICS])
+@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Effect.TRAINING])
 def test_dynamics_choices_are_rightly_marked_for_they_do_change_the_training(name, value):
     ours, plain = train(name, value, torch.float64, "sgd")
     with pytest.raises(AssertionError, match="weights"):

@@ -218,7 +218,7 @@ def leaking_rates(patch):
 
 
 def progress_counted_before_the_window(patch):
-    def before(self, rows, tokens, num_batches, batch_rows):
+    def before(self, rows, tokens, num_batches, batch_size):
         self._next = rows
         return None if self._total_samples is None else self.rows / self._total_samples
 
@@ -238,7 +238,7 @@ def last_slice_dropped(patch):
 
     class Shorter(window.Window):
         def _count(self):
-            return sum(rows // micro for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True))
+            return sum(rows // micro for rows, micro in zip(self._batch_size, self._micro_batches, strict=True))
 
     slices = BatchSplitting.slices
     patch.setattr(BatchSplitting, "slices", whole)
@@ -283,7 +283,7 @@ def state_not_aligned(patch):
 def one_pass(patch):
     """One micro-batch whatever the plan says."""
     fixed = Plan.fixed
-    patch.setattr(Plan, "fixed", lambda rows, *_, **values: dataclasses.replace(fixed(rows, **values), batch_rows=rows))
+    patch.setattr(Plan, "fixed", lambda rows, *_, **values: dataclasses.replace(fixed(rows, **values), batch_size=rows))
 
 
 FAULTS = [

@@ -186,7 +186,7 @@ def test_a_gradient_changed_between_unscale_and_step_is_what_is_applied():
         for p in model.parameters():
             p.grad.fill_(1.0)
         run.step()
-        assert window.rows == run.consumed_rows
+        assert window.rows == run.consumed_samples
     for old, p in zip(before, model.parameters(), strict=True):
         expected = old - 0.2 * (1 + 1e-3 * old)  # learning rate x (gradient + weight decay)
         assert torch.allclose(p.detach(), expected, rtol=1e-14, atol=1e-15)

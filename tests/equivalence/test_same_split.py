@@ -76,7 +76,7 @@ def test_an_overflow_voids_its_window_once(micro_batch):
                 assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
                 kept = [state["momentum_buffer"] for state in optimizer.state.values()]
                 assert all(torch.equal(a, b) for a, b in zip(kept, momentum, strict=True))
-        assert (run.consumed_rows, run.applied_steps) == (3 * ROWS, 2)
+        assert (run.consumed_samples, run.applied_steps) == (3 * ROWS, 2)
     assert stepped == [True, False, True]
     assert scales == [65536.0, 32768.0, 32768.0]
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
@@ -141,9 +141,9 @@ def test_a_run_resumed_from_its_state_goes_on_bit_for_bit():
     with trimtab.start(model, optimizer, plan, total_samples=5 * ROWS) as run:
         for part, state in zip((model, optimizer, run), saved, strict=True):
             part.load_state_dict(state)
-        assert run.consumed_rows == 2 * ROWS
+        assert run.consumed_samples == 2 * ROWS
         for window in run.windows(case.batches[2:]):
             loss = run.train_step(window, case.loss_fn)
         assert math.isfinite(float(loss))
-        assert (run.consumed_rows, run.applied_steps, run.loss_scale) == (3 * ROWS, 2, 32768.0)
+        assert (run.consumed_samples, run.applied_steps, run.loss_scale) == (3 * ROWS, 2, 32768.0)
     assert all(torch.equal(value, straight.weights[name]) for name, value in resumed.weights.items())

@@ -65,10 +65,10 @@ def in_double(outputs, labels, num_items_in_batch=None):
     return nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / num_items_in_batch
 
 
-def trained(kind, folder, *, num_rows: int = 64, data=None, **changes):
+def trained(kind, folder, *, num_samples: int = 64, data=None, **changes):
     own = {key: changes.pop(key) for key in ("plan", "running", "planning") if key in changes}
     own["compute_loss_func"] = in_double
-    trainer = kind(model=model(), args=arguments(folder, **changes), train_dataset=data or rows(num_rows), **own)
+    trainer = kind(model=model(), args=arguments(folder, **changes), train_dataset=data or rows(num_samples), **own)
     trainer.train()
     return trainer
 
@@ -96,8 +96,8 @@ def test_its_windows_train_as_the_host_does(tmp_path, micro, k):
 
 def test_a_short_last_window_counts_as_it_does_in_the_host(tmp_path):
     changes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    plain = trained(Trainer, tmp_path / "plain", num_rows=21, **changes)
-    ours = trained(TrimtabTrainer, tmp_path / "ours", num_rows=21, plan=trimtab.Plan.fixed(ROWS, 3), **changes)
+    plain = trained(Trainer, tmp_path / "plain", num_samples=21, **changes)
+    ours = trained(TrimtabTrainer, tmp_path / "ours", num_samples=21, plan=trimtab.Plan.fixed(ROWS, 3), **changes)
     assert difference(ours.model, plain.model) <= EXACT
 
 
@@ -125,7 +125,7 @@ def test_the_optimizer_is_the_hosts_own_object_and_is_handed_back(tmp_path):
 def test_it_plans_by_its_first_window_and_changes_nothing_by_that(tmp_path):
     plain = trained(Trainer, tmp_path / "plain")
     ours = trained(TrimtabTrainer, tmp_path / "ours", planning={"num_blocks": 3})
-    assert ours.trimtab_plan.batch_rows == ROWS
+    assert ours.trimtab_plan.batch_size == ROWS
     assert difference(ours.model, plain.model) <= 1e-6  # a plan may change rounding
 
 

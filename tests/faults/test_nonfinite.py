@@ -93,7 +93,7 @@ def test_a_window_that_is_no_number_is_skipped_once(place, value):
     ours, plain = Loop(place, value), skipping_by_hand(place, value)
     with trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS, 4), nonfinite="skip") as run:
         ours.train(run)
-    assert (run.applied_steps, run.consumed_rows) == (WINDOWS - 1, WINDOWS * ROWS)
+    assert (run.applied_steps, run.consumed_samples) == (WINDOWS - 1, WINDOWS * ROWS)
     theirs = plain.tensors()
     for name, tensor in ours.tensors().items():
         assert torch.isfinite(tensor).all(), name
@@ -125,7 +125,7 @@ def test_a_run_told_to_stop_stands_as_before_the_window(place):
     with trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS, 4), nonfinite="stop") as run:
         with raises(NonFiniteError, code="step.nonfinite", field="gradient"):
             ours.train(run)
-        assert (run.applied_steps, run.consumed_rows) == (BAD, BAD * ROWS)
+        assert (run.applied_steps, run.consumed_samples) == (BAD, BAD * ROWS)
         stands = ours.tensors()
         for name, tensor in before.tensors().items():
             assert torch.equal(tensor, stands[name]), name
@@ -142,7 +142,7 @@ def test_a_run_that_only_skips_stops_with_the_likely_cause():
     with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS), nonfinite="skip") as run:
         with raises(NonFiniteError, code="step.nonfinite", field="gradient"):
             loop.train(run, stop_at=60)
-        assert (run.applied_steps, run.consumed_rows) == (0, PATIENCE * ROWS)
+        assert (run.applied_steps, run.consumed_samples) == (0, PATIENCE * ROWS)
 
 
 def scaled_by_hand() -> tuple[Loop, list[float]]:
@@ -217,7 +217,7 @@ def test_fp16_on_a_loss_that_is_no_number_stops_instead_of_stepping_silently():
     with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16")) as run:
         with raises(NonFiniteError, code="step.nonfinite", field="gradient"):
             loop.train(run, stop_at=60)
-        assert (run.applied_steps, run.consumed_rows) == (0, PATIENCE * ROWS)
+        assert (run.applied_steps, run.consumed_samples) == (0, PATIENCE * ROWS)
 
 
 def test_bad_data_does_not_lower_the_loss_scale():

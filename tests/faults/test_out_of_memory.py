@@ -164,7 +164,7 @@ def test_it_is_recorded(tmp_path):
     assert (event.name, event.step, event.detail["from"], event.detail["to"]) == ("out_of_memory", FAILING, 8, 4)
     assert [step.num_micro_batches for step in record.steps] == [2, 2, 4, 4, 4, 4]
     assert run.applied_steps == WINDOWS
-    assert run.consumed_rows == WINDOWS * ROWS
+    assert run.consumed_samples == WINDOWS * ROWS
 
 
 def failing(error, times=1):

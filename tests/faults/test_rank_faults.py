@@ -86,7 +86,7 @@ RANK = """
                         found["steps"] += 1
                         continue
                     run.train_step(window, loss)
-                    found["steps"], found["rows"] = found["steps"] + 1, run.consumed_rows
+                    found["steps"], found["rows"] = found["steps"] + 1, run.consumed_samples
                     found["applied"] = run.applied_steps
             found["warned"] = [str(each.message) for each in caught if each.category is RuntimeWarning]
             found["weights"] = [float(getattr(p, "full_tensor", lambda: p)().sum()) for p in model.parameters()]

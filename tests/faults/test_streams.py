@@ -91,7 +91,7 @@ def test_a_result_and_a_record_in_such_folders(tmp_path):
     folder = tmp_path / NAME
     folder.mkdir()
     write_whole(folder / "plan.json", to_json(trimtab.Plan.fixed(4)))
-    assert read_json(trimtab.Plan, folder / "plan.json").batch_rows == 4
+    assert read_json(trimtab.Plan, folder / "plan.json").batch_size == 4
     assert read_record(record(folder / "r.jsonl", NAME)).header.name == encodable(NAME)
 
 

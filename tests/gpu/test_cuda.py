@@ -78,7 +78,7 @@ def test_planning_leaves_no_trace_and_tries_half_precision() -> None:
     before = fingerprint(model, optimizer)
     plan = trimtab.plan(model, optimizer, loss_fn, batch)
     assert fingerprint(model, optimizer) == before
-    tried = {loser.value for loser in plan.precision.losers} | {plan.precision.value}
+    tried = {loser.value for loser in plan.precision.rejected} | {plan.precision.value}
     assert {"fp32", "tf32", "bf16", "fp16"} <= tried
 
 

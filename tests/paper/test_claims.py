@@ -141,22 +141,37 @@ def test_arithmetic_is_of_the_papers_own_figures():
     ],
 )
 def test_a_bar_is_met_by_the_whole_interval(sense, bar, figure, expected):
-    assert met(sense, bar, Finding("throughput", "plan_S", tier="S", figure=figure)) == expected
-    assert met(sense, bar, Finding("throughput", "plan_S", tier="S", figure=figure, has_verdict=False)) == NO_VERDICT
+    assert met(sense, bar, Finding("throughput", "equivalent_plan", plan_kind="equivalent", figure=figure)) == expected
+    assert (
+        met(
+            sense,
+            bar,
+            Finding("throughput", "equivalent_plan", plan_kind="equivalent", figure=figure, has_verdict=False),
+        )
+        == NO_VERDICT
+    )
 
 
 def test_what_is_better_by_another_training_is_no_miss():
     better, worse = Ratio(5.0, 4.0, 6.0, 5, ()), Ratio(-5.0, -6.0, -4.0, 5, ())
-    assert met(ABOUT, 0.35, Finding("gain_share", "plan_F", tier="F", figure=Ratio(0.9, 0.8, 1.0, 5, ()))) == FAIL
-    for figure, tier, expected in ((better, "F", PASS), (better, "S", FAIL), (better, "", FAIL), (worse, "F", FAIL)):
-        assert met(WITHIN, 0.5, Finding("final_metric", "plan", tier=tier, figure=figure)) == expected
+    assert (
+        met(ABOUT, 0.35, Finding("gain_share", "tuned_plan", plan_kind="tuned", figure=Ratio(0.9, 0.8, 1.0, 5, ())))
+        == FAIL
+    )
+    for figure, plan_kind, expected in (
+        (better, "tuned", PASS),
+        (better, "equivalent", FAIL),
+        (better, "", FAIL),
+        (worse, "tuned", FAIL),
+    ):
+        assert met(WITHIN, 0.5, Finding("final_metric", "plan", plan_kind=plan_kind, figure=figure)) == expected
     for figure, expected in ((better, PASS), (worse, FAIL)):
         assert met(WITHIN, 0.5, Finding("final_metric", "paper", figure=figure)) == expected
 
 
 def qualities(found):
     """Return what a comparison shows of the final metric of plans."""
-    return [each for each in of_comparison("gpu", found).findings if each.measure == "final_metric" and each.tier]
+    return [each for each in of_comparison("gpu", found).findings if each.measure == "final_metric" and each.plan_kind]
 
 
 def cut(found, name, last):
@@ -165,18 +180,20 @@ def cut(found, name, last):
     def shorter(arm):
         curves = tuple(replace(each, points=each.points[:last]) for each in arm.curves)
         ends = tuple(curve.points[-1][2] for curve in curves)
-        return replace(arm, curves=curves, final_metric=ends, final_rows=curves[0].points[-1][0])
+        return replace(arm, curves=curves, final_metric=ends, final_samples=curves[0].points[-1][0])
 
     return replace(found, arms=tuple(shorter(each) if each.name == name else each for each in found.arms))
 
 
-@pytest.mark.parametrize(("tier", "has_verdict"), [("S", False), ("F", True)])
-def test_a_plan_that_a_cap_stopped_is_told_of_the_rows_it_came_to(tier, has_verdict):
+@pytest.mark.parametrize(("plan_kind", "has_verdict"), [("equivalent", False), ("tuned", True)])
+def test_a_plan_that_a_cap_stopped_is_told_of_the_rows_it_came_to(plan_kind, has_verdict):
     """After a fifth of the rows "final accuracy within 0.5%" was told, beside the reference's own end."""
-    made = cut(comparison(), "plan_S", 2)
-    made = replace(made, ratios=tuple(replace(row, tier=row.tier and tier) for row in made.ratios))
+    made = cut(comparison(), "equivalent_plan", 2)
+    made = replace(made, ratios=tuple(replace(row, plan_kind=row.plan_kind and plan_kind) for row in made.ratios))
     (found,) = qualities(made)
-    reference = 0.2 if tier == "S" else 0.95  # tier F, which may train on fewer rows, is judged at both ends
+    reference = (
+        0.2 if plan_kind == "equivalent" else 0.95
+    )  # the tuned plan, which may train on fewer rows, is judged at both ends
     assert (found.value, found.baseline) == pytest.approx((0.2, reference))
     assert found.said == "after 20% of the reference's rows"
     assert found.has_verdict == has_verdict
@@ -184,11 +201,11 @@ def test_a_plan_that_a_cap_stopped_is_told_of_the_rows_it_came_to(tier, has_verd
 
 
 def test_where_all_arms_were_stopped_early_quality_is_of_the_rows_that_there_were_to_be():
-    made = cut(cut(comparison(), "plan_S", 2), "reference", 2)
-    made = replace(made, target_rows=tuple(replace(row, against_rows=1000) for row in made.target_rows))
+    made = cut(cut(comparison(), "equivalent_plan", 2), "reference", 2)
+    made = replace(made, target_rows=tuple(replace(row, against_samples=1000) for row in made.target_rows))
     (found,) = qualities(made)
     assert (found.said, found.has_verdict) == ("after 20% of the reference's rows", False)
-    (apart,) = qualities(cut(made, "plan_S", 1))
+    (apart,) = qualities(cut(made, "equivalent_plan", 1))
     assert (apart.said, apart.has_verdict) == ("after 10% of the reference's rows", False)  # the last that both have
     (whole,) = qualities(comparison())
     assert (whole.said, whole.has_verdict) == ("", True)
@@ -200,11 +217,11 @@ def test_what_ended_whole_is_not_held_against_a_reference_that_was_stopped(last)
     made = cut(comparison(), "reference", last)
     made = replace(
         made,
-        ratios=tuple(replace(row, tier=row.tier and "F") for row in made.ratios),
-        target_rows=tuple(replace(row, against_rows=1000) for row in made.target_rows),
+        ratios=tuple(replace(row, plan_kind=row.plan_kind and "tuned") for row in made.ratios),
+        target_rows=tuple(replace(row, against_samples=1000) for row in made.target_rows),
     )
     found = [each for each in of_comparison("gpu", made).findings if each.measure == "final_metric"]
-    assert {each.arm for each in found} == {"paper", "plan_S"}
+    assert {each.arm for each in found} == {"paper", "equivalent_plan"}
     assert {each.has_verdict for each in found} == {last == 10}
     came_to = "after 100% of the reference's rows, which itself came to 60%"
     assert {each.said for each in found} == {came_to if last == 6 else ""}
@@ -212,7 +229,9 @@ def test_what_ended_whole_is_not_held_against_a_reference_that_was_stopped(last)
 
 def test_where_some_pair_has_no_evaluation_of_both_there_is_no_verdict_on_quality():
     made = comparison()
-    arms = [replace(a, curves=(replace(a.curves[0], points=()), *a.curves[1:])) if a.tier else a for a in made.arms]
+    arms = [
+        replace(a, curves=(replace(a.curves[0], points=()), *a.curves[1:])) if a.plan_kind else a for a in made.arms
+    ]
     (found,) = qualities(replace(made, arms=tuple(arms)))
     assert (found.value, found.has_verdict, found.said) == (None, False, "some pair has no evaluation of both")
 
@@ -251,7 +270,7 @@ def test_times_of_the_papers_recipe_are_those_of_its_races():
 
 
 def test_times_of_a_plan_stand_without_planning_and_with_it():
-    found = judged([of_comparison("gpu", comparison(plan=2.0))], "table I", "time_to_target", "plan_S")
+    found = judged([of_comparison("gpu", comparison(plan=2.0))], "table I", "time_to_target", "equivalent_plan")
     assert [each.finding.charged for each in found] == [False, True]
 
 
@@ -339,7 +358,7 @@ def test_what_cannot_be_compared_says_how_it_came_out_here(tmp_path):
 def test_our_plans_do_not_answer_for_the_papers_recipe():
     found = judge([of_comparison("gpu", comparison(paper=1.1, plan=2.0))])
     (claim,) = [each for each in found if (each.source, each.measure) == ("table I", "throughput")]
-    assert {(each.finding.arm, each.status) for each in found[claim]} == {("paper", FAIL), ("plan_S", PASS)}
+    assert {(each.finding.arm, each.status) for each in found[claim]} == {("paper", FAIL), ("equivalent_plan", PASS)}
     said = judging.headline(found)
     assert said.kind == "1 of 24 shown"  # quality alone
     assert "3 missed" in said.sentence
@@ -388,7 +407,7 @@ def test_a_bound_on_a_harder_rung_comes_before_a_figure_on_an_easier_one():
 def rung(target, reached, said="", figure=None, **limits):
     """Return a finding of seconds to a target, of five pairs."""
     how = {"figure": figure, "said": said, "values": (1.0,) * 5, "reached": reached} | limits
-    return Finding("time_to_target", "plan_F", "reference", "F", target=target, **how)
+    return Finding("time_to_target", "tuned_plan", "reference", "tuned", target=target, **how)
 
 
 def test_a_gain_on_an_easier_rung_does_not_speak_for_an_arm_that_was_left_behind():
@@ -493,7 +512,7 @@ def test_a_recipe_that_failed_in_some_race_shows_nothing_and_says_so():
 def test_what_is_held_by_an_arm_that_failed_shows_nothing():
     made, said = comparison(), "strong_plan failed in 1 of 6 races: do no harm"
     arms = (*made.arms, *(replace(made.arms[2], name=name, peak_bytes=100) for name in ("strong", "strong_plan")))
-    row = RatioRow("do_no_harm", "strong_plan", "strong", "S", around(1.0), Verdict("no verdict", said))
+    row = RatioRow("do_no_harm", "strong_plan", "strong", "equivalent", around(1.0), Verdict("no verdict", said))
     run = of_comparison("x", replace(made, arms=arms, ratios=(row,)))
     (peak,) = [each for each in run.findings if each.measure == "peak_memory"]
     assert (peak.said, met("at most", 2.0, peak)) == (said, NO_VERDICT)
@@ -503,7 +522,7 @@ def test_what_is_held_by_an_arm_that_failed_shows_nothing():
 def test_a_share_of_another_peak_moves_with_that_peak(tmp_path):
     """Twice as fast, in a precision whose peak is eight times as high: a quarter of the share."""
     made = comparison("cifar10_resnet", environment=CPU)
-    shares = {"reference": 0.4, "plan_S": 0.1}
+    shares = {"reference": 0.4, "equivalent_plan": 0.1}
     arms = tuple(replace(each, mfu=shares.get(each.name, each.mfu)) for each in made.arms)
     page = write_evaluation([of_comparison("a", replace(made, arms=arms))], tmp_path, "x")["md"].read_text()
     (line,) = [line for line in page.splitlines() if line.startswith("| FLOPs utilization | +38.8% | 40.0% | 10.0%")]
@@ -512,14 +531,14 @@ def test_a_share_of_another_peak_moves_with_that_peak(tmp_path):
 
 def test_the_page_says_where_an_arm_was_left_behind(tmp_path):
     made = comparison("cifar10_resnet", environment=CPU)
-    (row,) = [each for each in made.target_rows if each.arm == "plan_S" and not each.charged]
+    (row,) = [each for each in made.target_rows if each.arm == "equivalent_plan" and not each.charged]
     row = replace(row, target=0.6)
     never = {"arm_s": (math.inf,) * 5, "reached_arm": 0, "ratio": None, "bound": "never reached"}
     harder = replace(row, target=0.9, **never)
     run = of_comparison("a", replace(made, target_rows=(row, harder)))
     page = write_evaluation([run], tmp_path, "x")["md"].read_text()
     assert "| Time to accuracy 0.6, behind at 0.9 |" in page
-    rates = [each for each in run.findings if (each.measure, each.arm) == ("throughput", "plan_S")]
+    rates = [each for each in run.findings if (each.measure, each.arm) == ("throughput", "equivalent_plan")]
     more = f"{100 * (rates[0].figure.mean - 1):+.2f}% | {100 * (rates[0].figure.low - 1):+.2f}% to"
     assert any(more in line for line in page.splitlines() if line.startswith("| FLOPs utilization"))
 
@@ -536,14 +555,16 @@ def on_half(ours, theirs, **how):
 
     ends = how.get("ends", ("budget",) * 5)
     races = {
-        seed: {"plan_F": record("plan_F", ours, end), "reference": record("reference", theirs, "budget")}
+        seed: {"tuned_plan": record("tuned_plan", ours, end), "reference": record("reference", theirs, "budget")}
         for seed, end in enumerate(ends)
     }
-    row = target_row(races, "plan_F", "reference", "F", 0.5, "accuracy", True, None, Interval(1.0, 0.99, 1.01, 5))
+    row = target_row(
+        races, "tuned_plan", "reference", "tuned", 0.5, "accuracy", True, None, Interval(1.0, 0.99, 1.01, 5)
+    )
     (found,) = [
         each
         for each in of_comparison("x", replace(comparison(), target_rows=(row,))).findings
-        if each.measure == "time_to_target" and each.arm == "plan_F"
+        if each.measure == "time_to_target" and each.arm == "tuned_plan"
     ]
     return found
 
@@ -559,8 +580,8 @@ def test_from_races_to_what_is_held_against_the_bar():
     ended = on_half(short, arrives)
     assert (ended.said, met("at most", 1 / 3, ended)) == ("never reached", NO_VERDICT)
     broken = on_half(short, arrives, ends=("cap",) * 4 + ("error",))
-    assert broken.said.startswith("plan_F failed in 1 of 5 runs")
-    assert broken.failed == "plan_F failed in 1 of 5 runs"
+    assert broken.said.startswith("tuned_plan failed in 1 of 5 runs")
+    assert broken.failed == "tuned_plan failed in 1 of 5 runs"
     assert met("at most", 1 / 3, broken) == NO_VERDICT
     neither = on_half(short, short, ends=("cap",) * 5)
     assert (neither.said, met("at most", 1 / 3, neither)) == ("never reached by either arm", NO_VERDICT)
@@ -571,7 +592,7 @@ def test_no_harm_is_held_against_the_bar_that_is_asked_for(low, high, status):
     """That 0.97, its own, lies in the interval says nothing of another bar."""
     pairs = tuple(low + (high - low) * each / 4 for each in range(5))
     ratio = Ratio((low + high) / 2, low, high, 5, pairs)
-    row = RatioRow("do_no_harm", "strong_plan", "strong", "S", ratio, non_inferiority(ratio))
+    row = RatioRow("do_no_harm", "strong_plan", "strong", "equivalent", ratio, non_inferiority(ratio))
     made = comparison()
     (found,) = [
         each for each in of_comparison("x", replace(made, ratios=(row,))).findings if each.measure == "do_no_harm"
@@ -588,7 +609,7 @@ def test_what_keeps_a_time_from_a_verdict_is_said():
     verdict = Verdict("no verdict", "no A/A control of 5 pairs (3 ran), so 2.00x may be noise")
     rows = tuple(replace(row, verdict=verdict) for row in of.target_rows)
     run = of_comparison("gpu", replace(of, target_rows=rows))
-    for arm in ("paper", "plan_S"):
+    for arm in ("paper", "equivalent_plan"):
         found = judged([run], "table I", "time_to_target", arm)
         assert {(each.status, each.why) for each in found} == {(NO_VERDICT, verdict.sentence)}
     (holds,) = judged([of_comparison("gpu", comparison(paper=1.274))], "table I", "throughput")
@@ -627,8 +648,8 @@ def test_a_component_is_judged_alone_and_not_in_the_plan():
 
 def test_an_ablation_is_shown_with_its_interactions_the_whole_and_what_is_told_from_nothing(tmp_path):
     made = ablation(1.3)
-    apart = ChangeEffect("precision", "interaction", "throughput", "S", around(0.9), GAIN)
-    whole = RatioRow("throughput", "plan", "reference", "S", around(1.2), GAIN)
+    apart = ChangeEffect("precision", "interaction", "throughput", "equivalent", around(0.9), GAIN)
+    whole = RatioRow("throughput", "plan", "reference", "equivalent", around(1.2), GAIN)
     control = RatioRow("throughput", "unchanged_again", "unchanged", "", around(0.95), GAIN)
     arms = [AblatedArm("plan", "the plan", ("precision",)), AblatedArm("unchanged", "the loop, nothing changed", ())]
     made = replace(
@@ -656,7 +677,9 @@ def test_less_time_is_judged_by_the_time_to_the_target_where_it_is_known(speed, 
     """The throughput says something else here, as it may where a change is of the training."""
     claim = next(each for each in CLAIMS if each.says == "mixed precision: 9.4% less time")
     seconds = {"arm_s": (85.0 / speed,) * 5, "against_s": (85.0,) * 5}
-    row = TargetRow(target, "plan", "unchanged", "S", False, around(speed), "", 5, 5, 5, 0, **seconds, verdict=GAIN)
+    row = TargetRow(
+        target, "plan", "unchanged", "equivalent", False, around(speed), "", 5, 5, 5, 0, **seconds, verdict=GAIN
+    )
     wanted = replace(ablation(2.0 if status is FAIL else 0.5), times=(ChangeTime("precision", "alone", row),))
     run = of_ablation("a", wanted)
     (found,) = judge([run])[claim]
@@ -671,7 +694,7 @@ def test_less_time_is_judged_by_throughput_only_where_that_is_said():
     claim = next(each for each in CLAIMS if each.says == "mixed precision: 9.4% less time")
     never_s = {"arm_s": (math.inf,) * 5, "against_s": (math.inf,) * 5}
     neither = ("never reached by either arm", 0, 0, 5, 0)
-    never = TargetRow(0.85, "plan", "unchanged", "S", False, None, *neither, **never_s, verdict=GAIN)
+    never = TargetRow(0.85, "plan", "unchanged", "equivalent", False, None, *neither, **never_s, verdict=GAIN)
     for times in ((), (ChangeTime("precision", "alone", never),)):
         (found,) = judge([of_ablation("a", replace(ablation(1.3), times=times))])[claim]
         assert (found.status, found.finding.measure) == (PASS, "component_throughput")
@@ -682,18 +705,20 @@ def test_less_time_is_judged_by_throughput_only_where_that_is_said():
 def test_a_change_with_which_a_target_is_never_reached_is_not_judged_by_throughput():
     claim = next(each for each in CLAIMS if each.says == "mixed precision: 9.4% less time")
     seconds = {"arm_s": (math.inf,) * 5, "against_s": (85.0,) * 5}
-    lost = TargetRow(0.85, "plan", "unchanged", "S", False, None, "never reached", 0, 5, 5, 0, **seconds, verdict=GAIN)
+    lost = TargetRow(
+        0.85, "plan", "unchanged", "equivalent", False, None, "never reached", 0, 5, 5, 0, **seconds, verdict=GAIN
+    )
     (found,) = judge([of_ablation("a", replace(ablation(1.3), times=(ChangeTime("precision", "alone", lost),)))])[claim]
     assert (found.status, found.finding.measure, found.why) == (NO_VERDICT, "component_time", "never reached")
 
 
 def test_a_change_of_training_is_not_judged_by_throughput():
-    """A row may teach less of it: of tier F no seconds a row stand for those to a target."""
+    """A row may teach less of it: tuned no seconds a row stand for those to a target."""
     claim = next(each for each in CLAIMS if each.says == "schedule: 4.9% less time")
     never_s = {"arm_s": (math.inf,) * 5, "against_s": (math.inf,) * 5}
     neither = ("never reached by either arm", 0, 0, 5, 0)
-    never = TargetRow(0.85, "plan", "unchanged", "F", False, None, *neither, **never_s, verdict=GAIN)
-    made = replace(ablation(), effects=(ChangeEffect("schedule", "alone", "throughput", "F", around(1.3), GAIN),))
+    never = TargetRow(0.85, "plan", "unchanged", "tuned", False, None, *neither, **never_s, verdict=GAIN)
+    made = replace(ablation(), effects=(ChangeEffect("schedule", "alone", "throughput", "tuned", around(1.3), GAIN),))
     assert judge([of_ablation("a", made)])[claim] == ()
     (found,) = judge([of_ablation("a", replace(made, times=(ChangeTime("schedule", "alone", never),)))])[claim]
     assert (found.status, found.finding.measure) == (NO_VERDICT, "component_time")
@@ -709,11 +734,11 @@ def test_the_page_says_what_the_papers_recipe_leaves_out(tmp_path):
 
 
 def test_a_share_of_the_gain_is_held_against_its_claim(tmp_path):
-    """By phase and bound as the plan of tier S was clocked, by third as every arm's races ran."""
+    """By phase and bound as the equivalent plan was clocked, by third as every arm's races ran."""
     shares = around(0.35), around(0.1)
     thirds = [
-        ThirdRow("early", name, "reference", tier, None, None, None, saved=share)
-        for (name, tier), share in zip((("paper", ""), ("plan_S", "S")), shares, strict=True)
+        ThirdRow("early", name, "reference", plan_kind, None, None, None, saved=share)
+        for (name, plan_kind), share in zip((("paper", ""), ("equivalent_plan", "equivalent")), shares, strict=True)
     ]
     clocked = {"data": 0.1, "forward": 1.0, "backward": 2.0}, {"data": 0.1, "forward": 0.8, "backward": 1.2}
     theirs, ours = (
@@ -729,12 +754,12 @@ def test_a_share_of_the_gain_is_held_against_its_claim(tmp_path):
     gain = TimedGain("cifar10_resnet50", theirs, ours, "", device)
     run = of_comparison("runs/a", replace(comparison(environment=GPU), thirds=tuple(thirds), gain=gain))
     found = {(each.arm, each.part): each for each in run.findings if each.measure == "gain_share"}
-    assert found["plan_S", "backward"].figure.mean == pytest.approx(0.8)
-    assert found["plan_S", "backward"].figure.n == len(NOISE)
+    assert found["equivalent_plan", "backward"].figure.mean == pytest.approx(0.8)
+    assert found["equivalent_plan", "backward"].figure.n == len(NOISE)
     assert {part for arm, part in found if arm == "paper"} == {"early"}
     (early,) = [claim for claim in CLAIMS if claim.part == ("early",)]
     by_arm = {each.finding.arm: each.status for each in judge([run])[early]}
-    assert by_arm == {"paper": PASS, "plan_S": FAIL}
+    assert by_arm == {"paper": PASS, "equivalent_plan": FAIL}
     even = tuple(replace(each, saved=Ratio(0.34, 0.30, 0.38, 5, (0.34,) * 5)) for each in thirds)
     shown = judge([of_comparison("runs/a", replace(comparison(environment=GPU), thirds=even))])[early]
     assert {(each.status, each.why) for each in shown} == {(NO_VERDICT, "the interval holds a third")}
@@ -749,9 +774,9 @@ def test_shares_stand_beside_what_the_paper_claims_of_such_a_model():
         ("cifar10_resnet50", "early", "35%", "35% of the gain early in training"),
         ("wikitext2_gpt2", "backward", "28%", "28% of the gain in the backward"),
     ):
-        early = ThirdRow("early", "plan_S", "reference", "S", None, None, None, saved=around(0.4))
+        early = ThirdRow("early", "equivalent_plan", "reference", "equivalent", None, None, None, saved=around(0.4))
         run = of_comparison("a", replace(comparison(task), gain=gain(task), thirds=(early,)))
-        told = {row[0]: row[1] for row in gain_table(run, "S").rows}
+        told = {row[0]: row[1] for row in gain_table(run, "equivalent").rows}
         assert {"early", "backward"} <= told.keys()
         assert {name: claim for name, claim in told.items() if claim} == {part: claimed}
         rows = claim_table(judge([run]), "", [run], whole=False).rows
@@ -816,7 +841,7 @@ def test_of_a_slower_plan_no_phase_has_a_share(tmp_path):
 
 
 def test_thirds_of_a_phase_table_are_read(tmp_path):
-    third = ThirdRow("early", "plan_S", "reference", "S", None, None, None, saved=around(0.4))
+    third = ThirdRow("early", "equivalent_plan", "reference", "equivalent", None, None, None, saved=around(0.4))
     (tmp_path / "phases.json").write_text(to_json(replace(phase_page(), thirds=((third,),))))
     assert "early" in {each.part for each in read_runs([tmp_path])[0].findings}
 
@@ -924,15 +949,19 @@ def test_races_that_ran_at_several_states_of_the_sources_are_told_of_all(folder)
 
 def test_a_plan_for_a_longer_run_is_said_where_planning_is_counted(folder):
     settings = folder / "compared" / "settings.json"
-    settings.write_text(json.dumps({"planned_rows": "4096000", "budget_rows": "40960"}))
+    settings.write_text(json.dumps({"planned_samples": "4096000", "budget_samples": "40960"}))
     (run,) = read_runs([folder / "compared"])
     page = write_evaluation([run], folder / "out", "x")["md"].read_text()
     said = "planning counted (planned as a run of 100 times the rows)"
     assert f"| Time to 85% accuracy, {said} | -26.2% |" in page
     assert f"1: cifar10_resnet50, {said}" in page
-    settings.write_text(json.dumps({"planned_rows": "None", "budget_rows": "40960"}))
+    settings.write_text(json.dumps({"planned_samples": "None", "budget_samples": "40960"}))
     assert read_runs([folder / "compared"])[0].planned == ""
-    for damaged in ("{", '{"planned_rows": "x", "budget_rows": "1"}', '{"planned_rows": "1", "budget_rows": "0"}'):
+    for damaged in (
+        "{",
+        '{"planned_samples": "x", "budget_samples": "1"}',
+        '{"planned_samples": "1", "budget_samples": "0"}',
+    ):
         settings.write_text(damaged)
         with raises(FormatError, code="settings.damaged" if damaged == "{" else "format.invalid"):
             read_runs([folder / "compared"])
@@ -1100,7 +1129,7 @@ def test_joules_of_one_rank_are_not_held_against_the_rows_of_all():
 def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):
     absent = of_comparison("a", comparison())
     counted_by = "measured (rapl package-0); includes 20 W of idle power"
-    found = Finding("energy", "plan_S", "reference", "S", value=2.0, figure=around(0.8))
+    found = Finding("energy", "equivalent_plan", "reference", "equivalent", value=2.0, figure=around(0.8))
     metered = replace(absent, findings=(found,), meter=counted_by)
     ends = {"energy_j": 40.0, "energy_s": 1.0, "energy": "estimated"}
     given = of_record("r", replace(recorded(), end=End("closed", ends)))
@@ -1121,17 +1150,25 @@ def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):
 def test_joules_of_a_batch_are_told_as_those_of_a_row_and_against_whom(tmp_path):
     made = comparison()
     arms = tuple(replace(each, joules=(16.0,) * 5) for each in made.arms)
-    energy = [RatioRow("energy", "plan_S", against, "S", around(0.8), GAIN) for against in ("reference", "paper")]
+    energy = [
+        RatioRow("energy", "equivalent_plan", against, "equivalent", around(0.8), GAIN)
+        for against in ("reference", "paper")
+    ]
     given = {"arms": arms, "ratios": tuple(energy), "meter": MeterFacts(Provenance.MEASURED, ("nvml gpu 0",))}
     for ranks, each in ((1, 2.0), (2, 1.0)):
-        metered = of_comparison("a", replace(made, plans={"S": Plan.fixed(8)}, num_ranks=ranks, **given))
+        metered = of_comparison("a", replace(made, plans={"equivalent": Plan.fixed(8)}, num_ranks=ranks, **given))
         of = [found for found in metered.findings if found.measure == "energy"]
         assert [(found.value, found.baseline) for found in of] == [(each, each)] * 2
-    uneven = replace(made, plans={"S": Plan.fixed(3)}, num_ranks=3, batch_rows=8, **given)  # of 3, 3 and 2 rows
+    uneven = replace(
+        made, plans={"equivalent": Plan.fixed(3)}, num_ranks=3, batch_size=8, **given
+    )  # of 3, 3 and 2 rows
     assert {found.value for found in of_comparison("a", uneven).findings if found.measure == "energy"} == {2.0}
     page = write_evaluation([metered], tmp_path, "x")["md"].read_text()
     shown = [line.split(" | ")[1:5] for line in page.splitlines() if "nvml gpu 0" in line]
-    assert [line[0] for line in shown] == ["label of plan_S", "label of plan_S, against label of paper"]
+    assert [line[0] for line in shown] == [
+        "label of equivalent_plan",
+        "label of equivalent_plan, against label of paper",
+    ]
     assert [line[2:] for line in shown] == [["1 J", "-20.00%"]] * 2
     unplanned = of_comparison("a", replace(made, **given))  # nothing says how many rows a batch has
     page = write_evaluation([unplanned], tmp_path, "x")["md"].read_text()
@@ -1169,8 +1206,8 @@ def test_of_another_gpu_ratios_are_compared_by_its_name_and_no_share_of_its_peak
 def test_of_an_arm_that_is_not_shown_to_be_faster_thirds_allow_no_verdict():
     """One that failed in some race has no verdict on its speed; shares by third are of the races that it survived."""
     thirds = tuple(
-        ThirdRow("early", name, "reference", tier, None, None, None, saved=around(0.1))
-        for name, tier in (("paper", ""), ("plan_S", "S"))
+        ThirdRow("early", name, "reference", plan_kind, None, None, None, saved=around(0.1))
+        for name, plan_kind in (("paper", ""), ("equivalent_plan", "equivalent"))
     )
     made = replace(comparison(), thirds=thirds)
     failed = Verdict(NO_VERDICT, "paper failed in 1 of 6 races")
@@ -1179,7 +1216,7 @@ def test_of_an_arm_that_is_not_shown_to_be_faster_thirds_allow_no_verdict():
     (early,) = [claim for claim in CLAIMS if claim.part == ("early",)]
     stands = {each.finding.arm: (each.status, each.why) for each in judge([run])[early]}
     assert stands["paper"] == (NO_VERDICT, "its races do not show that it is faster")
-    assert stands["plan_S"][0] == FAIL
+    assert stands["equivalent_plan"][0] == FAIL
 
 
 def test_a_perplexity_that_rises_is_told_as_a_rise(tmp_path):
@@ -1209,9 +1246,9 @@ def test_a_record_is_no_ratio():
 
 
 def test_the_record_of_an_arm_of_a_race_has_the_speed_of_its_laps():
-    run = of_record("r", race_records.record(blocks=[(10, 1.0), (20, 2.0)], name="plan_S"))
+    run = of_record("r", race_records.record(blocks=[(10, 1.0), (20, 2.0)], name="equivalent_plan"))
     assert [each.value for each in run.findings if each.measure == "throughput"] == pytest.approx([10.0])
-    assert run.headline.sentence == "plan_S, seed 0: 30 rows of a race, ended: budget"
+    assert run.headline.sentence == "equivalent_plan, seed 0: 30 rows of a race, ended: budget"
 
 
 def test_the_command_writes_the_page_of_several_runs(folder, capsys):

@@ -121,9 +121,9 @@ def test_cifar10_task_data(cifar10, monkeypatch):
     monkeypatch.setattr("benchmarks.paper.cifar10.cifar10", lambda: cifar10)
     task = load_task("cifar10_resnet")
     data = task.load_data()
-    assert data.num_rows == 50_000
+    assert data.num_samples == 50_000
     assert sum(len(batch[1]) for batch in data.held_out) == 2_000
-    images, labels = next(data.batches(0, task.batch_rows))
+    images, labels = next(data.batches(0, task.batch_size))
     assert images.shape == (128, 3, 32, 32)
     assert images.dtype == torch.float32
     assert labels.dtype == torch.int64
@@ -236,7 +236,7 @@ def test_wikitext2_task_data(wikitext2, monkeypatch):
     task = load_task("wikitext2_gpt")
     data = task.load_data()
     assert data.columns[0].shape == (156, 129)
-    assert sum(len(batch[0]) for batch in data.held_out) * task.terms_per_row == 8_192
+    assert sum(len(batch[0]) for batch in data.held_out) * task.terms_per_sample == 8_192
     assert data.source.origin == "../shared/data"
     assert "word-level version" in data.source.name
     found = task.loss_fn(task.make_model(), (data.columns[0][:1],))

@@ -223,8 +223,10 @@ def test_the_compact_record_has_the_goals_and_the_figures_without_their_pairs():
         assert all(run["environment"]["torch"] and run["sentence"] and run["figures"] for run in each["runs"])
     (run,) = (run for run in found["evaluation-h200-x1"]["runs"] if run["name"] == "gpt2-timed")
     report = json.loads((ROOT / "runs/evaluations/evaluation-h200-x1/gpt2-timed/report.json").read_text())
-    (ratio,) = (row["ratio"] for row in report["ratios"] if (row["metric"], row["arm"]) == ("throughput", "plan_S"))
-    (row,) = (row for row in run["figures"]["throughput_ratio"] if row["arm"] == "plan_S")
+    (ratio,) = (
+        row["ratio"] for row in report["ratios"] if (row["metric"], row["arm"]) == ("throughput", "equivalent_plan")
+    )
+    (row,) = (row for row in run["figures"]["throughput_ratio"] if row["arm"] == "equivalent_plan")
     assert row["low"] == pytest.approx(ratio["low"], rel=1e-4)
     assert "pairs" not in row
     assert json.loads(evaluation_record.text_of(found)) == found

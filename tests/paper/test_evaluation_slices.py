@@ -129,7 +129,7 @@ def step_of_p0(kind: str) -> tuple[float, float]:
 def test_times_that_are_asked_for_are_in_reach_of_their_slices(listed, goals):
     """In long slices a reference trains, by its speed, for as many times what planning and two minutes take.
 
-    Two minutes: of what tier F tries, and of its training. In nine minutes there is a bound.
+    Two minutes: of what the tuned plan tries, and of its training. In nine minutes there is a bound.
     """
     from benchmarks.paper import evaluation_gpu_tasks as timed
 
@@ -143,11 +143,11 @@ def test_times_that_are_asked_for_are_in_reach_of_their_slices(listed, goals):
         assert caps["--cap"] >= 60
         if not goal.of_value:
             step_s, planning_s = step_of_p0(goal.run.partition("-")[0])
-            trains_s = min(caps["--reference-cap"], task.budget_rows / task.batch_rows * step_s)
+            trains_s = min(caps["--reference-cap"], task.budget_samples / task.batch_size * step_s)
             assert trains_s * goal.bar >= planning_s + 120
     for task, per_s, every_s in ((timed.gpt2_timed, 370e3 / 1024, 5), (timed.resnet50_timed, 15e3, 4)):
-        assert task.eval_every_rows / per_s < every_s
-        assert task.budget_rows % task.eval_every_rows == task.adapted_rows % task.eval_every_rows == 0
+        assert task.eval_every_samples / per_s < every_s
+        assert task.budget_samples % task.eval_every_samples == task.adapted_samples % task.eval_every_samples == 0
 
 
 # Running.
@@ -480,8 +480,8 @@ def test_plans_that_are_written_by_hand_are_there_and_fit_their_tasks(evaluation
 def test_each_block_of_a_plan_at_the_papers_size_is_run_twice(kind):
     """On a model of as many blocks, whose segments reach over stages; in fp32, which a processor has."""
     plan = read_json(Plan, ROOT / "benchmarks" / "paper" / "plans" / f"paper-{kind}.json")
-    rows = plan.batch_rows // plan.micro_batch.value * 2
-    kept = {"batch_rows": rows, "micro_batch": replace(plan.micro_batch, value=2), "precision": Plan.fixed(1).precision}
+    rows = plan.batch_size // plan.micro_batch.value * 2
+    kept = {"batch_size": rows, "micro_batch": replace(plan.micro_batch, value=2), "precision": Plan.fixed(1).precision}
     images, tokens = torch.randn(rows, 3, 8, 8), torch.randint(16, (rows, 8))
     if kind == "gpt2":
         model = GPT(GPTShape(vocab_size=16, context=8, num_layers=12, num_heads=2, width=8))
@@ -577,7 +577,7 @@ def test_a_time_is_told_as_speed_and_a_bound_counts(goals, tmp_path):
     from measured_runs import GAIN, around, comparison
 
     of = comparison()
-    row = replace(of.target_rows[-1], arm="plan_F", tier="F", ratio=around(5.0), verdict=GAIN)
+    row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", ratio=around(5.0), verdict=GAIN)
     says = "cifar: F 3x P0 to the target, search charged"
 
     def at(**changes):
@@ -604,7 +604,7 @@ def test_a_bound_counts_where_a_harder_rung_was_never_reached(goals, tmp_path):
     from measured_runs import GAIN, around, comparison
 
     of = comparison("wikitext2_gpt2_timed")
-    row = replace(of.target_rows[-1], arm="plan_F", tier="F", verdict=GAIN)
+    row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", verdict=GAIN)
     rows = (
         replace(row, target=100.0, ratio=around(20.0)),
         replace(row, target=60.0, ratio=None, bound=">= 31.00x"),
@@ -619,7 +619,7 @@ def test_seconds_of_an_arm_are_held_against_a_bar_whether_or_not_another_arrives
     from measured_runs import comparison
 
     of = comparison("cifar10_resnet50")
-    row = replace(of.target_rows[-1], arm="plan_F", tier="F", target=0.85, ratio=None, bound=">= 2x")
+    row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", target=0.85, ratio=None, bound=">= 2x")
     open_row = replace(row, verdict=replace(row.verdict, kind="no verdict"))
     says = "ResNet-50 3x3: F 85% in 60 s, planning counted"
 
@@ -638,8 +638,10 @@ def test_what_a_plan_for_the_tuned_loop_holds_is_over_that_loop(goals, tmp_path)
     from measured_runs import GAIN, arm, comparison
 
     of = comparison("wikitext2_gpt2")
-    arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "S"))
-    row = replace(of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", tier="S", verdict=GAIN)
+    arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "equivalent"))
+    row = replace(
+        of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", plan_kind="equivalent", verdict=GAIN
+    )
     run = of_comparison("gpt2-half", replace(of, arms=arms, ratios=(*of.ratios, row)))
     assert stands(goals, "GPT-2: half of P2's memory", tmp_path, {"gpt2-half": run}) == ("met", "0.400x")
     small = {"gpt2-small": run}
@@ -654,19 +656,21 @@ def test_figures_of_an_arm_that_failed_meet_no_goal(goals, tmp_path):
     arms = tuple(replace(each, terms_per_s=(400e3,) * 5) for each in of.arms)
     found = replace(of, arms=arms)
     assert stands(goals, says, tmp_path, {"gpt2-timed": of_comparison("x", found)})[0] == "met"
-    verdict = replace(of.ratios[2].verdict, kind="no verdict", sentence="plan_S failed in 1 of 6 races: 2.00x")
-    rows = tuple(replace(row, verdict=verdict) if row.arm == "plan_S" else row for row in of.ratios)
+    verdict = replace(of.ratios[2].verdict, kind="no verdict", sentence="equivalent_plan failed in 1 of 6 races: 2.00x")
+    rows = tuple(replace(row, verdict=verdict) if row.arm == "equivalent_plan" else row for row in of.ratios)
     status, figure = stands(goals, says, tmp_path, {"gpt2-timed": of_comparison("x", replace(found, ratios=rows))})
-    assert (status, figure) == ("not shown", "plan_S failed in 1 of 6 races: 2.00x")
+    assert (status, figure) == ("not shown", "equivalent_plan failed in 1 of 6 races: 2.00x")
 
 
 def test_bytes_of_a_plan_that_failed_meet_no_goal(goals, tmp_path):
     from measured_runs import arm, comparison
 
     of, said = comparison("wikitext2_gpt2"), "strong_plan failed in 1 of 6 races: the figure is of what ran"
-    arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "S"))
+    arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "equivalent"))
     verdict = replace(of.ratios[0].verdict, kind="no verdict", sentence=said)
-    row = replace(of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", tier="S", verdict=verdict)
+    row = replace(
+        of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", plan_kind="equivalent", verdict=verdict
+    )
     run = of_comparison("gpt2-small", replace(of, arms=arms, ratios=(row,)))
     assert stands(goals, "GPT-2: within 4.5 GB", tmp_path, {"gpt2-small": run}) == ("not shown", said)
 
@@ -706,7 +710,9 @@ def test_a_gain_on_an_easier_target_is_not_shown_where_the_reference_came_furthe
     from measured_runs import GAIN, around, comparison
 
     of = comparison()
-    easy = replace(of.target_rows[-1], arm="plan_F", tier="F", charged=True, ratio=around(5.0), verdict=GAIN)
+    easy = replace(
+        of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", charged=True, ratio=around(5.0), verdict=GAIN
+    )
     never = {"arm_s": (math.inf,) * 5, "against_s": (80.0,) * 5, "reached_arm": 0}
     hard = replace(easy, target=0.9, ratio=None, bound="never reached", **never)
 
@@ -825,7 +831,7 @@ def test_every_task_that_the_evaluation_races_on_two_cores_is_known_beside_the_p
     known = {*IMAGES.tasks, *IMAGES.smaller, *TOKENS.tasks, *TOKENS.smaller}
     raced = {each.command[1] for each in listed.slices("cpu") if each.command[0] in ("compare", "ablate", "scale")}
     tasks = {task.replace(listed.TASKS, str(ROOT / "benchmarks" / "paper" / "evaluation_tasks.py")) for task in raced}
-    # Of no claim: steps that are short enough for all that tier F races, and little data, gone over again and again.
+    # Of no claim: steps that are short enough for all that a tuned plan tries, and little data for many epochs.
     of_no_claim = {"digits_resnet", "repeated_gpt"}
     assert {load_task(task).name for task in tasks} <= known | of_no_claim
     assert len(tasks) > 5

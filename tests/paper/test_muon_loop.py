@@ -19,7 +19,7 @@ from trimtab.experiments.baselines.strong import StrongLoop, factor_at
 from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
 from trimtab.tasks import StrongRecipe
 
-STRONG = StrongRecipe(sgd(), "fp32", channels_last=False, budget_rows=800)
+STRONG = StrongRecipe(sgd(), "fp32", channels_last=False, budget_samples=800)
 
 
 def test_a_recipe_names_its_decay():
@@ -76,7 +76,7 @@ def test_p3_is_p2_with_another_optimizer():
     factor = warmup_linear(ROWS * 10 / 800, 0.1, 0.01)
     assert muons["lr"] == pytest.approx(MUON_RATE * factor)
     assert rest["lr"] == pytest.approx(1e-2 * factor)
-    assert (loop.precision, loop.recipe.budget_rows) == ("fp32", 800)
+    assert (loop.precision, loop.recipe.budget_samples) == ("fp32", 800)
     assert not torch.equal(weights(loop.model), weights(StrongLoop(task, CPU).model))
     loop.close()
 

@@ -46,7 +46,7 @@ def step_flops(task: Task, rows: int) -> int:
 def test_parameters_and_flop_are_those_the_tasks_state(name):
     task, (parameters, flops) = load_task(name), EXPECTED[name]
     assert sum(p.numel() for p in on_meta(task).parameters()) == parameters
-    assert step_flops(task, 2) / 2 / task.terms_per_row == pytest.approx(flops, rel=1e-3)
+    assert step_flops(task, 2) / 2 / task.terms_per_sample == pytest.approx(flops, rel=1e-3)
 
 
 def test_the_flop_convention_by_hand():

@@ -24,7 +24,7 @@ def test_a_plan_for_an_absent_gpu_needs_no_data(tmp_path, task, precision):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     plan = json.loads(done.stdout)
-    assert plan["elsewhere"].startswith("H100")
+    assert plan["target_device"].startswith("H100")
     assert plan["precision"]["value"] == precision
     is_sooner = plan["predicted"]["step_s"] < plan["baseline"]["step_s"]
     assert is_sooner == (precision != "fp32")

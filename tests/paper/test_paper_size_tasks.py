@@ -30,7 +30,7 @@ def test_both_sizes_share_their_code(small, large):
 
 
 def test_the_papers_batches():
-    assert [load_task(name).batch_rows for name in PAPER_SIZE] == [128, 128, 32]
+    assert [load_task(name).batch_size for name in PAPER_SIZE] == [128, 128, 32]
 
 
 @pytest.mark.parametrize("name", PAPER_SIZE)
@@ -110,8 +110,8 @@ def test_evaluations_fall_on_whole_epochs():
     """Of whole batches, of which an epoch drops its ragged tail."""
     for name, epochs in (("cifar10_resnet50", 2), ("wikitext2_gpt2", 3)):
         task = load_task(name)
-        per_epoch = task.load_data().num_rows // task.batch_rows * task.batch_rows
-        assert task.eval_every_rows == epochs * per_epoch
+        per_epoch = task.load_data().num_samples // task.batch_size * task.batch_size
+        assert task.eval_every_samples == epochs * per_epoch
 
 
 def counted_task() -> Task:
@@ -126,18 +126,18 @@ def counted_task() -> Task:
         load_data=lambda: data,
         metric=Metric("loss", False, lambda model, batches: math.nan),
         targets=(),
-        batch_rows=8,
-        budget_rows=64,
-        eval_every_rows=8,
+        batch_size=8,
+        budget_samples=64,
+        eval_every_samples=8,
     )
 
 
 def test_a_shortened_task_takes_fewer_rows_and_is_judged_by_fewer_batches():
     task = counted_task()
-    short = task.shortened(batch_rows=2, judged_batches=3)
-    assert (short.batch_rows, len(short.load_data().held_out)) == (2, 3)
-    assert (task.batch_rows, len(task.load_data().held_out)) == (8, 8)
+    short = task.shortened(batch_size=2, judged_batches=3)
+    assert (short.batch_size, len(short.load_data().held_out)) == (2, 3)
+    assert (task.batch_size, len(task.load_data().held_out)) == (8, 8)
     assert len(task.shortened().load_data().held_out) == 8
-    for wrong in ({"batch_rows": 0}, {"judged_batches": 0}):
+    for wrong in ({"batch_size": 0}, {"judged_batches": 0}):
         with pytest.raises(ValueGivenError):
             task.shortened(**wrong)

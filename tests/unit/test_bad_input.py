@@ -153,7 +153,7 @@ def test_adapting_refuses(loop, changes, error, field, given):
 
 def test_a_rule_that_only_measures_frees_nothing(loop):
     plan = loop.plan(batch_rule=trimtab.BatchRule("fixed"), num_blocks=3)
-    assert plan.tier == "S"
+    assert plan.plan_kind == "equivalent"
     assert "batch_policy" not in plan.changes
     with loop.start(plan=plan) as run:
         for _ in range(40):

@@ -19,7 +19,7 @@ from trimtab.core.plan import Plan
 # Values by hand: Plan.fixed, Budget, Objective, Reference.
 
 VALUES = [
-    *(("plan.batch_rows", value, lambda v: Plan.fixed(v)) for value in NO_COUNT),
+    *(("plan.batch_size", value, lambda v: Plan.fixed(v)) for value in NO_COUNT),
     *(
         ("plan.micro_batch", value, lambda v: Plan.fixed(8, v))
         for value in [9, *(v for v in NO_COUNT if v is not None)]
@@ -95,7 +95,7 @@ def assert_whole(plan: Plan) -> None:
     assert serialization.from_json(Plan, serialization.to_json(plan)) == plan
 
 
-@given(st.sampled_from(sorted(Plan.marks())), anything)
+@given(st.sampled_from(sorted(Plan.effects())), anything)
 @example("recompute", "")
 @example("recompute", "5")
 @example("recompute", "0-99999999999")
@@ -124,14 +124,14 @@ JSON = {
     "a list": ("[]", "Plan"),
     "null": ("null", "Plan"),
     "an unknown key": (damaged(micro=3), "Plan.micro"),
-    "a missing key": (without("batch_rows"), "Plan.batch_rows"),
+    "a missing key": (without("batch_size"), "Plan.batch_size"),
     "a newer schema": (damaged(schema=99), "plan.schema"),
-    "rows as text": (damaged(batch_rows="8"), "Plan.batch_rows"),
-    "rows missing a value": (damaged(batch_rows=None), "Plan.batch_rows"),
-    "negative rows": (damaged(batch_rows=-8), "plan.batch_rows"),
+    "rows as text": (damaged(batch_size="8"), "Plan.batch_size"),
+    "rows missing a value": (damaged(batch_size=None), "Plan.batch_size"),
+    "negative rows": (damaged(batch_size=-8), "plan.batch_size"),
     "a bare value": (damaged(micro_batch=4), "Plan.micro_batch"),
     "a micro-batch above the batch": (damaged(micro_batch=CHOICE | {"value": 9}), "plan.micro_batch"),
-    "a mark of its own": (damaged(micro_batch=CHOICE | {"mark": "free"}), "Plan.micro_batch.mark"),
+    "a mark of its own": (damaged(micro_batch=CHOICE | {"effect": "free"}), "Plan.micro_batch.effect"),
     "a choice without reason": (damaged(micro_batch={"value": 4}), "Plan.micro_batch.reason"),
     "an infinite rate": (damaged(learning_rate_scale=CHOICE | {"value": "inf"}), "plan.learning_rate_scale"),
 }

@@ -178,7 +178,7 @@ def test_a_profile_is_printed_and_written_and_a_plan_decided_from_it(trimtab, tm
     assert "(A/A control)" in done.out
     assert "splitting the batch keeps the gradient: " in done.out
     profile = read_json(Profile, tmp_path / "profile.json")
-    assert profile.loop.batch_rows == 32
+    assert profile.loop.batch_size == 32
     plan = trimtab("plan", "profile.json")
     assert (plan.code, plan.err) == (0, "")
     assert plan.out.startswith("Change ")
@@ -202,7 +202,7 @@ def test_a_plan_for_a_task(trimtab):
     assert "baseline: declared fp32 eager loop, 32 samples per step" in done.out
     found = trimtab("plan", "tiny:task", "--adapt", "learning-rate", "--json")
     assert found.err == ""
-    assert from_json(Plan, found.out).tier == "F"
+    assert from_json(Plan, found.out).plan_kind == "tuned"
     assert found.json["schedule"]["value"] == "warmup_cosine"
 
 
@@ -248,10 +248,10 @@ def test_a_plan_of_ranks_that_are_not_here(trimtab):
     assert (there.code, there.err) == (0, "")
     assert "a rank at each ZeRO stage, predicted:" in there.out
     made = read_json(Plan, Path("plan.json"))
-    assert made.elsewhere == "4 ranks of H100 SXM, over nvlink:H100"
+    assert made.target_device == "4 ranks of H100 SXM, over nvlink:H100"
     assert (made.num_ranks, made.zero_stage.value, made.measured) == (4, 0, None)
     over = from_json(Plan, trimtab("plan", *of, "--link", "2 x nvlink + ib", "--json").out)
-    assert over.elsewhere == "4 ranks of H100 SXM, over 2 x nvlink:H100 + ib:NDR"
+    assert over.target_device == "4 ranks of H100 SXM, over 2 x nvlink:H100 + ib:NDR"
     assert made.predicted is not None
     tight = f"{made.predicted.peak_bytes - 1}B"
     less = from_json(Plan, trimtab("plan", *of, "--link", "ib", "--memory", tight, "--json").out)
@@ -279,7 +279,7 @@ def test_ranks_of_this_machines_device_are_joined_by_its_own_link(trimtab, monke
     monkeypatch.setattr(machine, "cpu_name", lambda: "NVIDIA H100 80GB HBM3")
     here = trimtab("plan", "tiny.py:task", "--ranks", "4", "--link", link, "--json")
     assert here.code == 0, here.err
-    assert from_json(Plan, here.out).elsewhere == f"4 ranks of NVIDIA H100 80GB HBM3, over {name}"
+    assert from_json(Plan, here.out).target_device == f"4 ranks of NVIDIA H100 80GB HBM3, over {name}"
 
 
 def test_joules_of_several_ranks_are_refused_before_anything_is_measured(trimtab):
@@ -505,7 +505,7 @@ def test_training_through_a_plan_file_with_a_record(trimtab, tmp_path):
     explained(trimtab(*arguments), "record.exists", "run.jsonl")
 
 
-PLAN = {"batch_rows": 32, "micro_batch": {"value": 8, "reason": "set by hand"}}
+PLAN = {"batch_size": 32, "micro_batch": {"value": 8, "reason": "set by hand"}}
 
 
 def test_training_as_json_is_a_function_of_the_seed(trimtab):
@@ -521,7 +521,7 @@ def test_training_as_json_is_a_function_of_the_seed(trimtab):
 
 
 def test_training_a_few_rows_a_step_judged_by_a_few_batches(trimtab):
-    done = trimtab("train", "tiny:task", "--rows", 8, "--judged", 1, "--steps", 2, "--json")
+    done = trimtab("train", "tiny:task", "--batch-size", 8, "--judged", 1, "--steps", 2, "--json")
     assert done.json["rows"] == 16
     assert done.json["data_on"].startswith("host: trained on the processor")
 
@@ -634,7 +634,7 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     budget = ("--quick", "--adapt", "none", "--memory", "1GiB", "--out", "out")
     explained(trimtab("compare", "tiny:task", *budget), "folder.settings_differ", "budget")
 
-    assert set(saved.memory) == {"reference", "plan_S"}
+    assert set(saved.memory) == {"reference", "equivalent_plan"}
     assert saved.memory["reference"].peak_bytes > 0
 
     again = trimtab("report", "out", "--out", "elsewhere")
@@ -683,9 +683,9 @@ def test_a_comparison_says_where_its_joules_are_from(trimtab, tmp_path, given, s
     for is_charged in (False, True):
         assert any(row.arm_j for row in saved.target_rows if row.charged is is_charged) == bool(given)
     assert {row.get("planning_j", 0) > 0 for row in done.json["rows"] if row["metric"] == "planning_s"} == {bool(given)}
-    assert bool(re.search(r"Planning took \S+ k?J for tier S", (tmp_path / "out" / "report.md").read_text())) == bool(
-        given
-    )
+    assert bool(
+        re.search(r"Planning took \S+ k?J for the equivalent plan", (tmp_path / "out" / "report.md").read_text())
+    ) == bool(given)
 
 
 def test_a_plan_that_was_made_before_is_raced(trimtab, tmp_path):
@@ -693,7 +693,7 @@ def test_a_plan_that_was_made_before_is_raced(trimtab, tmp_path):
     done = trimtab("compare", "tiny.py:task", "--quick", "--pairs", 1, "--plan", "mine.json", "--out", "given")
     assert (done.code, done.err) == (0, "")
     saved = read_json(Comparison, tmp_path / "given" / "report.json")
-    assert saved.plans == {"S": Plan.fixed(32, micro_batch=8)}
+    assert saved.plans == {"equivalent": Plan.fixed(32, micro_batch=8)}
     (tmp_path / "freed.json").write_text(to_json(Plan.fixed(32, learning_rate_scale=2.0)))
     explained(
         trimtab("compare", "tiny.py:task", "--plan", "freed.json", "--out", "no"),
@@ -753,7 +753,7 @@ def test_phases_of_what_cannot_be_told_are_refused(trimtab, tmp_path):
     explained(
         trimtab("phases", "tiny:task", "--plan", "mine.json", "--memory", "1GiB"), "option.conflict", "--memory 1GiB"
     )
-    explained(trimtab("phases", "mine.json"), "json.schema", "phaseresult.schema", "13")
+    explained(trimtab("phases", "mine.json"), "json.schema", "phaseresult.schema", "14")
     explained(trimtab("phases", "tiny:task", "--out", "no/where.json"), "folder.missing", "--out no/where.json")
     quick = ("--quick", "--pairs", 1, "--plan", "mine.json", "--out", "out")
     assert trimtab("compare", "tiny.py:task", *quick).code == 0
@@ -851,7 +851,11 @@ ERRORS = [
     (("plan", "damaged.json"), "json.invalid", ()),
     (("train", "tiny:task", "--plan", "absent.json"), "file.unreadable", ("absent.json", "Plan")),
     (("train", "tiny:task", "--plan", "other.json"), "plan.batch_differs", ("got 64", "expected 32")),
-    (("train", "tiny:task", "--plan", "plan.json", "--rows", "8"), "plan.batch_differs", ("got 32", "expected 8")),
+    (
+        ("train", "tiny:task", "--plan", "plan.json", "--batch-size", "8"),
+        "plan.batch_differs",
+        ("got 32", "expected 8"),
+    ),
     (("compare", "tiny:task", "--against", "fast"), "value.invalid", ("'fast'", "strict, paper, strong, muon")),
     (("compare", "tiny:task", "--against", "muon"), "recipe.missing", ("tiny", "muon")),
     (("compare", "tiny:task", "--against", "strict", "--no-peers"), "option.conflict", ("--against", "--no-peers")),
@@ -935,7 +939,7 @@ def test_an_error_is_one_line_without_a_traceback(trimtab, tmp_path, arguments, 
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "damaged.json").write_text("{")
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    (tmp_path / "other.json").write_text(json.dumps(PLAN | {"batch_rows": 64}))
+    (tmp_path / "other.json").write_text(json.dumps(PLAN | {"batch_size": 64}))
     (tmp_path / "freed.json").write_text(to_json(Plan.fixed(32, learning_rate_scale=2.0)))
     explained(trimtab(*arguments), code, *words)
 
@@ -1069,7 +1073,7 @@ def test_a_process_prints_its_result_and_nothing_else(tmp_path):
     decided = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
     )
-    assert from_json(Plan, decided.stdout).batch_rows == 32
+    assert from_json(Plan, decided.stdout).batch_size == 32
     assert decided.stderr == "False False\n"  # a profile is decided without torch
 
 

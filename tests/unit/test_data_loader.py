@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trimtab.core.errors import TrimtabError, ValueGivenError
 
-NUM_ROWS, BATCH_ROWS = 60, 6
+NUM_ROWS, BATCH_SIZE = 60, 6
 loop = pytest.fixture(new_loop)
 
 
@@ -45,22 +45,22 @@ def seeded():
 
 
 def of_batches(sampler):
-    return DataLoader(Rows(), batch_sampler=BatchSampler(sampler, BATCH_ROWS, drop_last=False))
+    return DataLoader(Rows(), batch_sampler=BatchSampler(sampler, BATCH_SIZE, drop_last=False))
 
 
 def shuffled(**more):
-    return DataLoader(Rows(), BATCH_ROWS, shuffle=True, generator=seeded(), **more)
+    return DataLoader(Rows(), BATCH_SIZE, shuffle=True, generator=seeded(), **more)
 
 
 class OwnBatches(BatchSampler):
     """A batch sampler that shuffles by itself."""
 
     def __init__(self):
-        super().__init__(range(NUM_ROWS), BATCH_ROWS, drop_last=False)
+        super().__init__(range(NUM_ROWS), BATCH_SIZE, drop_last=False)
         self.generator = seeded()
 
     def __iter__(self):
-        return iter(torch.randperm(NUM_ROWS, generator=self.generator).reshape(-1, BATCH_ROWS).tolist())
+        return iter(torch.randperm(NUM_ROWS, generator=self.generator).reshape(-1, BATCH_SIZE).tolist())
 
 
 class OwnLoader:
@@ -71,7 +71,7 @@ class OwnLoader:
 
     def __iter__(self):
         indices = torch.randperm(NUM_ROWS, generator=self.generator)
-        return ({"x": rows.float()[:, None].repeat(1, 4), "y": rows % 3} for rows in indices.reshape(-1, BATCH_ROWS))
+        return ({"x": rows.float()[:, None].repeat(1, 4), "y": rows % 3} for rows in indices.reshape(-1, BATCH_SIZE))
 
 
 class OwnPlace:
@@ -82,8 +82,8 @@ class OwnPlace:
 
     def __iter__(self):
         while self.at < NUM_ROWS:
-            rows = torch.arange(self.at, self.at + BATCH_ROWS)
-            self.at += BATCH_ROWS
+            rows = torch.arange(self.at, self.at + BATCH_SIZE)
+            self.at += BATCH_SIZE
             yield {"x": rows.float()[:, None].repeat(1, 4), "y": rows % 3}
         self.at = 0
 
@@ -95,7 +95,7 @@ class OwnPlace:
 
 
 def stateful(**options):
-    return StatefulDataLoader(Rows(), BATCH_ROWS, shuffle=True, generator=seeded(), **options)
+    return StatefulDataLoader(Rows(), BATCH_SIZE, shuffle=True, generator=seeded(), **options)
 
 
 def told_where_to_go_on():
@@ -106,22 +106,22 @@ def told_where_to_go_on():
 
 
 def of_whole_batches():
-    made = list(DataLoader(Rows(), BATCH_ROWS))
+    made = list(DataLoader(Rows(), BATCH_SIZE))
     return DataLoader(made, batch_size=None, sampler=RandomSampler(made, generator=seeded()))
 
 
 LOADERS = {
     "the loader's generator": shuffled,
-    "torch's own": lambda: DataLoader(Rows(), BATCH_ROWS, shuffle=True),
-    "a sampler's": lambda: DataLoader(Rows(), BATCH_ROWS, sampler=RandomSampler(Rows(), generator=seeded())),
+    "torch's own": lambda: DataLoader(Rows(), BATCH_SIZE, shuffle=True),
+    "a sampler's": lambda: DataLoader(Rows(), BATCH_SIZE, sampler=RandomSampler(Rows(), generator=seeded())),
     "a batch sampler's": lambda: DataLoader(Rows(), batch_sampler=OwnBatches()),
     "one below a batch sampler": lambda: of_batches(SubsetRandomSampler(range(NUM_ROWS), generator=seeded())),
     "a sampler's of whole batches": of_whole_batches,
     "a loader of one's own": OwnLoader,
-    "one of one's own with a place": lambda: OwnPlace(2 * BATCH_ROWS),
+    "one of one's own with a place": lambda: OwnPlace(2 * BATCH_SIZE),
     "torchdata's": stateful,
     "torchdata's, told where to go on": told_where_to_go_on,
-    "no randomness": lambda: DataLoader(Rows(), BATCH_ROWS),
+    "no randomness": lambda: DataLoader(Rows(), BATCH_SIZE),
 }
 
 
@@ -186,11 +186,11 @@ class Endless:
         return self
 
     def __next__(self):
-        return {"x": torch.randn(BATCH_ROWS, 4, generator=self.generator), "y": torch.zeros(BATCH_ROWS).long()}
+        return {"x": torch.randn(BATCH_SIZE, 4, generator=self.generator), "y": torch.zeros(BATCH_SIZE).long()}
 
 
 def batches():
-    return [{"x": torch.full((BATCH_ROWS, 4), float(index)), "y": torch.zeros(BATCH_ROWS).long()} for index in range(9)]
+    return [{"x": torch.full((BATCH_SIZE, 4), float(index)), "y": torch.zeros(BATCH_SIZE).long()} for index in range(9)]
 
 
 class Once(IterableDataset):
@@ -240,11 +240,11 @@ ONE_SHOT = {
     "an iterator": Endless,
     "a generator": lambda: (each for each in batches()),
     "itertools.cycle": lambda: itertools.cycle(batches()),
-    "a dataset with an iterator": lambda: DataLoader(Once(), BATCH_ROWS),
+    "a dataset with an iterator": lambda: DataLoader(Once(), BATCH_SIZE),
     "a loader with a generator": Lines,
     "a loader with a queue": Prefetched,
     "a generator in a closure": shared_generator,
-    "an iterator of a loader": lambda: iter(DataLoader(Rows(), BATCH_ROWS)),
+    "an iterator of a loader": lambda: iter(DataLoader(Rows(), BATCH_SIZE)),
 }
 ITERATORS = {"an iterator", "a generator", "itertools.cycle", "an iterator of a loader"}
 
@@ -282,7 +282,7 @@ def from_file(path):
                 yield {"x": torch.full((4,), float(line)), "y": 0}
 
     path.write_text("".join(f"{index}\n" for index in range(NUM_ROWS)))
-    return DataLoader(Handle(), BATCH_ROWS)
+    return DataLoader(Handle(), BATCH_SIZE)
 
 
 class Augmented(Rows):
@@ -325,7 +325,7 @@ def counting_in_a_closure():
         epoch += 1
         return {"x": torch.stack([row["x"] for row in rows]) + epoch, "y": torch.tensor([row["y"] for row in rows])}
 
-    return DataLoader(Rows(), BATCH_ROWS, collate_fn=collate)
+    return DataLoader(Rows(), BATCH_SIZE, collate_fn=collate)
 
 
 SAID = 0
@@ -356,8 +356,8 @@ class WithSlots:
 
 
 STATEFUL = {
-    "a dataset's generators and counts": lambda path: DataLoader(Augmented(), BATCH_ROWS),
-    "a sampler's epoch": lambda path: DataLoader(Rows(), BATCH_ROWS, sampler=OfEpochs()),
+    "a dataset's generators and counts": lambda path: DataLoader(Augmented(), BATCH_SIZE),
+    "a sampler's epoch": lambda path: DataLoader(Rows(), BATCH_SIZE, sampler=OfEpochs()),
     "a closure": lambda path: counting_in_a_closure(),
     "a global": lambda path: OfGlobal(),
     "a slot": lambda path: WithSlots(),
@@ -389,7 +389,7 @@ def test_batches_that_come_from_elsewhere_are_noted(loop, tmp_path):
 
     class OfDescriptor:
         def __iter__(self):
-            while read := os.read(number, BATCH_ROWS):
+            while read := os.read(number, BATCH_SIZE):
                 yield {"x": torch.tensor(list(read)).float()[:, None].repeat(1, 4), "y": torch.zeros(len(read)).long()}
 
     try:
@@ -405,7 +405,7 @@ def test_a_loader_that_fails_is_noted_and_left_to_the_loop(loop):
         def __getitem__(self, index):
             raise OSError("the disk's own")
 
-    found = loop.profile(data=DataLoader(Failing(), BATCH_ROWS), num_blocks=3)
+    found = loop.profile(data=DataLoader(Failing(), BATCH_SIZE), num_blocks=3)
     assert [note.code for note in found.notes] == ["data.not_drawn"]
     assert "data" not in found.phases_s
 

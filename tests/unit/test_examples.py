@@ -75,8 +75,8 @@ def test_the_two_examples_are_a_handful_of_lines_apart() -> None:
 def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
     task = load_task(f"{ROOT / 'src' / 'trimtab' / 'tasks' / 'starter.py'}:task")
     data = task.load_data()
-    assert data.num_rows >= task.batch_rows
-    plan = trimtab.Plan.fixed(task.batch_rows)
+    assert data.num_samples >= task.batch_size
+    plan = trimtab.Plan.fixed(task.batch_size)
     found = train_whole(TrainingOptions(task, plan, 200), silent)
     assert found["accuracy"] > task.targets[0]
 

@@ -18,7 +18,13 @@ def benchmarks(monkeypatch):
 
 def third(n: int, **more):
     """Return a row of a third of training, of so many pairs."""
-    head = {"metric": "third_speed_ratio", "task": "t", "third": "early", "tier": "S", "arm": "plan_S"}
+    head = {
+        "metric": "third_speed_ratio",
+        "task": "t",
+        "third": "early",
+        "plan_kind": "equivalent",
+        "arm": "equivalent_plan",
+    }
     return head | {"mean": 1.2, "low": 1.1, "high": 1.3, "n": n, "pairs": [1.2] * n} | more
 
 
@@ -169,7 +175,7 @@ def test_the_hardest_target_is_the_last_that_all_runs_reached():
     from benchmarks import technique_figures
 
     def rung(target, reached, against=5):
-        arms = {"metric": "time_to_target_ratio", "arm": "plan_F", "against": "reference", "charged": True}
+        arms = {"metric": "time_to_target_ratio", "arm": "tuned_plan", "against": "reference", "charged": True}
         return arms | {"target": target, "reached": reached, "reached_against": against, "n": 5}
 
     rungs = record(rung(0.3, 5), rung(0.4, 5), rung(0.5, 4), rung(0.6, 4, 4))
@@ -274,7 +280,7 @@ def test_a_tuned_plans_time_is_to_the_hardest_target_with_a_verdict():
     from benchmarks import results_page
 
     def target(value, **more):
-        row = {"metric": "time_to_target_ratio", "arm": "plan_F", "against": "reference", "charged": True, "n": 5}
+        row = {"metric": "time_to_target_ratio", "arm": "tuned_plan", "against": "reference", "charged": True, "n": 5}
         row |= {"target": value, "censored": "bound" in more, "reached": 5, "reached_against": 5, "verdict": "gain"}
         return row | {"mean": 0.5, "low": 0.4, "high": 0.625} | more
 
@@ -296,9 +302,18 @@ def test_a_tuned_plans_time_is_to_the_hardest_target_with_a_verdict():
 def test_a_small_number_of_pairs_is_shown_as_pairs_in_a_comparison():
     from benchmarks import results_page
 
-    row = {"metric": "throughput_ratio", "arm": "plan_S", "against": "reference", "low": 1.1, "high": 1.3, "mean": 1.2}
+    row = {
+        "metric": "throughput_ratio",
+        "arm": "equivalent_plan",
+        "against": "reference",
+        "low": 1.1,
+        "high": 1.3,
+        "mean": 1.2,
+    }
     few = row | {"n": 3, "pairs": [1.1, 1.2, 1.3], "verdict": "no verdict"}
-    assert results_page._cell([few], "throughput_ratio", "plan_S") == "pairs 1.10x, 1.20x, 1.30x, n=3, no verdict"
+    assert (
+        results_page._cell([few], "throughput_ratio", "equivalent_plan") == "pairs 1.10x, 1.20x, 1.30x, n=3, no verdict"
+    )
     enough = row | {"n": 5, "pairs": [1.2] * 5, "verdict": "gain"}
-    assert results_page._cell([enough], "throughput_ratio", "plan_S") == "1.20x (1.10 to 1.30), n=5, gain"
-    assert results_page._cell([enough], "throughput_ratio", "plan_F") == ""
+    assert results_page._cell([enough], "throughput_ratio", "equivalent_plan") == "1.20x (1.10 to 1.30), n=5, gain"
+    assert results_page._cell([enough], "throughput_ratio", "tuned_plan") == ""

@@ -32,5 +32,5 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     text = "\n".join(printed(cell) for cell in notebook.cells if cell.cell_type == "code")
     assert "equivalent plan" in text or "Change nothing" in text
-    assert "60 windows, 7188 rows" in text
+    assert "60 windows, 7188 samples" in text
     assert text.rstrip().endswith("closed")  # how the run ended

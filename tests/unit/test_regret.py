@@ -69,7 +69,7 @@ def test_two_ranks_are_one_process_of_twice_the_micro_batches(cases, trained):
     case = cases.CASES[0]
     rule = trimtab.BatchRule(k=2, k_max=32)
     cases.train(case, 0, rule, 2, StepTimes(0.2, 0.3))
-    assert (trained["plan"].batch_rows, trained["rows"]) == (2 * case.rows, 2 * case.rows)
+    assert (trained["plan"].batch_size, trained["rows"]) == (2 * case.rows, 2 * case.rows)
     assert trained["plan"].num_micro_batches == 2
     assert trained["told"] == StepTimes(0.1, 0.3)  # 2 of them are one rank's
     assert trained["rate"] == 2 * case.rate  # of SGD

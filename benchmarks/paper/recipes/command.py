@@ -40,14 +40,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="of a step; the task's own number by default")
     parser.add_argument("--judged", type=int, help="held-out batches to judge by; all of them by default")
     options = parser.parse_args()
-    task = load_task(options.task).shortened(batch_rows=options.rows, judged_batches=options.judged)
+    task = load_task(options.task).shortened(batch_size=options.rows, judged_batches=options.judged)
     data = task.load_data()
     device = device_here()
     torch.manual_seed(options.seed)
     loop = RECIPES[options.recipe](task, device)
     held, where = placed(data, device)
     print(f"data: {data.source.name} ({data.source.origin}); on {where.value}: {where.reason}", file=sys.stderr)
-    batches = ahead(held.batches(options.seed, task.batch_rows), device)
+    batches = ahead(held.batches(options.seed, task.batch_size), device)
     rows, seconds = 0, 0.0
     for step in range(1, options.steps + 1):
         synchronize(device)

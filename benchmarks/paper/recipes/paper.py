@@ -51,7 +51,7 @@ class PaperLoop:
 
     def step(self, batches: Iterator[Any]) -> int:
         """Accumulate the gradients of k batches (equations 4 and 5) and take an optimizer step."""
-        k, rows = self.k, self.k * self._task.batch_rows
+        k, rows = self.k, self.k * self._task.batch_size
         means = self._gradients(next(batches))
         squares = torch.zeros((), device=self._device)
         for j in range(2, k + 1):  # running mean and sum of squared deviations (Welford)
@@ -62,7 +62,7 @@ class PaperLoop:
             del deviations
         self._choose_k(float(squares) / (k - 1))
         self._rows += rows
-        factor = k * warmup_cosine(self._rows / self._task.budget_rows)
+        factor = k * warmup_cosine(self._rows / self._task.budget_samples)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         for parameter, mean in zip(self._parameters(), means, strict=True):

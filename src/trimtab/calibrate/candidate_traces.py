@@ -30,7 +30,7 @@ Told = TypeVar("Told")
 Sizes = tuple[int, int]
 Batches = tuple[Any, Any]
 
-MIN_ROWS = 3  # The smaller of two sizes needs 2 samples, because operators treat a single sample differently.
+MIN_SAMPLES = 3  # The smaller of two sizes needs 2 samples, because operators treat a single sample differently.
 HERE = torch.device("cpu")
 
 
@@ -178,7 +178,7 @@ def _trace(
 def has_two_sizes(batch: Any, batching: BatchSplitting = BY_CONTAINERS) -> bool:
     """Return True if a batch can be traced at two sizes."""
     reading = batching.read(batch)
-    return reading.is_splittable and (reading.samples or 0) >= MIN_ROWS
+    return reading.is_splittable and (reading.samples or 0) >= MIN_SAMPLES
 
 
 def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: BatchSplitting = BY_CONTAINERS) -> Told:
@@ -193,7 +193,7 @@ def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: 
         try:
             return trace(*two_sizes(batch, rows, batching))
         except WorkspaceTooLarge:
-            if rows // 2 < MIN_ROWS:
+            if rows // 2 < MIN_SAMPLES:
                 raise
             rows //= 2
 
@@ -205,6 +205,6 @@ def two_sizes(batch: Any, most: int | None = None, batching: BatchSplitting = BY
     """
     rows = batching.require(batch)
     large = rows if most is None else most
-    sizes = max(MIN_ROWS - 1, large // 2), large
+    sizes = max(MIN_SAMPLES - 1, large // 2), large
     few, many = (next(batching.slices(batch, rows, size))[0] for size in sizes)
     return sizes, (few, many)

@@ -36,7 +36,7 @@ def loop_facts(
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         optimizer=type(optimizer).__name__,
-        batch_rows=rows,
+        batch_size=rows,
         terms_per_step=float(rows),
         terms="rows",
         flops_per_step=None,

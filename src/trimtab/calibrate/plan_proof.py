@@ -249,8 +249,8 @@ def with_proof(
         value = None if name == "micro_batch" else getattr(candidate, name)
         profile = replace(
             profile,
-            refuted=(
-                *profile.refuted,
+            refused_by_proof=(
+                *profile.refused_by_proof,
                 RefusedByProof(name, value, f"not proved equivalent: {proof.reason}", proof.code),
             ),
         )

@@ -152,7 +152,7 @@ def _profile(
             objective=objective,
             budget=budget,
             total_steps=total_steps,
-            frees_batch=subject.frees_batch,
+            adapts_batch_size=subject.adapts_batch_size,
             meter=NO_METER if metered is None else metered.facts,
         )
         phases, num_faults = _phases_or_none(subject, profile.reference_candidate, notes)
@@ -212,9 +212,9 @@ def _with_traces_for_others(
         return trace_blocks_for_others(subject, with_steps, progress)
 
     what = "steps were not traced for other devices"
-    with_steps = replace(profile, elsewhere_traces=notes.attempt("traces.not_made", what, steps, ()))
+    with_steps = replace(profile, target_device_traces=notes.attempt("traces.not_made", what, steps, ()))
     what = "blocks were not traced for other devices"
-    return replace(with_steps, elsewhere_blocks=notes.attempt("traces.not_made", what, blocks, ()))
+    return replace(with_steps, target_device_blocks=notes.attempt("traces.not_made", what, blocks, ()))
 
 
 def _search(
@@ -237,7 +237,7 @@ def _search(
     while True:
         snapshot.restore()  # Also undoes changes that the checks before the first phase left in the loss.
         spent_s = time.perf_counter() - start
-        profile = replace(profile, hurried=profile.hurried or is_hurried(profile, spent_s))
+        profile = replace(profile, over_time_budget=profile.over_time_budget or is_hurried(profile, spent_s))
         wanted = [each for each in next_traces(profile, objective, budget, always=traces) if each not in asked]
         if wanted:
             asked.update(wanted)
@@ -250,7 +250,9 @@ def _search(
         ):
             needed = blocks
             if is_hurried(profile, spent_s, steps=_block_steps(profile, len(blocks))):
-                needed = next_recomputables(replace(profile, hurried=True), stage, objective, budget, always=traces)
+                needed = next_recomputables(
+                    replace(profile, over_time_budget=True), stage, objective, budget, always=traces
+                )
             profile = _with_blocks(subject, profile, blocks, needed, progress)
         elif stage is None:
             profile, is_over = with_proof(subject, profile, progress, snapshot)
@@ -258,7 +260,7 @@ def _search(
                 return profile
         else:
             is_last = is_final(stage.name)
-            patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
+            patient = not (profile.over_time_budget or (is_last and is_hurried(profile, spent_s, patient=True)))
             run_s = (profile.run_s or 0.0) if is_last else 0.0
             found = run_stage(
                 subject,
@@ -301,7 +303,7 @@ def _block_steps(profile: Profile, number: int) -> int:
 
 def _with_padding(subject: TrainingLoop, profile: Profile, notes: Notes) -> Profile:
     """Return the profile with the time that a padded vocabulary would save, in the best precision so far."""
-    if profile.loop.logits is None or profile.hurried:
+    if profile.loop.logits is None or profile.over_time_budget:
         return profile
     best = [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
     rows, words = profile.loop.logits

@@ -38,11 +38,11 @@ class SecondsPerSample:
     """Seconds of a micro-batch as a linear function of its samples."""
 
     fixed_s: float
-    row_s: float
+    sample_s: float
 
     def at(self, rows: int) -> float:
         """Return the seconds of a micro-batch of `rows` samples."""
-        return self.fixed_s + self.row_s * rows
+        return self.fixed_s + self.sample_s * rows
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> SecondsPerSample:
@@ -52,11 +52,11 @@ def line_through(points: Sequence[tuple[int, float]]) -> SecondsPerSample:
     """
     (more, high), (fewer, low) = points[0], points[-1]
     high, low = max(0.0, high), max(0.0, low)
-    row_s = high / more if more == fewer else (high - low) / (more - fewer)
-    if row_s <= 0:  # More samples take no longer: only the overhead per call counts, or the rest is lost in noise.
+    sample_s = high / more if more == fewer else (high - low) / (more - fewer)
+    if sample_s <= 0:  # More samples take no longer: only the overhead per call counts, or the rest is lost in noise.
         return SecondsPerSample((high + low) / 2, 0.0)
-    fixed_s = high - row_s * more
-    return SecondsPerSample(fixed_s, row_s) if fixed_s >= 0 else SecondsPerSample(0.0, high / more)
+    fixed_s = high - sample_s * more
+    return SecondsPerSample(fixed_s, sample_s) if fixed_s >= 0 else SecondsPerSample(0.0, high / more)
 
 
 def measure_seconds(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.calibrate.candidate_traces import MIN_ROWS, trace_elsewhere
+from trimtab.calibrate.candidate_traces import MIN_SAMPLES, trace_elsewhere
 from trimtab.calibrate.loop_facts import loop_facts
 from trimtab.calibrate.planning_lock import one_at_a_time
 from trimtab.calibrate.target_device_blocks import trace_blocks
@@ -99,11 +99,11 @@ def _check_traceable(model: nn.Module, batch: Any, device: DeviceSpec) -> None:
             hint="Move the model to the CPU, or create it under torch.device('meta').",
             code="model.not_on_cpu",
         )
-    if rows < MIN_ROWS:
+    if rows < MIN_SAMPLES:
         raise ValueGivenError(
             "example_batch",
             got=f"{rows} samples",
-            expected=f"at least {MIN_ROWS} samples",
+            expected=f"at least {MIN_SAMPLES} samples",
             hint="Pass a larger batch: memory is traced for two micro-batch sizes.",
             code="batch.too_small",
         )
@@ -132,12 +132,12 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, 
 
 def _of_rows(facts: LoopFacts, rows: int | None) -> LoopFacts:
     """Return the facts scaled to a step of `rows` samples."""
-    if rows is None or rows == facts.batch_rows:
+    if rows is None or rows == facts.batch_size:
         return facts
-    share = rows / facts.batch_rows
+    share = rows / facts.batch_size
     return replace(
         facts,
-        batch_rows=rows,
+        batch_size=rows,
         terms_per_step=share * facts.terms_per_step,
         flops_per_step=None if facts.flops_per_step is None else share * facts.flops_per_step,
         scores_bytes=round(share * facts.scores_bytes),

@@ -37,7 +37,7 @@ class TrainingLoop:
         loss_fn: the loss function; wrapped by `protected`, so that it cannot change the batch.
         batch: data of an optimizer step; the longest batch, if lengths vary.
         clip_norm: gradient-norm limit of the user's loop, or None.
-        frees_batch: True if windows may span several batches, so that accumulated gradients are held during a
+        adapts_batch_size: True if windows may span several batches, so that accumulated gradients are held during a
             forward.
         start_bytes: bytes that a run keeps in order to repeat a failed window; trials do not keep them.
         named_blocks: names of the modules that may be recomputed; (): the blocks found in the module tree.
@@ -57,7 +57,7 @@ class TrainingLoop:
     loss_fn: LossFn
     batch: Any
     clip_norm: float | None = None
-    frees_batch: bool = False
+    adapts_batch_size: bool = False
     start_bytes: int = 0
     named_blocks: tuple[str, ...] = ()
     example: Any = None
@@ -136,7 +136,7 @@ class TrainingLoop:
         )
         if candidate.recompute is not None:
             plan = plan.recomputing(candidate.recompute, self.blocks.names, "on trial")
-        clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Effect.DYNAMICS)
+        clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Effect.TRAINING)
         return Run(
             self.model,
             self.optimizer,

@@ -1,4 +1,4 @@
-"""Tuned plans (tier F): tries the training settings that the user allowed, on the user's data."""
+"""Tuned plans: tries the training settings that the user allowed, on the user's data."""
 
 from __future__ import annotations
 

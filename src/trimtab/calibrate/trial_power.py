@@ -46,10 +46,10 @@ class TrialPower:
     meter: Meter
     is_asked: bool
 
-    def num_windows(self, stage: SearchPhase, *, hurried: bool = False) -> int:
+    def num_windows(self, stage: SearchPhase, *, over_time_budget: bool = False) -> int:
         """Return the number of windows per arm; a final that weights energy gets enough for a verdict."""
         decides = is_final(stage.name)
-        if stage.name == ALONE or not (self.is_asked or (decides and not hurried)):
+        if stage.name == ALONE or not (self.is_asked or (decides and not over_time_budget)):
             return 0
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 

@@ -20,7 +20,7 @@ def step(run: Run, subject: TrainingLoop) -> None:
 
 def heaviest_step(run: Run, subject: TrainingLoop) -> None:
     """Run the step with the highest memory use: over two batches if windows may span several."""
-    batches = [subject.batch] * (2 if subject.frees_batch else 1)
+    batches = [subject.batch] * (2 if subject.adapts_batch_size else 1)
     run.train_step(run.window(*batches), subject.loss_fn)
 
 

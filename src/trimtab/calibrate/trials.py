@@ -186,7 +186,7 @@ def run_stage(
         start = _with_optimizer_state(subject, running, snapshot)
         wanted = num_blocks if stage.accepts else MIN_BLOCKS
         _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, patient, start, progress, run_s), arms, running)
-        if power is not None and (windows := power.num_windows(stage, hurried=not patient)):
+        if power is not None and (windows := power.num_windows(stage, over_time_budget=not patient)):
             progress(f"{stage.name}: measuring power")
             power.read(subject, [arm for arm in arms if arm.error is None and arm.block_s], start, windows)
     return tuple(_trial(stage, arm, step_s) for arm in arms)

@@ -82,7 +82,7 @@ def world_of(
     if threads:
         here |= {_THREADS: _BETWEEN.join(threads if len(set(threads)) > 1 else threads[:1])}
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-    told = (name for name in Plan.marks() if name not in _LATER or getattr(plan, name).value is not None)
+    told = (name for name in Plan.effects() if name not in _LATER or getattr(plan, name).value is not None)
     values = (f"{name}={getattr(plan, name).value}" for name in told)
     facts = {name: here[name] for name in ("torch", _THREADS, *_SAID_ALONE) if name in here}
     return facts | {
@@ -91,7 +91,7 @@ def world_of(
         "fp32": ", ".join(place.fp32_precision for place in fp32_places()),
         "ranks": str(len(devices)),
         "optimizer": class_of(optimizer),
-        "plan": f"batch_rows={plan.batch_rows}, batch_rule={plan.batch_rule}, " + ", ".join(values),
+        "plan": f"batch_size={plan.batch_size}, batch_rule={plan.batch_rule}, " + ", ".join(values),
     }
 
 

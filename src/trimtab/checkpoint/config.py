@@ -84,7 +84,7 @@ class Checkpoints:
         said = self._saved()
         return None if said is None else from_jsonable(Plan, said.plan)
 
-    def saved_rows(self) -> int:
+    def saved_samples(self) -> int:
         """Return the number of samples consumed at the newest checkpoint, or 0 without a checkpoint."""
         said = self._saved()
         return 0 if said is None else said.rows

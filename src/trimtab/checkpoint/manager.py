@@ -367,7 +367,7 @@ class CheckpointManager:
         settings, run = self._settings, self._run
         assert run is not None
         plan = to_jsonable(self._plan)
-        now = (windows, run.consumed_rows, self._world, plan, self._in_shards, self._accepted, self._noted)
+        now = (windows, run.consumed_samples, self._world, plan, self._in_shards, self._accepted, self._noted)
         about = to_jsonable(RunMetadata(*now, finite=finite))
         taken = snapshot(state) if settings.background else state
         shards = None if tensors is None else partial(shard_files.write, tensors=tensors)

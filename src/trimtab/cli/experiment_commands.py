@@ -197,7 +197,7 @@ def scale(
     plan = None if plan_file is None else read_json(Plan, plan_file)
     modes = tuple(part.strip() for part in (scaling or ("weak" if quick else "weak,strong")).split(","))
     blocks, block_s = (2, 0.2) if quick else (JobSettings.blocks, JobSettings.block_s)
-    asked = JobSettings(modes, blocks, block_s, frees_batch=frees, budget=Budget(memory), plan=plan)
+    asked = JobSettings(modes, blocks, block_s, adapts_batch_size=frees, budget=Budget(memory), plan=plan)
     settings = ScaleSettings(numbers(ranks or "1,2"), rounds or (2 if quick else 5), asked)
     which = [name for name, given in (("--ranks", ranks), ("--rounds", rounds)) if given is not None]
     folder = folder_of("scale", task, out)

@@ -58,7 +58,7 @@ NonFinite = Annotated[
         "synchronises each step), skip (drop the step), warn or continue"
     ),
 ]
-TrialRows = Annotated[int | None, typer.Option(min=1, help="batch size for a trial run, instead of the task's")]
+TrialBatchSize = Annotated[int | None, typer.Option(min=1, help="batch size for a trial run, instead of the task's")]
 Judged = Annotated[int | None, typer.Option(min=1, help="number of validation batches; default: all")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="JSON file of a plan; default: make a plan")]
 Ranks = Annotated[int, typer.Option(min=1, help="processes on this machine; under a launcher its ranks are used")]
@@ -214,7 +214,7 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
     if kept is None:
         require_new(record)
     elif record is not None and record.exists():
-        if not kept.saved_rows():
+        if not kept.saved_samples():
             require_own(record, Header(task, seed), "--record")
     else:
         require_new(record)

@@ -74,7 +74,7 @@ def profile(
             metering=Metering(energy_watts, without=without_meter),
             progress=progress,
         )
-    found = plans.profiles["S"]
+    found = plans.profiles["equivalent"]
     try:
         if out is not None:
             write_result(out, to_json(found, indent=1))

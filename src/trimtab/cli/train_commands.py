@@ -28,7 +28,7 @@ from trimtab.cli.options import (
     Resume,
     TaskName,
     Track,
-    TrialRows,
+    TrialBatchSize,
     adaptation,
     intensity,
     kept_in,
@@ -48,10 +48,10 @@ def train(
     track: Track = None,
     memory: Memory = None,
     adapt: Adapt = None,
-    rows: TrialRows = None,
+    batch_size: TrialBatchSize = None,
     judged: Judged = None,
     ranks: Ranks = 1,
-    rehearse: Rehearse = True,
+    dry_runs: Rehearse = True,
     energy_watts: EnergyWatts = None,
     carbon: Carbon = None,
     carbon_kind: CarbonKind = None,
@@ -83,7 +83,7 @@ def train(
     here, limits = place(), Budget(memory)
     one_of("--nonfinite", nonfinite, POLICIES)
     grid = intensity(carbon, carbon_kind) if carbon or not when_clean else None
-    loaded = load_task(task).shortened(batch_rows=rows, judged_batches=judged)
+    loaded = load_task(task).shortened(batch_size=batch_size, judged_batches=judged)
     kept, tracks = kept_in(loaded.name, checkpoints, every, resume, accept), tuple(track or ())
     hours = clean_hours(
         when_clean,
@@ -115,7 +115,7 @@ def train(
             kept=kept,
             budget=limits,
             adapt=adaptation(adapt),
-            rehearse=rehearse,
+            dry_runs=dry_runs,
         )
         found = train_or_tell(
             loaded,

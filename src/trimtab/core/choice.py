@@ -15,9 +15,9 @@ Scalar = bool | int | float | str | None
 class Effect(enum.StrEnum):
     """Numerical effect of a change."""
 
-    EXACT = "exact"
+    BITWISE = "bitwise"
     ROUNDING = "rounding"
-    DYNAMICS = "dynamics"
+    TRAINING = "training"
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Choice:
     Args:
         value: chosen value.
         reason: sentence with the figures that led to the choice.
-        mark: numerical effect of the change.
+        effect: numerical effect of the change.
         changed: True if the value differs from the reference loop's.
-        losers: rejected alternatives.
+        rejected: rejected alternatives.
         code: stable identifier of the reason, such as "trial.faster"; "" if unknown.
     """
 
     value: Scalar
     reason: str
-    mark: Effect = Effect.EXACT
+    effect: Effect = Effect.BITWISE
     changed: bool = False
-    losers: tuple[Rejected, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
     code: str = ""
 
 

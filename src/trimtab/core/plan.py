@@ -1,16 +1,15 @@
 """A plan: the value, reason, numerical effect and rejected alternatives of every setting.
 
 Numerical effects: *exact* keeps results bitwise equal; *rounding* changes rounding only; *dynamics* changes the
-training. A plan without a dynamics change is equivalent (tier S), any other is tuned (tier F). The equivalence tests
+training. A plan that does not change the training is equivalent, any other is tuned. The equivalence tests
 are generated from these effects.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
@@ -38,31 +37,31 @@ UNPROVED_SPLIT = "not proved to keep the gradient of the whole batch"
 UNCHANGED = "plan.unchanged"  # Code of the choices that keep the user's value.
 
 
-def _unchanged(value: Scalar, mark: Effect) -> Choice:
-    return Choice(value, "unchanged", mark, code=UNCHANGED)
+def _unchanged(value: Scalar, effect: Effect) -> Choice:
+    return Choice(value, "unchanged", effect, code=UNCHANGED)
 
 
 KEEP_PRECISION = _unchanged("fp32", Effect.ROUNDING)
 KEEP_LAYOUT = _unchanged("keep", Effect.ROUNDING)
-KEEP_ALLOCATOR = _unchanged("keep", Effect.EXACT)
+KEEP_ALLOCATOR = _unchanged("keep", Effect.BITWISE)
 KEEP_FUSED = _unchanged(False, Effect.ROUNDING)
 KEEP_LOSS_CHUNK = _unchanged(None, Effect.ROUNDING)
-KEEP_RECOMPUTE = _unchanged(None, Effect.EXACT)
+KEEP_RECOMPUTE = _unchanged(None, Effect.BITWISE)
 KEEP_COMPILED = _unchanged(False, Effect.ROUNDING)
 KEEP_ENGINE = _unchanged("torch", Effect.ROUNDING)
 KEEP_ZERO = _unchanged(None, Effect.ROUNDING)
 KEEP_REDUCE = _unchanged("fp32", Effect.ROUNDING)
 KEEP_BUCKET = _unchanged(None, Effect.ROUNDING)
 KEEP_REDUCES_ONCE = _unchanged(True, Effect.ROUNDING)
-KEEP_POWERSGD = _unchanged(None, Effect.DYNAMICS)
-KEEP_DROPOUT = _unchanged(None, Effect.DYNAMICS)
-KEEP_WEIGHT_DECAY = _unchanged(None, Effect.DYNAMICS)
-KEEP_OPTIMIZER = _unchanged("user", Effect.DYNAMICS)
-KEEP_SCHEDULE = _unchanged("user", Effect.DYNAMICS)
-KEEP_WARMUP = Choice(None, "5% of the run, as in the paper", Effect.DYNAMICS, code=UNCHANGED)
-KEEP_LEARNING_RATE = _unchanged(1.0, Effect.DYNAMICS)
-KEEP_BATCH = _unchanged("user", Effect.DYNAMICS)
-KEEP_CLIP = _unchanged(None, Effect.DYNAMICS)
+KEEP_POWERSGD = _unchanged(None, Effect.TRAINING)
+KEEP_DROPOUT = _unchanged(None, Effect.TRAINING)
+KEEP_WEIGHT_DECAY = _unchanged(None, Effect.TRAINING)
+KEEP_OPTIMIZER = _unchanged("user", Effect.TRAINING)
+KEEP_SCHEDULE = _unchanged("user", Effect.TRAINING)
+KEEP_WARMUP = Choice(None, "5% of the run, as in the paper", Effect.TRAINING, code=UNCHANGED)
+KEEP_LEARNING_RATE = _unchanged(1.0, Effect.TRAINING)
+KEEP_BATCH = _unchanged("user", Effect.TRAINING)
+KEEP_CLIP = _unchanged(None, Effect.TRAINING)
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Plan:
     """All settings that `start` applies, with the measurements behind them.
 
     Args:
-        batch_rows: samples that the loader yields per optimizer step and rank (B_base / R).
+        batch_size: samples that the loader yields per optimizer step and rank (B_base / R).
         micro_batch: samples per forward and backward.
         precision: fp32, tf32, bf16 or fp16.
         memory_layout: memory format, "keep" or "channels_last".
@@ -99,7 +98,7 @@ class Plan:
         learning_rate_scale: factor on the user's learning rates.
         batch_policy: "user" (windows of one batch), or the policy of `batch_rule`.
         clip_norm: limit on the global gradient norm (paper eq. 12), or None.
-        num_ranks: number of processes, each with `batch_rows` samples per step.
+        num_ranks: number of processes, each with `batch_size` samples per step.
         batch_rule: policy and bounds of the adaptive batch size; None for a constant batch size.
         recompute_blocks: names of the modules that the schedule refers to, in forward order; (): the blocks found in
             the module tree, in its order.
@@ -107,7 +106,7 @@ class Plan:
         proof: comparison of the applied plan with the unchanged loop; None if it was not run.
         reference: loop that the plan was compared with.
         baseline: cost of the reference loop.
-        elsewhere: name of the target device that all figures are predicted for; "" for a measured plan.
+        target_device: name of the target device that all figures are predicted for; "" for a measured plan.
         peak_margin: safety margin on traced peaks, as a fraction, or None.
         seconds_margin: safety margin on predicted seconds, as a fraction, when they are compared with a limit; or
             None.
@@ -120,12 +119,12 @@ class Plan:
         stages: predicted cost of each ZeRO stage, for a plan made without the ranks.
         meter: energy meter used while planning, or the reason for having none.
         planning_s: seconds spent on planning.
-        search_s: part of `planning_s` spent on tuning the training (tier F).
+        search_s: part of `planning_s` spent on tuning the training (tuned plan).
         advice: possible gains from changes that a plan may not make.
         notes: figures and settings that planning left out, with the reasons.
     """
 
-    batch_rows: int
+    batch_size: int
     micro_batch: Choice
     precision: Choice = KEEP_PRECISION
     memory_layout: Choice = KEEP_LAYOUT
@@ -155,7 +154,7 @@ class Plan:
     proof: Proof | None = None
     reference: Reference = ASSUMED_REFERENCE
     baseline: MeasuredCost | None = None
-    elsewhere: str = ""
+    target_device: str = ""
     peak_margin: float | None = None
     seconds_margin: float | None = None
     predicted: MeasuredCost | None = None
@@ -174,8 +173,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.schema != PLAN_SCHEMA:
             raise FormatError("plan.schema", got=repr(self.schema), expected=str(PLAN_SCHEMA))
-        validation.integer("plan.batch_rows", self.batch_rows)
-        validation.integer("plan.micro_batch", self.micro_batch.value, high=self.batch_rows)
+        validation.integer("plan.batch_size", self.batch_size)
+        validation.integer("plan.micro_batch", self.micro_batch.value, high=self.batch_size)
         validation.one_of("plan.precision", self.precision.value, PRECISIONS)
         validation.one_of("plan.memory_layout", self.memory_layout.value, MEMORY_LAYOUTS)
         validation.one_of("plan.allocator", self.allocator.value, ALLOCATORS)
@@ -213,14 +212,7 @@ class Plan:
             raise FormatError("plan.fused_optimizer", got=repr(value), expected="true or false")
         check_compiled(self.compiled.value, num_ranks=self.num_ranks)
         if self.splits and self.check is not None and not self.check.splittable and not self.splits_as_the_loop:
-            object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Effect.DYNAMICS))
-
-    @staticmethod
-    def upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the JSON of a plan in the present schema. Reasons and advice had no codes in schema 13."""
-        if data.get("schema") != 13 or not isinstance(advice := data.get("advice", []), list):
-            return data
-        return {**data, "schema": PLAN_SCHEMA, "advice": [{"code": "", "text": text} for text in advice]}
+            object.__setattr__(self, "micro_batch", replace(self.micro_batch, effect=Effect.TRAINING))
 
     def _check_warmup(self) -> None:
         rises = self.warmup_fraction.value
@@ -234,7 +226,7 @@ class Plan:
     @classmethod
     def fixed(
         cls,
-        batch_rows: int,
+        batch_size: int,
         micro_batch: int | None = None,
         *,
         num_ranks: int = 1,
@@ -250,7 +242,7 @@ class Plan:
             ValueGivenError: a value is out of range.
             FormatError: an unknown field.
         """
-        marks = cls.marks()
+        marks = cls.effects()
         marks.pop("batch_policy")  # The policy is set through `batch_rule`.
         if unknown := sorted(values.keys() - marks.keys()):
             raise FormatError(
@@ -259,7 +251,7 @@ class Plan:
                 expected="one of " + ", ".join(marks),
                 code="plan.unknown_setting",
             )
-        rows = validation.integer("plan.batch_rows", batch_rows)
+        rows = validation.integer("plan.batch_size", batch_size)
         kept = {f.name: f.default.value for f in fields(cls) if isinstance(f.default, Choice)}
         choices = {
             name: Choice(value, "set by hand", marks[name], changed=value != kept[name], code=BY_HAND)
@@ -275,22 +267,22 @@ class Plan:
         """Return the plan with a batch rule. A rule that only measures leaves the batch size unchanged."""
         if rule.only_measures:
             reason, code = "the gradient noise scale is measured, and the batch size is constant", "batch.only_measured"
-        policy = Choice(rule.policy, reason, Effect.DYNAMICS, changed=not rule.only_measures, code=code)
+        policy = Choice(rule.policy, reason, Effect.TRAINING, changed=not rule.only_measures, code=code)
         return replace(self, batch_rule=rule, batch_policy=policy)
 
     def recomputing(self, schedule: str, blocks: tuple[str, ...], reason: str) -> Plan:
         """Return the plan with activation checkpointing of some blocks."""
-        choice = Choice(schedule, reason, KEEP_RECOMPUTE.mark, changed=True)
+        choice = Choice(schedule, reason, KEEP_RECOMPUTE.effect, changed=True)
         return replace(self, recompute=choice, recompute_blocks=blocks)
 
     @classmethod
-    def marks(cls) -> dict[str, Effect]:
+    def effects(cls) -> dict[str, Effect]:
         """Return the numerical effect of each setting.
 
         In a plan that splits a batch although its check failed, the micro-batch is marked as dynamics instead.
         """
         named = {f.name: f.default for f in fields(cls) if isinstance(f.default, Choice)}
-        return {"micro_batch": Effect.EXACT} | {name: choice.mark for name, choice in named.items()}
+        return {"micro_batch": Effect.BITWISE} | {name: choice.effect for name, choice in named.items()}
 
     def choices(self) -> Iterator[tuple[str, Choice]]:
         """Yield (field name, choice) in reading order.
@@ -310,12 +302,12 @@ class Plan:
     def splits_as_the_loop(self) -> bool:
         """True if the micro-batch equals a batch of the user's own gradient accumulation."""
         accumulate = self.reference.accumulate
-        return accumulate > 1 and self.micro_batch.value == math.ceil(self.batch_rows / accumulate)
+        return accumulate > 1 and self.micro_batch.value == math.ceil(self.batch_size / accumulate)
 
     @property
     def num_micro_batches(self) -> int:
         """k: micro-batches in a full window."""
-        return math.ceil(self.batch_rows / int(self.micro_batch.value or 1))
+        return math.ceil(self.batch_size / int(self.micro_batch.value or 1))
 
     def micro_batch_of(self, rows: int) -> int:
         """Return the samples per micro-batch in a window of `rows` samples.
@@ -333,7 +325,7 @@ class Plan:
     @property
     def splits(self) -> bool:
         """True if a full batch is split into micro-batches."""
-        return int(self.micro_batch.value or 1) < self.batch_rows
+        return int(self.micro_batch.value or 1) < self.batch_size
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -346,22 +338,24 @@ class Plan:
         return ", ".join(f"{name.replace('_', ' ')} {getattr(self, name).value}" for name in self.changes)
 
     @property
-    def tier(self) -> str:
-        """ "S" for an equivalent plan; "F" for a tuned plan, which changes the training dynamics."""
-        dynamics = any(choice.changed and choice.mark is Effect.DYNAMICS for _, choice in self.choices())
-        return "F" if dynamics else "S"
+    def plan_kind(self) -> str:
+        """ "equivalent" for an equivalent plan; "tuned" for a tuned plan, which changes the training dynamics."""
+        dynamics = any(choice.changed and choice.effect is Effect.TRAINING for _, choice in self.choices())
+        return "tuned" if dynamics else "equivalent"
 
     def __str__(self) -> str:
         return _explain(self)
 
 
-_TIERS = {"S": "equivalent plan", "F": "tuned plan"}
+_TIERS = {"equivalent": "equivalent plan", "tuned": "tuned plan"}
 
 
 def _explain(plan: Plan) -> str:
     """Return the text of `print(plan)`."""
     lines = [_verdict(plan), "", f"baseline: {plan.reference.describe()} loop, {_rows(plan)} per step"]
-    lines.append(_cost("baseline, predicted" if plan.elsewhere else "baseline, measured", plan.baseline, plan.meter))
+    lines.append(
+        _cost("baseline, predicted" if plan.target_device else "baseline, measured", plan.baseline, plan.meter)
+    )
     lines.append(_cost("this plan, predicted", plan.predicted, plan.meter))
     if plan.measured is not None:
         lines.append(_cost("this plan, measured", plan.measured, plan.meter))
@@ -400,18 +394,18 @@ def _explain(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    if not plan.changes and plan.elsewhere:
-        return f"Change nothing: no settings are predicted to be better on {plan.elsewhere}. No step was run."
+    if not plan.changes and plan.target_device:
+        return f"Change nothing: no settings are predicted to be better on {plan.target_device}. No step was run."
     if plan.check is None and plan.proof is None and plan.predicted is None and plan.measured is None:
         split = f" The split into micro-batches is {UNPROVED_SPLIT}." if plan.splits else ""
         return f"Change {plan.changes_in_words or 'nothing'}: set by hand, neither measured nor proved.{split}"
     if not plan.changes:
         return "Change nothing: no setting was significantly better than the unchanged loop."
-    text = f"Change {plan.changes_in_words} ({_TIERS[plan.tier]})"
+    text = f"Change {plan.changes_in_words} ({_TIERS[plan.plan_kind]})"
     if plan.baseline and plan.measured and plan.verified:
         text += f": {plan.baseline.step_s / plan.measured.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
     elif plan.baseline and plan.predicted:
-        where = f" on {plan.elsewhere}" if plan.elsewhere else ""
+        where = f" on {plan.target_device}" if plan.target_device else ""
         ran = "not run" if plan.measured is None else "not compared with the loop in paired runs"
         text += f": {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed{where}, predicted and {ran}"
     if plan.splits and plan.check is None:
@@ -422,7 +416,7 @@ def _verdict(plan: Plan) -> str:
 def _rows(plan: Plan) -> str:
     if plan.check is not None and plan.check.code == "batch.samples_unknown":
         return "an unknown number of samples"
-    return f"{plan.batch_rows} samples" + (f" on each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else "")
+    return f"{plan.batch_size} samples" + (f" on each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else "")
 
 
 def _certainty(verified: tuple[float, float] | None) -> str:
@@ -446,5 +440,5 @@ def _cost(label: str, cost: MeasuredCost | None, meter: MeterFacts) -> str:
 
 def _choice(name: str, choice: Choice) -> list[str]:
     sign = "*" if choice.changed else " "
-    lines = [f"{sign} {name.replace('_', ' '):<20} {choice.value!s:<14} [{choice.mark}] {choice.reason}"]
-    return lines + [f"      not {loser.value}: {loser.reason}" for loser in choice.losers]
+    lines = [f"{sign} {name.replace('_', ' '):<20} {choice.value!s:<14} [{choice.effect}] {choice.reason}"]
+    return lines + [f"      not {loser.value}: {loser.reason}" for loser in choice.rejected]

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.block_costs import BlockChainModel
@@ -41,7 +40,7 @@ def is_final(stage: str) -> bool:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings of an equivalent plan (tier S) that are tried together."""
+    """Settings of an equivalent plan that are tried together."""
 
     precision: str
     memory_layout: str
@@ -216,7 +215,7 @@ class LoopFacts:
         num_parameters, parameter_bytes: of the whole model.
         trainable_parameters: number of parameters with gradients.
         optimizer: class name.
-        batch_rows: samples per optimizer step.
+        batch_size: samples per optimizer step.
         terms_per_step: number of terms that the loss averages over (samples or tokens, without padding).
         terms: name of the terms.
         flops_per_step: counted forward and backward FLOP of one optimizer step, including the model's own
@@ -245,7 +244,7 @@ class LoopFacts:
     trainable_parameters: int
     parameter_bytes: int
     optimizer: str
-    batch_rows: int
+    batch_size: int
     terms_per_step: float
     terms: str
     flops_per_step: float | None
@@ -284,15 +283,15 @@ class Profile:
         profiling_s: seconds spent on measuring.
         objective, budget: determined which candidates were tried.
         total_steps: optimizer steps of the whole run; None if unknown.
-        frees_batch: True if windows may span several batches; peaks, also the reference's, are then of such windows.
-        hurried: True if the search was cut short to leave time for the final trials.
+        adapts_batch_size: True if windows may span several batches; all peaks are then of such windows.
+        over_time_budget: True if the search was cut short to leave time for the final trials.
         traces: traces of this device's operators.
-        elsewhere_traces, elsewhere_blocks: traces of CUDA's operators, for target devices.
+        target_device_traces, target_device_blocks: traces of CUDA's operators, for target devices.
         recomputables: measured blocks, if memory is limited or weighted.
         meter: energy meter, or the reason for having none.
         notes: figures and settings that could not be measured or tried, with the reasons.
         proofs: proofs of candidates about to be chosen.
-        refuted: settings that a proof refused for this loop.
+        refused_by_proof: settings that a proof refused for this loop.
     """
 
     device: DeviceSpec
@@ -306,26 +305,21 @@ class Profile:
     objective: Objective = field(default_factory=Objective)
     budget: Budget = field(default_factory=Budget)
     traces: tuple[TracedCandidate, ...] = ()
-    elsewhere_traces: tuple[TracedCandidate, ...] = ()
-    elsewhere_blocks: tuple[TracedBlocks, ...] = ()
+    target_device_traces: tuple[TracedCandidate, ...] = ()
+    target_device_blocks: tuple[TracedBlocks, ...] = ()
     recomputables: tuple[RecomputableBlocks, ...] = ()
     total_steps: int | None = None
-    frees_batch: bool = False
-    hurried: bool = False
+    adapts_batch_size: bool = False
+    over_time_budget: bool = False
     meter: MeterFacts = NO_METER
     notes: tuple[Note, ...] = ()
     proofs: tuple[ProvedCandidate, ...] = ()
-    refuted: tuple[RefusedByProof, ...] = ()
+    refused_by_proof: tuple[RefusedByProof, ...] = ()
     schema: int = PROFILE_SCHEMA
 
     def __post_init__(self) -> None:
         if self.schema != PROFILE_SCHEMA:
             raise FormatError("profile.schema", got=repr(self.schema), expected=str(PROFILE_SCHEMA))
-
-    @staticmethod
-    def upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the JSON of a profile in the present schema. Refused settings had no code in schema 10."""
-        return {**data, "schema": PROFILE_SCHEMA} if data.get("schema") == 10 else data
 
     def with_trials(self, trials: tuple[Trial, ...]) -> Profile:
         """Return the profile with additional trials."""
@@ -359,12 +353,12 @@ class Profile:
 
     def is_refuted(self, setting: str, value: Scalar) -> bool:
         """Return True if a proof refused a value of a setting."""
-        return any(each.setting == setting and each.value == value for each in self.refuted)
+        return any(each.setting == setting and each.value == value for each in self.refused_by_proof)
 
     def refutation_of(self, candidate: Candidate) -> Note | None:
         """Return the reason why a proof refused a setting of a candidate, or None."""
-        splits = candidate.micro_batch < self.loop.batch_rows
-        for each in self.refuted:
+        splits = candidate.micro_batch < self.loop.batch_size
+        for each in self.refused_by_proof:
             if splits if each.setting == "micro_batch" else getattr(candidate, each.setting) == each.value:
                 return Note(each.code, each.reason)
         return None
@@ -383,11 +377,11 @@ class Profile:
         ignored = ("micro_batch", "allocator", "fused_optimizer", "recompute")
         return next((each for each in self.recomputables if each.candidate.alike(candidate, *ignored)), None)
 
-    def elsewhere(self, device: DeviceSpec) -> Profile:
+    def for_device(self, device: DeviceSpec) -> Profile:
         """Return the profile for a target device: loop facts without measurements or traces of this device."""
         loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
         there = replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=(), recomputables=())
-        return replace(there, hurried=False, meter=NO_METER)
+        return replace(there, over_time_budget=False, meter=NO_METER)
 
     @property
     def finals(self) -> tuple[str, ...]:
@@ -397,7 +391,7 @@ class Profile:
     @property
     def reference_candidate(self) -> Candidate:
         """The user's loop as a candidate; if it accumulates gradients, its micro-batch is one of its batches."""
-        rows = math.ceil(self.loop.batch_rows / self.reference.accumulate)
+        rows = math.ceil(self.loop.batch_size / self.reference.accumulate)
         return Candidate(self.reference.precision, "keep", self.loop.is_fused, rows)
 
     @property

@@ -56,7 +56,7 @@ SOURCES = "sources"  # Key of the environment: version of this package's source 
 _BEGUN = b'{"kind": "header"'
 _NO_RECORD = "a file that is not a run's record"
 # Fields of a plan, in addition to its choices, that distinguish runs.
-_SETTINGS = ("batch_rows", "num_ranks", "batch_rule", "recompute_blocks")
+_SETTINGS = ("batch_size", "num_ranks", "batch_rule", "recompute_blocks")
 
 
 def _there(path: str | Path, error: FileExistsError) -> FormatError:

@@ -11,7 +11,7 @@ from trimtab.core import validation
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.serialization import from_jsonable, parse, to_jsonable
 
-RECORD_SCHEMA = 2
+RECORD_SCHEMA = 3
 _MOST = 2**62  # Limit of a count.
 # Marks, in a header's detail, a run of a few steps only, which has a speed but no final metric.
 BRIEF = "brief"
@@ -23,7 +23,7 @@ class StepRecord:
 
     Args:
         index: number of steps before this one.
-        rows: samples in the window; None if unknown.
+        samples: samples in the window; None if unknown.
         terms: number of terms that the loss averages over.
         loss: mean loss per term.
         learning_rate: learning rate applied to the first parameter group; None if the optimizer computes its own, as
@@ -36,7 +36,7 @@ class StepRecord:
     """
 
     index: int
-    rows: int | None
+    samples: int | None
     terms: float
     loss: float
     learning_rate: float | None
@@ -48,22 +48,22 @@ class StepRecord:
     noise_scale: float | None = None
 
     def __post_init__(self) -> None:
-        validation.not_negative(self, "index", "rows", "terms", "wall_s", "num_micro_batches")
-        if max(self.index, self.rows or 0, self.num_micro_batches) > _MOST:
-            given = f"index={self.index}, rows={self.rows}, num_micro_batches={self.num_micro_batches}"
+        validation.not_negative(self, "index", "samples", "terms", "wall_s", "num_micro_batches")
+        if max(self.index, self.samples or 0, self.num_micro_batches) > _MOST:
+            given = f"index={self.index}, rows={self.samples}, num_micro_batches={self.num_micro_batches}"
             raise ValueGivenError("StepRecord", got=given, expected="at most 2**62", code="number.range")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A held-out evaluation: after `rows` samples and `train_s` seconds of training (evaluation time excluded)."""
+    """A held-out evaluation: after `samples` samples and `train_s` seconds of training (evaluation time excluded)."""
 
-    rows: int
+    samples: int
     train_s: float
     metrics: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        validation.not_negative(self, "rows", "train_s")
+        validation.not_negative(self, "samples", "train_s")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class StepColumns:
     learning_rate: array[float] = field(default_factory=_numbers)
     noise_scale: array[float] = field(default_factory=_numbers)
     num_skipped: int = 0
-    has_unknown_rows: bool = False
+    has_unknown_samples: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,8 +47,8 @@ class StepColumns:
     def add(self, step: StepRecord) -> None:
         """Append a step."""
         self.index.append(step.index)
-        self.rows.append(step.rows or 0)
-        self.has_unknown_rows |= step.rows is None
+        self.rows.append(step.samples or 0)
+        self.has_unknown_samples |= step.samples is None
         self.num_micro_batches.append(step.num_micro_batches)
         self.wall_s.append(step.wall_s)
         self.loss.append(step.loss)

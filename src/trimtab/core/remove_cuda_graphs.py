@@ -18,7 +18,9 @@ def without_graphs(plan: Plan, why: str) -> Plan:
     if not isinstance(value, str):
         return plan
     without = is_by_compiler(value)
-    losers = tuple(loser for loser in plan.compiled.losers if loser.value != without)
+    rejected = tuple(loser for loser in plan.compiled.rejected if loser.value != without)
     reason = f"without CUDA graphs: {why}. Trials with CUDA graphs: {plan.compiled.reason}"
-    chosen = replace(plan.compiled, value=without, reason=reason, changed=without, losers=losers, code="graphs.removed")
+    chosen = replace(
+        plan.compiled, value=without, reason=reason, changed=without, rejected=rejected, code="graphs.removed"
+    )
     return replace(plan, compiled=chosen, predicted=None, measured=None, verified=None, stands_between=None, front=())

@@ -192,8 +192,6 @@ def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
     if not isinstance(data, Mapping):
         raise _wrong(path, data, f"an object of {cls.__name__}")
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    if (upgraded := getattr(cls, "upgraded", None)) is not None:  # Files of earlier versions stay readable.
-        data = upgraded(data)
     _refuse_another_schema(fields, data, path)
     if unknown := sorted(map(str, data.keys() - fields.keys())):
         expected = "one of " + ", ".join(fields)

@@ -21,7 +21,7 @@ MEANINGS = {
     "optimizer": "optimizer step",
     "rest": "the rest of the loop: copying and slicing batches, zeroing and clipping gradients, counting",
 }
-PHASES_SCHEMA = 1
+PHASES_SCHEMA = 2
 
 
 @dataclass(frozen=True)

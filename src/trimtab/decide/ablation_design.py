@@ -38,7 +38,7 @@ def reduced(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
     """
     loop = _loop_values(plan, reference)
     values: dict[str, Any] = {
-        name: replace(KEEP_PRECISION, value=value, mark=Plan.marks()[name])
+        name: replace(KEEP_PRECISION, value=value, effect=Plan.effects()[name])
         for name, value in loop.items()
         if _BELONGS.get(name, name) not in kept and getattr(plan, name).value != value
     }
@@ -53,7 +53,7 @@ def reduced(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
 def _loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
     """Return the unchanged value of every choice. A fused step that the plan did not change belongs to the loop."""
     kept: dict[str, Scalar] = {f.name: f.default.value for f in fields(Plan) if isinstance(f.default, Choice)}
-    kept |= {"micro_batch": plan.batch_rows, "precision": reference.precision, "clip_norm": reference.clip_norm}
+    kept |= {"micro_batch": plan.batch_size, "precision": reference.precision, "clip_norm": reference.clip_norm}
     kept |= {} if plan.fused_optimizer.changed else {"fused_optimizer": plan.fused_optimizer.value}
     return kept if plan.num_ranks == 1 else kept | {"zero_stage": 0}
 

@@ -24,7 +24,7 @@ class BatchSizeDecider(Stateful):
     Args:
         rule: policy and bounds.
         unit: micro-batches per loader batch.
-        micro_rows: samples per micro-batch.
+        micro_batch_samples: samples per micro-batch.
         num_ranks: world size.
         note: called with an event's name and figures.
         normalises: the optimizer divides gradients by their size, see `PolicyInput`.
@@ -35,12 +35,12 @@ class BatchSizeDecider(Stateful):
     """
 
     def __init__(
-        self, rule: BatchRule, unit: int, micro_rows: float, num_ranks: int, note: Note, *, normalises: bool
+        self, rule: BatchRule, unit: int, micro_batch_samples: float, num_ranks: int, note: Note, *, normalises: bool
     ) -> None:
         self._rule, self._unit, self._note = rule, unit, note
         self.k = self._base_k = min(-(-rule.k // unit) * unit, most(rule, unit))
         self._cuts = rule.policy == "throughput_per_memory"
-        self._first = PolicyInput(self.k, unit, micro_rows, num_ranks, normalises=normalises)
+        self._first = PolicyInput(self.k, unit, micro_batch_samples, num_ranks, normalises=normalises)
         self._average, self.times = NoiseAverage(), WindowTimes()
         self.account = OverheadBudget("noise monitor")
         self._absorbed_at = 0
@@ -62,7 +62,7 @@ class BatchSizeDecider(Stateful):
     @property
     def standing(self) -> PolicyInput:
         """Current input of the decision."""
-        return replace(self._first, k=self.k, noise=self.noise, times=self.times.times(self._first.micro_rows))
+        return replace(self._first, k=self.k, noise=self.noise, times=self.times.times(self._first.micro_batch_samples))
 
     def absorb(self, window: WindowNoise | None, seconds: Sequence[Sequence[float]]) -> None:
         """Update the estimates from a measured step.
@@ -72,7 +72,7 @@ class BatchSizeDecider(Stateful):
             seconds: per rank, the seconds of a sample, of the step's fixed part, of the whole step and of measuring;
                 NaN if unknown.
         """
-        row_s, fixed_s, window_s, spent_s = zip(*seconds, strict=True)
+        sample_s, fixed_s, window_s, spent_s = zip(*seconds, strict=True)
         if window is not None:
             self._average.add(window, age=self.account.windows - self._absorbed_at)
             self._absorbed_at = self.account.windows
@@ -85,8 +85,8 @@ class BatchSizeDecider(Stateful):
                     "reason": f"the noise scale is unknown after {PATIENCE} measured steps",
                 },
             )
-        if not math.isnan(sum(row_s)):  # A rank that waits for another includes the wait in its fixed part.
-            self.times.add(max(row_s), min(fixed_s))
+        if not math.isnan(sum(sample_s)):  # A rank that waits for another includes the wait in its fixed part.
+            self.times.add(max(sample_s), min(fixed_s))
         if told := [both for both in zip(window_s, spent_s, strict=True) if not math.isnan(both[0])]:
             self.account.charge(max(window for window, _ in told), max(spent for _, spent in told))
 

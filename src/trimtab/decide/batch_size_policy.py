@@ -78,7 +78,7 @@ class PolicyInput:
     Args:
         k: current number of micro-batches per step and rank.
         unit: micro-batches per loader batch; k is a multiple.
-        micro_rows: b, samples per micro-batch.
+        micro_batch_samples: b, samples per micro-batch.
         num_ranks: R, world size.
         noise: noise estimate; None while unknown.
         times: time estimate; None while unknown.
@@ -87,7 +87,7 @@ class PolicyInput:
 
     k: int
     unit: int
-    micro_rows: float
+    micro_batch_samples: float
     num_ranks: int = 1
     noise: NoiseEstimate | None = None
     times: StepTimes | None = None
@@ -96,7 +96,7 @@ class PolicyInput:
     def relative_time(self, k: int, noise_scale: float) -> float:
         """Return the time to reach a loss with k micro-batches per step at a noise scale, up to a constant factor."""
         assert self.times is not None
-        rows = self.micro_rows * self.num_ranks
+        rows = self.micro_batch_samples * self.num_ranks
         return relative_time(k, noise_scale, rows, self.times, normalises=self.normalises)
 
 
@@ -256,7 +256,7 @@ def _goodput(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     def cost(k: int) -> float:
         return standing.relative_time(k, scale)
 
-    rows = standing.micro_rows * standing.num_ranks
+    rows = standing.micro_batch_samples * standing.num_ranks
     wanted = goodput_k(scale, rows, times, normalises=standing.normalises)
     unit = standing.unit
     below = max(unit, math.floor(min(wanted, most(rule, standing.unit)) / unit) * unit)
@@ -275,7 +275,7 @@ def _norm_test(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]
     """k = ceil(S / (b R theta^2 G2)) (Byrd et al. 2012)."""
     noise = standing.noise
     assert noise is not None
-    wanted = noise.scale / (standing.micro_rows * standing.num_ranks * rule.theta**2)
+    wanted = noise.scale / (standing.micro_batch_samples * standing.num_ranks * rule.theta**2)
     return _rounded(rule, standing, wanted), wanted, f"norm test with theta {rule.theta:g}: k = {wanted:.3g}"
 
 
@@ -299,7 +299,7 @@ def _paper(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
 
 def _sigma2(standing: PolicyInput) -> float:
     assert standing.noise is not None
-    return max(0.0, standing.noise.trace) / standing.micro_rows
+    return max(0.0, standing.noise.trace) / standing.micro_batch_samples
 
 
 def _rounded(rule: BatchRule, standing: PolicyInput, wanted: float) -> int:

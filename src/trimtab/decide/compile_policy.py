@@ -130,7 +130,7 @@ def compiling_refusal(profile: Profile, fastest: Candidate) -> Note | None:
         text = f"not tried: a run of {format_seconds(profile.run_s)} {spares}, and compilation takes longer"
         return Note("compile.run_too_short", text)
     text = "not tried: the search was over the time budget for measuring"
-    return Note("search.over_time", text) if profile.hurried else None
+    return Note("search.over_time", text) if profile.over_time_budget else None
 
 
 def is_promising(profile: Profile, fastest: Candidate) -> bool:

@@ -154,7 +154,7 @@ class CostModel:
         if candidate.recompute is not None:
             return self._chained_bytes(candidate)
         traced = self._trace_of(candidate)
-        is_whole = self._count(candidate) == 1 and not self._profile.frees_batch
+        is_whole = self._count(candidate) == 1 and not self._profile.adapts_batch_size
         model = None if traced is None else traced.whole if is_whole else traced.sliced
         return None if model is None else model.peak_bytes(candidate.micro_batch)
 
@@ -306,7 +306,7 @@ class CostModel:
         return max(1.0, ours / theirs) if theirs > 0 and self._count(candidate) > self._count(tried) else 1.0
 
     def _count(self, candidate: Candidate) -> int:
-        return math.ceil(self._profile.loop.batch_rows / candidate.micro_batch)
+        return math.ceil(self._profile.loop.batch_size / candidate.micro_batch)
 
     def _counted(self, candidate: Candidate) -> int | None:
         """Return the bytes counted in a trial; the allocator mode and a fused step hardly change memory."""

@@ -93,7 +93,7 @@ def way_of(plan: Plan) -> Way:
 
 
 def _alike(one: Plan, other: Plan) -> bool:
-    names = (name for name in Plan.marks() if name not in _SENDING)
+    names = (name for name in Plan.effects() if name not in _SENDING)
     same = all(getattr(one, name).value == getattr(other, name).value for name in names)
     return same and one.recompute_blocks == other.recompute_blocks
 
@@ -104,7 +104,7 @@ def by_default(plan: Plan) -> Plan | None:
     if not changed:
         return None
     return replace(
-        plan, **{name: replace(getattr(plan, name), value=KEPT[name], changed=False, losers=()) for name in changed}
+        plan, **{name: replace(getattr(plan, name), value=KEPT[name], changed=False, rejected=()) for name in changed}
     )
 
 
@@ -127,12 +127,12 @@ def settled(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> P
     if why is None:
         return _with_finding(changed, Note("dry_run.faster", measured))
     kept = _with_finding(usual, Note(why.code, f"{_sent(changed)} was rejected, {why.text}: {measured}"))
-    losers = {
-        name: replace(getattr(kept, name), losers=(_loser(changed, usual, name, theirs, ours),))
+    rejected = {
+        name: replace(getattr(kept, name), rejected=(_loser(changed, usual, name, theirs, ours),))
         for name in _SENDING
         if getattr(changed, name).value != getattr(usual, name).value
     }
-    return replace(kept, **losers)
+    return replace(kept, **rejected)
 
 
 def _not_worth_it(effect: Interval, control: Interval) -> Note | None:

@@ -50,10 +50,12 @@ class Explanations:
             return self._predicted(name)
         if getattr(self.winner, name) != getattr(self.profile.reference_candidate, name):
             return self._changed(name)
-        refuted = next((Note(each.code, each.reason) for each in self.profile.refuted if each.setting == name), None)
-        return self._kept(name) if refuted is None else _unchanged(refuted)
+        refused_by_proof = next(
+            (Note(each.code, each.reason) for each in self.profile.refused_by_proof if each.setting == name), None
+        )
+        return self._kept(name) if refused_by_proof is None else _unchanged(refused_by_proof)
 
-    def losers(self, name: str) -> tuple[Rejected, ...]:
+    def rejected(self, name: str) -> tuple[Rejected, ...]:
         """Return the rejected values of a setting with the reason from the trial most similar to the winner."""
         chosen: Scalar = getattr(self.winner, name)
         found: dict[Scalar, Note] = {}
@@ -150,7 +152,7 @@ class Explanations:
         if found is None:
             if not asks:
                 return Note("recompute.not_needed", "memory is neither limited nor weighted")
-            if self.profile.hurried:
+            if self.profile.over_time_budget:
                 return Note("search.over_time", "not tried: the search was over the time budget for measuring")
             return Note("recompute.not_needed", "not tried: the fastest settings fit the memory limit")
         if self.winner.compiled:
@@ -224,7 +226,7 @@ class Explanations:
     def _why_not(self, trial: Trial, name: str) -> Note:
         """Return the reason why a trial's value was rejected."""
         value = getattr(trial.candidate, name)
-        for each in self.profile.refuted:
+        for each in self.profile.refused_by_proof:
             if each.setting == name and (each.value == value or name == "micro_batch"):
                 return Note(each.code, each.reason)
         if trial.is_whole and (refusal := unfit(self.profile, trial, self.budget)) is not None:
@@ -329,11 +331,11 @@ class Explanations:
             if check.splittable:
                 return Note("batch.accumulated", text)
             return Note(check.code, f"{text}; other micro-batches are not allowed: {check.reason}")
-        if self.profile.loop.batch_rows == 1 and check.code != "batch.samples_unknown":
+        if self.profile.loop.batch_size == 1 and check.code != "batch.samples_unknown":
             return Note("batch.one_sample", "the batch has a single sample")
         if not check.splittable:
             return Note(check.code, check.reason)
-        if self.profile.hurried:
+        if self.profile.over_time_budget:
             text = "smaller micro-batches were not tried: the search was over the time budget for measuring"
             return Note("search.over_time", text)
         return Note("setting.not_tried", "smaller micro-batches were not tried")

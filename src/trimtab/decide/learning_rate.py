@@ -51,7 +51,7 @@ class RateChoice:
     Args:
         scale: chosen factor on the user's learning rates.
         reason: reason for the factor.
-        losers: rejected alternatives.
+        rejected: rejected alternatives.
         norm: typical gradient norm at the factor; None if unknown.
         rising_steps: steps of rising rate until the lowest loss; None if unknown.
         code: stable identifier of the reason, such as "range_test.diverged".
@@ -59,7 +59,7 @@ class RateChoice:
 
     scale: float
     reason: str
-    losers: tuple[Rejected, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
     norm: float | None = None
     rising_steps: int | None = None
     code: str = ""
@@ -106,8 +106,8 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     if fallen < edge * SAFETY:
         reason = f"the rate at which {100 * FALLEN:.0f}% of the decrease of the loss was reached ({len(points)} steps)"
         code = "range_test.most_of_decrease"
-    losers = (Rejected(1.0, "the loss decreased further at higher rates", "range_test.still_falling"),)
-    return RateChoice(scale, reason, losers, typical_norm(points, scale), lowest, code)
+    rejected = (Rejected(1.0, "the loss decreased further at higher rates", "range_test.still_falling"),)
+    return RateChoice(scale, reason, rejected, typical_norm(points, scale), lowest, code)
 
 
 def typical_norm(points: Sequence[RatePoint], scale: float) -> float | None:

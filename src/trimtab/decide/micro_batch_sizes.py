@@ -10,7 +10,7 @@ def halvings(profile: Profile) -> tuple[int, ...]:
 
     Includes the micro-batch size of a loop that accumulates; if splitting changes the gradient, no other.
     """
-    rows, own = profile.loop.batch_rows, profile.reference_candidate.micro_batch
+    rows, own = profile.loop.batch_size, profile.reference_candidate.micro_batch
     if not profile.check.splittable:
         return (own,)
     sizes = {own, *(-(-rows // 2**i) for i in range(rows.bit_length() + 1))}
@@ -19,7 +19,7 @@ def halvings(profile: Profile) -> tuple[int, ...]:
 
 def head_tokens(profile: Profile, candidate: Candidate) -> int:
     """Return the tokens per micro-batch at the loss head."""
-    return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_rows
+    return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_size
 
 
 def is_in_chunks(profile: Profile, candidate: Candidate) -> bool:

@@ -21,7 +21,7 @@ from trimtab.decide.communication_overlap import bucket_sizes
 BUCKETS = (None, 2**20, 2**22, 2**27)
 # Steps are predicted and not run, so a smaller relative saving changes nothing.
 WORTH = 0.05
-_MARKS = Plan.marks()
+_MARKS = Plan.effects()
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def _choice(
         other = getattr(way, name)
         if other != value:
             others[other] = min(way.total_s, others.get(other, way.total_s))
-    losers = tuple(
+    rejected = tuple(
         Rejected(other, f"predicted at {format_seconds(seconds)} per step at best", "predicted.worse")
         for other, seconds in others.items()
     )
     changed = value != ("fp32" if name == "reduce_dtype" else None)
-    return Choice(value, why.text, _MARKS[name], changed, losers, why.code)
+    return Choice(value, why.text, _MARKS[name], changed, rejected, why.code)
 
 
 def _traffic(plan: Plan, calibration: LinkCalibration, shape: StepShape, usual: GradientCommunication) -> str:

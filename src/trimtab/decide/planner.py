@@ -18,7 +18,7 @@ from trimtab.decide.search_space import PricedCandidate
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.decide.trial_statistics import speed_ratio
 
-_MARKS = Plan.marks()
+_MARKS = Plan.effects()
 _RISES = 1.02  # relative to the loop's own peak; repeated counts of a peak agree to about 1 %
 
 
@@ -110,10 +110,10 @@ def _plan(
     def choice(name: str) -> Choice:
         value = getattr(winner, name)
         why, changed = told.reason(name), value != getattr(reference, name)
-        return Choice(value, why.text, _MARKS[name], changed, told.losers(name), why.code)
+        return Choice(value, why.text, _MARKS[name], changed, told.rejected(name), why.code)
 
     return Plan(
-        batch_rows=profile.loop.batch_rows,
+        batch_size=profile.loop.batch_size,
         micro_batch=choice("micro_batch"),
         precision=choice("precision"),
         memory_layout=choice("memory_layout"),
@@ -128,7 +128,7 @@ def _plan(
         proof=profile.proof_of(winner),
         reference=profile.reference,
         baseline=_measured(profile, reference) if profile.trials else _predicted(profile, reference),
-        elsewhere="" if profile.trials else profile.device.name,
+        target_device="" if profile.trials else profile.device.name,
         peak_margin=None if profile.trials else CostModel(profile).margin,
         seconds_margin=None if profile.trials else CostModel(profile).seconds_margin,
         predicted=_predicted(profile, winner),

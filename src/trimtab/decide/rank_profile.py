@@ -72,7 +72,7 @@ def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:
         if pair is None:
             return None
         alone, shared = pair
-        rows, is_whole = candidate.micro_batch, candidate.micro_batch >= profile.loop.batch_rows
+        rows, is_whole = candidate.micro_batch, candidate.micro_batch >= profile.loop.batch_size
         model = alone.whole if is_whole else alone.sliced or alone.whole
         return (shared.whole if is_whole else shared.sliced).peak_bytes(rows) - model.peak_bytes(rows)
 
@@ -88,8 +88,8 @@ def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:
         return replace(traced, whole=pair[1].whole, sliced=traced.sliced and pair[1].sliced, step=None)
 
     def chained(each: RecomputableBlocks) -> RecomputableBlocks:
-        wholly = difference(replace(each.candidate, micro_batch=profile.loop.batch_rows))
-        slicing = difference(replace(each.candidate, micro_batch=max(1, profile.loop.batch_rows // 2)))
+        wholly = difference(replace(each.candidate, micro_batch=profile.loop.batch_size))
+        slicing = difference(replace(each.candidate, micro_batch=max(1, profile.loop.batch_size // 2)))
         if wholly is None or slicing is None or each.whole is None:
             return replace(each, whole=None, sliced=None, schedules=(), refusal=each.refusal or "a rank was not traced")
         sliced = None if each.sliced is None else each.sliced.holding(slicing)

@@ -25,7 +25,7 @@ def chain_of(profile: Profile, candidate: Candidate) -> BlockChain | None:
     found = profile.recomputable_of(candidate)
     if found is None or candidate.compiled:
         return None
-    is_whole = candidate.micro_batch >= profile.loop.batch_rows and not profile.frees_batch
+    is_whole = candidate.micro_batch >= profile.loop.batch_size and not profile.adapts_batch_size
     model = found.whole if is_whole else found.sliced
     return None if model is None else _at(model, candidate.micro_batch)
 
@@ -47,7 +47,7 @@ def longer(profile: Profile, candidate: Candidate) -> float | None:
     if found is None or chain is None:
         return None
     recompute_s = predict(chain.stages, _whole(chain, candidate)).recompute_s
-    return recompute_s * profile.loop.batch_rows / candidate.micro_batch / found.step_s
+    return recompute_s * profile.loop.batch_size / candidate.micro_batch / found.step_s
 
 
 def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: fl
     if found is None or chain is None:
         return ()
     limit = None if budget.memory_bytes is None else math.floor(budget.memory_bytes / (1 + margin))
-    is_large = 4 * candidate.micro_batch >= profile.loop.batch_rows
+    is_large = 4 * candidate.micro_batch >= profile.loop.batch_size
     if limit is None and not is_large:
         return ()
     return _schedules(chain, limit, found.schedules if is_large else ())

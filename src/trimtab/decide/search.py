@@ -151,9 +151,9 @@ def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
     """
     if profile.stage("modes") and not profile.ran("modes"):
         return False
-    if not profile.hurried or name != "sizes" or profile.objective.memory > 0:
+    if not profile.over_time_budget or name != "sizes" or profile.objective.memory > 0:
         return False
-    is_split = budget.memory_bytes is not None and _fastest(profile).micro_batch < profile.loop.batch_rows
+    is_split = budget.memory_bytes is not None and _fastest(profile).micro_batch < profile.loop.batch_size
     has_rivals = profile.device.kind == "cuda" or any(trial.block_s for trial in profile.stage("head"))
     return _is_told(profile, budget) and not (is_split and has_rivals)
 
@@ -194,7 +194,7 @@ def next_recomputables(
     known = points(profile, budget)
     found = [p for p in known if not (p.has_failed or p.candidate.compiled or p.candidate.recompute)]
     fitting = [point for point in found if point.refusal is None]
-    if not found or (profile.hurried and fitting):
+    if not found or (profile.over_time_budget and fitting):
         return ()
     fastest, *fit = (min(each, key=lambda p: p.cost.step_s or math.inf) for each in (found, fitting) if each)
     if fit and fit[0] == fastest and objective.memory == 0 and not always:
@@ -221,7 +221,7 @@ def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Searc
     found = [c for c in put_first(profile, objective, budget) if c not in failed]
     if was_refuted and {trial.candidate for trial in last}.issuperset(found):
         return None  # The last final decides without the refuted candidate.
-    most = MOST_FINALS + len(profile.refuted)
+    most = MOST_FINALS + len(profile.refused_by_proof)
     if found and len(rounds) == most - 1:  # last chance before reporting an infeasible budget
         found = list(dict.fromkeys((*found, *lightest(profile, budget))))
     if len(rounds) == most or (rounds and not found):

@@ -152,7 +152,7 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
     chosen += _without_recomputing(fitting, scores, chosen)
     chosen += _with_head_whole(fitting, chosen)
     chosen += _of_sizes_that_ran(fitting, scores, chosen, profile)
-    chosen += _doubted(fitting, best, scores, profile) if chosen and not profile.hurried else []
+    chosen += _doubted(fitting, best, scores, profile) if chosen and not profile.over_time_budget else []
     return tuple(dict.fromkeys(p.candidate for p in chosen if p.candidate != profile.reference_candidate))
 
 

@@ -57,9 +57,9 @@ class JointMicroBatches:
             return None
         shown = [one for one in zip(self.seen, self.terms, self.rows, strict=True) if one[1] != 0]
         mean_norm2 = sum(norm / terms for norm, terms, _ in shown) / n
-        per_row = sum(terms / n / rows for _, terms, rows in shown)
+        per_sample = sum(terms / n / rows for _, terms, rows in shown)
         squares = sum((terms / n) ** 2 / rows for _, terms, rows in shown)
-        return window_noise(mean_norm2, self.norm2, per_row - squares, squares, len(shown))
+        return window_noise(mean_norm2, self.norm2, per_sample - squares, squares, len(shown))
 
     def noise_of_sums(self) -> WindowNoise | None:
         """Return the step's estimates from norms of partial sums; None if loss terms are not samples."""

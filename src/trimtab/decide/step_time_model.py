@@ -36,24 +36,24 @@ class WindowTimes(Stateful):
     """Medians over the last steps, robust to disturbed steps."""
 
     def __init__(self, memory: int = MEMORY) -> None:
-        self._row_s: deque[float] = deque(maxlen=memory)
+        self._sample_s: deque[float] = deque(maxlen=memory)
         self._fixed_s: deque[float] = deque(maxlen=memory)
         self._seen = 0
         self._since_loaded: int | None = None
 
-    def add(self, row_s: float, fixed_s: float) -> None:
+    def add(self, sample_s: float, fixed_s: float) -> None:
         """Add a step.
 
         Args:
-            row_s: seconds per sample, data loading included, in the loader batches between the first (creates
+            sample_s: seconds per sample, data loading included, in the loader batches between the first (creates
                 gradients) and the last (includes the reduction).
-            fixed_s: seconds of the step beyond `row_s` for all samples.
+            fixed_s: seconds of the step beyond `sample_s` for all samples.
         """
         self._seen += 1
         if self._since_loaded is not None and self._since_loaded < 0:  # kernels are selected again
             self._since_loaded += 1
         elif self._seen > SKIPPED:
-            self._row_s.append(row_s)
+            self._sample_s.append(sample_s)
             self._fixed_s.append(max(0.0, fixed_s))
             self._drop_loaded()
 
@@ -63,7 +63,7 @@ class WindowTimes(Stateful):
             return
         self._since_loaded += 1
         if self._since_loaded == MIN_WINDOWS:
-            for kept in (self._row_s, self._fixed_s):
+            for kept in (self._sample_s, self._fixed_s):
                 own = list(kept)[-MIN_WINDOWS:]
                 kept.clear()
                 kept.extend(own)
@@ -71,33 +71,33 @@ class WindowTimes(Stateful):
 
     def forget(self) -> None:
         """Drop all steps."""
-        self._row_s.clear()
+        self._sample_s.clear()
         self._fixed_s.clear()
         self._seen, self._since_loaded = 0, None
 
     @property
     def is_known(self) -> bool:
         """True if enough steps were added."""
-        return len(self._row_s) >= MIN_WINDOWS
+        return len(self._sample_s) >= MIN_WINDOWS
 
     @property
     def is_own(self) -> bool:
         """True if enough steps were added since a state was loaded, possibly from another machine."""
         return self.is_known and self._since_loaded is None
 
-    def times(self, micro_rows: float) -> StepTimes | None:
+    def times(self, micro_batch_samples: float) -> StepTimes | None:
         """Return the times for a micro-batch size; None while too few steps were added.
 
         Args:
-            micro_rows: samples per micro-batch.
+            micro_batch_samples: samples per micro-batch.
         """
         if not self.is_known:
             return None
-        return StepTimes(statistics.median(self._row_s) * micro_rows, statistics.median(self._fixed_s))
+        return StepTimes(statistics.median(self._sample_s) * micro_batch_samples, statistics.median(self._fixed_s))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recent times for a resumed run."""
-        return {"row_s": list(self._row_s), "fixed_s": list(self._fixed_s), "seen": self._seen}
+        return {"sample_s": list(self._sample_s), "fixed_s": list(self._fixed_s), "seen": self._seen}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
         """Validate `state_dict()` and return a function that loads the state.
@@ -105,18 +105,18 @@ class WindowTimes(Stateful):
         Raises:
             FormatError, ValueGivenError: the state is invalid.
         """
-        names = ("row_s", "fixed_s")
+        names = ("sample_s", "fixed_s")
         lists = isinstance(state, Mapping) and all(isinstance(state.get(name), list) for name in names)
-        if not lists or len(state["row_s"]) != len(state["fixed_s"]):
+        if not lists or len(state["sample_s"]) != len(state["fixed_s"]):
             raise FormatError(
-                "state.times", got=f"{state!r:.80}", expected="the lists row_s and fixed_s of equal length"
+                "state.times", got=f"{state!r:.80}", expected="the lists sample_s and fixed_s of equal length"
             )
         seen = validation.integer("state.times.seen", state.get("seen"), low=0)
-        row_s, fixed_s = ([validation.number(f"state.times.{n}", v, low=0) for v in state[n]] for n in names)
+        sample_s, fixed_s = ([validation.number(f"state.times.{n}", v, low=0) for v in state[n]] for n in names)
 
         def load() -> None:
             self._seen, self._since_loaded = seen, -SKIPPED
-            for kept, loaded in ((self._row_s, row_s), (self._fixed_s, fixed_s)):
+            for kept, loaded in ((self._sample_s, sample_s), (self._fixed_s, fixed_s)):
                 kept.clear()
                 kept.extend(loaded)
 

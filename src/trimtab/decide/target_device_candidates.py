@@ -77,7 +77,7 @@ def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks |
         return max(0.0, in_part(rows) - kept(rows)) * forwards[index](rows) / whole_s if whole_s else 0.0
 
     whole, sliced = (chain.with_seconds(forward_s, part_s) for chain in (traced.whole, traced.sliced))
-    schedules = by_shares(whole.at(profile.loop.batch_rows))
+    schedules = by_shares(whole.at(profile.loop.batch_size))
     return RecomputableBlocks(candidate, traced.blocks, whole, sliced, step_s, schedules)
 
 
@@ -87,7 +87,7 @@ def _chord(profile: Profile, candidate: Candidate, operations: tuple[Operation, 
     Exact for a single sample and for the whole batch, and never too small between: every operator takes at least a few
     microseconds, so extrapolation from two large sizes would be too small for small ones.
     """
-    more = profile.loop.batch_rows
+    more = profile.loop.batch_size
     one_s, all_s = (seconds_of(operations, profile.device, candidate.precision, rows) or 0.0 for rows in (1, more))
     return lambda rows: one_s + (all_s - one_s) * (rows - 1) / max(1, more - 1)
 
@@ -109,7 +109,7 @@ def chunks(profile: Profile) -> tuple[Candidate, ...]:
     fits.
     """
     model, limit = CostModel(profile), profile.budget.memory_bytes
-    whole = [replace(mode, micro_batch=profile.loop.batch_rows) for mode in model.modes]
+    whole = [replace(mode, micro_batch=profile.loop.batch_size) for mode in model.modes]
     fastest = min(whole, key=lambda mode: model.predict(mode).step_s or math.inf, default=None)
     if fastest is None:
         return ()
@@ -132,7 +132,7 @@ def recorded(profile: Profile) -> Trace:
     """Return a function that looks up recorded CUDA traces in the profile."""
 
     def trace(candidates: Sequence[Candidate]) -> list[TracedCandidate]:
-        has = {each.candidate: each for each in profile.elsewhere_traces}
+        has = {each.candidate: each for each in profile.target_device_traces}
         found = [(c, has.get(c) or has.get(_twin(c))) for c in candidates]
         return [replace(each, candidate=c) for c, each in found if each is not None]
 
@@ -145,7 +145,7 @@ def recorded_blocks(profile: Profile) -> TraceBlocks:
     def trace(candidate: Candidate) -> TracedBlocks | str:
         ignored = ("micro_batch", "allocator", "fused_optimizer")
         both = (candidate, _twin(candidate))
-        found = (each for c in both for each in profile.elsewhere_blocks if each.candidate.alike(c, *ignored))
+        found = (each for c in both for each in profile.target_device_blocks if each.candidate.alike(c, *ignored))
         return next(found, "the profile has no trace of the blocks")
 
     return trace

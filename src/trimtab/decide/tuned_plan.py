@@ -31,12 +31,12 @@ _LONGEST_RISE = 0.3
 
 def tried(plan: Plan) -> tuple[str, ...]:
     """Return the training settings that were tried, kept or not, by their names in `adapt`."""
-    shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.losers)}
+    shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.rejected)}
     found = {
         "learning_rate": plan.learning_rate_scale != KEEP_LEARNING_RATE,
         "schedule": "warmup_linear" in shapes,
         "optimizer": plan.optimizer != KEEP_OPTIMIZER,
-        "dropout": bool(plan.dropout.losers),  # the reason may also state why no comparison was run
+        "dropout": bool(plan.dropout.rejected),  # the reason may also state why no comparison was run
         "batch": plan.batch_policy != KEEP_BATCH,
     }
     return tuple(name for name, was in found.items() if was)
@@ -58,7 +58,7 @@ def adapt_learning_rate(
         run_steps: steps of the run, if known: the warm-up is no shorter than the rise of the test, or 5% of the run.
     """
     plan = _searched(plan, search_s)
-    scale = Choice(rates.scale, rates.reason, Effect.DYNAMICS, rates.scale != 1.0, rates.losers, rates.code)
+    scale = Choice(rates.scale, rates.reason, Effect.TRAINING, rates.scale != 1.0, rates.rejected, rates.code)
     if not scale.changed:
         text = "unchanged: the learning rate is unchanged, and a schedule was not tried alone"
         kept = replace(plan.schedule, reason=text, code="schedule.rate_unchanged")
@@ -66,9 +66,9 @@ def adapt_learning_rate(
     schedule = Choice(
         "warmup_cosine",
         "linear warm-up to the higher learning rate, then cosine decay to a tenth of it (paper eq. 10)",
-        Effect.DYNAMICS,
+        Effect.TRAINING,
         changed=True,
-        losers=(
+        rejected=(
             Rejected("user", "not tried: a range test finds a peak rate, not a constant rate", "setting.not_tried"),
         ),
         code="schedule.for_higher_rate",
@@ -80,7 +80,7 @@ def adapt_learning_rate(
     reason = "the median gradient norm at this learning rate in the range test; larger gradients are clipped"
     unclipped = (Rejected(None, _UNCLIPPED, "setting.not_tried"),)
     norm = float(f"{rates.norm:.2g}")
-    clip = Choice(norm, reason, Effect.DYNAMICS, changed=True, losers=unclipped, code="clip.median_norm")
+    clip = Choice(norm, reason, Effect.TRAINING, changed=True, rejected=unclipped, code="clip.median_norm")
     return replace(plan, clip_norm=clip)
 
 
@@ -96,8 +96,8 @@ def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
         share, bound = _LONGEST_RISE, f", limited to {100 * _LONGEST_RISE:.0f}% of the run"
     reason = f"as long as the rise to the lowest loss in the range test: {rising_steps} of {run_steps} steps{bound}"
     shorter = "not tried: the range test did not raise the learning rate faster"
-    losers = (Rejected(WARMUP_FRACTION, shorter, "setting.not_tried"),)
-    return Choice(share, reason, Effect.DYNAMICS, changed=True, losers=losers, code="warmup.of_range_test")
+    rejected = (Rejected(WARMUP_FRACTION, shorter, "setting.not_tried"),)
+    return Choice(share, reason, Effect.TRAINING, changed=True, rejected=rejected, code="warmup.of_range_test")
 
 
 def adapt_optimizer(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
@@ -106,8 +106,8 @@ def adapt_optimizer(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, s
         kept = _kept(KEEP_OPTIMIZER, "muon", verdict)
         return replace(_searched(stands, search_s), optimizer=kept)
     reason = f"Muon for the matrices of the blocks, AdamW for the rest; {verdict.reason}"
-    losers = (Rejected("user", _LATER, _LATER_CODE),)
-    won = replace(rival.optimizer, reason=reason, losers=losers, code=verdict.code)
+    rejected = (Rejected("user", _LATER, _LATER_CODE),)
+    won = replace(rival.optimizer, reason=reason, rejected=rejected, code=verdict.code)
     return replace(_won(stands, rival, verdict, search_s), optimizer=won)
 
 
@@ -116,8 +116,8 @@ def adapt_dropout(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, sea
     if not verdict.is_gain:
         kept = _kept(KEEP_DROPOUT, rival.dropout.value, verdict)
         return replace(_searched(stands, search_s), dropout=kept)
-    losers = (Rejected(None, _LATER, _LATER_CODE),)
-    won = replace(rival.dropout, reason=verdict.reason, losers=losers, code=verdict.code)
+    rejected = (Rejected(None, _LATER, _LATER_CODE),)
+    won = replace(rival.dropout, reason=verdict.reason, rejected=rejected, code=verdict.code)
     return replace(_won(stands, rival, verdict, search_s), dropout=won)
 
 
@@ -128,17 +128,17 @@ def adapt_schedule(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, se
     """
     mine, theirs = stands.schedule, rival.schedule
     if not verdict.is_gain:
-        kept = replace(mine, losers=(*mine.losers, Rejected(theirs.value, verdict.reason, verdict.code)))
+        kept = replace(mine, rejected=(*mine.rejected, Rejected(theirs.value, verdict.reason, verdict.code)))
         return replace(_searched(stands, search_s), schedule=kept)
-    losers = (*mine.losers, Rejected(mine.value, _LATER, _LATER_CODE))
-    won = replace(theirs, reason=verdict.reason, losers=losers, code=verdict.code)
+    rejected = (*mine.rejected, Rejected(mine.value, _LATER, _LATER_CODE))
+    won = replace(theirs, reason=verdict.reason, rejected=rejected, code=verdict.code)
     return replace(_searched(stands, search_s), schedule=won)
 
 
 def _kept(unchanged: Choice, rejected: Scalar, verdict: PairedTrainingVerdict) -> Choice:
     """Return the unchanged setting with the verdict on its rejected alternative."""
-    losers = (Rejected(rejected, verdict.reason, verdict.code),)
-    return replace(unchanged, reason=verdict.reason, losers=losers, code=verdict.code)
+    rejected = (Rejected(rejected, verdict.reason, verdict.code),)
+    return replace(unchanged, reason=verdict.reason, rejected=rejected, code=verdict.code)
 
 
 def within(budget: Budget, rival: Plan, verdict: PairedTrainingVerdict) -> PairedTrainingVerdict:

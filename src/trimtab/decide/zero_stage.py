@@ -28,7 +28,7 @@ from trimtab.decide.planner import choose_each
 from trimtab.decide.rank_profile import at_stage, taken
 from trimtab.decide.search_space import WORTH_A_RUN
 
-_MARKS = Plan.marks()
+_MARKS = Plan.effects()
 # Only reduction once per step: otherwise DeepSpeed's stage 2 sends all gradients of every micro-batch to all ranks.
 DEEPSPEED_WAYS: tuple[Way, ...] = ((1, True), (2, True), (3, True))
 # Excess of a rank's peak over its trace with gloo, whose threads release sent tensors some milliseconds late: up to
@@ -324,17 +324,17 @@ def _with_size(best: StageCost, costs: Sequence[StageCost]) -> StageCost:
         for each in reversed(costs)
         for value in (each.plan.micro_batch.value,)
     }
-    losers = {loser.value: loser for loser in size.losers} | others
-    losers.pop(size.value, None)
+    rejected = {loser.value: loser for loser in size.rejected} | others
+    rejected.pop(size.value, None)
     with_sent = f"{size.reason}; with communication, {best}" if len(others) > 1 else size.reason
-    chosen = replace(size, reason=with_sent, losers=tuple(losers.values()))
+    chosen = replace(size, reason=with_sent, rejected=tuple(rejected.values()))
     return replace(best, plan=replace(best.plan, micro_batch=chosen))
 
 
 def _with_stage(chosen: StageCost, found: Stages, calibration: LinkCalibration, *, is_limited: bool) -> Plan:
     stage, reduces_once = chosen.way
     others = [each for each in found if each.way[0] != stage]
-    losers = tuple(_rejected(each.way[0], each) for each in others if each.way[1])
+    rejected = tuple(_rejected(each.way[0], each) for each in others if each.way[1])
     waits = "predicted " if chosen.ran is not None else ""
     reason = f"{chosen.figures}, including {waits}{format_seconds(chosen.cost.exposed_s)} waiting for communication"
     link = f"over {calibration.link.name}"
@@ -346,7 +346,7 @@ def _with_stage(chosen: StageCost, found: Stages, calibration: LinkCalibration, 
     same = [each for each in found if each.way[0] == stage and each.way != chosen.way]
     once = tuple(_rejected(each.way[1], each) for each in same)
     code = "predicted.best" if chosen.ran is None else "dry_run.best"
-    best = Choice(stage, f"{reason}, {link}", _MARKS["zero_stage"], changed=stage > 0, losers=losers, code=code)
+    best = Choice(stage, f"{reason}, {link}", _MARKS["zero_stage"], changed=stage > 0, rejected=rejected, code=code)
     plan = replace(chosen.plan, zero_stage=best)
     if stage < 2:
         return plan

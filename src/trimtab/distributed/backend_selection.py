@@ -172,8 +172,8 @@ def require_plannable(model: nn.Module) -> None:
 
 def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: MetadataExchange) -> None:
     """Raise `ValueGivenError` on every rank if plans or options differ between ranks."""
-    values = {name: getattr(plan, name).value for name in Plan.marks()}
-    values |= {"batch_rows": plan.batch_rows, "batch_rule": plan.batch_rule, "recompute_blocks": plan.recompute_blocks}
+    values = {name: getattr(plan, name).value for name in Plan.effects()}
+    values |= {"batch_size": plan.batch_size, "batch_rule": plan.batch_rule, "recompute_blocks": plan.recompute_blocks}
     values |= options
     expected = "the same plan and options on all ranks"
     hint = "Make the plan on one rank, load its JSON on all ranks, and pass the same options to trimtab.start."

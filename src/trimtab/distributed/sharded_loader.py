@@ -20,7 +20,7 @@ from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
 from trimtab.runtime.uneven_inputs import EmptyBatch
 
 
-def rows_of_rank(rows: int, rank: int, num_ranks: int) -> slice:
+def samples_of_rank(rows: int, rank: int, num_ranks: int) -> slice:
     """Return the slice of a rank's samples in a batch; sizes differ by at most 1, with larger ones first."""
     each, more = divmod(rows, num_ranks)
     start = rank * each + min(rank, more)
@@ -44,7 +44,7 @@ class ShardedLoader:
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             whole = self._batching.require(batch)
-            rows = rows_of_rank(whole, self._rank, self._num_ranks)
+            rows = samples_of_rank(whole, self._rank, self._num_ranks)
             is_some = rows.stop > rows.start
             yield self._batching.part(batch, rows.start, rows.stop, whole) if is_some else EmptyBatch()
 
@@ -80,7 +80,7 @@ class _RankBatchSampler:
                 _require_one_order(batch, self._facts)
                 self._facts = {}  # compared in the first epoch only
             is_first = False
-            yield batch[rows_of_rank(len(batch), self._rank, self._num_ranks)]
+            yield batch[samples_of_rank(len(batch), self._rank, self._num_ranks)]
 
 
 class _Collate:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from trimtab.calibrate.candidate_traces import MIN_ROWS, trace_here
+from trimtab.calibrate.candidate_traces import MIN_SAMPLES, trace_here
 from trimtab.calibrate.communication_profile import step_shape
 from trimtab.core.errors import DependencyError, InfeasibleError, ModelError
 from trimtab.core.interconnect import LinkCalibration
@@ -162,9 +162,9 @@ def traces_of_ranks(
         raise ModelError(
             "model",
             got=f"{samples or 'an unknown number of'} samples per rank",
-            expected=f"at least {MIN_ROWS}",
+            expected=f"at least {MIN_SAMPLES}",
             problem=f"The memory of a rank cannot be traced with {samples or 'an unknown number of'} samples per rank.",
-            hint=f"Use a batch with at least {MIN_ROWS} samples per rank.",
+            hint=f"Use a batch with at least {MIN_SAMPLES} samples per rank.",
             code="batch.too_small_to_trace",
         )
     return tuple(traces)

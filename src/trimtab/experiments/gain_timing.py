@@ -21,7 +21,7 @@ from trimtab.core.step_phases import ArmPhases, RooflineBound, TimedGain, TimedR
 from trimtab.decide.interleaving import turns
 from trimtab.decide.roofline import roof_of
 from trimtab.distributed.coordinator import ALONE, Coordinator
-from trimtab.distributed.sharded_loader import rows_of_rank, shard
+from trimtab.distributed.sharded_loader import samples_of_rank, shard
 from trimtab.experiments.baselines.loop import MakeLoop, autocast, move
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.baselines.replica import ReplicaLoop
@@ -54,12 +54,12 @@ class _TraceOptions:
 
     Args:
         notes: notes about figures that are not available.
-        micro_rows: samples per micro-batch; None for the rank's whole shard of a batch.
+        micro_batch_samples: samples per micro-batch; None for the rank's whole shard of a batch.
         prepare: applied to the traced copy of the model, to enable activation checkpointing.
     """
 
     notes: tuple[str, ...]
-    micro_rows: int | None = None
+    micro_batch_samples: int | None = None
     prepare: Prepare = as_it_is
 
 
@@ -84,16 +84,16 @@ class _TimedLoop:
         together: Coordinator,
         traced: _TraceOptions,
     ) -> None:
-        own = rows_of_rank(task.batch_rows, together.rank, together.num_ranks)
+        own = samples_of_rank(task.batch_size, together.rank, together.num_ranks)
         self._task, self._device, self._rows = task, device, own.stop - own.start
         self._together = together
-        self._traced, self._micro_rows = traced, min(traced.micro_rows or self._rows, self._rows)
+        self._traced, self._micro_batch_samples = traced, min(traced.micro_batch_samples or self._rows, self._rows)
         self._watch = InstrumentedLoop(task, device, self._rows, waits=together.num_ranks > 1)
         torch.manual_seed(0)
         with together.entering():
             self._loop = make(self._watch.watched_task(), device)
         together.draw_apart(0)
-        self._batches = self._watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # As in a paired run.
+        self._batches = self._watch.drawn(ahead(shard(data.batches(0, task.batch_size)), device))  # As in a paired run.
         self._is_compiled = is_compiled(self._loop.model)
         self._laps: list[TimedRound] = []
         self._step(max(_WARM_STEPS, settling_steps(self._loop)))
@@ -140,7 +140,9 @@ class _TimedLoop:
         """Return the roofline bound by phase and per batch, or ({}, reason) if unknown."""
         self._state.restore()
         loop, precision = self._loop, self._loop.precision
-        micro, _ = next(BY_CONTAINERS.slices(move(next(self._batches), self._device), self._rows, self._micro_rows))
+        micro, _ = next(
+            BY_CONTAINERS.slices(move(next(self._batches), self._device), self._rows, self._micro_batch_samples)
+        )
         cast = partial(autocast, precision, self._device)
         try:
             how = {"autocast": cast, "prepare": self._traced.prepare}
@@ -149,7 +151,7 @@ class _TimedLoop:
             return {}, f"the roofline bound is unknown: {error.reason}"
         times = {"optimizer": 1.0}
         found = {phase: roof_of(seen, spec, precision) for phase, seen in work.items()}
-        several = self._rows / self._micro_rows
+        several = self._rows / self._micro_batch_samples
         roofs = {phase: roof.times(times.get(phase, several)) for phase, roof in found.items() if roof is not None}
         return (
             (roofs, "")
@@ -231,10 +233,10 @@ def measure_gain(
 
 def _makes(task: Task, plan: Plan, num_ranks: int) -> list[tuple[MakeLoop, _TraceOptions]]:
     """Return the plain loop and the plan's loop, with tracing options."""
-    ours: MakeLoop = partial(PlanLoop, plan=plan, total_samples=task.budget_rows)
+    ours: MakeLoop = partial(PlanLoop, plan=plan, total_samples=task.budget_samples)
     told = (_ALONE,) if num_ranks == 1 else ()
     shared = (_SHARED,) if plan.zero_stage.value else ()
-    rows = plan.micro_batch_of(rows_of_rank(task.batch_rows, 0, num_ranks).stop)
+    rows = plan.micro_batch_of(samples_of_rank(task.batch_size, 0, num_ranks).stop)
     prepare = as_it_is if plan.recompute.value is None else partial(use_plan, plan=plan)
     plain: MakeLoop = ReferenceLoop if num_ranks == 1 else ReplicaLoop
     return [(plain, _TraceOptions(told)), (ours, _TraceOptions((*told, *shared), rows, prepare))]

@@ -43,4 +43,4 @@ class CountedTerms:
     def terms(self, rows: int) -> float:
         """Return the terms of all `rows` samples over all ranks."""
         self._add_last()
-        return rows * float(self._task.terms_per_row) if self._is_mean else total(float(self._sum))
+        return rows * float(self._task.terms_per_sample) if self._is_mean else total(float(self._sum))

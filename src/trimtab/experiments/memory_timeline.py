@@ -32,17 +32,17 @@ def _traced(task: Task, data: TaskData, device: torch.device, plan: Plan | None)
     torch.manual_seed(0)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
-    batch = move(next(data.batches(0, task.batch_rows)), device)
+    batch = move(next(data.batches(0, task.batch_size)), device)
     with contextlib.ExitStack() as stack:
-        count, rows, forward = 1, task.batch_rows, lambda: autocast(task.reference.precision, device)
+        count, rows, forward = 1, task.batch_size, lambda: autocast(task.reference.precision, device)
         prepare: Prepare = as_it_is
         if plan is not None:
-            run = stack.enter_context(start(model, optimizer, plan, total_samples=task.budget_rows))
+            run = stack.enter_context(start(model, optimizer, plan, total_samples=task.budget_samples))
             count, rows, forward = plan.num_micro_batches, plan.micro_batch_of(rows), run.autocast
             # The traced copy of the model lacks recomputation, so it is applied again.
             if plan.recompute.value is not None:
                 prepare = partial(use_plan, plan=plan)
-        micro = next(BY_CONTAINERS.slices(batch, task.batch_rows, rows))[0]
+        micro = next(BY_CONTAINERS.slices(batch, task.batch_size, rows))[0]
         return trace_step(
             model,
             optimizer,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.comparison.comparison_result import ThirdRow
 
-PAGE_SCHEMA = 1
+PAGE_SCHEMA = 2
 FILE = "phases.json"  # File name in an evaluation's folder.
 
 

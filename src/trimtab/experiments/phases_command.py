@@ -150,7 +150,7 @@ def _plan(
     """Return the equivalent plan to measure, on all ranks."""
     number = ranks.num_ranks
     if given is not None:
-        return given_plan(task_of_rank(task, number), replicated(given, number), number).plans["S"]
+        return given_plan(task_of_rank(task, number), replicated(given, number), number).plans["equivalent"]
     if number > 1:
-        return job_plans(task, budget, Objective(), progress, ranks).plans["S"]
-    return make_plans(task, data, device, adapt=(), strong=False, budget=budget, progress=progress).plans["S"]
+        return job_plans(task, budget, Objective(), progress, ranks).plans["equivalent"]
+    return make_plans(task, data, device, adapt=(), strong=False, budget=budget, progress=progress).plans["equivalent"]

@@ -77,4 +77,4 @@ def plan_ranks(
         model = task.make_model()
     plan, costs = choose_stage(found, traces, ranks, calibration, functools.partial(step_shape, model, found), engine)
     where = f"{ranks} ranks of {found.device.name}, over {calibration.link.name}"
-    return replace(plan, elsewhere=where, stages=stage_figures(costs)), costs, found
+    return replace(plan, target_device=where, stages=stage_figures(costs)), costs, found

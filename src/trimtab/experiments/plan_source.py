@@ -92,5 +92,5 @@ def decided(
     loaded = load_task(task)
     how = {"strong": False, "budget": budget, "objective": objective, "metering": metering, "progress": progress}
     plans = make_plans(loaded, loaded.load_data(), device_here(), adapt=adapt, **how)
-    found = plans.profiles["S"]
-    return PlanWithProfile(plans.plans.get("F", plans.plans["S"]), found, budget, found.objective)
+    found = plans.profiles["equivalent"]
+    return PlanWithProfile(plans.plans.get("tuned", plans.plans["equivalent"]), found, budget, found.objective)

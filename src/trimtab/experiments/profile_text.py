@@ -11,7 +11,7 @@ def profile_text(profile: Profile) -> str:
     loop, device = profile.loop, profile.device
     lines = [
         f"{device.name}, {device.num_threads or 'no'} threads; {profile.reference.describe()}",
-        f"{format_count(loop.num_parameters)} parameters, {loop.optimizer}, {loop.batch_rows} samples and "
+        f"{format_count(loop.num_parameters)} parameters, {loop.optimizer}, {loop.batch_size} samples and "
         f"{format_count(loop.terms_per_step)} {loop.terms} per step",
         *_utilisation(profile),
         "",

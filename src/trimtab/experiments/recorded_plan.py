@@ -26,7 +26,7 @@ def recorded_profile(path: str, budget: Budget, objective: Objective, device: st
     if device is None:
         return recorded
     spec = absent_device(device)
-    if not recorded.elsewhere_traces:
+    if not recorded.target_device_traces:
         raise FormatError(
             path,
             problem=f"The profile {path} has no traces for other devices, which a plan for {device} needs.",
@@ -34,5 +34,5 @@ def recorded_profile(path: str, budget: Budget, objective: Objective, device: st
             "has no traces either, the task's steps cannot be traced.",
             code="profile.no_traces",
         )
-    there = replace(recorded.elsewhere(spec), objective=objective, budget=budget.within(spec.memory_bytes))
+    there = replace(recorded.for_device(spec), objective=objective, budget=budget.within(spec.memory_bytes))
     return with_blocks(traced_for(there, recorded_traces(recorded)), recorded_blocks(recorded))

@@ -23,21 +23,21 @@ class ResumableBatches:
         data: data of the task.
         device: device of the batches.
         seed: seed of the data order.
-        batch_rows: batch size of the whole job.
+        batch_size: batch size of the whole job.
         steps: number of batches in the epoch.
         may_differ: True to allow different data on resuming.
     """
 
     def __init__(
-        self, data: TaskData, device: torch.device, *, seed: int, batch_rows: int, steps: int, may_differ: bool = False
+        self, data: TaskData, device: torch.device, *, seed: int, batch_size: int, steps: int, may_differ: bool = False
     ) -> None:
         self._data, self._device, self._may_differ = data, device, may_differ
-        self._seed, self._batch_rows, self._steps = seed, batch_rows, steps
+        self._seed, self._batch_size, self._steps = seed, batch_size, steps
         self._drawn = 0
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch."""
-        whole = self._data.batches(self._seed, self._batch_rows, begin=self._drawn)
+        whole = self._data.batches(self._seed, self._batch_size, begin=self._drawn)
         for batch in ahead(shard(itertools.islice(whole, max(0, self._steps - self._drawn))), self._device):
             self._drawn += 1  # Counted when taken, because batches are also prefetched.
             yield batch
@@ -67,4 +67,4 @@ class ResumableBatches:
         self._drawn = validation.integer("state.data.loader.drawn", state["drawn"], low=0)
 
     def _identity(self) -> dict[str, Any]:
-        return {"seed": self._seed, "batch_rows": self._batch_rows, "data": self._data.source.sha256}
+        return {"seed": self._seed, "batch_size": self._batch_size, "data": self._data.source.sha256}

@@ -11,7 +11,7 @@ import torch
 
 from trimtab import api
 from trimtab.api import FREED, Metering, default_rule, profile
-from trimtab.calibrate.candidate_traces import MIN_ROWS
+from trimtab.calibrate.candidate_traces import MIN_SAMPLES
 from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.calibrate.training_settings_search import TRAINED, RunLength, adapted, require_rate
 from trimtab.core.energy_reading import Energy, summed
@@ -34,7 +34,7 @@ PLANNING_SEED = 2**31 - 1
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans by kind ("S", "F", "strong"), with profiles and the energy of planning. A JSON value.
+    """Plans by kind ("equivalent", "tuned", "strong"), with profiles and the energy of planning. A JSON value.
 
     Args:
         plans: plan by kind.
@@ -49,7 +49,7 @@ class Plans:
     @property
     def device(self) -> DeviceSpec | None:
         """The device of the profile; None for a given plan."""
-        return self.profiles["S"].device if "S" in self.profiles else None
+        return self.profiles["equivalent"].device if "equivalent" in self.profiles else None
 
 
 def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
@@ -64,14 +64,14 @@ def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
         ValueGivenError: the plan has another batch size or number of ranks, or is not an equivalent plan.
     """
     require_fits(task, plan, num_ranks)
-    if plan.tier != "S":
+    if plan.plan_kind != "equivalent":
         raise ValueGivenError(
             "plan",
-            problem=f"The plan is not an equivalent plan (tier S): it changes {plan.changes_in_words}.",
+            problem=f"The plan is not an equivalent plan: it changes {plan.changes_in_words}.",
             hint="Remove --plan and use --adapt to compare a tuned plan.",
             code="plan.not_equivalent",
         )
-    return Plans({"S": plan})
+    return Plans({"equivalent": plan})
 
 
 def require_fits(task: Task, plan: Plan, num_ranks: int = 1) -> None:
@@ -92,11 +92,11 @@ def require_fits(task: Task, plan: Plan, num_ranks: int = 1) -> None:
             hint=f"Add --ranks {plan.num_ranks}, or use a plan for {num_ranks} rank(s).",
             code="plan.ranks_differ",
         )
-    if plan.batch_rows != task.batch_rows:
+    if plan.batch_size != task.batch_size:
         name = task.name if num_ranks == 1 else f"{task.name} on each of {num_ranks} ranks"
         raise ValueGivenError(
             "plan",
-            problem=f"The plan is for {plan.batch_rows} samples per step, but {name} has {task.batch_rows}.",
+            problem=f"The plan is for {plan.batch_size} samples per step, but {name} has {task.batch_size}.",
             hint=f"Make a plan with `trimtab plan` for {task.name}.",
             code="plan.batch_differs",
         )
@@ -135,13 +135,15 @@ def make_plans(
     progress = meter.heard(progress)
     limits = _PlanningLimits(budget or Budget(), objective or Objective(), meter.metering, progress)
     subject, batches = _subject(task, data, device, adapt)
-    how = {"frees_batch": "batch" in adapt, "traces": traces}
+    how = {"adapts_batch_size": "batch" in adapt, "traces": traces}
     (base, found), spent = meter.counted(lambda: _same_maths(task, data, subject, limits, **how))
-    plans, profiles, energy = {"S": base}, {"S": found}, {"S": spent}
+    plans, profiles, energy = {"equivalent": base}, {"equivalent": found}, {"equivalent": spent}
     if adapt:
         searched = (subject, base, adapt, batches, progress, _length(task, data), limits.budget)
-        plans["F"], spent = meter.counted(lambda: _freed(*searched))
-        energy["F"] = summed((energy["S"], spent), in_turn=True) if TRAINED & set(adapt) else energy["S"]
+        plans["tuned"], spent = meter.counted(lambda: _freed(*searched))
+        energy["tuned"] = (
+            summed((energy["equivalent"], spent), in_turn=True) if TRAINED & set(adapt) else energy["equivalent"]
+        )
     if strong and task.strong is not None:
         made, energy["strong"] = meter.counted(lambda: _for_strong(task, device, subject.batch, limits))
         plans["strong"], profiles["strong"] = made
@@ -181,28 +183,28 @@ def _subject(
     optimizer = task.make_optimizer(model)
     if "optimizer" in adapt:
         hidden_matrices(model, optimizer)
-    batches = data.batches(PLANNING_SEED, task.batch_rows)
+    batches = data.batches(PLANNING_SEED, task.batch_size)
     return TrainingLoop(model, optimizer, task.loss_fn, move(next(batches), device)), batches
 
 
 class _Epochs:
     """Re-iterable batches of a task: planning needs an iterable that can restart."""
 
-    def __init__(self, data: TaskData, batch_rows: int) -> None:
-        self._data, self._batch_rows = data, batch_rows
+    def __init__(self, data: TaskData, batch_size: int) -> None:
+        self._data, self._batch_size = data, batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        return self._data.batches(PLANNING_SEED, self._batch_rows)
+        return self._data.batches(PLANNING_SEED, self._batch_size)
 
 
 def _same_maths(
-    task: Task, data: TaskData, subject: TrainingLoop, limits: _PlanningLimits, *, frees_batch: bool, traces: bool
+    task: Task, data: TaskData, subject: TrainingLoop, limits: _PlanningLimits, *, adapts_batch_size: bool, traces: bool
 ) -> tuple[Plan, Profile]:
     """Return the equivalent plan with its profile."""
     how = {
-        "data": _Epochs(data, task.batch_rows),
+        "data": _Epochs(data, task.batch_size),
         "total_steps": task.planned_steps,
-        "frees_batch": frees_batch,
+        "adapts_batch_size": adapts_batch_size,
         "traces": traces,
     }
     found = limits.profile(subject, task.reference, **how)
@@ -225,8 +227,8 @@ def _freed(
 
 def _length(task: Task, data: TaskData) -> RunLength:
     """Return the length of the tuned run, possibly on fewer samples than the reference."""
-    rows = task.planned_rows or task.adapted_rows or task.budget_rows
-    return RunLength(-(-rows // task.batch_rows), task.planned_steps * task.batch_rows / data.num_rows)
+    rows = task.planned_samples or task.adapted_samples or task.budget_samples
+    return RunLength(-(-rows // task.batch_size), task.planned_steps * task.batch_size / data.num_samples)
 
 
 def _for_strong(task: Task, device: torch.device, batch: Any, limits: _PlanningLimits) -> tuple[Plan, Profile]:
@@ -237,7 +239,7 @@ def _for_strong(task: Task, device: torch.device, batch: Any, limits: _PlanningL
     """
     recipe = task.strong
     assert recipe is not None
-    steps = -(-(task.planned_rows or recipe.budget_rows) // task.batch_rows)
+    steps = -(-(task.planned_samples or recipe.budget_samples) // task.batch_size)
     with closing(StrongLoop(task, device)) as peer:  # The loop sets the process-wide precision; closing restores it.
         subject = TrainingLoop(peer.model, peer.optimizer, peer.loss_fn, batch)
         found = limits.profile(subject, Reference(recipe.precision, recipe.clip_norm), total_steps=steps)
@@ -262,7 +264,7 @@ def profile_here(
     """Return a task's profile on this machine; the limits are recorded, not enforced."""
     device = device_here()
     torch.manual_seed(PLANNING_SEED)
-    model, batches = task.make_model().to(device).train(), _Epochs(task.load_data(), task.batch_rows)
+    model, batches = task.make_model().to(device).train(), _Epochs(task.load_data(), task.batch_size)
     loop = (model, task.make_optimizer(model), task.loss_fn, move(next(iter(batches)), device))
     given = {"budget": budget, "objective": objective, "reference": task.reference, "total_steps": total_steps}
     return profile(*loop, data=batches, progress=progress, **given)
@@ -282,7 +284,7 @@ def profile_there(
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().train()
     loop = (model, task.make_optimizer(model), task.loss_fn, example_batch(task))
-    given = {"rows": task.batch_rows, "budget": budget, "objective": objective, "reference": task.reference}
+    given = {"rows": task.batch_size, "budget": budget, "objective": objective, "reference": task.reference}
     return api.profile_there(*loop, device, progress=progress, **given)
 
 
@@ -291,5 +293,5 @@ def example_batch(task: Task) -> Any:
 
     Uses `task.example`, which needs no data, if available.
     """
-    rows = max(task.batch_rows, 2 * (MIN_ROWS - 1))
+    rows = max(task.batch_size, 2 * (MIN_SAMPLES - 1))
     return next(task.load_data().batches(PLANNING_SEED, rows)) if task.example is None else task.example(rows)

@@ -50,15 +50,15 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
     Raises:
         ValueGivenError: a batch has fewer samples than there are ranks.
     """
-    if num_ranks > task.batch_rows:
+    if num_ranks > task.batch_size:
         raise ValueGivenError(
             "--ranks",
-            problem=f"{num_ranks} ranks cannot share a batch of {task.batch_rows} samples; each rank needs one or "
+            problem=f"{num_ranks} ranks cannot share a batch of {task.batch_size} samples; each rank needs one or "
             "more.",
-            hint=f"Use at most {task.batch_rows} ranks, or a larger batch.",
+            hint=f"Use at most {task.batch_size} ranks, or a larger batch.",
             code="ranks.too_many",
         )
-    rows = {name: getattr(task, name) for name in ("batch_rows", "budget_rows", "planned_rows")}
+    rows = {name: getattr(task, name) for name in ("batch_size", "budget_samples", "planned_samples")}
     return replace(task, **{name: None if each is None else -(-each // num_ranks) for name, each in rows.items()})
 
 
@@ -70,7 +70,7 @@ def require_same_task(task: Task, data: TaskData) -> None:
     """
     if place().num_ranks == 1:
         return
-    own = {"samples": data.num_rows, "source": data.source.sha256, "values": digest(data.columns)}
+    own = {"samples": data.num_samples, "source": data.source.sha256, "values": digest(data.columns)}
     held_out = [each for batch in data.held_out for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
     own |= {"held-out batches": len(data.held_out), "held-out values": digest(held_out)}
     hint = "Return the same data from load_data and the same optimizer from make_optimizer on every rank."
@@ -92,7 +92,7 @@ def plan_on_ranks(
     progress: Callable[[str], None],
     *,
     objective: Objective | None = None,
-    rehearse: bool = True,
+    dry_runs: bool = True,
     seen: Callable[[Profile], None] = lambda _: None,
 ) -> Plan:
     """Return the plan of the job, or of this process on a single rank.
@@ -102,7 +102,7 @@ def plan_on_ranks(
         budget, objective: limits and weights of a rank.
         adapt: as in `make_plans`.
         progress: receives progress messages.
-        rehearse: as in `trimtab.plan`.
+        dry_runs: as in `trimtab.plan`.
         seen: called on rank 0 with its profile.
 
     Raises:
@@ -130,8 +130,8 @@ def plan_on_ranks(
         share, asks = task_of_rank(task, ranks), budget.memory_bytes is not None or weights.memory > 0
         if adapt or not asks:
             plans = plans_of(share)
-            seen(plans.profiles["S"])
-            return _made(share, _preferred(plans), plans.profiles["S"], ADAPTS if asks else "")
+            seen(plans.profiles["equivalent"])
+            return _made(share, _preferred(plans), plans.profiles["equivalent"], ADAPTS if asks else "")
         found = profile_here(share, budget, weights, progress, share.planned_steps)
         seen(found)
         weighed = share_of(found, loop_of(share, device.type), progress)
@@ -142,12 +142,12 @@ def plan_on_ranks(
     def rehearsal() -> DryRuns:
         return rehearsal_of(task_of_rank(task, ranks), device, progress)
 
-    return plan_together(made, device, rehearsal if rehearse else None)
+    return plan_together(made, device, rehearsal if dry_runs else None)
 
 
 def rehearsal_of(share: Task, device: torch.device, progress: Callable[[str], None]) -> DryRuns:
     """Return the dry run of plans on a rank's shard of a task, with fresh models. All ranks must call it."""
-    batch = next(share.load_data().batches(PLANNING_SEED, share.batch_rows))
+    batch = next(share.load_data().batches(PLANNING_SEED, share.batch_size))
 
     def copied() -> RankLoop:
         torch.manual_seed(PLANNING_SEED)
@@ -169,7 +169,7 @@ def job_plans(
     """Return the plan of a comparison's job with rank 0's profile, on all ranks."""
     own: list[Profile] = []  # Rank 0's profile.
     plan = plan_on_ranks(task, budget, (), progress, objective=objective, seen=own.append)
-    return together.made(Plans, lambda: Plans({"S": plan}, {"S": own[0]}))
+    return together.made(Plans, lambda: Plans({"equivalent": plan}, {"equivalent": own[0]}))
 
 
 def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None = None, peers: bool | None = None) -> None:
@@ -204,4 +204,4 @@ def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None = None, p
 
 
 def _preferred(plans: Plans) -> Plan:
-    return plans.plans.get("F", plans.plans["S"])
+    return plans.plans.get("tuned", plans.plans["equivalent"])

@@ -74,11 +74,11 @@ class TrainingOptions:
         return self.record is not None and not self.record.exists()
 
     def __post_init__(self) -> None:
-        rows = -(-self.task.batch_rows // place().num_ranks)
-        if self.plan.batch_rows != rows:
+        rows = -(-self.task.batch_size // place().num_ranks)
+        if self.plan.batch_size != rows:
             raise FormatError(
-                "plan.batch_rows",
-                got=f"{self.plan.batch_rows} samples per step and rank",
+                "plan.batch_size",
+                got=f"{self.plan.batch_size} samples per step and rank",
                 expected=f"{rows}, as in {self.task.name} on {place().num_ranks} rank(s)",
                 hint="Make a plan for this batch size and number of ranks, or remove --plan.",
                 code="plan.batch_differs",
@@ -122,9 +122,9 @@ def train_part(
     about = {"data": to_jsonable(data.source), "data_on": to_jsonable(where), "meter": to_jsonable(metered.own)}
     header = Header(task.name, asked.seed, to_jsonable(plan), environment(), about)
     writer = record_of(asked.record, header, asked.tracks, continues=asked.checkpoints is not None)
-    counted, rows = CountedTerms(task), asked.steps * task.batch_rows
+    counted, rows = CountedTerms(task), asked.steps * task.batch_size
     may_differ = asked.checkpoints is not None and "data" in asked.checkpoints.accepts
-    of = {"seed": asked.seed, "batch_rows": task.batch_rows, "steps": asked.steps, "may_differ": may_differ}
+    of = {"seed": asked.seed, "batch_size": task.batch_size, "steps": asked.steps, "may_differ": may_differ}
     batches = ResumableBatches(data, device, **of)
     clock = EnergyClock(metered.meter)
     recorded = None if writer is None or metered.own.is_absent else clock
@@ -134,7 +134,7 @@ def train_part(
         for note in notes:
             run.note(*note)
         clock.start()
-        before, is_paused = run.consumed_rows, False
+        before, is_paused = run.consumed_samples, False
         for done in _trained(run, batches, asked, counted, before):
             clock.tick()
             progress(f"batch {done} of {asked.steps}", done / asked.steps)
@@ -144,16 +144,16 @@ def train_part(
         seconds = time.perf_counter() - begin
         energy = metered.of_all(clock.read(), total)
         carbon = None if asked.grid is None else told_carbon(seconds, energy, asked.grid)
-        ended = -(-run.consumed_rows // task.batch_rows)
+        ended = -(-run.consumed_samples // task.batch_size)
         _check_parameters(run)
-        said = (seconds, counted.terms(run.consumed_rows - before), energy, carbon, float(run.loss))
+        said = (seconds, counted.terms(run.consumed_samples - before), energy, carbon, float(run.loss))
         value = _paused(run) if is_paused else _evaluated(run, task, model, data.held_out)
     return TrainingPart(before, ended, *said, value, data.source, where)
 
 
 def _trained(run: Run, batches: Any, asked: TrainingOptions, counted: CountedTerms, before: int) -> Iterator[int]:
     """Train step by step, and yield the number of batches done after every step."""
-    done = -(-before // asked.task.batch_rows)
+    done = -(-before // asked.task.batch_size)
     for window in run.windows(batches):
         counted.pending = window.num_padding
         run.train_step(window, counted.loss)
@@ -181,6 +181,6 @@ def _evaluated(run: Run, task: Task, model: torch.nn.Module, held_out: Sequence[
 
 def _paused(run: Run) -> None:
     """Checkpoint a run that will be resumed."""
-    run.note("paused", {"rows": run.consumed_rows})
+    run.note("paused", {"rows": run.consumed_samples})
     run.interrupt()
     run.checkpoint()

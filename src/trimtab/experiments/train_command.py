@@ -58,7 +58,7 @@ def plan_of_run(
     kept: Checkpoints | None,
     budget: Budget,
     adapt: Collection[str],
-    rehearse: bool,
+    dry_runs: bool,
 ) -> Plan:
     """Return the plan of a run: from a file, from the saved run, or newly made.
 
@@ -81,9 +81,9 @@ def plan_of_run(
     if kept is not None and saved is not None and not _is_of_other_ranks(saved, kept):
         _refuse_planning(budget, adapt)
         return saved
-    asked = replace(task, planned_rows=steps * task.batch_rows)
+    asked = replace(task, planned_samples=steps * task.batch_size)
     with ProgressBar() as progress:
-        return plan_on_ranks(asked, budget, adapt, progress, rehearse=rehearse)
+        return plan_on_ranks(asked, budget, adapt, progress, dry_runs=dry_runs)
 
 
 def _is_of_other_ranks(saved: Plan, kept: Checkpoints) -> bool:
@@ -204,4 +204,4 @@ def steps_done(kept: Checkpoints | None, task: Task) -> int:
     if kept is None:
         return 0
     kept.require_as_asked()
-    return -(-kept.saved_rows() // task.batch_rows)
+    return -(-kept.saved_samples() // task.batch_size)

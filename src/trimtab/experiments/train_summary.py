@@ -21,7 +21,7 @@ class TrainingPart:
     """Training from a start to a pause, or to the end.
 
     Args:
-        rows_before: samples trained on before this part.
+        samples_before: samples trained on before this part.
         done: batches done at the end of this part.
         seconds: seconds of training.
         terms: loss terms counted.
@@ -33,7 +33,7 @@ class TrainingPart:
         where: placement of the data (host or device), with the reason.
     """
 
-    rows_before: int
+    samples_before: int
     done: int
     seconds: float
     terms: float
@@ -61,16 +61,16 @@ def figures_of(task: Task, steps: int, parts: Sequence[TrainingPart]) -> dict[st
     found = {
         "task": task.name,
         "steps": steps,
-        "rows": steps * task.batch_rows,
+        "rows": steps * task.batch_size,
         "ranks": place().num_ranks,
-        **({"resumed_at_rows": first.rows_before} if first.rows_before else {}),
+        **({"resumed_at_rows": first.samples_before} if first.samples_before else {}),
         "train_s": round(seconds, 3),
         f"{task.terms}_per_s": round(math.fsum(part.terms for part in parts) / seconds, 1),
         "energy": energy.describe(),
         "energy_j": energy.joules,
         **_carbon_figures([part.carbon for part in parts if part.carbon is not None]),
         # Absent if no step remained.
-        **({} if last.done * task.batch_rows == last.rows_before else {"loss": last.loss}),
+        **({} if last.done * task.batch_size == last.samples_before else {"loss": last.loss}),
         "data": f"{last.data.name} ({last.data.origin})",
         "data_on": f"{last.where.value}: {last.where.reason}",
     }

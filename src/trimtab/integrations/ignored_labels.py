@@ -23,19 +23,19 @@ class WindowLabels:
         is_known: True if `batches` are the samples trained on, and their labels determine the count.
 
     Attributes:
-        batch_rows: samples of the largest batch.
+        batch_size: samples of the largest batch.
     """
 
     def __init__(self, batches: Sequence[Any], *, is_known: bool = True) -> None:
         self._batches, self._is_known = batches, is_known
-        self.batch_rows = max((len(batch["labels"]) for batch in batches if "labels" in batch), default=0)
+        self.batch_size = max((len(batch["labels"]) for batch in batches if "labels" in batch), default=0)
 
     def is_whole(self, rows: int) -> bool:
         """Return True if `rows` samples are the whole window.
 
         The trainer itself then handles a window without labels that count.
         """
-        return len(self._batches) <= 1 and rows >= self.batch_rows
+        return len(self._batches) <= 1 and rows >= self.batch_size
 
     @functools.cached_property
     def count_in_all_rows(self) -> bool:

@@ -63,8 +63,8 @@ class WindowBatches:
         """
         if self._are_apart or len(batches) == 1:
             return list(batches)
-        samples = BY_CONTAINERS.read(batches[0]).samples or plan.batch_rows
-        is_by_hand = plan.check is None and plan.batch_rows > samples
+        samples = BY_CONTAINERS.read(batches[0]).samples or plan.batch_size
+        is_by_hand = plan.check is None and plan.batch_size > samples
         return _together(batches) if is_by_hand or plan.proves_splitting else list(batches)
 
 

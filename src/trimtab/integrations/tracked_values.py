@@ -13,7 +13,7 @@ from trimtab.core.serialization import to_jsonable
 STEP_FIGURES = (
     "loss",
     "learning_rate",
-    "rows",
+    "samples",
     "wall_s",
     "num_micro_batches",
     "noise_scale",
@@ -63,7 +63,7 @@ def row(step: int, line: Line) -> TrackedLine:
         case StepRecord():
             return TrackedLine(step, dict(_figures(line)))
         case Evaluation():
-            found = {"rows": line.rows, "train_s": line.train_s} | dict(line.metrics)
+            found = {"samples": line.samples, "train_s": line.train_s} | dict(line.metrics)
             return TrackedLine(step, {f"evaluation/{name}": float(value) for name, value in found.items()})
         case Event():
             return TrackedLine(step, {f"event/{line.name}": _text(line.detail)})

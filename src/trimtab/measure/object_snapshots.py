@@ -388,9 +388,9 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 def can_write(tensor: Tensor) -> bool:
     """Return True if the tensor can be written in place: strided, not expanded, and not an inference tensor."""
-    return tensor.layout is torch.strided and not tensor.is_inference() and not shares_rows(tensor)
+    return tensor.layout is torch.strided and not tensor.is_inference() and not shares_samples(tensor)
 
 
-def shares_rows(tensor: Tensor) -> bool:
+def shares_samples(tensor: Tensor) -> bool:
     """Return True for an expanded tensor, whose elements share memory and which cannot be written in place."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

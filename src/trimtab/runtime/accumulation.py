@@ -65,7 +65,7 @@ class WindowWeights(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return the state that determines `n_ref` of later windows, since `n_ref` affects where fp16 overflows."""
         self._keep()
-        return {"terms_per_row": self._kept, "first": self._first}
+        return {"terms_per_sample": self._kept, "first": self._first}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
         """Return a function that restores a `state_dict()`.
@@ -74,7 +74,7 @@ class WindowWeights(Stateful):
             FormatError: a key is missing or unknown.
             ValueGivenError: a value is invalid.
         """
-        names = ("terms_per_row", "first")
+        names = ("terms_per_sample", "first")
         require_keys("state.weights", state, names)
         kept, first = (
             None

@@ -123,7 +123,7 @@ class BatchSizeController(Stateful):
         self._decider = BatchSizeDecider(
             self._rule,
             plan.num_micro_batches,
-            plan.batch_rows / plan.num_micro_batches,
+            plan.batch_size / plan.num_micro_batches,
             exchange.num_ranks,
             note,
             normalises=self._follower.rule == "sqrt" and divides,

@@ -33,7 +33,7 @@ class CallOrder:
     def reset(self) -> None:
         """Return to idle."""
         self.window: Window | None = None
-        self.micro_rows = 0
+        self.micro_batch_samples = 0
         self.unscaled = self.in_optimizer = False
         self._last = self._awaiting_backward = False
 
@@ -56,7 +56,7 @@ class CallOrder:
                 hint="Leave `for micro in window` with break, and continue with the next window.",
                 code="loop.window_ended",
             )
-        self.micro_rows, self._last = rows, last
+        self.micro_batch_samples, self._last = rows, last
         self._awaiting_backward, self.forward.seen = True, False
 
     def end_micro_batch(self, window: Window) -> None:

@@ -73,11 +73,11 @@ def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
 
 def with_own_limit(plan: Plan, clip_norm: float | None) -> Plan:
     """Return the plan with the loop's own limit in place of a limit found by a range test."""
-    if clip_norm is None or not plan.clip_norm.losers:
+    if clip_norm is None or not plan.clip_norm.rejected:
         return plan
     validation.number("clip_norm", clip_norm, low=0, open_low=True)
     said = f"the limit passed to trimtab.start replaces {plan.clip_norm.value:g}, which a range test found"
-    return replace(plan, clip_norm=Choice(float(clip_norm), said, Effect.DYNAMICS))
+    return replace(plan, clip_norm=Choice(float(clip_norm), said, Effect.TRAINING))
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -80,7 +80,7 @@ class LoaderIteration(RunView):
         value = validation.figure("run.evaluated", value)
         self._stopping.evaluated(value)
         if self._recorder is not None:
-            self._recorder.evaluation(self.consumed_rows, name, value)
+            self._recorder.evaluation(self.consumed_samples, name, value)
 
     def checkpoint(self) -> None:
         """Save a checkpoint now, between two windows.
@@ -266,10 +266,10 @@ class LoaderIteration(RunView):
         reason = next((reading.reason for reading in readings if not reading.is_splittable), "")
         check = self.plan.check
         if self._batching.count is None and check is not None and check.code == UNKNOWN:
-            return [self.plan.batch_rows] * len(batches), True, reason or check.reason
+            return [self.plan.batch_size] * len(batches), True, reason or check.reason
         rows = [reading.samples for reading in readings if reading.samples is not None]
         if len(rows) < len(readings):
-            return [self.plan.batch_rows] * len(batches), True, reason
+            return [self.plan.batch_size] * len(batches), True, reason
         return rows, False, reason
 
     def _warn_of_whole(self, is_planned: bool, reason: str) -> None:
@@ -282,7 +282,7 @@ class LoaderIteration(RunView):
     def _warn_of_other_steps(self, rows: Sequence[int], *, is_counted: bool) -> None:
         """Warn in the first window if its number of samples differs from the accumulated step that was planned."""
         is_first, self._is_first_window = self._is_first_window, False
-        accumulate, planned = self.plan.reference.accumulate, self.plan.batch_rows
+        accumulate, planned = self.plan.reference.accumulate, self.plan.batch_size
         if not is_first or not is_counted or accumulate == 1 or isinstance(self._control, BatchSizeController):
             return
         step = f"The plan was made for steps of {planned} samples from {accumulate} loader batches"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError, OptimizerError
-from trimtab.measure.object_snapshots import shares_rows
+from trimtab.measure.object_snapshots import shares_samples
 
 _FEW_CHANNELS = 16
 
@@ -32,7 +32,9 @@ def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Cal
             hint='Use a plan with memory_layout="keep".',
             code="memory_layout.unsafe",
         )
-    changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4 and not shares_rows(tensor)]
+    changed = [
+        (tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4 and not shares_samples(tensor)
+    ]
     strides = {id(tensor): before for tensor, before in changed}
     saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _restride(optimizer, saved, strides))
 

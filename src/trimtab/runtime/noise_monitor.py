@@ -41,14 +41,14 @@ class NoiseSums:
 
     Args:
         norms: sum w_j ||g_j||^2.
-        per_row: sum w_j / m_j.
+        per_sample: sum w_j / m_j.
         squares: sum w_j^2 / m_j.
         num: number of micro-batches with a non-zero term count.
         norm2: ||gbar||^2 of the whole window's gradient, equal on all ranks.
     """
 
     norms: float
-    per_row: float
+    per_sample: float
     squares: float
     num: float
     norm2: float
@@ -62,15 +62,15 @@ class NoiseSums:
                 m_j, sum n_j^2 / m_j, number of micro-batches with terms, ||gbar||^2.
         """
         terms = sum(rank[1] for rank in each)
-        norms, per_row, squares = (
+        norms, per_sample, squares = (
             sum(rank[i] for rank in each) / terms**power if terms > 0 else math.nan
             for i, power in ((0, 1), (2, 1), (3, 2))
         )
-        return cls(norms, per_row, squares, sum(rank[4] for rank in each), each[0][5])
+        return cls(norms, per_sample, squares, sum(rank[4] for rank in each), each[0][5])
 
     def noise(self) -> WindowNoise | None:
         """Return the noise estimate of the window; None if the sums do not suffice."""
-        return window_noise(self.norms, self.norm2, self.per_row - self.squares, self.squares, self.num)
+        return window_noise(self.norms, self.norm2, self.per_sample - self.squares, self.squares, self.num)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class OutOfMemoryRetry:
         self.is_on, self.limit = is_on, MicroBatchLimit()
         self._start, self._note = WindowSnapshot(model, watches=watches), note
         self._device = next(model.parameters()).device
-        self._rows_before: int | None = None
+        self._samples_before: int | None = None
         self._has_warned = False
         self._is_noted = False  # True if a window's initial state is available.
         self._began = time.perf_counter()
@@ -97,7 +97,7 @@ class OutOfMemoryRetry:
             loss_fn: the loss, whose state is restored too.
             noted: True if `note_start` is called anyway as the window opens.
         """
-        self._rows_before = self.limit.rows
+        self._samples_before = self.limit.rows
         self._start.loss_fn = loss_fn
         if self.is_on and not noted:
             self.note_start()
@@ -176,7 +176,7 @@ class OutOfMemoryRetry:
         try:
             after = limit.shrink(before, failure)
         except MemoryLimitError:
-            self.limit.rows = self._rows_before
+            self.limit.rows = self._samples_before
             raise
         free_memory(self._device)
         window.split(after)
@@ -201,6 +201,6 @@ class OutOfMemoryRetry:
         if self.limit.is_idle:
             return
         before = self.limit.rows
-        after = self.limit.passed(plan.micro_batch_of(plan.batch_rows))
+        after = self.limit.passed(plan.micro_batch_of(plan.batch_size))
         if after is not None:
             self._note("grown", {"from": before, "to": after})

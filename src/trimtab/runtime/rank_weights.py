@@ -22,19 +22,19 @@ class RankWeights(WindowWeights):
 
     Args:
         peers: metadata exchange with the other ranks.
-        batch_rows: samples of a full loader batch, equal on all ranks.
+        batch_size: samples of a full loader batch, equal on all ranks.
     """
 
-    def __init__(self, peers: RankSync, batch_rows: int) -> None:
-        self._peers, self._batch_rows = peers, batch_rows
-        self._planned = batch_rows
+    def __init__(self, peers: RankSync, batch_size: int) -> None:
+        self._peers, self._batch_size = peers, batch_size
+        self._planned = batch_size
         self._is_padding = False
         super().__init__()
 
     def open(self, rows: int, num_micro_batches: int, num_batches: int = 1) -> None:
         """Begin a window of `rows` samples; `num_batches` is the number of loader batches decided by all ranks."""
         super().open(rows, num_micro_batches, num_batches)
-        self._planned = self._batch_rows * num_batches
+        self._planned = self._batch_size * num_batches
         self._divisor = self._first if self._kept is None else power_of_two(self._kept * self._planned)
 
     def _keep(self) -> None:
@@ -104,4 +104,4 @@ class RankWeights(WindowWeights):
 
 def weights_of(peers: RankSync, plan: Plan) -> WindowWeights:
     """Return the loss weights for a single process or for one of several ranks."""
-    return WindowWeights() if peers.num_ranks == 1 else RankWeights(peers, plan.batch_rows)
+    return WindowWeights() if peers.num_ranks == 1 else RankWeights(peers, plan.batch_size)

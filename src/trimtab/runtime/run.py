@@ -150,7 +150,7 @@ class Run(LoaderIteration, ResumableRun):
             if self._precision.scales and self.plan.proof is None:
                 warn_of_own_functions(loss)
             self._is_loss_checked = True
-        rows = self._order.micro_rows
+        rows = self._order.micro_batch_samples
         self._hooks.require_mean(self._order.window, count)
         if rows:  # Padding micro-batches, which only join other ranks' collectives, have no auxiliary value.
             self._auxiliary.append(None if auxiliary is None else detached(auxiliary))
@@ -255,7 +255,7 @@ class Run(LoaderIteration, ResumableRun):
 
     def _rate_factor(self, window: Window) -> float:
         agreed, counted = self._peers.agreed(), self._weights.counted
-        progress = self._consumed.progress_after(agreed.rows, counted, agreed.num_batches, window.batch_rows)
+        progress = self._consumed.progress_after(agreed.rows, counted, agreed.num_batches, window.batch_size)
         return rate_factor(self.plan, progress) * self._control.rate_factor(agreed.num_batches)
 
     def _stepped(self, window: Window, factor: float, applied: bool) -> None:

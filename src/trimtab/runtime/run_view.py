@@ -60,7 +60,7 @@ class RunView:
         return self._control.num_batches
 
     @property
-    def consumed_rows(self) -> int:
+    def consumed_samples(self) -> int:
         """Number of samples consumed, skipped steps included."""
         return self._consumed.rows
 

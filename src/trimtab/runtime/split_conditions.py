@@ -23,7 +23,7 @@ def warn_of_unproved_split(plan: Plan) -> None:
         return
     if plan.check is not None and plan.splits_as_the_loop:
         return
-    split = f"The plan splits a batch of {plan.batch_rows} samples into micro-batches of {plan.micro_batch.value}"
+    split = f"The plan splits a batch of {plan.batch_size} samples into micro-batches of {plan.micro_batch.value}"
     if plan.check is None:
         text = (
             f"{split}, but no check proves that this keeps the gradient. A loss or layer that computes over the whole "
@@ -62,4 +62,4 @@ def for_model(plan: Plan, model: nn.Module) -> Plan:
         return plan
     split = plan.micro_batch
     reason = f"{split.reason}; batch statistics are computed per micro-batch"
-    return replace(plan, micro_batch=replace(split, mark=Effect.DYNAMICS, reason=reason))
+    return replace(plan, micro_batch=replace(split, effect=Effect.TRAINING, reason=reason))

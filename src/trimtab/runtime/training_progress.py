@@ -61,10 +61,10 @@ class TrainingProgress(Stateful):
                 hint="Pass total_samples (samples in the whole run) or total_tokens to trimtab.start.",
                 code="schedule.total_missing",
             )
-        self._by_hand, self._batch_rows = exchange.has_peers and exchange.num_ranks == 1, 0
+        self._by_hand, self._batch_size = exchange.has_peers and exchange.num_ranks == 1, 0
         self.rows = self.applied = self.windows = 0
         self._scheduled = self._next = 0.0  # Samples counted by the schedule so far, and samples of the current window.
-        self._tokens = self._per_row = 0.0
+        self._tokens = self._per_sample = 0.0
         self._late: tuple[AsyncScalar, int] | None = None
 
     def require_counted(self, samples: int | None, reason: str) -> None:
@@ -72,20 +72,20 @@ class TrainingProgress(Stateful):
         if samples is None and self._total_samples is not None:
             raise samples_unknown("total_samples", reason)
 
-    def progress_after(self, rows: int, tokens: Count | None, num_batches: float, batch_rows: int) -> float | None:
+    def progress_after(self, rows: int, tokens: Count | None, num_batches: float, batch_size: int) -> float | None:
         """Return the fraction of training completed after the current window; None without a total.
 
         Args:
             rows: samples of the window, over all ranks.
             tokens: tokens counted by the loss, or None.
             num_batches: loader batches of the window, mean over ranks.
-            batch_rows: samples of this rank's largest loader batch.
+            batch_size: samples of this rank's largest loader batch.
 
         Raises:
             LossError: the total is in tokens, and the loss does not count tokens.
         """
-        self._batch_rows = max(self._batch_rows, batch_rows)
-        self._next = num_batches * self._batch_rows if self._by_hand else rows
+        self._batch_size = max(self._batch_size, batch_size)
+        self._next = num_batches * self._batch_size if self._by_hand else rows
         if self._total_samples is not None:
             return (self._scheduled + self._next) / self._total_samples
         if self._total_tokens is None:
@@ -101,9 +101,9 @@ class TrainingProgress(Stateful):
             )
         if isinstance(tokens, Tensor) and tokens.is_cuda:
             self._read()
-            if self._per_row == 0:
-                self._per_row = float(tokens) / rows
-            return (self._tokens + self._per_row * rows) / self._total_tokens
+            if self._per_sample == 0:
+                self._per_sample = float(tokens) / rows
+            return (self._tokens + self._per_sample * rows) / self._total_tokens
         return (self._tokens + float(tokens)) / self._total_tokens
 
     def add(self, rows: int, tokens: Count | None, *, applied: bool, samples: int | None = None) -> None:
@@ -131,13 +131,13 @@ class TrainingProgress(Stateful):
         if self._late is not None:
             late, rows = self._late
             (tokens,) = late.read()
-            self._tokens, self._per_row, self._late = self._tokens + tokens, tokens / rows, None
+            self._tokens, self._per_sample, self._late = self._tokens + tokens, tokens / rows, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters. Synchronises if a token count is still on the device."""
         self._read()
         counts = {"rows": self.rows, "windows": self.windows, "scheduled": self._scheduled, "applied": self.applied}
-        return counts | {"tokens": self._tokens, "per_row": self._per_row}
+        return counts | {"tokens": self._tokens, "per_sample": self._per_sample}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
         """Return a function that restores a `state_dict()`.
@@ -146,14 +146,20 @@ class TrainingProgress(Stateful):
             FormatError: a key is missing or unknown.
             ValueGivenError: a value is invalid.
         """
-        require_keys("state.consumed", state, ("rows", "windows", "scheduled", "applied", "tokens", "per_row"))
+        require_keys("state.consumed", state, ("rows", "windows", "scheduled", "applied", "tokens", "per_sample"))
         rows, windows, applied = (validation.integer(f"state.consumed.{n}", state[n], low=0) for n in _COUNTS)
-        scheduled, tokens, per_row = (
-            validation.number(f"state.consumed.{n}", state[n], low=0) for n in ("scheduled", "tokens", "per_row")
+        scheduled, tokens, per_sample = (
+            validation.number(f"state.consumed.{n}", state[n], low=0) for n in ("scheduled", "tokens", "per_sample")
         )
 
         def load() -> None:
             self.windows, self._scheduled = windows, scheduled
-            self.rows, self.applied, self._tokens, self._per_row, self._late = rows, applied, tokens, per_row, None
+            self.rows, self.applied, self._tokens, self._per_sample, self._late = (
+                rows,
+                applied,
+                tokens,
+                per_sample,
+                None,
+            )
 
         return load

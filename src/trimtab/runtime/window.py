@@ -73,7 +73,7 @@ class Window:
         self._contents: tuple[BatchContents | None, ...] = (None,) * len(batches)
         self._versions: tuple[tuple[int, ...], ...] | None = None
         self._loop, self._device = loop, device
-        self._batches, self._batch_rows = tuple(batches), tuple(rows)
+        self._batches, self._batch_size = tuple(batches), tuple(rows)
         self._micro_batches = tuple(micro_batches)
         self._used = False
         self._padding, self._num_padding = None, 0
@@ -81,19 +81,19 @@ class Window:
 
     def _count(self) -> int:
         count = self._num_padding
-        for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True):
+        for rows, micro in zip(self._batch_size, self._micro_batches, strict=True):
             count += -(-rows // micro)
         return count
 
     @property
     def micro_batch(self) -> int:
         """Samples in the largest micro-batch."""
-        return max((min(pair) for pair in zip(self._batch_rows, self._micro_batches, strict=True)), default=0)
+        return max((min(pair) for pair in zip(self._batch_size, self._micro_batches, strict=True)), default=0)
 
     @property
-    def batch_rows(self) -> int:
+    def batch_size(self) -> int:
         """Samples in the largest loader batch."""
-        return max(self._batch_rows, default=0)
+        return max(self._batch_size, default=0)
 
     def holds_nan(self) -> bool:
         """Return True if a batch contains NaN. Infinite values are accepted, as masks contain them. Synchronises."""
@@ -102,7 +102,7 @@ class Window:
     @property
     def has_equal_batches(self) -> bool:
         """True if all batches have the same number of samples."""
-        return len(set(self._batch_rows)) <= 1
+        return len(set(self._batch_size)) <= 1
 
     def note_versions(self) -> None:
         """Record the version counters of the batch tensors, to detect in-place changes by the loss."""
@@ -137,7 +137,7 @@ class Window:
     def match(self, num: int) -> None:
         """Pad the window to `num` micro-batches, the largest number on any rank."""
         if num > self.num_micro_batches:
-            micro_batch, _ = next(self._batching.slices(self._batches[0], self._batch_rows[0], self._micro_batches[0]))
+            micro_batch, _ = next(self._batching.slices(self._batches[0], self._batch_size[0], self._micro_batches[0]))
             self.pad(micro_batch, num - self.num_micro_batches)
 
     def is_of(self, loop: WindowCallbacks) -> bool:
@@ -163,14 +163,14 @@ class Window:
             self._loop.begin_micro_batch(self, 0, of_next=False, last=left == 0)
             yield to_device(fresh(self._padding), self._device)
             self._loop.end_micro_batch(self)
-        sizes = zip(self._batch_rows, self._micro_batches, strict=True)
+        sizes = zip(self._batch_size, self._micro_batches, strict=True)
         if self._inner_lists is not None:
             self._inner_lists.dropped()
         for batch, contents, (rows, micro_batch) in zip(self._batches, self._contents, sizes, strict=True):
             of_next = True
-            for micro, micro_rows in self._batching.slices(batch, rows, micro_batch, is_read=self.may_split):
+            for micro, micro_batch_samples in self._batching.slices(batch, rows, micro_batch, is_read=self.may_split):
                 left -= 1
-                self._loop.begin_micro_batch(self, micro_rows, of_next=of_next, last=left == 0)
+                self._loop.begin_micro_batch(self, micro_batch_samples, of_next=of_next, last=left == 0)
                 yield self._given(micro, contents if micro is batch else None)
                 self._loop.end_micro_batch(self)
                 if self._inner_lists is not None:

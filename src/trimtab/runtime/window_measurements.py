@@ -46,18 +46,18 @@ class WindowMeasurements:
         """
         seconds, watching = self.stamps.read(), self.said.watching
         rows, between, drawing_s = sum(self.rows), sum(self.rows[self.first : -1]), seconds.drawing_s
-        row_s = fixed_s = math.nan
+        sample_s = fixed_s = math.nan
         if between:
-            row_s = (sum(seconds.batch_s[self.first :]) - watching.amid(since=self.first)) / between
-            fixed_s = seconds.window_s - watching.amid() - row_s * rows
+            sample_s = (sum(seconds.batch_s[self.first :]) - watching.amid(since=self.first)) / between
+            fixed_s = seconds.window_s - watching.amid() - sample_s * rows
         whole_s = max(self.extra_s, seconds.window_s + drawing_s - self.extra_s)
         spent_s = watching.read() + self.said.closing.read() + deciding_s + self.extra_s
-        row_s += drawing_s / rows
+        sample_s += drawing_s / rows
         if self.windows > 1:
-            further_s = row_s * rows * (1 - 1 / self.windows)
+            further_s = sample_s * rows * (1 - 1 / self.windows)
             least_s = whole_s / self.windows
             whole_s = least_s if math.isnan(further_s) else max(least_s, whole_s - further_s)
-        return [*self.said.said.read(), row_s, fixed_s, whole_s, spent_s]
+        return [*self.said.said.read(), sample_s, fixed_s, whole_s, spent_s]
 
 
 @dataclass(frozen=True)

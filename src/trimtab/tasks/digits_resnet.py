@@ -11,12 +11,12 @@ from trimtab.tasks.image_classification import ACCURACY, mean_cross_entropy
 from trimtab.tasks.models.resnet import ResNet
 from trimtab.tasks.task import Task, TaskData
 
-BATCH_ROWS = 128
+BATCH_SIZE = 128
 HELD_OUT_SHARE = 0.2
 SPLIT_SEED = 0
 # 0.030 s per step (AdamW, fp32, two idle AVX2 cores): 1,300 steps take 39 s.
-EVAL_EVERY_ROWS = 65 * BATCH_ROWS
-BUDGET_ROWS = 20 * EVAL_EVERY_ROWS
+EVAL_EVERY_SAMPLES = 65 * BATCH_SIZE
+BUDGET_SAMPLES = 20 * EVAL_EVERY_SAMPLES
 
 
 def load_data() -> TaskData:
@@ -56,11 +56,11 @@ TASK = Task(
     load_data=load_data,
     metric=ACCURACY,
     targets=(0.80, 0.90, 0.95, 0.97),
-    batch_rows=BATCH_ROWS,
-    budget_rows=BUDGET_ROWS,
-    eval_every_rows=EVAL_EVERY_ROWS,
+    batch_size=BATCH_SIZE,
+    budget_samples=BUDGET_SAMPLES,
+    eval_every_samples=EVAL_EVERY_SAMPLES,
     terms="images",
-    adapted_rows=6 * EVAL_EVERY_ROWS,
-    strong=strong_resnet(6 * EVAL_EVERY_ROWS),
+    adapted_samples=6 * EVAL_EVERY_SAMPLES,
+    strong=strong_resnet(6 * EVAL_EVERY_SAMPLES),
     reference=FP32_REFERENCE,
 )

@@ -19,15 +19,15 @@ def plain_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=0.01)
 
 
-def strong_gpt(budget_rows: int, peak_rate: float) -> StrongRecipe:
+def strong_gpt(budget_samples: int, peak_rate: float) -> StrongRecipe:
     """Return P2 for the small GPTs: fused AdamW at the given peak rate, beta2 0.95, weight decay 0.1."""
     make = functools.partial(_gpt_adamw, lr=peak_rate)
-    return StrongRecipe(make, precision=tuned_precision(), channels_last=False, budget_rows=budget_rows)
+    return StrongRecipe(make, precision=tuned_precision(), channels_last=False, budget_samples=budget_samples)
 
 
-def strong_resnet(budget_rows: int) -> StrongRecipe:
+def strong_resnet(budget_samples: int) -> StrongRecipe:
     """Return P2 for the small ResNets: fused SGD with Nesterov momentum, channels-last memory format."""
-    return StrongRecipe(_resnet_sgd, precision=tuned_precision(), channels_last=True, budget_rows=budget_rows)
+    return StrongRecipe(_resnet_sgd, precision=tuned_precision(), channels_last=True, budget_samples=budget_samples)
 
 
 def tuned_precision() -> str:

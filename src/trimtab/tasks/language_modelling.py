@@ -68,6 +68,6 @@ def windows(tokens: np.ndarray, context: int) -> Tensor:
     return stream.unfold(0, context + 1, context).contiguous()
 
 
-def evenly_spaced(rows: Tensor, num_rows: int) -> Tensor:
-    """Return `num_rows` evenly spaced rows: a cheap, deterministic sample."""
-    return rows[torch.arange(num_rows) * len(rows) // num_rows]
+def evenly_spaced(rows: Tensor, num_samples: int) -> Tensor:
+    """Return `num_samples` evenly spaced rows: a cheap, deterministic sample."""
+    return rows[torch.arange(num_samples) * len(rows) // num_samples]

@@ -23,20 +23,20 @@ _UNCOUNTED = (
 )
 
 
-def of_datasets(train: Dataset[Any], held_out: Dataset[Any], *, name: str, judged_rows: int = 1024) -> TaskData:
+def of_datasets(train: Dataset[Any], held_out: Dataset[Any], *, name: str, judged_samples: int = 1024) -> TaskData:
     """Read two map-style datasets once into tensors. The datasets must be deterministic.
 
     Args:
         train: Training dataset, with a length; items are `(input, target)` or a single tensor.
         held_out: Validation dataset, as `train`.
         name: Name of the data in reports.
-        judged_rows: Samples per validation batch.
+        judged_samples: Samples per validation batch.
 
     Raises:
         ValueGivenError: A dataset has no length, no items, no access by index, items without tensors, or random items.
     """
     columns = {field: _columns(field, data) for field, data in (("train", train), ("held_out", held_out))}
-    rows = validation.integer("judged_rows", judged_rows)
+    rows = validation.integer("judged_samples", judged_samples)
     judged = [column.split(rows) for column in columns["held_out"]]
     digest = hashlib.sha256()
     for column in (*columns["train"], *columns["held_out"]):

@@ -35,14 +35,16 @@ def placement(num_bytes: int, kind: str, free_bytes: int | None, *, augments: bo
     """
     device = _NAMES.get(kind, kind)
     if free_bytes is None:
-        return Choice(HOST, f"trained on the {device}: {format_bytes(num_bytes)} are where they are used", Effect.EXACT)
+        return Choice(
+            HOST, f"trained on the {device}: {format_bytes(num_bytes)} are where they are used", Effect.BITWISE
+        )
     share = f"{format_bytes(num_bytes)} against {format_bytes(free_bytes)} free on the {device}"
     if num_bytes <= MOST * free_bytes:
         lost = (Rejected(HOST, "each batch would be copied"),)
-        mark = Effect.ROUNDING if augments else Effect.EXACT
-        return Choice(RESIDENT, f"{share}, beside what a step takes", mark, changed=True, losers=lost)
+        mark = Effect.ROUNDING if augments else Effect.BITWISE
+        return Choice(RESIDENT, f"{share}, beside what a step takes", mark, changed=True, rejected=lost)
     reason = f"{share}, more than a tenth: batches are copied from pinned memory, one ahead"
-    return Choice(HOST, reason, Effect.EXACT, losers=(Rejected(RESIDENT, "it would take memory from the step"),))
+    return Choice(HOST, reason, Effect.BITWISE, rejected=(Rejected(RESIDENT, "it would take memory from the step"),))
 
 
 def placement_of(data: TaskData, device: torch.device) -> Choice:

@@ -11,13 +11,13 @@ from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.task import Task, TaskData
 
 CONTEXT = 256
-BATCH_ROWS = 16
+BATCH_SIZE = 16
 TRAIN_SHARE = 0.9
 # Validation samples, spread over the held-out tenth. An evaluation (3 batches) takes as long as a training step.
-EVALUATED_ROWS = 48
+EVALUATED_SAMPLES = 48
 # 0.79 to 0.9 s per step (AdamW, fp32, two AVX2 cores): 414 steps take 330 to 370 s.
-EVAL_EVERY_ROWS = 23 * BATCH_ROWS
-BUDGET_ROWS = 18 * EVAL_EVERY_ROWS
+EVAL_EVERY_SAMPLES = 23 * BATCH_SIZE
+BUDGET_SAMPLES = 18 * EVAL_EVERY_SAMPLES
 
 
 def load_data() -> TaskData:
@@ -25,10 +25,10 @@ def load_data() -> TaskData:
     text, source = python_topics()
     stream = np.frombuffer(text, np.uint8)
     cut = int(TRAIN_SHARE * len(stream))
-    judged = evenly_spaced(windows(stream[cut:], CONTEXT), EVALUATED_ROWS)
+    judged = evenly_spaced(windows(stream[cut:], CONTEXT), EVALUATED_SAMPLES)
     return TaskData(
         columns=(windows(stream[:cut], CONTEXT),),
-        held_out=tuple((rows,) for rows in judged.split(BATCH_ROWS)),
+        held_out=tuple((rows,) for rows in judged.split(BATCH_SIZE)),
         source=source,
     )
 
@@ -47,12 +47,12 @@ TASK = Task(
     load_data=load_data,
     metric=BITS_PER_BYTE,
     targets=(3.6, 3.4, 3.3, 3.22),
-    batch_rows=BATCH_ROWS,
-    budget_rows=BUDGET_ROWS,
-    eval_every_rows=EVAL_EVERY_ROWS,
+    batch_size=BATCH_SIZE,
+    budget_samples=BUDGET_SAMPLES,
+    eval_every_samples=EVAL_EVERY_SAMPLES,
     terms="tokens",
-    terms_per_row=CONTEXT,
-    adapted_rows=8 * EVAL_EVERY_ROWS,
-    strong=strong_gpt(8 * EVAL_EVERY_ROWS, peak_rate=1.5e-3),
+    terms_per_sample=CONTEXT,
+    adapted_samples=8 * EVAL_EVERY_SAMPLES,
+    strong=strong_gpt(8 * EVAL_EVERY_SAMPLES, peak_rate=1.5e-3),
     reference=FP32_REFERENCE,
 )

@@ -60,7 +60,7 @@ task = Task(
     load_data=load_data,
     metric=Metric("accuracy", higher_is_better=True, evaluate=accuracy),
     targets=(0.6, 0.7, 0.8),  # values of the metric, easiest first; the time to each is reported
-    batch_rows=256,  # samples per optimizer step
-    budget_rows=400 * 256,  # samples that the baseline trains on
-    eval_every_rows=20 * 256,  # samples between evaluations
+    batch_size=256,  # samples per optimizer step
+    budget_samples=400 * 256,  # samples that the baseline trains on
+    eval_every_samples=20 * 256,  # samples between evaluations
 )

@@ -22,7 +22,7 @@ DECAYS = ("linear", "cosine")
 # Fields of `Task` with hand-tuned recipes: P2 (`strong`) and P3 (`muon`).
 RECIPES = ("strong", "muon")
 # Names of arms of a comparison, which a task's baselines cannot have.
-RESERVED = ("reference", "self", "plan_S", "plan_F", "strict", *RECIPES, "strong_plan")
+RESERVED = ("reference", "self", "equivalent_plan", "tuned_plan", "strict", *RECIPES, "strong_plan")
 Batch = Any
 Baseline = Callable[["Task", torch.device], Any]
 LossFn = Callable[[nn.Module, Batch], Tensor | Summed | tuple[Tensor | Summed, Any]]
@@ -110,11 +110,11 @@ class TaskData:
             raise ValueGivenError("held_out", got="no batches", expected="at least one batch to evaluate on")
 
     @property
-    def num_rows(self) -> int:
+    def num_samples(self) -> int:
         """Number of training samples."""
         return len(self.columns[0])
 
-    def batches(self, seed: int, batch_rows: int, *, begin: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    def batches(self, seed: int, batch_size: int, *, begin: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """Yield shuffled batches endlessly, on the device of the columns.
 
         Every epoch has a new permutation and drops the incomplete last batch. Order and random draws depend only on the
@@ -122,20 +122,20 @@ class TaskData:
 
         Args:
             seed: Seed of the run.
-            batch_rows: Samples per batch.
+            batch_size: Samples per batch.
             begin: Index of the first batch to yield. Earlier batches are skipped without being built.
         """
-        validation.integer("batch_rows", batch_rows, high=self.num_rows)
-        first_epoch, first = divmod(begin, self.num_rows // batch_rows)
+        validation.integer("batch_size", batch_size, high=self.num_samples)
+        first_epoch, first = divmod(begin, self.num_samples // batch_size)
         generator = torch.Generator().manual_seed(seed)
         for epoch in itertools.count():
-            order = torch.randperm(self.num_rows, generator=generator)
+            order = torch.randperm(self.num_samples, generator=generator)
             if epoch < first_epoch:
                 continue
             order = order.to(self.columns[0].device)
-            skipped = first * batch_rows if epoch == first_epoch else 0
-            for start in range(skipped, self.num_rows - batch_rows + 1, batch_rows):
-                rows = order[start : start + batch_rows]
+            skipped = first * batch_size if epoch == first_epoch else 0
+            for start in range(skipped, self.num_samples - batch_size + 1, batch_size):
+                rows = order[start : start + batch_size]
                 batch = tuple(column[rows] for column in self.columns)
                 yield self.augment(batch, SampleDraws(seed, epoch, rows)) if self.augment else batch
 
@@ -148,7 +148,7 @@ class StrongRecipe:
         make_optimizer: Returns the optimizer, with the peak learning rate of each group.
         precision: "fp32", "tf32", "bf16" or "fp16".
         channels_last: True for the channels-last memory format.
-        budget_rows: Length of the schedule in samples.
+        budget_samples: Length of the schedule in samples.
         warmup_fraction: Fraction of the schedule for linear warm-up, before the decay to 1%.
         clip_norm: Limit on the gradient norm; None for no clipping.
         decay: "linear" or "cosine".
@@ -160,7 +160,7 @@ class StrongRecipe:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     precision: str
     channels_last: bool
-    budget_rows: int
+    budget_samples: int
     warmup_fraction: float = 0.1
     clip_norm: float | None = None
     decay: str = "linear"
@@ -185,13 +185,13 @@ class Task:
         load_data: Reads the data; called once.
         metric: Validation metric.
         targets: Values of the metric, easiest first.
-        batch_rows: Samples per optimizer step.
+        batch_size: Samples per optimizer step.
         terms: Name of the terms that throughput counts, such as tokens.
-        terms_per_row: Terms per sample if the loss is a mean; a loss that returns a count overrides this.
-        budget_rows: Samples that the baseline trains on.
-        eval_every_rows: Samples between evaluations, equal in all arms.
-        adapted_rows: Samples for tuned plans; None for `budget_rows`.
-        planned_rows: Samples of the run that a plan is made for, which limits planning time; None for `budget_rows`.
+        terms_per_sample: Terms per sample if the loss is a mean; a loss that returns a count overrides this.
+        budget_samples: Samples that the baseline trains on.
+        eval_every_samples: Samples between evaluations, equal in all arms.
+        adapted_samples: Samples for tuned plans; None for `budget_samples`.
+        planned_samples: Samples of the planned run, which limits planning time; None for `budget_samples`.
         strong: Hand-tuned recipe (P2).
         muon: Hand-tuned recipe with Muon (P3).
         baselines: Further loops to compare with, by name. Each is called with the task and a device, and returns an
@@ -210,13 +210,13 @@ class Task:
     load_data: Callable[[], TaskData]
     metric: Metric
     targets: tuple[float, ...]
-    batch_rows: int
-    budget_rows: int
-    eval_every_rows: int
+    batch_size: int
+    budget_samples: int
+    eval_every_samples: int
     terms: str = "samples"
-    terms_per_row: int = 1
-    adapted_rows: int | None = None
-    planned_rows: int | None = None
+    terms_per_sample: int = 1
+    adapted_samples: int | None = None
+    planned_samples: int | None = None
     strong: StrongRecipe | None = None
     muon: StrongRecipe | None = None
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
@@ -225,9 +225,9 @@ class Task:
     example: Callable[[int], Batch] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_rows", "budget_rows", "eval_every_rows", "terms_per_row"):
+        for name in ("batch_size", "budget_samples", "eval_every_samples", "terms_per_sample"):
             validation.integer(f"task.{name}", getattr(self, name))
-        for name in ("adapted_rows", "planned_rows"):
+        for name in ("adapted_samples", "planned_samples"):
             if getattr(self, name) is not None:
                 validation.integer(f"task.{name}", getattr(self, name))
         for name in ("make_model", "make_optimizer", "loss_fn", "load_data"):
@@ -244,18 +244,18 @@ class Task:
     @property
     def planned_steps(self) -> int:
         """Optimizer steps of the run that a plan is made for."""
-        return -(-(self.planned_rows or self.budget_rows) // self.batch_rows)
+        return -(-(self.planned_samples or self.budget_samples) // self.batch_size)
 
     @property
     def recipes(self) -> Mapping[str, StrongRecipe]:
         """Hand-tuned recipes of the task by field name."""
         return {name: recipe for name in RECIPES if (recipe := getattr(self, name)) is not None}
 
-    def shortened(self, *, batch_rows: int | None = None, judged_batches: int | None = None) -> Task:
+    def shortened(self, *, batch_size: int | None = None, judged_batches: int | None = None) -> Task:
         """Return a smaller copy of the task, for smoke tests.
 
         Args:
-            batch_rows: Samples per step; None to keep the task's.
+            batch_size: Samples per step; None to keep the task's.
             judged_batches: Number of validation batches, from the first; None for all.
 
         Raises:
@@ -269,8 +269,8 @@ class Task:
                 data = self.load_data()
                 return replace(data, held_out=data.held_out[:few])
 
-        rows = self.batch_rows if batch_rows is None else validation.integer("rows", batch_rows)
-        return replace(self, batch_rows=rows, load_data=load_data)
+        rows = self.batch_size if batch_size is None else validation.integer("rows", batch_size)
+        return replace(self, batch_size=rows, load_data=load_data)
 
     def _check_baselines(self) -> None:
         for name, make in self.baselines.items():

@@ -252,7 +252,7 @@ def test_where_there_is_no_time_left_blocks_are_not_measured(monkeypatch):
     monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # however busy this machine is
     monkeypatch.setattr(search, "MOST_OF_A_RUN", math.inf)  # however short its steps
     found = profile_of((), total_steps=1000)
-    assert not found.hurried
+    assert not found.over_time_budget
     assert {each.refusal for each in found.recomputables} == {profiler._NO_TIME}
     plan = choose(found, found.objective, found.budget)
     assert profiler._NO_TIME in plan.recompute.reason

@@ -212,4 +212,4 @@ def test_what_is_no_metering_is_refused(metering):
 def test_energy_of_a_device_that_is_not_here_is_refused():
     model, optimizer, batch = loop()
     with raises(ValueGivenError, code="energy.no_meter", field="energy"):
-        trimtab.plan_elsewhere(model, optimizer, mean_loss, batch, "H100 SXM", objective=Objective(energy=1))
+        trimtab.plan(model, optimizer, mean_loss, batch, device="H100 SXM", objective=Objective(energy=1))

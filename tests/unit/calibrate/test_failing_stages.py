@@ -78,11 +78,11 @@ STAGES = {
     "traces": (candidate_traces, "_trace", "peaks.not_traced", LIMITED, lambda p: p.traces == ()),
     "other traces": (
         *(profiler, "trace_for_others", "traces.not_made", {"traces": True}),
-        lambda p: p.elsewhere_traces == (),
+        lambda p: p.target_device_traces == (),
     ),
     "other blocks": (
         *(profiler, "trace_blocks_for_others", "traces.not_made", {"traces": True}),
-        lambda p: p.elsewhere_blocks == (),
+        lambda p: p.target_device_blocks == (),
     ),
 }
 

@@ -231,7 +231,7 @@ def test_a_candidate_that_cannot_run_is_a_loser_with_its_reason_and_leaves_no_tr
     plan = trimtab.plan(made, chosen, no_bf16, batch, num_blocks=3)
     assert fingerprint(made, chosen) == before
     assert plan.precision.value == "fp32"
-    assert {r.value: r.reason for r in plan.precision.losers}["bf16"] == "RuntimeError: no kernel for BFloat16"
+    assert {r.value: r.reason for r in plan.precision.rejected}["bf16"] == "RuntimeError: no kernel for BFloat16"
 
 
 def test_a_candidate_whose_loss_is_no_number_is_a_loser():
@@ -243,7 +243,7 @@ def test_a_candidate_whose_loss_is_no_number_is_a_loser():
     before = fingerprint(made, chosen)
     plan = trimtab.plan(made, chosen, overflowing, batch, num_blocks=3)
     assert fingerprint(made, chosen) == before
-    assert {r.value: r.reason for r in plan.precision.losers}["bf16"] == "the loss is NaN or infinite"
+    assert {r.value: r.reason for r in plan.precision.rejected}["bf16"] == "the loss is NaN or infinite"
 
 
 @pytest.mark.parametrize("fails_at", [None, 3, 20])
@@ -261,7 +261,7 @@ def test_the_range_test_leaves_no_trace(fails_at):
 
     try:
         plan = trimtab.plan(made, chosen, random_loss, batch, num_blocks=3, adapt="learning_rate", data=data())
-        assert plan.tier == "F"
+        assert plan.plan_kind == "tuned"
     except OSError:
         assert len(seen) == fails_at
     assert seen

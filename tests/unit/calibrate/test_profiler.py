@@ -220,10 +220,10 @@ def test_scores_of_attention_that_is_written_out_are_seen(fused):
 
 def test_how_long_a_run_is_tells_when_to_hurry_and_whether_to_compile(monkeypatch):
     monkeypatch.setattr(search, "MOST_OF_A_RUN", 0.0)  # so that these few milliseconds are not too slow for it
-    hurried, patient = profiled(total_steps=1), profiled()
-    assert (hurried.hurried, patient.hurried) == (True, False)
-    assert not hurried.stage("sizes")
-    plan = choose(hurried, trimtab.Objective(), trimtab.Budget())
+    over_time_budget, patient = profiled(total_steps=1), profiled()
+    assert (over_time_budget.over_time_budget, patient.over_time_budget) == (True, False)
+    assert not over_time_budget.stage("sizes")
+    plan = choose(over_time_budget, trimtab.Objective(), trimtab.Budget())
     assert "not tried: a run of" in plan.compiled.reason
     assert "total_steps" in choose(patient, trimtab.Objective(), trimtab.Budget()).compiled.reason
     with raises(ValueGivenError, code="value.invalid", field="total_steps"):

@@ -51,10 +51,10 @@ def test_each_precision_of_the_device_is_traced_and_the_fastest_in_chunks():
 
 def test_a_fused_step_is_planned_where_it_was_what_was_traced():
     """Else a plan's peak and time would be those of an optimizer that it leaves as it is."""
-    plan = trimtab.plan_elsewhere(*loop(), H100, reference=trimtab.Reference("bf16"))
+    plan = trimtab.plan(*loop(), device=H100, reference=trimtab.Reference("bf16"))
     assert plan.fused_optimizer.value
     assert plan.fused_optimizer.code == "trace.fused"
-    assert [(loser.value, loser.code) for loser in plan.fused_optimizer.losers] == [(False, "trace.missing")]
+    assert [(loser.value, loser.code) for loser in plan.fused_optimizer.rejected] == [(False, "trace.missing")]
 
 
 @pytest.mark.parametrize("device", [H100, replace(H100, peak_flops={"fp32": 15e12, "fp16": 112e12})])
@@ -63,8 +63,8 @@ def test_a_recorded_profile_has_the_traces_that_would_be_made(device):
     live = profiled(*loop(), objective=MEMORY_TOO, device=device)
     bare = replace(live, traces=())
     found = [each for wanted in recorded_candidates(bare) for each in trace_elsewhere(*loop(), wanted)]
-    kept = replace(bare, elsewhere_traces=tuple(found))
-    again = traced_for(kept.elsewhere(live.device), recorded(kept))
+    kept = replace(bare, target_device_traces=tuple(found))
+    again = traced_for(kept.for_device(live.device), recorded(kept))
     assert [each.candidate for each in again.traces] == [each.candidate for each in live.traces]
     for ours, theirs in zip(again.traces, live.traces, strict=True):
         assert (ours.whole, ours.sliced) == (theirs.whole, theirs.sliced)
@@ -85,24 +85,24 @@ def test_layers_most_of_whose_memory_no_trace_tells_are_refused():
     model = Recurrent()
     loss_fn = lambda m, b: m(b[0]).square().mean()  # noqa: E731
     with raises(ModelError, code="model.recurrent", field="model"):
-        trimtab.plan_elsewhere(model, torch.optim.AdamW(model.parameters()), loss_fn, (torch.randn(16, 64, 32),), H100)
+        trimtab.plan(model, torch.optim.AdamW(model.parameters()), loss_fn, (torch.randn(16, 64, 32),), device=H100)
 
 
 def test_peaks_are_said_to_be_traced_and_by_how_much_they_are_raised():
-    plan = trimtab.plan_elsewhere(*loop(), H100)
+    plan = trimtab.plan(*loop(), device=H100)
     assert "peak memory: traced, plus a margin of 5%" in str(plan)
     assert "step time: from the data sheet of the device; 33% is added before comparison with a limit" in str(plan)
     assert str(plan).count("not calibrated") == 2
 
 
 def test_seconds_of_a_data_sheet_are_held_against_a_limit_with_a_margin():
-    step_s = trimtab.plan_elsewhere(*loop(), H100).predicted.step_s
-    roomy = trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(time=1.34 * step_s))
+    step_s = trimtab.plan(*loop(), device=H100).predicted.step_s
+    roomy = trimtab.plan(*loop(), device=H100, budget=trimtab.Budget(time=1.34 * step_s))
     assert roomy.predicted.step_s == step_s
     with raises(InfeasibleError, code="plan.infeasible", field="budget"):
-        trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(time=1.32 * step_s))
+        trimtab.plan(*loop(), device=H100, budget=trimtab.Budget(time=1.32 * step_s))
     with raises(InfeasibleError, code="plan.infeasible", field="budget") as caught:
-        trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(memory="1MiB"))
+        trimtab.plan(*loop(), device=H100, budget=trimtab.Budget(memory="1MiB"))
     assert "33%" not in str(caught.value)
 
 
@@ -114,7 +114,7 @@ def test_a_loss_of_several_values_is_refused_as_everywhere():
         return nn.functional.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
 
     with raises(ModelError, code="model.not_traceable", field="model"):
-        trimtab.plan_elsewhere(model, optimizer, losses, batch, H100)
+        trimtab.plan(model, optimizer, losses, batch, device=H100)
 
 
 def test_small_chunks_of_the_loss_head_are_traced_where_memory_counts_alone():
@@ -128,16 +128,16 @@ def test_small_chunks_of_the_loss_head_are_traced_where_memory_counts_alone():
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_a_limit_gives_no_faster_plan_than_none(share):
     """What a limit has traced in addition is no faster than what is traced without one."""
-    free = trimtab.plan_elsewhere(*loop(), H100)
+    free = trimtab.plan(*loop(), device=H100)
     limit = int(share * free.baseline.peak_bytes)
-    limited = trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(memory=limit))
+    limited = trimtab.plan(*loop(), device=H100, budget=trimtab.Budget(memory=limit))
     assert free.predicted.step_s <= limited.predicted.step_s
 
 
 def test_nothing_of_the_loop_is_touched():
     model, optimizer, loss_fn, batch = loop()
     before = copy.deepcopy(model.state_dict())
-    trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, "H100 SXM")
+    trimtab.plan(model, optimizer, loss_fn, batch, device="H100 SXM")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
     assert not any(group["fused"] for group in optimizer.param_groups)
@@ -167,7 +167,7 @@ def test_peaks_are_those_of_a_trace_at_any_size(precision, chunk):
 
 def test_a_plan_is_predicted_and_says_so():
     slow = replace(H100, peak_flops={"fp32": 1e9, "tf32": 2e9, "bf16": 8e9})
-    plan = trimtab.plan_elsewhere(*loop(), slow)
+    plan = trimtab.plan(*loop(), device=slow)
     assert (plan.measured, plan.verified, plan.check) == (None, None, None)
     assert plan.baseline.step_s > plan.predicted.step_s
     assert plan.precision.value == "bf16"
@@ -176,23 +176,23 @@ def test_a_plan_is_predicted_and_says_so():
     assert "this plan, measured: " not in str(plan)
     assert str(plan).splitlines()[0].endswith("x the speed on H100 SXM, and never run.")
     assert "not proved" in str(replace(plan, micro_batch=replace(plan.micro_batch, value=8, changed=True)))
-    assert {loser.value for loser in plan.precision.losers} >= {"fp32", "tf32"}
+    assert {loser.value for loser in plan.precision.rejected} >= {"fp32", "tf32"}
 
 
 def test_less_memory_is_met_by_smaller_chunks_or_micro_batches():
-    free = trimtab.plan_elsewhere(*loop(), "H100 SXM")
-    tight = trimtab.plan_elsewhere(
-        *loop(), "H100 SXM", budget=trimtab.Budget(memory=int(0.75 * free.predicted.peak_bytes))
+    free = trimtab.plan(*loop(), device="H100 SXM")
+    tight = trimtab.plan(
+        *loop(), device="H100 SXM", budget=trimtab.Budget(memory=int(0.75 * free.predicted.peak_bytes))
     )
     assert tight.predicted.peak_bytes <= 0.75 * free.predicted.peak_bytes
     with raises(InfeasibleError, code="plan.infeasible", field="budget"):
-        trimtab.plan_elsewhere(*loop(), "H100 SXM", budget=trimtab.Budget(memory=1000))
+        trimtab.plan(*loop(), device="H100 SXM", budget=trimtab.Budget(memory=1000))
 
 
 def test_a_device_s_own_memory_is_a_limit():
     small = replace(H100, memory_bytes=1000)
     with pytest.raises(InfeasibleError):
-        trimtab.plan_elsewhere(*loop(), small)
+        trimtab.plan(*loop(), device=small)
 
 
 def test_batch_statistics_are_not_split():
@@ -201,7 +201,7 @@ def test_batch_statistics_are_not_split():
     model(torch.zeros(2, 3, 8, 8))
     loss_fn = lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])  # noqa: E731
     batch = (torch.randn(8, 3, 8, 8), torch.zeros(8).long())
-    plan = trimtab.plan_elsewhere(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, "H100 SXM")
+    plan = trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, device="H100 SXM")
     assert "peak memory: traced, plus a margin of 15%" in str(plan)
     assert plan.micro_batch.value == 8
     assert (plan.check.splittable, plan.check.code) == (False, "split.batch_statistics")
@@ -211,22 +211,22 @@ def test_batch_statistics_are_not_split():
 def test_a_loop_without_memory_can_be_planned():
     with FakeTensors():
         model, optimizer, loss_fn, batch = loop()
-    plan = trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, "H100 SXM")
-    there = trimtab.plan_elsewhere(*loop(), "H100 SXM")
+    plan = trimtab.plan(model, optimizer, loss_fn, batch, device="H100 SXM")
+    there = trimtab.plan(*loop(), device="H100 SXM")
     assert (plan.predicted, plan.changes) == (there.predicted, there.changes)
 
 
 def test_what_cannot_be_traced_is_said_at_the_door():
     model, optimizer, _, batch = loop()
     with raises(ModelError, code="model.not_traceable", field="model"):
-        trimtab.plan_elsewhere(model, optimizer, lambda m, b: m(b[0]).sum() * m(b[0]).sum().item(), batch, "H100 SXM")
+        trimtab.plan(model, optimizer, lambda m, b: m(b[0]).sum() * m(b[0]).sum().item(), batch, device="H100 SXM")
     with raises(ValueGivenError, code="batch.too_small", field="example_batch"):
-        trimtab.plan_elsewhere(model, optimizer, next_token_loss, (batch[0][:2],), "H100 SXM")
+        trimtab.plan(model, optimizer, next_token_loss, (batch[0][:2],), device="H100 SXM")
     with raises(ValueGivenError, code="device.peaks_unknown", field="device"):
-        trimtab.plan_elsewhere(*loop(), replace(H100, bandwidth_bytes_s=None))
+        trimtab.plan(*loop(), device=replace(H100, bandwidth_bytes_s=None))
 
 
 @pytest.mark.parametrize("device", ["Frobnicator 9000", ""])
 def test_a_device_that_is_not_known_is_refused(device):
     with raises(ValueGivenError, code="value.invalid", field="device"):
-        trimtab.plan_elsewhere(*loop(), device)
+        trimtab.plan(*loop(), device=device)

@@ -93,9 +93,9 @@ def test_peaks_are_those_of_a_step_that_is_traced_so(text, precision, rows):
 
 def test_without_torchs_own_engine_blocks_are_planned_whole_or_not_at_all(monkeypatch):
     """What is computed again is the CPU's then, which keeps other tensors; plans without a limit are as they were."""
-    before = trimtab.plan_elsewhere(*loop(), L4)
+    before = trimtab.plan(*loop(), device=L4)
     monkeypatch.setattr(fake_cuda, "_ENGINE", None)
-    assert trimtab.plan_elsewhere(*loop(), L4).predicted == before.predicted
+    assert trimtab.plan(*loop(), device=L4).predicted == before.predicted
     assert "different number of tensors" in trace_blocks(*loop(), Candidate("fp32", "keep", False, ROWS))
 
 
@@ -163,10 +163,10 @@ def test_blocks_with_hooks_of_their_own_are_in_no_segment_of_several():
 
 def test_a_limit_is_met_by_computing_again_where_the_batch_cannot_be_split():
     model, optimizer, loss_fn, batch = normalised()
-    free = trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, L4)
+    free = trimtab.plan(model, optimizer, loss_fn, batch, device=L4)
     assert not free.recompute.changed
     limit = int(0.6 * free.predicted.peak_bytes)
-    plan = trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, L4, budget=trimtab.Budget(memory=limit))
+    plan = trimtab.plan(model, optimizer, loss_fn, batch, device=L4, budget=trimtab.Budget(memory=limit))
     assert plan.recompute.changed
     assert plan.recompute.code in ("recompute.faster", "recompute.needed")
     assert plan.micro_batch.value == 4096
@@ -175,18 +175,18 @@ def test_a_limit_is_met_by_computing_again_where_the_batch_cannot_be_split():
     assert plan.recompute_blocks == tuple(str(index) for index in range(6))
     assert from_json(Plan, to_json(plan)) == plan
     with raises(InfeasibleError, code="plan.infeasible", field="budget"):
-        trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, L4, budget=trimtab.Budget(memory=limit // 4))
+        trimtab.plan(model, optimizer, loss_fn, batch, device=L4, budget=trimtab.Budget(memory=limit // 4))
 
 
 def test_blocks_may_be_named():
     given = {"objective": trimtab.Objective(1.0, 1.0), "named_blocks": ("0", "3.0")}
     assert {each.blocks for each in planned(normalised, **given).recomputables} == {("0", "3.0")}
     with raises(ValueGivenError, code="blocks.unknown_module", field="blocks"):
-        trimtab.plan_elsewhere(*normalised(), L4, blocks=["9"])
+        trimtab.plan(*normalised(), device=L4, blocks=["9"])
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     loop_of = model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(m(b)).sum(), torch.randn(8, 4)
     with raises(ValueGivenError, code="blocks.not_run_once", field="blocks"):
-        trimtab.plan_elsewhere(*loop_of, L4, blocks=["0"])
+        trimtab.plan(*loop_of, device=L4, blocks=["0"])
 
 
 def test_a_recorded_profile_says_what_a_plan_of_the_loop_says():
@@ -194,7 +194,7 @@ def test_a_recorded_profile_says_what_a_plan_of_the_loop_says():
     live = planned(normalised, budget=budget)
     assert live.recomputables
     kept = from_json(Profile, to_json(trimtab.profile(*normalised(), num_blocks=3, traces=True)))
-    there = replace(replace(kept, hurried=True).elsewhere(L4), budget=budget)
+    there = replace(replace(kept, over_time_budget=True).for_device(L4), budget=budget)
     again = with_blocks(traced_for(there, recorded(kept)), recorded_blocks(kept))
     assert again.recomputables == live.recomputables
     assert any(peak_bytes(again, each.candidate) for each in again.recomputables)
@@ -204,6 +204,6 @@ def test_what_cannot_be_traced_in_blocks_is_planned_without():
     """One layer, no blocks."""
     model = nn.Linear(8, 8)
     loop_of = model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).square().mean(), torch.randn(64, 8)
-    plan = trimtab.plan_elsewhere(*loop_of, L4, objective=trimtab.Objective(1.0, 1.0))
+    plan = trimtab.plan(*loop_of, device=L4, objective=trimtab.Objective(1.0, 1.0))
     assert not plan.recompute.changed
     assert "no blocks that run once in a forward" in plan.recompute.reason

@@ -153,7 +153,7 @@ def test_muon_is_kept_where_it_won_and_the_run_steps_by_it(monkeypatch):
     found, (tested, (stands, rival)) = planned(
         its, monkeypatch, PairedTrainingVerdict(True, "2x sooner", 1.5), {"optimizer"}
     )
-    assert (found.optimizer.value, found.tier) == ("muon", "F")
+    assert (found.optimizer.value, found.plan_kind) == ("muon", "tuned")
     assert "2x sooner" in str(found)
     assert (tested, stands.optimizer.value, rival.optimizer.value) == ([], "user", "muon")
     assert rival.learning_rate_scale == stands.learning_rate_scale
@@ -314,7 +314,7 @@ def test_a_schedule_is_raced_against_a_straight_line_by_samples_alone(monkeypatc
     found, (_, (stands, rival)) = planned(subject(), monkeypatch, PairedTrainingVerdict(won, "so it was", 1.3), adapt)
     assert (stands.schedule.value, rival.schedule.value) == ("warmup_cosine", "warmup_linear")
     assert found.schedule.value == ("warmup_linear" if won else "warmup_cosine")
-    assert {loser.value for loser in found.schedule.losers} >= {"warmup_cosine" if won else "warmup_linear"}
+    assert {loser.value for loser in found.schedule.rejected} >= {"warmup_cosine" if won else "warmup_linear"}
     assert "so it was" in str(found)
     assert found.search_s > 0
     assert (found.measured, found.verified) == (stands.measured, stands.verified)  # no step became slower by it
@@ -407,7 +407,7 @@ def test_dropout_that_nothing_needs_is_dropped(monkeypatch):
     found = trimtab.plan(its.model, its.optimizer, its.loss_fn, its.batch, **given)
     assert fingerprint(its.model, its.optimizer) == before
     assert "a run of 1 epoch" in found.dropout.reason
-    assert (found.dropout.value, found.tier) == (0.0, "F")
+    assert (found.dropout.value, found.plan_kind) == (0.0, "tuned")
     with trimtab.start(its.model, its.optimizer, found):
         assert its.model.drop.p == 0.0
     assert its.model.drop.p == 0.5
@@ -427,7 +427,7 @@ def test_where_no_race_could_tell_dropout_is_kept_and_why(monkeypatch, make, dat
     found = training_settings_search.adapted(
         subject(make), STANDS, ("dropout",), data, lambda text: None, training_settings_search.RunLength(passes=passes)
     )
-    assert (found.dropout.value, found.tier) == (None, "S")
+    assert (found.dropout.value, found.plan_kind) == (None, "equivalent")
     assert said in found.dropout.reason
 
 

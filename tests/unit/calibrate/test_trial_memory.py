@@ -22,11 +22,11 @@ def mean_loss(model, x):
     return model(x).mean()
 
 
-def peak(model, optimizer, batch, micro_batch=None, frees_batch=False, **settings):
+def peak(model, optimizer, batch, micro_batch=None, adapts_batch_size=False, **settings):
     """Return the peak bytes that `run_stage` reports for one candidate."""
     settings = {"precision": "fp32", "memory_layout": "keep", "fused_optimizer": False} | settings
     candidate = Candidate(micro_batch=micro_batch or len(batch), **settings)
-    subject = TrainingLoop(model, optimizer, mean_loss, batch, frees_batch=frees_batch)
+    subject = TrainingLoop(model, optimizer, mean_loss, batch, adapts_batch_size=adapts_batch_size)
     (trial,) = trials.run_stage(subject, SearchPhase("final", (candidate,), accepts=True), 1, lambda text: None)
     assert trial.error is None
     return trial.peak_bytes
@@ -42,9 +42,9 @@ def numel(model):
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "frees_batch"), [(2048, False), (2048, True), (1024, False), (1024, True), (512, False)]
+    ("micro_batch", "adapts_batch_size"), [(2048, False), (2048, True), (1024, False), (1024, True), (512, False)]
 )
-def test_a_wide_mlp_peaks_in_the_backward_of_its_relu(micro_batch, frees_batch):
+def test_a_wide_mlp_peaks_in_the_backward_of_its_relu(micro_batch, adapts_batch_size):
     """There are alive at the peak, in floats:
 
     - parameters and momentum: 2 x 35,841, and the batch: 2048 x 32;
@@ -55,9 +55,9 @@ def test_a_wide_mlp_peaks_in_the_backward_of_its_relu(micro_batch, frees_batch):
     """
     model, optimizer, batch = wide(2048)
     activations = 3 * micro_batch * 1024
-    gradients = numel(model) + 1025 if micro_batch < 2048 or frees_batch else 1025
+    gradients = numel(model) + 1025 if micro_batch < 2048 or adapts_batch_size else 1025
     expected = FLOAT * (2 * numel(model) + batch.numel() + activations + gradients)
-    assert peak(model, optimizer, batch, micro_batch, frees_batch) == pytest.approx(expected, rel=0.01)
+    assert peak(model, optimizer, batch, micro_batch, adapts_batch_size) == pytest.approx(expected, rel=0.01)
 
 
 class Masked(nn.Module):

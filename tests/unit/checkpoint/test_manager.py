@@ -98,7 +98,7 @@ def test_what_says_what_no_run_does_is_put_aside_and_the_one_before_gone_on_from
 
     forge(saved / "step-4", change)
     loop = Loop(saved)
-    assert loop.checkpoints.saved_rows() == 12
+    assert loop.checkpoints.saved_samples() == 12
     with pytest.raises(DamagedError) as damaged:
         said_of(saved / "step-4", manifest_of(saved / "step-4"))
     assert damaged.value.code in ("checkpoint.metadata_invalid", "checkpoint.manifest_invalid")

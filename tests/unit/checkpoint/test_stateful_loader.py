@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import trimtab
 from trimtab.core.errors import LoopError
 
-NUM_ROWS, BATCH_ROWS = 22, 4  # six windows a pass
+NUM_ROWS, BATCH_SIZE = 22, 4  # six windows a pass
 WINDOWS = 15
 
 
@@ -66,14 +66,14 @@ class Stream(IterableDataset):
 
 
 def shuffled(workers=0):
-    return StatefulDataLoader(Rows(), BATCH_ROWS, shuffle=True, num_workers=workers)
+    return StatefulDataLoader(Rows(), BATCH_SIZE, shuffle=True, num_workers=workers)
 
 
 LOADERS = {
     "shuffled": shuffled,
     "with workers": lambda: shuffled(2),
-    "a stream": lambda: StatefulDataLoader(Stream(), BATCH_ROWS),
-    "a stream, from a worker": lambda: StatefulDataLoader(Stream(), BATCH_ROWS, num_workers=1),
+    "a stream": lambda: StatefulDataLoader(Stream(), BATCH_SIZE),
+    "a stream, from a worker": lambda: StatefulDataLoader(Stream(), BATCH_SIZE, num_workers=1),
 }
 
 
@@ -84,7 +84,7 @@ def train(folder, loader, windows, seed):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(seed)
     keep, losses = trimtab.Checkpoints(folder, every_steps=1, every_s=None), []
-    with trimtab.start(model, optimizer, trimtab.Plan.fixed(BATCH_ROWS, 3), checkpoints=keep) as run:
+    with trimtab.start(model, optimizer, trimtab.Plan.fixed(BATCH_SIZE, 3), checkpoints=keep) as run:
         while run.num_windows < windows:
             for window in run.windows(loader):
                 losses.append(run.train_step(window, lambda model, rows: (model(rows) - 1).square().mean()).item())
@@ -112,7 +112,7 @@ def test_what_was_trained_on_is_not_loaded_again(tmp_path, make):
     train(tmp_path / "run", make(), 4, 4)
     loader = make()
     train(tmp_path / "run", loader, 6, 5)
-    assert len(loader.dataset.read) == NUM_ROWS - 4 * BATCH_ROWS
+    assert len(loader.dataset.read) == NUM_ROWS - 4 * BATCH_SIZE
 
 
 LEFT = {
@@ -134,7 +134,7 @@ def test_a_run_that_is_over_holds_no_loader(tmp_path, kind, kept, how):
     def run_over(loader):
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with trimtab.start(model, optimizer, trimtab.Plan.fixed(BATCH_ROWS), **keep, **more) as run:
+        with trimtab.start(model, optimizer, trimtab.Plan.fixed(BATCH_SIZE), **keep, **more) as run:
             for window in run.windows(loader):
                 run.train_step(window, lambda model, rows: model(rows).square().mean())
                 if leaves == "error":
@@ -152,7 +152,7 @@ def test_a_run_that_is_over_holds_no_loader(tmp_path, kind, kept, how):
             except ValueError:
                 return None
 
-    loader = kind(Rows(), BATCH_ROWS, shuffle=True, num_workers=1)
+    loader = kind(Rows(), BATCH_SIZE, shuffle=True, num_workers=1)
     held = weakref.ref(loader)
     run = over(loader)
     del loader

@@ -50,63 +50,63 @@ KEPT = {
 
 
 def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
-    assert Plan.marks() == {
-        "micro_batch": Effect.EXACT,
+    assert Plan.effects() == {
+        "micro_batch": Effect.BITWISE,
         "precision": Effect.ROUNDING,
         "memory_layout": Effect.ROUNDING,
-        "allocator": Effect.EXACT,
+        "allocator": Effect.BITWISE,
         "fused_optimizer": Effect.ROUNDING,
         "loss_chunk": Effect.ROUNDING,
-        "recompute": Effect.EXACT,
+        "recompute": Effect.BITWISE,
         "compiled": Effect.ROUNDING,
         "zero_stage": Effect.ROUNDING,
         "engine": Effect.ROUNDING,
         "reduce_dtype": Effect.ROUNDING,
         "bucket_bytes": Effect.ROUNDING,
         "reduces_once": Effect.ROUNDING,
-        "powersgd_rank": Effect.DYNAMICS,
-        "dropout": Effect.DYNAMICS,
-        "weight_decay": Effect.DYNAMICS,
-        "optimizer": Effect.DYNAMICS,
-        "schedule": Effect.DYNAMICS,
-        "warmup_fraction": Effect.DYNAMICS,
-        "learning_rate_scale": Effect.DYNAMICS,
-        "batch_policy": Effect.DYNAMICS,
-        "clip_norm": Effect.DYNAMICS,
+        "powersgd_rank": Effect.TRAINING,
+        "dropout": Effect.TRAINING,
+        "weight_decay": Effect.TRAINING,
+        "optimizer": Effect.TRAINING,
+        "schedule": Effect.TRAINING,
+        "warmup_fraction": Effect.TRAINING,
+        "learning_rate_scale": Effect.TRAINING,
+        "batch_policy": Effect.TRAINING,
+        "clip_norm": Effect.TRAINING,
     }
 
 
 @given(st.sets(st.sampled_from(sorted(VALUES))), st.integers(1, 64))
 def test_tier_is_f_exactly_when_dynamics_change(names, micro_batch):
     plan = Plan.fixed(64, micro_batch, **{name: VALUES[name] for name in names})
-    assert plan.tier == ("S" if names <= SAME_MATHS else "F")
+    assert plan.plan_kind == ("equivalent" if names <= SAME_MATHS else "tuned")
     assert set(plan.changes) == names | ({"micro_batch"} if micro_batch != 64 else set())
 
 
 def test_a_micro_batch_under_batch_statistics_is_tier_f():
-    plan = Plan(64, Choice(16, "batch statistics", Effect.DYNAMICS, changed=True))
-    assert (plan.tier, Plan(64, Choice(64, "whole", Effect.DYNAMICS)).tier) == ("F", "S")
+    plan = Plan(64, Choice(16, "batch statistics", Effect.TRAINING, changed=True))
+    assert (plan.plan_kind, Plan(64, Choice(64, "whole", Effect.TRAINING)).plan_kind) == ("tuned", "equivalent")
 
 
 REFUSED, PROVED = SplitCheck(False, "batch statistics in 2 layers"), SplitCheck(True, "an unequal split agrees")
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "check", "mark", "tier"),
+    ("micro_batch", "check", "effect", "plan_kind"),
     [
-        (4, REFUSED, Effect.DYNAMICS, "F"),
-        (4, PROVED, Effect.EXACT, "S"),
-        (4, None, Effect.EXACT, "S"),
-        (8, REFUSED, Effect.EXACT, "S"),
+        (4, REFUSED, Effect.TRAINING, "tuned"),
+        (4, PROVED, Effect.BITWISE, "equivalent"),
+        (4, None, Effect.BITWISE, "equivalent"),
+        (8, REFUSED, Effect.BITWISE, "equivalent"),
     ],
 )
-def test_splitting_against_the_check_is_dynamics(micro_batch, check, mark, tier):
+def test_splitting_against_the_check_is_dynamics(micro_batch, check, effect, plan_kind):
     plan = Plan(8, Choice(micro_batch, "fits", changed=micro_batch != 8), check=check)
-    assert (plan.micro_batch.mark, plan.tier) == (mark, tier)
+    assert (plan.micro_batch.effect, plan.plan_kind) == (effect, plan_kind)
     later = dataclasses.replace(Plan.fixed(8, micro_batch), check=check)
-    assert (later.micro_batch.mark, later.tier) == (mark, tier)
+    assert (later.micro_batch.effect, later.plan_kind) == (effect, plan_kind)
     assert from_json(Plan, to_json(plan)) == plan
-    assert f"[{mark}] fits" in str(plan)
+    assert f"[{effect}] fits" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_larger_batch_is_cut_only_by_a_plan_that_splits_or_has_proved_it_may(m
 @pytest.mark.parametrize("name", KEPT)
 def test_a_value_set_by_hand_to_what_the_loop_has_changes_nothing(name):
     plan = Plan.fixed(8, **{name: KEPT[name]})
-    assert (plan.changes, plan.tier) == ((), "S")
+    assert (plan.changes, plan.plan_kind) == ((), "equivalent")
     assert getattr(plan, name).code == "plan.by_hand"
 
 
@@ -133,16 +133,16 @@ def test_fixed_holds_what_was_given():
         "batch_policy": "user",
         "warmup_fraction": None,
     } | VALUES
-    assert all(choice.mark is Plan.marks()[name] for name, choice in plan.choices())
+    assert all(choice.effect is Plan.effects()[name] for name, choice in plan.choices())
     assert Plan.fixed(128).micro_batch.value == 128
 
 
 @pytest.mark.parametrize(
     ("arguments", "values", "error", "field"),
     [
-        ((0,), {}, ValueGivenError, "plan.batch_rows"),
-        ((8.0,), {}, ValueGivenError, "plan.batch_rows"),
-        ((True,), {}, ValueGivenError, "plan.batch_rows"),
+        ((0,), {}, ValueGivenError, "plan.batch_size"),
+        ((8.0,), {}, ValueGivenError, "plan.batch_size"),
+        ((True,), {}, ValueGivenError, "plan.batch_size"),
         ((8, 9), {}, ValueGivenError, "plan.micro_batch"),
         ((8, 0), {}, ValueGivenError, "plan.micro_batch"),
         ((8, True), {}, ValueGivenError, "plan.micro_batch"),
@@ -180,7 +180,7 @@ def test_what_is_no_plan_is_refused_by_field(arguments, values, error, field):
 @pytest.mark.parametrize(("way", "without"), [("cuda_graphs", False), ("compiled_cuda_graphs", True)])
 def test_graphs_are_of_one_process_and_survive_a_file(way, without):
     plan = Plan.fixed(8, 4, compiled=way)
-    assert (plan.tier, plan.changes) == ("S", ("micro_batch", "compiled"))
+    assert (plan.plan_kind, plan.changes) == ("equivalent", ("micro_batch", "compiled"))
     assert from_json(Plan, to_json(plan)) == plan
     with raises(ValueGivenError, code="value.invalid", field="plan.compiled") as caught:
         Plan.fixed(8, num_ranks=2, zero_stage=0, compiled=way)
@@ -194,7 +194,7 @@ def test_another_schema_is_refused():
 
 def test_a_plan_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Plan.fixed(8).batch_rows = 16
+        Plan.fixed(8).batch_size = 16
 
 
 @given(st.integers(1, 10**6), st.data())
@@ -209,8 +209,10 @@ LETTERS = st.text("abcdefghij", min_size=4, max_size=10)
 
 @st.composite
 def explained_choices(draw, value):
-    losers = st.builds(Rejected, st.integers(1, 999), LETTERS)
-    return Choice(value, draw(LETTERS), Effect.ROUNDING, draw(st.booleans()), tuple(draw(st.lists(losers, max_size=3))))
+    rejected = st.builds(Rejected, st.integers(1, 999), LETTERS)
+    return Choice(
+        value, draw(LETTERS), Effect.ROUNDING, draw(st.booleans()), tuple(draw(st.lists(rejected, max_size=3)))
+    )
 
 
 @given(st.data())
@@ -221,10 +223,10 @@ def test_the_page_shows_every_choice_and_every_loser(data):
     for name, choice in choices.items():
         (at,) = (i for i, line in enumerate(lines) if line[2:].startswith(name.replace("_", " ") + " "))
         assert lines[at].startswith("*" if choice.changed else " ")
-        for word in (str(choice.value), f"[{choice.mark}]", choice.reason):
+        for word in (str(choice.value), f"[{choice.effect}]", choice.reason):
             assert word in lines[at]
-        shown = [line.strip() for line in lines[at + 1 : at + 1 + len(choice.losers)]]
-        assert shown == [f"not {loser.value}: {loser.reason}" for loser in choice.losers]
+        shown = [line.strip() for line in lines[at + 1 : at + 1 + len(choice.rejected)]]
+        assert shown == [f"not {loser.value}: {loser.reason}" for loser in choice.rejected]
 
 
 def test_the_page_shows_costs_check_and_advice():

@@ -157,7 +157,7 @@ def test_a_header_is_read_alone_and_strictly(tmp_path, written):
         path.write_bytes(content)
         with raises(FormatError, code="record.no_header"):
             read_header(path)
-    path.write_bytes(written.replace(b'"schema": 2', b'"schema": 1', 1))
+    path.write_bytes(written.replace(b'"schema": 3', b'"schema": 2', 1))
     with raises(FormatError, code="json.schema"):
         read_header(path)
     with raises(FormatError, code="file.unreadable"):

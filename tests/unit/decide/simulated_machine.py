@@ -32,7 +32,7 @@ LOOP = LoopFacts(
     trainable_parameters=1000,
     parameter_bytes=4000,
     optimizer="AdamW",
-    batch_rows=64,
+    batch_size=64,
     terms_per_step=64,
     terms="rows",
     flops_per_step=1e9,
@@ -91,7 +91,7 @@ class Machine:
     watts: Callable[[Candidate], float] | None = None
     stages: list[Trials] = field(default_factory=list)
     measured_blocks: list[Candidate] = field(default_factory=list)
-    rows: int = LOOP.batch_rows
+    rows: int = LOOP.batch_size
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
@@ -214,12 +214,12 @@ def measured(
     reference: Reference | None = None,
     always: bool = False,
     total_steps: int | None = None,
-    hurried: bool = False,
+    over_time_budget: bool = False,
     **facts: object,
 ) -> Profile:
     """Return the profile the search makes of the machine; `always`: with traces, whatever it is for."""
     loop = replace(LOOP, **facts)
-    machine.rows = loop.batch_rows
+    machine.rows = loop.batch_size
     phases_s = {"forward": 0.9, "optimizer": 0.1}
     objective, budget = objective or Objective(), budget or Budget()
     profile = Profile(
@@ -232,7 +232,7 @@ def measured(
         objective=objective,
         budget=budget,
         total_steps=total_steps,
-        hurried=hurried,
+        over_time_budget=over_time_budget,
     )
     while True:
         if machine.traces and (wanted := next_traces(profile, objective, budget, always=always)):

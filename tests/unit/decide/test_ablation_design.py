@@ -49,7 +49,7 @@ def test_a_change_is_what_differs_from_the_loop_whatever_the_plan_calls_it():
     assert changes_of(plan, half) == ("fused_optimizer",)
     assert changes_of(Plan.fixed(32), half) == ("precision", "clip_norm")
     back = reduced(Plan.fixed(32), (), half)
-    assert (back.precision.value, back.clip_norm.value, back.tier) == ("bf16", 1.0, "S")
+    assert (back.precision.value, back.clip_norm.value, back.plan_kind) == ("bf16", 1.0, "equivalent")
 
 
 def test_a_step_that_the_loop_fuses_itself_is_no_change():
@@ -134,6 +134,6 @@ def test_a_change_that_needs_another_says_so():
 
 def test_a_micro_batch_that_changes_the_maths_keeps_its_mark():
     plan = replace(Plan.fixed(32, micro_batch=8, precision="bf16"), check=None)
-    refused = replace(plan, micro_batch=Choice(8, "asked for", Effect.DYNAMICS, changed=True))
-    assert reduced(refused, ("micro_batch",), PLAIN).tier == "F"
-    assert reduced(refused, ("precision",), PLAIN).tier == "S"
+    refused = replace(plan, micro_batch=Choice(8, "asked for", Effect.TRAINING, changed=True))
+    assert reduced(refused, ("micro_batch",), PLAIN).plan_kind == "tuned"
+    assert reduced(refused, ("precision",), PLAIN).plan_kind == "equivalent"

@@ -30,7 +30,7 @@ errors = st.just(0.0) | st.floats(1e-9, 0.5)
 units = st.integers(1, 5)
 powers_of_two = st.integers(-20, 20).map(lambda power: 2.0**power)
 KNOWN = NoiseEstimate(trace=640.0, norm2=1.0, norm2_error=0.1, num_windows=100)
-STANDING = PolicyInput(k=4, unit=1, micro_rows=8.0, noise=KNOWN, times=StepTimes(0.1, 0.05))
+STANDING = PolicyInput(k=4, unit=1, micro_batch_samples=8.0, noise=KNOWN, times=StepTimes(0.1, 0.05))
 
 
 def rule_of(policy: str, k_max: int = 64) -> BatchRule:
@@ -45,7 +45,7 @@ def standings(draw):
     return PolicyInput(
         k=unit * draw(st.integers(1, 12)),
         unit=unit,
-        micro_rows=draw(st.floats(1, 512)),
+        micro_batch_samples=draw(st.floats(1, 512)),
         num_ranks=draw(st.integers(1, 64)),
         noise=NoiseEstimate(
             draw(positive | rounding), draw(positive | rounding), draw(errors), draw(st.integers(0, 200))
@@ -94,7 +94,7 @@ def test_no_unit_of_loss_or_time_changes_goodput_or_the_norm_test(standing, loss
 )
 def test_more_noise_never_asks_for_less(trace, norm2, factor, rows, policy):
     rule, noise = rule_of(policy), NoiseEstimate(trace, norm2, 0.0, 100)
-    standing = replace(STANDING, noise=noise, micro_rows=rows)
+    standing = replace(STANDING, noise=noise, micro_batch_samples=rows)
     more = replace(standing, noise=replace(noise, trace=trace * factor))
     assert decide(rule, more).wanted >= decide(rule, standing).wanted * (1 - 1e-12)
 
@@ -264,7 +264,7 @@ def test_the_papers_rule_to_the_letter():
     wanted = {10.0: 4, 400.0: 4, 401.0: 8, 1e9: 8}
     for trace, k in wanted.items():
         standing = replace(STANDING, k=1, noise=replace(KNOWN, trace=trace * 8 / 10))
-        assert decide(rule, replace(standing, micro_rows=8.0)).k == k
+        assert decide(rule, replace(standing, micro_batch_samples=8.0)).k == k
     unbounded = BatchRule("paper", k_max=16, sigma2_target=10.0)
     assert decide(unbounded, replace(STANDING, noise=replace(KNOWN, trace=8 * 55.0))).k == 6
     assert decide(unbounded, replace(STANDING, noise=replace(KNOWN, trace=8 * 1e6))).k == 16

@@ -84,9 +84,9 @@ def test_modes_of_a_step_that_waits_for_its_launches_take_fewest_laps(flops, fac
 def test_a_hurried_search_on_a_gpu_compiles_what_promises_much():
     """Where its steps are long, measuring has no time left by its own rule before anything was compiled."""
     processor, gpu, brief = Machine(), Machine(), Machine()
-    profile = measured(processor, total_steps=10_000, hurried=True)
-    measured(gpu, total_steps=10_000, hurried=True, **STEP)
-    measured(brief, total_steps=60, hurried=True, **STEP)
+    profile = measured(processor, total_steps=10_000, over_time_budget=True)
+    measured(gpu, total_steps=10_000, over_time_budget=True, **STEP)
+    measured(brief, total_steps=60, over_time_budget=True, **STEP)
     assert trial_of(processor) is None
     assert trial_of(gpu) is not None
     assert trial_of(brief) is None
@@ -99,14 +99,19 @@ def chunks_that_compiling_does_by_itself(stage: str, candidate: Candidate) -> fl
     return seconds * (1.0 if candidate.loss_chunk is None else 1.08 if candidate.compiled else 0.97)
 
 
-@pytest.mark.parametrize("hurried", [False, True])
+@pytest.mark.parametrize("over_time_budget", [False, True])
 @pytest.mark.parametrize(("limit", "chunk"), [(None, None), (500 * MIB, 2048)])
-def test_what_is_compiled_is_tried_with_its_head_whole_too(hurried, limit, chunk):
+def test_what_is_compiled_is_tried_with_its_head_whole_too(over_time_budget, limit, chunk):
     """In a hurry no other change is doubted: chunks went with what was compiled, untried, and made it slower."""
     budget = Budget() if limit is None else Budget(memory=limit)
     saves = {2048: 0.4, 1024: 0.4}
     machine = Machine(step_of=chunks_that_compiling_does_by_itself, head_saves=saves, noise=0.002)
-    how = {"total_steps": 10_000, "hurried": hurried, "budget": budget, "check": SplitCheck(False, "one batch")}
+    how = {
+        "total_steps": 10_000,
+        "over_time_budget": over_time_budget,
+        "budget": budget,
+        "check": SplitCheck(False, "one batch"),
+    }
     profile = measured(machine, **STEP, **HEAD, **how)
     plan = choose(profile, Objective(), budget)
     assert plan.compiled.value
@@ -212,7 +217,7 @@ def test_a_step_that_waits_for_its_launches_is_launched_at_once():
     assert plan.verified[0] == pytest.approx(10)
     assert plan.compiled.code == "trial.faster"
     assert "10x the speed" in plan.compiled.reason
-    assert {loser.value for loser in plan.compiled.losers} == {False, CUDA_GRAPHS}
+    assert {loser.value for loser in plan.compiled.rejected} == {False, CUDA_GRAPHS}
 
 
 def test_what_takes_no_time_to_try_is_tried_in_a_run_of_unknown_length():
@@ -229,7 +234,7 @@ def test_compiling_pays_beside_what_is_recorded_alone_or_is_left(steps, way):
     plan = plan_of(measured(machine, total_steps=steps, **WAITS))
     assert tried_ways(machine) == [False, CUDA_GRAPHS, False, CUDA_GRAPHS, COMPILED_GRAPHS]
     assert plan.compiled.value == way
-    lost = [loser for loser in plan.compiled.losers if loser.value == COMPILED_GRAPHS]
+    lost = [loser for loser in plan.compiled.rejected if loser.value == COMPILED_GRAPHS]
     assert all(each.code == "compile.does_not_pay" and "CUDA graphs" in each.reason for each in lost)
     assert bool(lost) is (way == CUDA_GRAPHS)
 
@@ -266,7 +271,7 @@ def test_graphs_that_are_no_faster_than_what_is_compiled_are_left():
     plan = plan_of(measured(machine, total_steps=10_000, **WAITS))
     assert plan.compiled.value is True
     assert tried_ways(machine) == [False, CUDA_GRAPHS, False, True]
-    codes = {loser.code for loser in plan.compiled.losers if loser.value == CUDA_GRAPHS}
+    codes = {loser.code for loser in plan.compiled.rejected if loser.value == CUDA_GRAPHS}
     assert codes == {"trial.no_gain"}
 
 
@@ -285,7 +290,7 @@ def test_graphs_that_cannot_be_proved_leave_what_is_compiled():
     )
     plan = plan_of(measured(machine, total_steps=10_000, **WAITS))
     assert plan.compiled.value is True
-    assert {loser.reason for loser in plan.compiled.losers if loser.value == CUDA_GRAPHS} == {"its gradient differs"}
+    assert {loser.reason for loser in plan.compiled.rejected if loser.value == CUDA_GRAPHS} == {"its gradient differs"}
 
 
 def test_of_modes_that_wait_alike_the_layout_of_the_units_is_recorded():

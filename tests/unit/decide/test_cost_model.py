@@ -43,7 +43,7 @@ def test_a_chunk_of_all_of_a_micro_batch_is_no_choice():
     """It makes its logits at once, whatever was traced of chunks of larger ones."""
     profile = measured(Machine(head_speed={2048: 2.0, 1024: 2.0}), **HEAD)
     found = [point.candidate for point in points(profile, Budget())]
-    tokens = {rows: rows * HEAD["head_tokens"] // profile.loop.batch_rows for rows in {c.micro_batch for c in found}}
+    tokens = {rows: rows * HEAD["head_tokens"] // profile.loop.batch_size for rows in {c.micro_batch for c in found}}
     chunked = {rows: {c.loss_chunk for c in found if c.micro_batch == rows} for rows in tokens}
     for rows, chunks in chunked.items():
         assert chunks == {None, *(chunk for chunk in (2048, 1024) if chunk < tokens[rows])}
@@ -163,7 +163,7 @@ def test_a_batch_that_is_free_holds_gradients_beside_a_forward():
     profile = replace(measured(Machine(), objective=MEMORY), trials=())
     sliced = PeakMemoryModel(((900.0 * MIB, 0.0),))
     traces = tuple(replace(each, sliced=sliced) for each in profile.traces)
-    kept, freed = (replace(profile, traces=traces, frees_batch=frees) for frees in (False, True))
+    kept, freed = (replace(profile, traces=traces, adapts_batch_size=frees) for frees in (False, True))
     assert CostModel(kept).predict(REFERENCE).peak_bytes < CostModel(freed).predict(REFERENCE).peak_bytes
     assert CostModel(freed).predict(REFERENCE).peak_bytes >= 900 * MIB
 

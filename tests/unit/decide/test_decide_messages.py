@@ -32,5 +32,5 @@ def test_a_loop_that_waits_for_data_is_advised_to_use_more_workers():
 
 def test_a_setting_over_the_budget_is_rejected_with_both_sizes():
     plan = planned(Machine(split_s=0.2), budget=Budget(memory=300 * MIB))
-    (whole,) = [each for each in plan.micro_batch.losers if each.value == 64]
+    (whole,) = [each for each in plan.micro_batch.rejected if each.value == 64]
     assert (whole.code, whole.reason) == ("budget.memory", "peak memory 740 MiB is over the budget of 300 MiB")

@@ -62,7 +62,7 @@ def test_memory_that_a_precision_frees_may_be_used_for_larger_micro_batches():
 
 def test_where_splitting_changes_the_gradient_the_micro_batch_stays_the_loops_own():
     _, plan = decided(Machine(split_s=0.3), Budget(memory="1TiB"), reference=ACCUMULATES, check=REFUSED)
-    assert (plan.micro_batch.value, plan.micro_batch.changed, plan.tier) == (16, False, "S")
+    assert (plan.micro_batch.value, plan.micro_batch.changed, plan.plan_kind) == (16, False, "equivalent")
 
 
 def test_a_batch_that_does_not_divide_evenly_is_accumulated_in_parts_that_are_no_larger():
@@ -96,4 +96,4 @@ def test_but_where_a_limit_allows_it():
     _, plan = decided(machine, Budget(memory="1GiB"))
     assert plan.changes == ("precision",)
     _, without = decided(machine, check=REFUSED)
-    assert any("1.2" in each.reason for each in without.precision.losers if each.value == "bf16")
+    assert any("1.2" in each.reason for each in without.precision.rejected if each.value == "bf16")

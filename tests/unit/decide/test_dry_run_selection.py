@@ -80,8 +80,8 @@ def test_what_is_not_is_sent_as_by_default_for_that_reason(theirs, control, code
     kept = settled(plan, by_default(plan), [theirs, EVEN[: len(theirs)], control[: len(theirs)]])
     assert (kept.reduce_dtype.value, kept.bucket_bytes.value, kept.changes) == ("fp32", None, ("zero_stage",))
     assert kept.reduce_dtype.code == code
-    assert kept.reduce_dtype.losers[0].value == "bf16"
-    assert kept.reduce_dtype.losers[0].code == "dry_run.no_gain"
+    assert kept.reduce_dtype.rejected[0].value == "bf16"
+    assert kept.reduce_dtype.rejected[0].code == "dry_run.no_gain"
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 4, 5])

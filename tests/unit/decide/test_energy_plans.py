@@ -95,8 +95,8 @@ def test_the_page_says_what_counted_or_why_nothing_did():
 def test_a_limit_on_joules_is_kept():
     plan = planned(machine(), budget=Budget(energy=110.0), can_retain=False)
     assert plan.precision.value == "fp32"
-    assert any("J per step is over the budget of 110 J" in loser.reason for loser in plan.precision.losers)
-    assert any(loser.code == "budget.energy" for loser in plan.precision.losers)
+    assert any("J per step is over the budget of 110 J" in loser.reason for loser in plan.precision.rejected)
+    assert any(loser.code == "budget.energy" for loser in plan.precision.rejected)
     with raises(InfeasibleError, code="plan.infeasible", field="budget"):
         planned(machine(), budget=Budget(energy=5.0), can_retain=False)
 
@@ -270,7 +270,7 @@ def test_where_energy_is_weighed_a_faster_setting_that_lost_says_at_which_energy
     plan = choose(final_of(BY_ENERGY, own_w=100.0, half_w=2000.0), BY_ENERGY, Budget())
     assert plan.precision.value == "fp32"
     assert plan.precision.code == "trial.no_gain"
-    (said,) = [loser.reason for loser in plan.precision.losers if loser.value == "bf16"]
+    (said,) = [loser.reason for loser in plan.precision.rejected if loser.value == "bf16"]
     assert "10x the speed" in said
     assert "2x the energy" in said
 

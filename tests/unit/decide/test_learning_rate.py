@@ -36,7 +36,7 @@ def test_a_third_of_the_rate_at_the_lowest_loss(lowest_at):
     found = choose_rate(curve(lowest_at))
     assert lowest_at * SAFETY == pytest.approx(found.scale, rel=0.15)  # the smoothed loss lags by a step, each 10%
     assert found.code == "range_test.third_of_edge"
-    assert [loser.value for loser in found.losers] == [1.0]
+    assert [loser.value for loser in found.rejected] == [1.0]
 
 
 def test_noise_of_single_steps_is_smoothed_away():
@@ -71,7 +71,7 @@ def test_a_rate_that_is_tuned_already_is_hardly_moved():
 
 def test_a_loss_that_only_rises_keeps_the_users_rate():
     found = choose_rate([RatePoint(scale, 2 + scale) for scale in SCALES])
-    assert (found.scale, found.losers) == (1.0, ())
+    assert (found.scale, found.rejected) == (1.0, ())
     assert found.code == "range_test.no_higher_rate"
     assert "lowest at 1x" in found.reason
 
@@ -93,7 +93,7 @@ def test_a_loss_that_never_falls_clearly_below_its_first_keeps_the_users_rate_an
 
 def test_an_edge_below_three_times_keeps_the_users_rate():
     found = choose_rate(curve(2.0))
-    assert (found.scale, found.losers) == (1.0, ())
+    assert (found.scale, found.rejected) == (1.0, ())
 
 
 def test_a_flat_loss_keeps_the_users_rate():
@@ -103,7 +103,7 @@ def test_a_flat_loss_keeps_the_users_rate():
 @pytest.mark.parametrize("losses", [[], [2.0] * 4, [2.0, 1.9, 1.8, 1.7] + [math.nan] * 20, [math.inf] * 30])
 def test_a_test_that_diverged_at_once_keeps_the_users_rate(losses):
     found = choose_rate([RatePoint(scale, loss) for scale, loss in zip(SCALES, losses, strict=False)])
-    assert (found.scale, found.losers) == (1.0, ())
+    assert (found.scale, found.rejected) == (1.0, ())
     assert found.code == "range_test.diverged"
 
 
@@ -124,7 +124,7 @@ def test_noise_alone_keeps_the_users_rate(noise, steps):
         found.append(choose_rate([RatePoint(scale, 2.0 + noise(rng)) for scale in scales]))
     kept = [choice for choice in found if choice.scale == 1.0]
     assert len(kept) >= 0.95 * len(found)
-    assert all(choice.losers == () for choice in kept)
+    assert all(choice.rejected == () for choice in kept)
     assert any(choice.code == "range_test.no_decrease" for choice in kept)
 
 
@@ -202,7 +202,7 @@ def test_smoothing_is_corrected_for_its_start():
 def test_never_below_the_users_rate_nor_above_a_third_of_the_widest(losses):
     found = choose_rate([RatePoint(scale, loss) for scale, loss in zip(SCALES, losses, strict=False)])
     assert 1.0 <= found.scale <= WIDEST * SAFETY * 1.05
-    assert bool(found.losers) == (found.scale > 1.0)
+    assert bool(found.rejected) == (found.scale > 1.0)
     assert found.reason
 
 

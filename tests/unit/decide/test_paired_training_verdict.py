@@ -178,16 +178,20 @@ def test_a_lost_pair_ends_the_race_and_is_the_reason(last, code, figures):
 def planned() -> tuple[Plan, Plan]:
     cost = MeasuredCost(2.0, 100, (1.0, 3.0), 7.0)
     stands = replace(Plan.fixed(8), predicted=cost, measured=cost, verified=(1.0, 1.5), planning_s=10.0, search_s=1.0)
-    rate = Choice(30.0, "a range test", Effect.DYNAMICS, changed=True)
-    rival = replace(stands, optimizer=Choice("muon", "raced", Effect.DYNAMICS, changed=True), learning_rate_scale=rate)
+    rate = Choice(30.0, "a range test", Effect.TRAINING, changed=True)
+    rival = replace(stands, optimizer=Choice("muon", "raced", Effect.TRAINING, changed=True), learning_rate_scale=rate)
     return stands, rival
 
 
 def test_a_rival_that_won_is_the_plan_at_its_own_seconds():
     found = adapt_optimizer(*planned(), PairedTrainingVerdict(True, "so much sooner", 1.25), 4.0)
-    assert (found.optimizer.value, found.tier, found.changes) == ("muon", "F", ("optimizer", "learning_rate_scale"))
+    assert (found.optimizer.value, found.plan_kind, found.changes) == (
+        "muon",
+        "tuned",
+        ("optimizer", "learning_rate_scale"),
+    )
     assert "so much sooner" in found.optimizer.reason
-    assert [loser.value for loser in found.optimizer.losers] == ["user"]
+    assert [loser.value for loser in found.optimizer.rejected] == ["user"]
     assert (found.measured, found.predicted) == (MeasuredCost(2.5, 100), MeasuredCost(2.5, 100))
     assert found.verified == (0.8, 1.2)
     assert (found.planning_s, found.search_s) == (14.0, 5.0)
@@ -197,7 +201,7 @@ def test_a_rival_that_lost_leaves_the_plan_and_its_reason():
     stands, rival = planned()
     found = adapt_optimizer(stands, rival, PairedTrainingVerdict(False, "later by 2x", code="paired_run.later"), 4.0)
     assert (found.optimizer.value, found.optimizer.reason, found.changes) == ("user", "later by 2x", ())
-    assert found.optimizer.losers == (Rejected("muon", "later by 2x", "paired_run.later"),)
+    assert found.optimizer.rejected == (Rejected("muon", "later by 2x", "paired_run.later"),)
     assert (found.measured, found.planning_s, found.search_s) == (stands.measured, 14.0, 5.0)
 
 

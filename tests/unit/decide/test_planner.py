@@ -24,18 +24,18 @@ FAST = {"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}
 
 
 def reasons_against(plan, name: str) -> dict[object, str]:
-    return {loser.value: loser.reason for loser in getattr(plan, name).losers}
+    return {loser.value: loser.reason for loser in getattr(plan, name).rejected}
 
 
 def codes_against(plan, name: str) -> dict[object, str]:
-    return {loser.value: loser.code for loser in getattr(plan, name).losers}
+    return {loser.value: loser.code for loser in getattr(plan, name).rejected}
 
 
 def test_clear_gains_are_taken_with_their_figures():
     plan = planned(Machine(speed=FAST, fused_speed=3.0, noise=0.01, drift=0.2))
     assert values(plan)[:6] == (64, "bf16", "channels_last", "retain", True, None)
     assert plan.changes == ("precision", "memory_layout", "allocator", "fused_optimizer")
-    assert plan.tier == "S"
+    assert plan.plan_kind == "equivalent"
     assert "x the speed (95%" in plan.precision.reason
     assert plan.precision.reason.endswith(" of fp32")
     assert (plan.precision.code, plan.fused_optimizer.code) == ("trial.faster", "trial.faster")
@@ -126,7 +126,7 @@ def test_a_loop_that_is_already_good_is_left_alone():
 
 
 def test_what_does_not_apply_says_why():
-    plan = planned(Machine(), has_convolutions=False, supports_fused=False, optimizer="Lion", batch_rows=1)
+    plan = planned(Machine(), has_convolutions=False, supports_fused=False, optimizer="Lion", batch_size=1)
     assert plan.memory_layout.code == "layout.no_convolutions"
     assert plan.fused_optimizer.code == "optimizer.no_fused"
     assert "Lion" in plan.fused_optimizer.reason
@@ -171,7 +171,7 @@ def test_less_memory_at_equal_time_is_taken(noise):
     plan = planned(Machine(split_s=0.0, noise=noise, drift=0.1), can_retain=False)
     assert plan.changes == ("micro_batch",)
     assert plan.micro_batch.value == 16
-    assert plan.micro_batch.mark is Effect.EXACT
+    assert plan.micro_batch.effect is Effect.BITWISE
     assert plan.micro_batch.code == "trial.less_memory"
 
 
@@ -288,7 +288,7 @@ def test_a_budget_that_every_final_breaks_is_infeasible():
 def test_a_chunked_head_is_chosen_for_its_speed_or_its_memory():
     fast = planned(Machine(head_speed={2048: 1.5, 1024: 1.2}), can_retain=False, **HEAD)
     assert (fast.loss_chunk.value, fast.changes) == (2048, ("loss_chunk",))
-    assert fast.loss_chunk.mark is Effect.ROUNDING
+    assert fast.loss_chunk.effect is Effect.ROUNDING
     assert fast.loss_chunk.reason.startswith("1.11x the speed")
     assert fast.loss_chunk.code == "trial.faster"
     light = planned(Machine(head_saves={2048: 0.3, 1024: 0.5}), can_retain=False, **HEAD)
@@ -320,7 +320,7 @@ def test_a_model_is_compiled_where_that_saves_twice_what_it_takes(speed, total_s
     machine = Machine(compiled_speed=speed, compile_s=compile_s)
     plan = planned(machine, total_steps=total_steps, can_retain=False)
     assert plan.changes == (("compiled",) if code == "trial.faster" else ())
-    (found,) = [each for each in (plan.compiled, *plan.compiled.losers) if each.code == code]
+    (found,) = [each for each in (plan.compiled, *plan.compiled.rejected) if each.code == code]
     assert all(figure in found.reason for figure in figures), found.reason
 
 
@@ -541,7 +541,7 @@ def test_waiting_for_data_is_the_users_to_change():
 def test_a_range_test_that_found_nothing_changes_nothing_and_is_charged():
     base = planned(Machine(speed={"bf16": 2.0}))
     plan = adapt_learning_rate(base, RateChoice(1.0, "the loss gains nothing above it"), 7.5)
-    assert (plan.tier, plan.changes) == ("S", base.changes)
+    assert (plan.plan_kind, plan.changes) == ("equivalent", base.changes)
     assert (plan.schedule.value, plan.schedule.changed) == ("user", False)
     assert (plan.planning_s, plan.search_s) == (20.0, 7.5)
     assert "the loss gains nothing above it" in str(plan)
@@ -551,14 +551,14 @@ def test_a_range_test_that_found_nothing_changes_nothing_and_is_charged():
 def test_a_learning_rate_makes_it_tier_f_and_is_charged(scale):
     base = planned(Machine(speed={"bf16": 2.0}))
     plan = adapt_learning_rate(base, RateChoice(scale, "a third of 12x"), 7.5)
-    assert plan.tier == "F"
+    assert plan.plan_kind == "tuned"
     assert plan.schedule.value == "warmup_cosine"
     assert plan.learning_rate_scale.value == scale
     assert plan.learning_rate_scale.changed
     assert (plan.planning_s, plan.search_s) == (20.0, 7.5)
     assert values(plan)[:6] == values(base)[:6]
     assert "7.5 s of search" in str(plan)
-    assert [loser.code for loser in plan.schedule.losers] == ["setting.not_tried"]
+    assert [loser.code for loser in plan.schedule.rejected] == ["setting.not_tried"]
 
 
 @pytest.mark.parametrize(
@@ -600,7 +600,7 @@ def test_a_plan_with_a_rate_of_its_own_clips_at_the_norm_that_is_typical_there(s
     plan = adapt_learning_rate(base, RateChoice(scale, "a third of 12x", norm=norm), 7.5, may_clip=may_clip)
     assert plan.clip_norm.value == clips
     assert plan.clip_norm.changed is (clips == 1.2)
-    assert clips != 1.2 or (plan.tier == "F" and plan.clip_norm.code == "clip.median_norm")
+    assert clips != 1.2 or (plan.plan_kind == "tuned" and plan.clip_norm.code == "clip.median_norm")
 
 
 def test_the_screen_reads_the_device_of_the_profile():

@@ -45,7 +45,7 @@ facts = st.fixed_dictionaries(
         "has_convolutions": st.booleans(),
         "supports_fused": st.booleans(),
         "can_retain": st.booleans(),
-        "batch_rows": st.sampled_from([1, 7, 64]),
+        "batch_size": st.sampled_from([1, 7, 64]),
         "check": st.sampled_from([SPLITTABLE, REFUSED]),
     }
 )
@@ -85,7 +85,7 @@ def test_a_plan_meets_its_time_limit(machine, facts, limit):
 @given(machines(**SILENT), facts, limits, limits)
 @example(  # one that recomputes is chosen by its trial, and is told to take longer than it does
     Machine({"tf32": 2.625, "fp32": 2.3125}, 0.0, weight={"fp32": 1.0, "tf32": 2.578125}, forward_s=0.05),
-    {"has_convolutions": False, "supports_fused": False, "can_retain": True, "batch_rows": 7, "check": SPLITTABLE},
+    {"has_convolutions": False, "supports_fused": False, "can_retain": True, "batch_size": 7, "check": SPLITTABLE},
     120 * MIB,
     273 * MIB,
 )
@@ -186,9 +186,9 @@ def test_every_choice_says_why_and_names_what_lost(machine, facts, limit):
     assume(plan is not None)
     reference = profile.reference_candidate
     for name, choice in plan.choices():
-        lost = [loser.value for loser in choice.losers]
+        lost = [loser.value for loser in choice.rejected]
         assert choice.reason
-        assert all(loser.reason for loser in choice.losers)
+        assert all(loser.reason for loser in choice.rejected)
         assert len(set(lost)) == len(lost)
         assert choice.value not in lost
         if name in Candidate.__dataclass_fields__:

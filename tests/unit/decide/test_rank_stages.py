@@ -69,7 +69,7 @@ def choose(profile, link: LinkCalibration | None = None):
 def test_where_memory_is_ample_every_rank_holds_the_model():
     plan, found = choose(profile_of())
     assert (plan.zero_stage.value, plan.num_ranks, plan.micro_batch.value) == (0, RANKS, 64)
-    assert {loser.value for loser in plan.zero_stage.losers} == {1, 2, 3}
+    assert {loser.value for loser in plan.zero_stage.rejected} == {1, 2, 3}
     assert [each.way for each in found] == list(WAYS)
 
 
@@ -119,7 +119,7 @@ def test_a_stage_that_shards_is_chosen_without_a_layout(memory, stage, layout):
 @pytest.mark.parametrize(("memory", "is_changed"), [(751, False), (716, True)])
 def test_a_stage_that_is_not_what_a_loop_on_ranks_does_is_a_change(memory, is_changed):
     plan, _ = choose(profile_of(memory=memory))
-    assert ("zero_stage" in plan.changes, plan.tier) == (is_changed, "S")
+    assert ("zero_stage" in plan.changes, plan.plan_kind) == (is_changed, "equivalent")
 
 
 def test_limits_that_no_stage_meets_are_refused():
@@ -168,7 +168,7 @@ def test_deepspeeds_stages_are_told_by_the_same_traces_and_their_plan_says_so():
     plan, found = choose_stage(profile, traces_of(profile), RANKS, calibration(), shape, "deepspeed")
     assert [each.way for each in found] == [(1, True), (2, True), (3, True)]
     assert (plan.engine.value, plan.engine.changed, plan.zero_stage.value) == ("deepspeed", True, 1)
-    assert {loser.value for loser in plan.zero_stage.losers} == {2, 3}
+    assert {loser.value for loser in plan.zero_stage.rejected} == {2, 3}
     assert plan.engine.code == "engine.requested"
     _, by_torch = choose(profile)
     assert [each.peak_bytes for each in found] == [by_torch[i].peak_bytes for i in (1, 2, 4)]
@@ -202,7 +202,7 @@ def test_shards_have_no_layout(engine, of_replicas):
 def test_a_peak_that_no_trace_tells_of_is_not_known():
     plan, found = choose(fast_in(compiled=3.0))
     assert (plan.compiled.value, plan.predicted.peak_bytes, found[0].peak_bytes) == (True, None, None)
-    assert "unknown per rank" in plan.zero_stage.losers[0].reason
+    assert "unknown per rank" in plan.zero_stage.rejected[0].reason
     assert "0 B" not in stages_text(found) + str(plan)
     assert "  unknown  " in stages_text(found)
 
@@ -244,7 +244,7 @@ def test_on_a_slow_link_fewer_micro_batches_are_gathered_for(bytes_per_s, recomp
     found = third(profile, calibration(bytes_per_s))
     assert (found.plan.recompute.value is not None) == recomputes
     assert (found.plan.num_micro_batches == 1) == recomputes
-    others = {loser.value: loser.reason for loser in found.plan.micro_batch.losers}
+    others = {loser.value: loser.reason for loser in found.plan.micro_batch.rejected}
     assert "per step" in others[8]
 
 
@@ -261,10 +261,10 @@ def test_shards_are_reduced_in_half_of_the_bytes_where_it_is_worth_it(once, memo
     each = third(profile, slow, once=once)
     plan = each.plan
     assert (plan.num_micro_batches == 1) == once
-    assert (plan.reduce_dtype.value, plan.reduce_dtype.changed, plan.tier) == ("bf16", True, "S")
+    assert (plan.reduce_dtype.value, plan.reduce_dtype.changed, plan.plan_kind) == ("bf16", True, "equivalent")
     assert "gathered parameters" in plan.reduce_dtype.reason
     assert plan.reduce_dtype.code == "predicted.best"
-    assert [loser.value for loser in plan.reduce_dtype.losers] == ["fp32"]
+    assert [loser.value for loser in plan.reduce_dtype.rejected] == ["fp32"]
     assert "gradients reduced in bf16" in stages_text((each,))
     fast = third(profile, calibration(), once=once).plan
     assert (fast.reduce_dtype.value, fast.reduce_dtype.changed) == ("fp32", False)
@@ -274,7 +274,7 @@ def test_shards_are_reduced_in_half_of_the_bytes_where_it_is_worth_it(once, memo
 def test_several_micro_batches_that_are_reduced_once_are_too():
     plan = third(profile_of(memory=400), calibration(2e6)).plan
     assert plan.num_micro_batches > 1
-    assert (plan.reduce_dtype.value, [loser.value for loser in plan.reduce_dtype.losers]) == ("bf16", ["fp32"])
+    assert (plan.reduce_dtype.value, [loser.value for loser in plan.reduce_dtype.rejected]) == ("bf16", ["fp32"])
 
 
 @pytest.mark.parametrize("memory", [720, 300, 100])

@@ -51,7 +51,7 @@ def test_where_splitting_is_cheap_nothing_is_recomputed():
     assert not plan.recompute.changed
     assert plan.micro_batch.value < 64
     assert plan.recompute.code == "predicted.no_gain"
-    assert any(loser.value == "every_block" for loser in plan.recompute.losers)
+    assert any(loser.value == "every_block" for loser in plan.recompute.rejected)
 
 
 def test_the_plan_says_what_is_recomputed_and_what_would_fit_without():
@@ -106,7 +106,7 @@ def test_the_lightest_is_measured_too_where_nothing_fits():
 @pytest.mark.parametrize(("check", "is_asked"), [(SplitCheck(True, "same"), False), (REFUSED, True)])
 def test_a_hurried_search_measures_blocks_only_where_nothing_else_fits(check, is_asked):
     made = machine()
-    measured(made, budget=limit(0.75), hurried=True, check=check)
+    measured(made, budget=limit(0.75), over_time_budget=True, check=check)
     assert bool(made.measured_blocks) is is_asked
 
 

@@ -87,7 +87,7 @@ def test_no_candidate_of_a_stage_comes_twice(traces):
         ({"head_tokens": None}, SPLITTABLE, "head"),
         ({"head_words": 16}, SPLITTABLE, "head"),
         ({}, REFUSED, "sizes"),
-        ({"batch_rows": 1}, SPLITTABLE, "sizes"),
+        ({"batch_size": 1}, SPLITTABLE, "sizes"),
         ({"is_compiled": True}, SPLITTABLE, "compile"),
         ({"total_steps": None}, SPLITTABLE, "compile"),
         ({"total_steps": 1_999}, SPLITTABLE, "compile"),  # of a second each, a hundredth is just too little
@@ -101,30 +101,30 @@ def test_a_stage_without_alternatives_is_left_out(facts, check, left_out):
 
 def test_a_hurried_search_leaves_out_what_it_can_do_without():
     fast = {"speed": {"bf16": 1.5, "retain": 1.05}, "fused_speed": 3.0}
-    patient, hurried = Machine(**fast), Machine(**fast)
+    patient, over_time_budget = Machine(**fast), Machine(**fast)
     measured(patient, total_steps=10_000)
-    measured(hurried, total_steps=10_000, hurried=True)
+    measured(over_time_budget, total_steps=10_000, over_time_budget=True)
     assert names(patient) == ["modes", "optimizer", "sizes", "compile", "final"]
-    assert names(hurried) == ["modes", "optimizer", "final"]
-    assert stage_of(hurried, "final").candidates == stage_of(patient, "final").candidates[:2]
+    assert names(over_time_budget) == ["modes", "optimizer", "final"]
+    assert stage_of(over_time_budget, "final").candidates == stage_of(patient, "final").candidates[:2]
 
 
 def test_a_hurried_search_still_finds_a_size_that_fits():
     machine = Machine(traces=False)
-    measured(machine, budget=Budget(memory=300 * MIB), total_steps=10_000, hurried=True)
+    measured(machine, budget=Budget(memory=300 * MIB), total_steps=10_000, over_time_budget=True)
     assert "sizes" in names(machine)
 
 
 def test_a_hurried_search_tries_sizes_where_memory_is_weighed():
     """Untried, the smallest would look as fast as any, and be put first."""
     machine = Machine()
-    measured(machine, objective=Objective(time=0.5, memory=0.5), total_steps=10_000, hurried=True)
+    measured(machine, objective=Objective(time=0.5, memory=0.5), total_steps=10_000, over_time_budget=True)
     assert "sizes" in names(machine)
 
 
 def test_a_hurried_search_takes_no_smaller_size_for_as_fast_that_was_not_tried():
     machine = Machine(speed={"bf16": 1.5})
-    measured(machine, budget=Budget(memory=2**40), total_steps=10_000, hurried=True)
+    measured(machine, budget=Budget(memory=2**40), total_steps=10_000, over_time_budget=True)
     assert "sizes" not in names(machine)
     assert {c.micro_batch for c in stage_of(machine, "final").candidates} == {machine.rows}
 
@@ -300,7 +300,7 @@ def test_without_traces_a_tight_budget_asks_for_every_size():
 
 def test_an_odd_batch_is_halved_upwards():
     machine = Machine(traces=False)
-    measured(machine, batch_rows=7, budget=Budget(memory=1))
+    measured(machine, batch_size=7, budget=Budget(memory=1))
     assert sizes(machine) == [7, 4, 2, 1]
 
 
@@ -387,11 +387,13 @@ def test_all_are_run_where_memory_is_weighed():
     assert len(profile.stage("sizes")) == 7
 
 
-@pytest.mark.parametrize("hurried", [False, True])
-def test_sizes_that_were_not_tried_are_not_called_impossible(hurried):
+@pytest.mark.parametrize("over_time_budget", [False, True])
+def test_sizes_that_were_not_tried_are_not_called_impossible(over_time_budget):
     profile = measured(Machine(), supports_fused=False, can_retain=False)
     tried = {"sizes", *profile.finals}
-    bare = replace(profile, trials=tuple(t for t in profile.trials if t.stage not in tried), hurried=hurried)
+    bare = replace(
+        profile, trials=tuple(t for t in profile.trials if t.stage not in tried), over_time_budget=over_time_budget
+    )
     kept = choose(bare, Objective(), Budget()).micro_batch
-    assert kept.code == ("search.over_time" if hurried else "setting.not_tried")
+    assert kept.code == ("search.over_time" if over_time_budget else "setting.not_tried")
     assert "not tried" in kept.reason

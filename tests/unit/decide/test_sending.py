@@ -42,7 +42,7 @@ def test_on_a_fast_link_nothing_is_changed():
 def test_on_a_slow_link_half_of_the_bytes_are_sent():
     found = sending(plan(), calibration(1e-6, 1e8), SHAPE)
     assert (found.reduce_dtype.value, found.reduce_dtype.changed) == ("bf16", True)
-    assert found.tier == "S"
+    assert found.plan_kind == "equivalent"
     assert found.reduce_dtype.code == "predicted.best"
     assert "8 MiB of gradients over planted" in found.reduce_dtype.reason
 
@@ -74,7 +74,7 @@ def test_a_hook_takes_no_less_than_nothing():
 def test_where_a_hop_takes_long_gradients_are_sent_together():
     found = sending(plan(), calibration(0.05, 1e10), SHAPE)
     assert found.bucket_bytes.value == 2**27
-    assert {loser.value for loser in found.bucket_bytes.losers} == {None, 2**20, 2**22}
+    assert {loser.value for loser in found.bucket_bytes.rejected} == {None, 2**20, 2**22}
 
 
 @given(

@@ -27,7 +27,7 @@ PEAKS = {"fp32": 5e13, "tf32": 4e14, "bf16": 8e14, "fp16": 8e14}
 STRONG = {
     "device": replace(GPU, peak_flops=PEAKS),
     "reference": Reference("bf16"),
-    "batch_rows": 32,
+    "batch_size": 32,
     "flops_per_step": 2.9e13,
     "has_convolutions": False,
     "can_retain": False,
@@ -36,7 +36,7 @@ STRONG = {
     "head_words": 50_257,
     "logits": (32_768, 50_257),
     "total_steps": 888,
-    "hurried": True,
+    "over_time_budget": True,
 }
 SLOWER = {"fp32": 5.0, "tf32": 1.8, "bf16": 1.0, "fp16": 1.0}
 

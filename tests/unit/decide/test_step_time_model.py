@@ -46,7 +46,9 @@ def test_times_are_saved():
     assert second.times(4) == first.times(4)
 
 
-@pytest.mark.parametrize("damage", [{"row_s": [1.0]}, {"row_s": "no"}, {"seen": -1}, {"fixed_s": [math.nan] * 10}])
+@pytest.mark.parametrize(
+    "damage", [{"sample_s": [1.0]}, {"sample_s": "no"}, {"seen": -1}, {"fixed_s": [math.nan] * 10}]
+)
 def test_a_damaged_state_of_times_is_refused(damage):
     times = filled(12)
     before = times.state_dict()

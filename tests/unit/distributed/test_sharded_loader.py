@@ -23,13 +23,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trimtab
 from trimtab.core.errors import UsageError
-from trimtab.distributed.sharded_loader import rows_of_rank
+from trimtab.distributed.sharded_loader import samples_of_rank
 from trimtab.runtime.uneven_inputs import EmptyBatch
 
 
 @given(st.integers(0, 100), st.integers(1, 17))
 def test_shares_are_the_rows_in_order_and_differ_by_one_at_most(rows, ranks):
-    shares = [range(rows)[rows_of_rank(rows, rank, ranks)] for rank in range(ranks)]
+    shares = [range(rows)[samples_of_rank(rows, rank, ranks)] for rank in range(ranks)]
     assert [row for share in shares for row in share] == list(range(rows))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

@@ -97,7 +97,7 @@ class Day:
 
     def training(self, folder: Path | None = None, **options) -> TrainingOptions:
         kept = None if folder is None else Checkpoints(folder, every_s=None)
-        return TrainingOptions(self.task, Plan.fixed(tiny_task.BATCH_ROWS), STEPS, checkpoints=kept, **options)
+        return TrainingOptions(self.task, Plan.fixed(tiny_task.BATCH_SIZE), STEPS, checkpoints=kept, **options)
 
     def train(self, source: IntensitySource, folder: Path | None = None, *, by_h: float = 10, **options) -> dict:
         """Train as the command does, with pauses where the run is kept."""

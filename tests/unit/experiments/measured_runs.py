@@ -40,20 +40,20 @@ def counted(mean: float) -> Ratio:
     return Ratio(mean, None, None, 1, (mean,), counted=True)
 
 
-def arm(name: str, speed: float, n: int, tier: str = "", learns: float = 1.0) -> Arm:
+def arm(name: str, speed: float, n: int, plan_kind: str = "", learns: float = 1.0) -> Arm:
     """Return an arm whose accuracy rises by a tenth every 100 rows / `learns`, ten rows a second times `speed`."""
     points = tuple((100 * i, 10.0 * i / speed, min(0.95, 0.1 * i * learns)) for i in range(1, 11))
     return Arm(
         name,
         f"label of {name}",
-        tier,
+        plan_kind,
         "",
         (1.0 / speed,) * n,
         (10.0 * speed,) * n,
         int(1e9 / speed),
         mfu=0.3 * speed,
         final_metric=(points[-1][2],) * n,
-        final_rows=1000,
+        final_samples=1000,
         curves=tuple(ArmCurve(seed, points) for seed in range(n)),
     )
 
@@ -68,24 +68,33 @@ def comparison(
     target: float = 0.85,
 ) -> Comparison:
     """Return one in which the paper's recipe is `paper` times as fast as the reference, and the plan `plan` times."""
-    arms = (arm("reference", 1.0, n), arm("paper", paper, n), arm("plan_S", plan, n, "S"))
+    arms = (arm("reference", 1.0, n), arm("paper", paper, n), arm("equivalent_plan", plan, n, "equivalent"))
     rows = [
         row
-        for name, tier, speed in (("paper", "", paper), ("plan_S", "S", plan))
+        for name, plan_kind, speed in (("paper", "", paper), ("equivalent_plan", "equivalent", plan))
         for row in (
-            RatioRow("throughput", name, "reference", tier, around(speed, n), GAIN),
-            RatioRow("peak_memory", name, "reference", tier, counted(1 / speed), GAIN),
+            RatioRow("throughput", name, "reference", plan_kind, around(speed, n), GAIN),
+            RatioRow("peak_memory", name, "reference", plan_kind, counted(1 / speed), GAIN),
         )
     ]
     quality = Ratio(0.1, 0.05, 0.15, n, (0.1,) * n)
-    rows.append(RatioRow("final_metric_difference", "plan_S", "reference", "S", quality, Verdict("no gain", "within")))
+    rows.append(
+        RatioRow(
+            "final_metric_difference",
+            "equivalent_plan",
+            "reference",
+            "equivalent",
+            quality,
+            Verdict("no gain", "within"),
+        )
+    )
     reached = (n, n, n, 0)
     timed = [
         TargetRow(
             target,
             name,
             "reference",
-            tier,
+            plan_kind,
             charged,
             around(speed, n),
             "",
@@ -94,10 +103,10 @@ def comparison(
             against_s=(85.0,) * n,
             verdict=GAIN,
         )
-        for name, tier, speed, charged in (
+        for name, plan_kind, speed, charged in (
             ("paper", "", paper, False),
-            ("plan_S", "S", plan, False),
-            ("plan_S", "S", plan, True),
+            ("equivalent_plan", "equivalent", plan, False),
+            ("equivalent_plan", "equivalent", plan, True),
         )
     ]
     return Comparison(
@@ -144,8 +153,8 @@ def scaled(
 
 def ablation(precision: float = 1.3, *, setting: str = "alone", verdict: Verdict = GAIN) -> Ablation:
     """Return one of a plan that changes the precision alone."""
-    effect = ChangeEffect("precision", setting, "throughput", "S", around(precision), verdict)
-    memory = ChangeEffect("precision", setting, "peak_memory", "S", counted(0.7), GAIN)
+    effect = ChangeEffect("precision", setting, "throughput", "equivalent", around(precision), verdict)
+    memory = ChangeEffect("precision", setting, "peak_memory", "equivalent", counted(0.7), GAIN)
     of = comparison()
     return Ablation(
         task=of.task,
@@ -160,7 +169,7 @@ def ablation(precision: float = 1.3, *, setting: str = "alone", verdict: Verdict
         command="trimtab ablate it",
         environment=of.environment,
         created=of.created,
-        changes=(AblatedChange("precision", "precision bf16", "S"),),
+        changes=(AblatedChange("precision", "precision bf16", "equivalent"),),
         effects=(effect, memory),
     )
 

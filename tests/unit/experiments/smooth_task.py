@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from trimtab.losses import Summed
 from trimtab.tasks import Metric
 
-ODD_ROWS = tiny_task.BATCH_ROWS + 1
+ODD_ROWS = tiny_task.BATCH_SIZE + 1
 
 
 def make_model() -> nn.Module:
@@ -41,5 +41,5 @@ task = replace(
     tiny_task.task, make_model=make_model, metric=Metric("entropy", False, entropy), targets=(1.0,), strong=None
 )
 counting = replace(
-    task, loss_fn=counted_loss, batch_rows=ODD_ROWS, eval_every_rows=8 * ODD_ROWS, budget_rows=16 * ODD_ROWS
+    task, loss_fn=counted_loss, batch_size=ODD_ROWS, eval_every_samples=8 * ODD_ROWS, budget_samples=16 * ODD_ROWS
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from raising import raises
-from tiny_task import BATCH_ROWS, BUDGET_ROWS
+from tiny_task import BATCH_SIZE, BUDGET_SAMPLES
 from tiny_task import task as tiny
 
 from trimtab.core.choice import MeasuredCost
@@ -37,7 +37,7 @@ from trimtab.experiments.report import terminal_report, write_report
 from trimtab.experiments.results import read_result
 from trimtab.experiments.task_plans import Plans
 
-TWO = Plan.fixed(BATCH_ROWS, micro_batch=8, fused_optimizer=True)
+TWO = Plan.fixed(BATCH_SIZE, micro_batch=8, fused_optimizer=True)
 SEEDS = AblateSettings(num_seeds=2)
 ARMS = ["reference", "unchanged", "with_micro_batch", "with_fused_optimizer", "plan", "unchanged_again", "plan_again"]
 
@@ -76,10 +76,10 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_each_change_is_told_alone_in_the_plan_and_by_the_difference(finished):
     _, found, _ = finished
     assert sorted(arm.name for arm in found.arms) == sorted(ARMS)
-    assert all(len(arm.row_s) == 2 and min(arm.row_s) > 0 for arm in found.arms)
-    assert [(change.name, change.says, change.tier) for change in found.changes] == [
-        ("micro_batch", "micro batch 8", "S"),
-        ("fused_optimizer", "fused optimizer", "S"),
+    assert all(len(arm.sample_s) == 2 and min(arm.sample_s) > 0 for arm in found.arms)
+    assert [(change.name, change.says, change.plan_kind) for change in found.changes] == [
+        ("micro_batch", "micro batch 8", "equivalent"),
+        ("fused_optimizer", "fused optimizer", "equivalent"),
     ]
     expected = {(s, m) for s in (ALONE, WITHIN, INTERACTION) for m in (THROUGHPUT, MEMORY, QUALITY)}
     for change in found.changes:
@@ -110,7 +110,7 @@ def test_what_keeps_the_maths_ends_alike(finished):
     """Quality is of the same rows in every arm; the loop that nothing is changed of is the reference's to the bit."""
     arms = {arm.name: arm for arm in finished[1].arms}
     assert arms["unchanged"].final_metric == arms["reference"].final_metric
-    assert {arm.final_rows for arm in finished[1].arms} == {BUDGET_ROWS}
+    assert {arm.final_samples for arm in finished[1].arms} == {BUDGET_SAMPLES}
 
 
 def test_every_stage_leaves_its_result(finished):
@@ -152,9 +152,9 @@ def test_only_the_race_that_is_missing_is_run_again(folder):
     [
         (replace(SEEDS, pairwise=True), {}),
         (replace(SEEDS, quick=True, whole_seeds=0), {}),
-        (SEEDS, {"plan": Plan.fixed(BATCH_ROWS, micro_batch=16)}),
+        (SEEDS, {"plan": Plan.fixed(BATCH_SIZE, micro_batch=16)}),
         (SEEDS, {"budget": Budget("1GiB")}),
-        (SEEDS, {"task": replace(tiny, budget_rows=BATCH_ROWS)}),
+        (SEEDS, {"task": replace(tiny, budget_samples=BATCH_SIZE)}),
     ],
 )
 def test_a_folder_holds_one_ablation(folder, settings, options):
@@ -168,7 +168,7 @@ def test_quality_may_be_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(run_length, "_FEW_STEPS", 6)
     monkeypatch.setattr(run_length, "_FEW_S", 0.0)
     found = run(
-        tmp_path / "out", AblateSettings(num_seeds=1, whole_seeds=0), plan=Plan.fixed(BATCH_ROWS, micro_batch=8)
+        tmp_path / "out", AblateSettings(num_seeds=1, whole_seeds=0), plan=Plan.fixed(BATCH_SIZE, micro_batch=8)
     )
     assert {effect.metric for effect in found.effects} == {THROUGHPUT, MEMORY}
     assert any("not measured" in note for note in found.notes)
@@ -176,13 +176,13 @@ def test_quality_may_be_left_out(tmp_path, monkeypatch):
     assert any("single change" in note for note in found.notes)
     assert [arm.name for arm in found.arms] == ["reference", "unchanged", "plan", "unchanged_again"]
     record = read_record(tmp_path / "out" / "brief-0" / "plan.jsonl")
-    assert (record.end.detail["rows"], record.evaluations) == (6 * BATCH_ROWS, ())
+    assert (record.end.detail["rows"], record.evaluations) == (6 * BATCH_SIZE, ())
 
 
 def test_a_plan_that_changes_nothing_is_said_to(tmp_path, monkeypatch):
     monkeypatch.setattr(race_folder, "race", None)
     monkeypatch.setattr(race_folder, "measure_arm", None)
-    found = run(tmp_path / "out", plan=Plan.fixed(BATCH_ROWS))
+    found = run(tmp_path / "out", plan=Plan.fixed(BATCH_SIZE))
     assert (found.headline.kind, found.arms, found.effects, found.num_seeds) == ("no gain", (), (), 0)
     assert found.headline.code == "plan.no_changes"
     paths = write_report(found, tmp_path / "report")
@@ -197,7 +197,7 @@ def test_what_cannot_stand_alone_or_be_taken_out_says_why(tmp_path):
 
     class Needs(ablate_module.PlanLoop):
         def __init__(self, task, device, plan, total_samples=None):
-            if plan.micro_batch.value < BATCH_ROWS and not plan.fused_optimizer.value:
+            if plan.micro_batch.value < BATCH_SIZE and not plan.fused_optimizer.value:
                 raise ValueGivenError("micro_batch", got="8 <script> without a fused optimizer", expected="one")
             super().__init__(task, device, plan, total_samples)
 
@@ -220,7 +220,7 @@ def test_what_cannot_stand_alone_or_be_taken_out_says_why(tmp_path):
 
 
 def test_a_plan_that_fails_leaves_what_its_changes_are_alone(tmp_path):
-    found = run(tmp_path / "out", AblateSettings(num_seeds=1), plan=Plan.fixed(BATCH_ROWS, loss_chunk=8, micro_batch=8))
+    found = run(tmp_path / "out", AblateSettings(num_seeds=1), plan=Plan.fixed(BATCH_SIZE, loss_chunk=8, micro_batch=8))
     assert (found.headline.kind, found.headline.code) == ("no verdict", "speed.not_measured")
     assert "plan failed: ModelError" in found.headline.sentence
     split, chunk = found.changes
@@ -232,7 +232,7 @@ def test_a_plan_that_fails_leaves_what_its_changes_are_alone(tmp_path):
 
 def test_a_limit_that_a_change_alone_meets_is_said(tmp_path, finished):
     peaks = {arm.name: arm.peak_bytes for arm in finished[1].arms}
-    wide = replace(tiny, batch_rows=512, budget_rows=2048, eval_every_rows=1024)
+    wide = replace(tiny, batch_size=512, budget_samples=2048, eval_every_samples=1024)
     settings = AblateSettings(num_seeds=1)
     plan = Plan.fixed(512, micro_batch=32)
     assert peaks["plan"] > 0
@@ -257,7 +257,7 @@ def test_a_plan_for_something_else_is_refused(tmp_path):
     with raises(ValueGivenError, code="plan.batch_differs", field="plan"):
         run(tmp_path / "out", plan=Plan.fixed(64))
     with raises(ValueGivenError, code="plan.ranks_differ", field="plan"):
-        run(tmp_path / "out", plan=Plan.fixed(BATCH_ROWS, num_ranks=2, zero_stage=0))
+        run(tmp_path / "out", plan=Plan.fixed(BATCH_SIZE, num_ranks=2, zero_stage=0))
     assert not (tmp_path / "out").exists()
 
 
@@ -270,16 +270,16 @@ def test_settings_are_checked_at_the_door(wrong):
 
 
 def test_a_change_of_the_training_shares_no_table_with_what_keeps_the_maths(tmp_path):
-    plan = Plan.fixed(BATCH_ROWS, fused_optimizer=True, learning_rate_scale=3.0)
+    plan = Plan.fixed(BATCH_SIZE, fused_optimizer=True, learning_rate_scale=3.0)
     found = run(tmp_path / "out", AblateSettings(num_seeds=1), plan=plan)
-    assert {change.name: change.tier for change in found.changes} == {
-        "fused_optimizer": "S",
-        "learning_rate_scale": "F",
+    assert {change.name: change.plan_kind for change in found.changes} == {
+        "fused_optimizer": "equivalent",
+        "learning_rate_scale": "tuned",
     }
-    assert {effect.tier for effect in found.effects if effect.change == "learning_rate_scale"} == {"F"}
-    assert {row.tier for row in found.whole if row.arm == "plan"} == {"F"}
+    assert {effect.plan_kind for effect in found.effects if effect.change == "learning_rate_scale"} == {"tuned"}
+    assert {row.plan_kind for row in found.whole if row.arm == "plan"} == {"tuned"}
     text = write_report(found, tmp_path / "report")["md"].read_text()
-    same, freed = (text.index(f"### Tier {tier}", text.index("## What each change")) for tier in "SF")
+    same, freed = (text.index(f"### Tier {plan_kind}", text.index("## What each change")) for plan_kind in "SF")
     assert same < text.index("fused optimizer | alone") < freed < text.index("learning rate scale 3 | alone")
 
 
@@ -288,13 +288,13 @@ def test_the_plan_that_is_made_is_the_one_that_is_ablated(tmp_path, monkeypatch)
 
     def make(task, data, device, **how):
         asked.append(how)
-        return Plans({"S": Plan.fixed(BATCH_ROWS), "F": TWO})
+        return Plans({"equivalent": Plan.fixed(BATCH_SIZE), "tuned": TWO})
 
     monkeypatch.setattr(ablate_module, "make_plans", make)
     found = run(tmp_path / "out", AblateSettings(num_seeds=1, adapt=True), plan=None, budget=Budget("1GiB"))
     assert found.plan == TWO
     assert (asked[0]["adapt"], asked[0]["budget"]) == (("learning_rate",), Budget("1GiB"))
-    assert json.loads((tmp_path / "out" / "plans.json").read_text())["plans"].keys() == {"S", "F"}
+    assert json.loads((tmp_path / "out" / "plans.json").read_text())["plans"].keys() == {"equivalent", "tuned"}
     run(tmp_path / "out", AblateSettings(num_seeds=1, adapt=True), plan=None, budget=Budget("1GiB"))
     assert len(asked) == 1
 
@@ -318,7 +318,7 @@ def test_the_report_is_written_and_read_back(finished, tmp_path):
 def test_of_three_changes_each_two_are_told_together(tmp_path, monkeypatch):
     monkeypatch.setattr(run_length, "_FEW_STEPS", 2)
     monkeypatch.setattr(run_length, "_FEW_S", 0.0)
-    plan = Plan.fixed(BATCH_ROWS, micro_batch=8, fused_optimizer=True, clip_norm=1.0)
+    plan = Plan.fixed(BATCH_SIZE, micro_batch=8, fused_optimizer=True, clip_norm=1.0)
     found = run(tmp_path / "out", AblateSettings(num_seeds=1, whole_seeds=0), plan=plan)
     assert {(e.change, e.other) for e in found.effects if e.other} == {
         ("micro_batch", "fused_optimizer"),
@@ -335,7 +335,7 @@ def test_on_a_gpu_short_arms_of_the_plan_are_as_long_as_its_own_steps_ask():
     assert {name for name, each in rows.items() if each == 24} == {REFERENCE, UNCHANGED, *alone}
     assert {name for name, each in rows.items() if each == 200} == {PLAN, *without}
     plan = replace(Plan.fixed(32, precision="bf16"), measured=MeasuredCost(0.1))
-    made, given = Plans({"S": plan}, {"S": None}), Plans({"S": plan})
+    made, given = Plans({"equivalent": plan}, {"equivalent": None}), Plans({"equivalent": plan})
     assert ablate_module._step_within(made, 1.0, dear=True) == 0.1
     assert ablate_module._step_within(made, 0.05, dear=True) == 0.05
     assert ablate_module._step_within(made, 1.0, dear=False) == 1.0

@@ -65,16 +65,16 @@ def evidence(
 
 
 def changes(
-    design: AblationDesign | None = None, tier: str = "S", **refusals: Mapping[str, str]
+    design: AblationDesign | None = None, plan_kind: str = "equivalent", **refusals: Mapping[str, str]
 ) -> tuple[AblatedChange, ...]:
     names = (design or AblationDesign(NAMES)).changes
-    return tuple(AblatedChange(name, name.replace("_", " "), tier, refusals.get(name, {})) for name in names)
+    return tuple(AblatedChange(name, name.replace("_", " "), plan_kind, refusals.get(name, {})) for name in names)
 
 
 def found(
-    measured: AblationMeasurements, tier: str = "S", **refusals: Mapping[str, str]
+    measured: AblationMeasurements, plan_kind: str = "equivalent", **refusals: Mapping[str, str]
 ) -> dict[tuple[str, str, str], ChangeEffect]:
-    of = changes(measured.design, tier, **refusals)
+    of = changes(measured.design, plan_kind, **refusals)
     each = [e for change in of for e in measured.effects(change)]
     each += measured.all_together(of)
     return {(e.change, e.setting, e.metric): e for e in each}
@@ -124,8 +124,10 @@ def learned(steps_s: Mapping[str, float], refusals: Mapping[str, Mapping[str, st
     machines = (1.0, 1.001, 1.002, 0.999, 0.998)
     races = {seed: {name: ran(one * steps_s.get(name, 1.0)) for name in arms} for seed, one in enumerate(machines)}
     measured = AblationMeasurements(design, races, {}, {name: name for name in arms}, "accuracy", True, "share")
-    kinds = {"precision": "S", "learning_rate_scale": "F"}
-    of = tuple(AblatedChange(name, name, tier, (refusals or {}).get(name, {})) for name, tier in kinds.items())
+    kinds = {"precision": "equivalent", "learning_rate_scale": "tuned"}
+    of = tuple(
+        AblatedChange(name, name, plan_kind, (refusals or {}).get(name, {})) for name, plan_kind in kinds.items()
+    )
     wanted = replace(Plan.fixed(8, precision="bf16", learning_rate_scale=2.0), **plan)
     return {(t.change, t.setting, t.row.target, t.row.charged): t.row for t in times(measured, wanted, of, RUNGS)}
 
@@ -261,12 +263,12 @@ def test_quality_is_paired_by_seed_after_the_same_rows():
         seed: {name: climbing((1.0, 2.0), (0.1, end + 0.001 * seed)) for name, end in ends.items()} for seed in range(5)
     }
     measured = AblationMeasurements(design, races, {}, {name: name for name in ends}, "accuracy", True, "share")
-    rate = AblatedChange("learning_rate_scale", "learning rate scale 3", "F")
+    rate = AblatedChange("learning_rate_scale", "learning rate scale 3", "tuned")
     (alone,) = [e for e in measured.effects(rate) if (e.setting, e.metric) == (ALONE, QUALITY)]
     assert (alone.ratio.mean, alone.verdict.kind) == (pytest.approx(20.0), "gain")
-    (kept,) = [e for e in measured.effects(AblatedChange("precision", "precision bf16", "S")) if e.metric == QUALITY][
-        :1
-    ]
+    (kept,) = [
+        e for e in measured.effects(AblatedChange("precision", "precision bf16", "equivalent")) if e.metric == QUALITY
+    ][:1]
     assert (kept.ratio.mean, kept.verdict.kind) == (pytest.approx(0.0), "no gain")
 
 
@@ -280,7 +282,7 @@ def test_of_what_is_freed_too_quality_is_told_after_the_same_rows():
         late = climbing((2.0,), (0.2 + 0.001 * seed,))
         races[seed] = whole | {"with_learning_rate_scale": replace(late, end=End("cap", {}))}
     measured = AblationMeasurements(design, races, {}, {name: name for name in names}, "accuracy", True, "share")
-    rate = AblatedChange("learning_rate_scale", "learning rate scale 3", "F")
+    rate = AblatedChange("learning_rate_scale", "learning rate scale 3", "tuned")
     (alone,) = [e for e in measured.effects(rate) if (e.setting, e.metric) == (ALONE, QUALITY)]
     assert alone.ratio.mean == pytest.approx(10.2)  # 0.202 for 0.1, each after its first evaluation
 
@@ -293,10 +295,10 @@ def test_quality_is_told_after_nearly_the_same_rows_where_windows_end_beyond_the
         seed: {"theirs": run((400, 500, 600, 960), 0.001), "ours": run((440, 505, 650, 970), 0.0011)}
         for seed in range(5)
     }
-    row = quality_row(races, "ours", "theirs", "F", "accuracy", True, "share", at_equal_rows=True)
+    row = quality_row(races, "ours", "theirs", "tuned", "accuracy", True, "share", at_equal_samples=True)
     assert row.ratio.mean == pytest.approx(100 * (0.0011 * 970 - 0.001 * 960))
     unlike = {seed: race | {"ours": run((440, 550), 0.0011)} for seed, race in races.items()}
-    assert quality_row(unlike, "ours", "theirs", "F", "accuracy", True, "share", at_equal_rows=True) is None
+    assert quality_row(unlike, "ours", "theirs", "tuned", "accuracy", True, "share", at_equal_samples=True) is None
 
 
 def ended(ends: Mapping[str, float], *, seeds: int = 5, noise: float = 0.002, brief: frozenset[str] = frozenset()):
@@ -310,7 +312,7 @@ def ended(ends: Mapping[str, float], *, seeds: int = 5, noise: float = 0.002, br
         races[seed] = {name: climbing([1.0, 2.0], [0.1, end]) for name, end in ends_at.items() if name not in brief}
         races[seed] |= {name: timed(1.0) for name in brief}
     measured = AblationMeasurements(design, races, {}, {name: name for name in arms}, "accuracy", True, "share")
-    return design, measured, found(measured, tier="F")
+    return design, measured, found(measured, plan_kind="tuned")
 
 
 def test_what_changes_do_for_quality_together_and_apart_differs():
@@ -325,7 +327,9 @@ def test_what_changes_do_for_quality_together_and_apart_differs():
         alone, within = (effects[name, setting, QUALITY].ratio for setting in (ALONE, WITHIN))
         assert effect.ratio.pairs == pytest.approx([b - a for a, b in zip(alone.pairs, within.pairs, strict=True)])
     each = changes(design)
-    sentence = headline(each, tuple(effects.values()), (*measured.whole("F"),), measured.interaction_control).sentence
+    sentence = headline(
+        each, tuple(effects.values()), (*measured.whole("tuned"),), measured.interaction_control
+    ).sentence
     more = r"More improvement .* by schedule and learning rate scale together: \+[89]\.\d\d points \(95% "
     assert re.search(more, sentence)
     assert sentence.count("improvement") == 1
@@ -337,7 +341,7 @@ def test_in_percent_an_interaction_is_one_of_both_changes(higher_is_better, sign
     ends = {UNCHANGED: 0.6, "with_schedule": 0.3, "with_learning_rate_scale": 0.9, PLAN: 0.3}
     design, measured, _ = ended(ends, noise=0.0)
     relative = replace(measured, unit="relative", higher_is_better=higher_is_better)
-    effects = found(relative, tier="F")
+    effects = found(relative, plan_kind="tuned")
     both = [effects[name, INTERACTION, QUALITY].ratio for name in design.changes]
     assert both[0].pairs == pytest.approx(both[1].pairs)
     assert both[0].mean == pytest.approx(sign * 100 * ((0.3 / 0.9) / (0.3 / 0.6) - 1), rel=0.2)
@@ -362,7 +366,7 @@ def test_where_it_is_open_whether_changes_act_together_for_quality_the_headline_
     ends = {"with_schedule": 0.34, "with_learning_rate_scale": 0.41, PLAN: 0.45}
     design, measured, effects = ended(ends, noise=0.03)
     each = changes(design)
-    verdict = headline(each, tuple(effects.values()), (*measured.whole("F"),), measured.interaction_control)
+    verdict = headline(each, tuple(effects.values()), (*measured.whole("tuned"),), measured.interaction_control)
     assert "undecided" in verdict.sentence
 
 
@@ -374,7 +378,7 @@ def test_an_arm_that_a_cap_stopped_is_held_against_the_others_where_it_was_last_
         for name in race:
             race[name] = climbing([1.0, 2.0], [0.2, 0.4])
         race["with_schedule"] = climbing([1.0], [0.2])
-    effects = found(replace(measured, races=races), tier="S")
+    effects = found(replace(measured, races=races), plan_kind="equivalent")
     interaction = effects["learning_rate_scale", INTERACTION, QUALITY]
     assert (interaction.ratio.mean, interaction.verdict.kind) == (pytest.approx(0.0), "none found")
 
@@ -385,7 +389,7 @@ def test_no_interaction_of_quality_is_told_of_a_metric_that_is_not_finite_or_of_
     for broken in (climbing([1.0, 2.0], [0.1, math.nan]), record(end="diverged")):
         races = {seed: dict(race) for seed, race in measured.races.items()}
         races[2]["with_schedule"] = broken
-        effects = found(replace(measured, races=races), tier="F")
+        effects = found(replace(measured, races=races), plan_kind="tuned")
         assert effects["schedule", INTERACTION, QUALITY].verdict.kind == "no verdict"
 
 
@@ -414,7 +418,7 @@ def test_a_race_counts_where_it_has_all_arms():
 def said(measured: AblationMeasurements, **refusals: Mapping[str, str]):
     each = changes(measured.design, **refusals)
     effects = tuple(found(measured, **refusals).values())
-    return headline(each, effects, tuple(measured.whole("S")), measured.interaction_control)
+    return headline(each, effects, tuple(measured.whole("equivalent")), measured.interaction_control)
 
 
 def test_the_headline_says_what_the_plan_the_dearest_change_and_their_interaction_are_worth():
@@ -461,8 +465,8 @@ def test_of_a_plan_that_changes_the_training_the_headline_tells_what_it_ends_wit
         theirs = race[REFERENCE].evaluations[-1].metrics["accuracy"]
         seconds = [t * factor * draw.uniform(0.999, 1.001) for t in (1.0, 2.0)]
         race[PLAN] = climbing(seconds, [0.1, theirs + end - 0.30])
-    effects = tuple(found(measured, tier="F").values())
-    verdict = headline(changes(design), effects, tuple(measured.whole("F")), measured.interaction_control)
+    effects = tuple(found(measured, plan_kind="tuned").values())
+    verdict = headline(changes(design), effects, tuple(measured.whole("tuned")), measured.interaction_control)
     assert (verdict.kind, verdict.code) == (kind, code)
     assert re.search(says, verdict.sentence)
 

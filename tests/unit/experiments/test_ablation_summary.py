@@ -34,7 +34,7 @@ LOOP = LoopFacts(
     trainable_parameters=10,
     parameter_bytes=40,
     optimizer="AdamW",
-    batch_rows=100,
+    batch_size=100,
     terms_per_step=100,
     terms="rows",
     flops_per_step=1e8,
@@ -43,10 +43,13 @@ LOOP = LoopFacts(
     is_fused=False,
     layout="contiguous",
 )
-TASK = replace(task, batch_rows=100, targets=(0.5, 0.7), baselines={"paper": PaperLoop})
+TASK = replace(task, batch_size=100, targets=(0.5, 0.7), baselines={"paper": PaperLoop})
 RISE = (0.2, 0.4, 0.6, 0.8, 0.9)
 # The plan's step recomputes half of the model's FLOP.
-FACTS = {"reference": ArmMetrics(1000, {"forward": 0.4}, 1e6, "fp32"), "plan_S": ArmMetrics(600, {}, 1.5e6, "fp32")}
+FACTS = {
+    "reference": ArmMetrics(1000, {"forward": 0.4}, 1e6, "fp32"),
+    "equivalent_plan": ArmMetrics(600, {}, 1.5e6, "fp32"),
+}
 WOBBLE = (1.0, 1.01, 0.99, 1.005, 0.995)
 
 
@@ -55,9 +58,9 @@ def plans(*, changed: bool = True) -> Plans:
     profile = Profile(DEVICE, LOOP, SplitCheck(True, "proved"), trials=(trial,))
     same = Plan.fixed(100, 50 if changed else None)
     same = replace(same, baseline=MeasuredCost(1.0, 1000), predicted=MeasuredCost(0.5, 600), planning_s=2.0)
-    rate = Choice(4.0, "a third of 12x", Effect.DYNAMICS, changed=True)
+    rate = Choice(4.0, "a third of 12x", Effect.TRAINING, changed=True)
     freed = replace(same, learning_rate_scale=rate, planning_s=5.0, search_s=3.0)
-    return Plans({"S": same, "F": freed}, {"S": profile})
+    return Plans({"equivalent": same, "tuned": freed}, {"equivalent": profile})
 
 
 def arm(step_s: float, values: tuple[float, ...] = RISE) -> RunRecord:
@@ -66,14 +69,14 @@ def arm(step_s: float, values: tuple[float, ...] = RISE) -> RunRecord:
 
 
 def races(n: int = 5, *, ours: float = 0.5, freed: float = 0.5) -> dict[int, dict[str, RunRecord]]:
-    """Return races in which a step of plan_S takes `ours` of the reference's, and plan_F climbs twice as steeply."""
+    """Return races: an equivalent step takes `ours` of the reference's, and the tuned plan climbs twice as steeply."""
     steep = (0.4, 0.8, 0.9)
     return {
         seed: {
             "reference": arm(10.0),
             "self": arm(10.0 * wobble),
-            "plan_S": arm(10.0 * ours * wobble),
-            "plan_F": arm(10.0 * freed * wobble, steep),
+            "equivalent_plan": arm(10.0 * ours * wobble),
+            "tuned_plan": arm(10.0 * freed * wobble, steep),
         }
         for seed, wobble in zip(range(n), WOBBLE * 2, strict=False)
     }
@@ -100,23 +103,23 @@ def row(found: Comparison, metric: str, arm: str, against: str = "reference"):
 
 def test_every_arm_is_there_with_what_was_measured_of_it():
     found = comparison()
-    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
-    reference, ours, freed = (found.arm(name) for name in ("reference", "plan_S", "plan_F"))
+    assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan", "tuned_plan"]
+    reference, ours, freed = (found.arm(name) for name in ("reference", "equivalent_plan", "tuned_plan"))
     assert reference.step_s == pytest.approx((10.0,) * 5)
     assert ours.step_s == pytest.approx([5 * wobble for wobble in WOBBLE])
     assert ours.terms_per_s == pytest.approx([20 / wobble for wobble in WOBBLE])
     assert (reference.peak_bytes, ours.peak_bytes, freed.peak_bytes) == (1000, 600, None)
     assert reference.phases_s == {"forward": 0.4}
-    assert (reference.tier, ours.tier, freed.tier) == ("", "S", "F")
+    assert (reference.plan_kind, ours.plan_kind, freed.plan_kind) == ("", "equivalent", "tuned")
     assert (reference.search_s, ours.search_s, freed.search_s) == (0.0, 2.0, 5.0)
     assert ours.final_metric == (0.9,) * 5
-    assert (ours.final_rows, freed.final_rows) == (500, 300)
+    assert (ours.final_samples, freed.final_samples) == (500, 300)
     assert [curve.seed for curve in ours.curves] == [0, 1, 2, 3, 4]
     assert ours.curves[0].points[0] == (100, pytest.approx(5.0), 0.2)
     assert (reference.mfu, reference.hfu) == pytest.approx((1e8 / 10 / 1e9,) * 2)
     assert (ours.mfu, ours.hfu) == pytest.approx((1e8 / 5 / 1e9, 1.5e8 / 5 / 1e9))
     assert (freed.mfu, freed.hfu) == (None, None)  # not looked at on its own
-    uncounted = comparison(facts={"reference": replace(FACTS["reference"], flops_per_row=None)})
+    uncounted = comparison(facts={"reference": replace(FACTS["reference"], flops_per_sample=None)})
     assert (uncounted.arm("reference").mfu, uncounted.arm("reference").hfu) == (None, None)
     unknown = comparison(facts={"reference": replace(FACTS["reference"], precision="bf16")})
     assert (unknown.arm("reference").mfu, unknown.arm("reference").hfu) == (None, None)  # no peak for it
@@ -124,23 +127,25 @@ def test_every_arm_is_there_with_what_was_measured_of_it():
 
 def test_throughput_counts_what_the_loss_counted():
     """One figure for all arms, the reference's: other batches make no arm faster or slower."""
-    its = replace(TASK, terms="tokens", terms_per_row=8)
-    counted = {name: replace(fact, terms_per_row=n) for (name, fact), n in zip(FACTS.items(), (5.5, 5.4), strict=True)}
+    its = replace(TASK, terms="tokens", terms_per_sample=8)
+    counted = {
+        name: replace(fact, terms_per_sample=n) for (name, fact), n in zip(FACTS.items(), (5.5, 5.4), strict=True)
+    }
     for facts, terms in ((counted, 5.5), (FACTS, 8)):  # from facts that do not say: as the task does
         found = comparison(its=its, facts=facts)
-        for name in ("reference", "plan_S", "plan_F"):
+        for name in ("reference", "equivalent_plan", "tuned_plan"):
             rates = [100 * terms / step_s for step_s in found.arm(name).step_s]
             assert found.arm(name).terms_per_s == pytest.approx(rates)
 
 
 def test_ratios_against_the_reference():
     found = comparison()
-    assert row(found, "throughput", "plan_S").ratio.mean == pytest.approx(2.0, rel=1e-4)
-    assert row(found, "throughput", "plan_S").verdict.kind == "gain"
-    assert row(found, "peak_memory", "plan_S").ratio.mean == pytest.approx(0.6)
-    assert row(found, "final_metric_difference", "plan_S").ratio.pairs == pytest.approx((0.0,) * 5)
+    assert row(found, "throughput", "equivalent_plan").ratio.mean == pytest.approx(2.0, rel=1e-4)
+    assert row(found, "throughput", "equivalent_plan").verdict.kind == "gain"
+    assert row(found, "peak_memory", "equivalent_plan").ratio.mean == pytest.approx(0.6)
+    assert row(found, "final_metric_difference", "equivalent_plan").ratio.pairs == pytest.approx((0.0,) * 5)
     assert row(found, "throughput", "self").verdict.kind == "no gain"
-    assert ("peak_memory", "plan_F") not in {(r.metric, r.arm) for r in found.ratios}  # not measured
+    assert ("peak_memory", "tuned_plan") not in {(r.metric, r.arm) for r in found.ratios}  # not measured
     assert found.resolution is not None
     assert found.resolution.pairs == pytest.approx([1 / wobble for wobble in WOBBLE])
 
@@ -148,8 +153,8 @@ def test_ratios_against_the_reference():
 def test_each_target_is_shown_charged_and_uncharged():
     found = comparison()
     shown = [(r.target, r.arm, r.charged) for r in found.target_rows]
-    assert shown == [(t, a, c) for t in (0.5, 0.7) for a in ("plan_S", "plan_F") for c in (False, True)]
-    free, charged = (r for r in found.target_rows if (r.target, r.arm) == (0.7, "plan_F"))
+    assert shown == [(t, a, c) for t in (0.5, 0.7) for a in ("equivalent_plan", "tuned_plan") for c in (False, True)]
+    free, charged = (r for r in found.target_rows if (r.target, r.arm) == (0.7, "tuned_plan"))
     assert free.arm_s == pytest.approx([5 * wobble * 1.75 for wobble in WOBBLE])  # 0.4 at 1 step, 0.8 at 2
     assert charged.arm_s == pytest.approx([5.0 + s for s in free.arm_s])
     assert charged.against_s == pytest.approx((35.0,) * 5)
@@ -159,7 +164,7 @@ def test_what_a_plan_searched_for_is_charged_beside_a_recipe_by_hand_too():
     found = races()
     for race in found.values():
         race["strong"] = arm(10.0)
-    rows = [r for r in comparison(found).target_rows if (r.arm, r.against, r.target) == ("plan_F", "strong", 0.7)]
+    rows = [r for r in comparison(found).target_rows if (r.arm, r.against, r.target) == ("tuned_plan", "strong", 0.7)]
     assert [each.charged for each in rows] == [False, True]
     free, charged = rows
     assert charged.arm_s == pytest.approx([5.0 + seconds for seconds in free.arm_s])
@@ -168,17 +173,17 @@ def test_what_a_plan_searched_for_is_charged_beside_a_recipe_by_hand_too():
 
 def test_the_headline_names_throughput_and_the_hardest_charged_target():
     found = comparison()
-    charged = [r for r in found.target_rows if r.arm == "plan_F" and r.charged][-1]
+    charged = [r for r in found.target_rows if r.arm == "tuned_plan" and r.charged][-1]
     assert (found.headline.kind, found.headline.code) == ("gain", "speed.gain")
     assert found.headline.sentence.startswith("The equivalent plan has 2.00x (95% ")
     assert f"target 0.7 with a speed-up of {charged.ratio.mean:.2f}x, search included" in found.headline.sentence
 
 
 def headline_of(freed: tuple[float, ...], *, targets=(0.5, 0.7), ours: float = 1.0) -> Verdict:
-    """Return the headline where tier F trains so and tier S brings nothing."""
+    """Return the headline where the tuned plan trains so and the equivalent plan brings nothing."""
     found = races(ours=ours)
     for race, wobble in zip(found.values(), WOBBLE, strict=True):
-        race["plan_F"] = arm(1.0 * wobble, freed)
+        race["tuned_plan"] = arm(1.0 * wobble, freed)
     return comparison(found, its=replace(TASK, targets=targets), changed=False).headline
 
 
@@ -220,7 +225,7 @@ def test_a_tier_f_that_ends_worse_is_no_gain(last, said):
 def test_a_tier_f_whose_quality_is_not_known_is_no_gain():
     found = races(ours=1.0)
     for race, last in zip(found.values(), (0.9, 0.92, 0.88, 0.91, 0.88), strict=True):
-        race["plan_F"] = arm(1.0, (0.3, 0.6, 0.8, last))
+        race["tuned_plan"] = arm(1.0, (0.3, 0.6, 0.8, last))
     sentence = comparison(found, changed=False).headline.sentence
     assert "but there is no verdict on its final quality: equal quality is not shown" in sentence
     assert comparison(found, changed=False).headline.kind == "no gain"
@@ -229,10 +234,10 @@ def test_a_tier_f_whose_quality_is_not_known_is_no_gain():
 def test_a_tier_f_whose_quality_was_not_measured_is_no_gain():
     found = races(ours=1.0)
     for race in found.values():
-        race["plan_F"] = arm(1.0, (0.3, 0.6, 0.8, 0.9))
+        race["tuned_plan"] = arm(1.0, (0.3, 0.6, 0.8, 0.9))
     assert comparison(found, changed=False).headline.kind == "gain"
-    short = found[0]["plan_F"]
-    found[0]["plan_F"] = replace(short, end=replace(short.end, reason="cut off"))
+    short = found[0]["tuned_plan"]
+    found[0]["tuned_plan"] = replace(short, end=replace(short.end, reason="cut off"))
     assert "but its final quality was not measured" in comparison(found, changed=False).headline.sentence
     assert comparison(found, changed=False).headline.kind == "no gain"
 
@@ -252,39 +257,39 @@ def fails(found: dict[int, dict[str, RunRecord]], name: str, *seeds: int) -> dic
 
 
 def test_an_arm_that_failed_in_a_race_is_no_gain_of_its_tier():
-    result = comparison(fails(races(8, freed=20.0), "plan_S", 2, 5))
-    assert row(result, "throughput", "plan_S").ratio.n == 6
+    result = comparison(fails(races(8, freed=20.0), "equivalent_plan", 2, 5))
+    assert row(result, "throughput", "equivalent_plan").ratio.n == 6
     for metric in ("throughput", "peak_memory", "final_metric_difference"):
-        assert row(result, metric, "plan_S").verdict.kind == "no verdict", metric
+        assert row(result, metric, "equivalent_plan").verdict.kind == "no verdict", metric
     assert (result.headline.kind, result.headline.code) == ("no verdict", "arm.failed")
     assert result.headline.sentence.startswith("The equivalent plan failed in 2 of 8 runs")
     assert "2.00x" not in result.headline.sentence
-    assert result.arm("plan_S").error == "RuntimeError: no (in 2 of 8 runs)"
+    assert result.arm("equivalent_plan").error == "RuntimeError: no (in 2 of 8 runs)"
 
 
 def test_a_tier_f_that_failed_is_no_gain():
-    found = fails(races(8, ours=1.0), "plan_F", 1)
+    found = fails(races(8, ours=1.0), "tuned_plan", 1)
     result = comparison(found, changed=False)
     assert result.headline.kind == "no gain"
     assert "The tuned plan failed in 1 of 8 runs" in result.headline.sentence
-    charged = [r for r in result.target_rows if r.arm == "plan_F" and r.charged]
+    charged = [r for r in result.target_rows if r.arm == "tuned_plan" and r.charged]
     assert [(r.reached_arm, r.reached_against, r.n, r.verdict.kind) for r in charged] == [(7, 8, 8, "no verdict")] * 2
 
 
 def test_a_tier_f_that_failed_where_it_was_only_timed_is_no_gain():
     """Every pair of a rung is whole: none of the rungs would show it."""
-    found = fails(races(8, ours=1.0), "plan_F", 7)
+    found = fails(races(8, ours=1.0), "tuned_plan", 7)
     for name, record in found[7].items():
         found[7][name] = replace(record, header=replace(record.header, detail={BRIEF: True}))
     result = comparison(found, changed=False)
-    rungs = [r for r in result.target_rows if r.arm == "plan_F"]
+    rungs = [r for r in result.target_rows if r.arm == "tuned_plan"]
     assert {(r.n, r.reached_arm, r.verdict.kind) for r in rungs} == {(7, 7, "no verdict")}
     assert result.headline.kind == "no gain"
     assert "failed in 1 of 8 runs" in result.headline.sentence
 
 
 def test_one_tier_that_failed_takes_nothing_from_the_other():
-    result = comparison(fails(races(8), "plan_S", 0))
+    result = comparison(fails(races(8), "equivalent_plan", 0))
     assert result.headline.kind == "gain"
     assert "The equivalent plan failed in 1 of 8 runs" in result.headline.sentence
     assert "reaches target 0.7" in result.headline.sentence
@@ -293,8 +298,8 @@ def test_one_tier_that_failed_takes_nothing_from_the_other():
 def test_a_plan_that_failed_before_the_races_is_told():
     found = races()
     for race in found.values():
-        del race["plan_S"], race["plan_F"]
-    failed = {name: ArmMetrics(None, error="out of memory") for name in ("plan_S", "plan_F")}
+        del race["equivalent_plan"], race["tuned_plan"]
+    failed = {name: ArmMetrics(None, error="out of memory") for name in ("equivalent_plan", "tuned_plan")}
     result = comparison(found, facts=FACTS | failed)
     assert result.headline.kind == "no verdict"
     assert "The equivalent plan failed before the first paired run" in result.headline.sentence
@@ -302,9 +307,9 @@ def test_a_plan_that_failed_before_the_races_is_told():
 
 
 def test_an_arm_that_failed_apart_from_the_races_it_ran_is_there_once():
-    result = comparison(facts=FACTS | {"plan_S": ArmMetrics(None, error="out of memory")})
-    assert [arm.name for arm in result.arms] == ["reference", "self", "plan_S", "plan_F"]
-    assert result.arm("plan_S").error == "out of memory"
+    result = comparison(facts=FACTS | {"equivalent_plan": ArmMetrics(None, error="out of memory")})
+    assert [arm.name for arm in result.arms] == ["reference", "self", "equivalent_plan", "tuned_plan"]
+    assert result.arm("equivalent_plan").error == "out of memory"
     assert "The equivalent plan failed" in result.headline.sentence
 
 
@@ -321,7 +326,7 @@ def test_a_peer_or_its_plan_that_failed_is_no_verdict_on_harm():
 def test_a_control_that_failed_resolves_nothing():
     result = comparison(fails(races(8), "self", 0))
     assert result.resolution is None
-    assert row(result, "throughput", "plan_S").verdict.kind == "no verdict"
+    assert row(result, "throughput", "equivalent_plan").verdict.kind == "no verdict"
     assert result.headline.kind != "gain" or "target" in result.headline.sentence
 
 
@@ -358,27 +363,27 @@ def test_three_pairs_have_no_verdict_anywhere():
 def test_one_pair_has_no_resolution():
     found = comparison(races(1))
     assert found.resolution is None
-    assert row(found, "throughput", "plan_S").ratio.low is None
+    assert row(found, "throughput", "equivalent_plan").ratio.low is None
 
 
 def test_a_target_gain_must_be_above_the_resolution():
     """The control strays by 8%; a plan 3% faster is no gain to any target."""
     found = races(ours=0.97)
     for race, wobble in zip(found.values(), (1.0, 1.08, 0.93, 1.0, 1.0), strict=True):
-        race["self"], race["plan_S"] = arm(10.0 * wobble), arm(9.7)
-    rows = [r for r in comparison(found).target_rows if r.arm == "plan_S" and not r.charged]
+        race["self"], race["equivalent_plan"] = arm(10.0 * wobble), arm(9.7)
+    rows = [r for r in comparison(found).target_rows if r.arm == "equivalent_plan" and not r.charged]
     assert [r.verdict.kind for r in rows] == ["no gain", "no gain"]
     assert all(r.ratio.low > 1 for r in rows)
 
 
 def test_notes_tell_what_a_reader_must_know():
     found = races(2)
-    early = found[0]["plan_F"]
-    found[0]["plan_F"] = replace(early, end=replace(early.end, reason="cap"))
-    found[1]["plan_S"] = replace(arm(5.0, (0.55, 0.8, 0.9)), end=None)
+    early = found[0]["tuned_plan"]
+    found[0]["tuned_plan"] = replace(early, end=replace(early.end, reason="cap"))
+    found[1]["equivalent_plan"] = replace(arm(5.0, (0.55, 0.8, 0.9)), end=None)
     found[1]["reference"] = replace(arm(5.0, (0.1, math.nan)), end=replace(early.end, reason="diverged"))
     notes = comparison(found).notes
-    assert "plan_F: stopped at the time cap in 1 of 2 runs" in notes
+    assert "tuned_plan: stopped at the time cap in 1 of 2 runs" in notes
     assert "reference: diverged in 1 of 2 runs" in notes
     assert any("left-censored" in note for note in notes)
     assert any("a learning-rate range test (3 s)" in note for note in notes)
@@ -387,24 +392,24 @@ def test_notes_tell_what_a_reader_must_know():
 def test_a_shorter_horizon_of_tier_f_is_told():
     found = races()
     for race in found.values():
-        for name, rows in (("plan_F", 1200), ("reference", 4800)):
+        for name, rows in (("tuned_plan", 1200), ("reference", 4800)):
             race[name] = replace(race[name], header=replace(race[name].header, detail={GIVEN_ROWS: rows}))
     result = comparison(found)
     assert any("trained on 1,200 samples, the reference on 4,800" in note for note in result.notes)
-    assert {(r.arm_rows, r.against_rows) for r in result.target_rows if r.arm == "plan_F"} == {(1200, 4800)}
-    flat = benchmark_row(result, metric="time_to_target_ratio", arm="plan_F")
-    assert (flat["arm_rows"], flat["against_rows"]) == (1200, 4800)
+    assert {(r.arm_samples, r.against_samples) for r in result.target_rows if r.arm == "tuned_plan"} == {(1200, 4800)}
+    flat = benchmark_row(result, metric="time_to_target_ratio", arm="tuned_plan")
+    assert (flat["arm_samples"], flat["against_samples"]) == (1200, 4800)
     same = races()
     for race in same.values():
-        race["plan_F"] = race["reference"]
+        race["tuned_plan"] = race["reference"]
     assert not any("trained on" in note for note in comparison(same).notes)
 
 
 def test_a_plan_for_a_longer_run_than_was_raced_is_told():
-    longer = replace(TASK, planned_rows=100 * TASK.budget_rows)
+    longer = replace(TASK, planned_samples=100 * TASK.budget_samples)
     (told,) = [note for note in comparison(its=longer).notes if "Plans were made for a run" in note]
-    assert f"100 times the {TASK.budget_rows:,} samples" in told
-    for its in (TASK, replace(TASK, planned_rows=TASK.budget_rows)):
+    assert f"100 times the {TASK.budget_samples:,} samples" in told
+    for its in (TASK, replace(TASK, planned_samples=TASK.budget_samples)):
         assert not any("Plans were made for a run" in note for note in comparison(its=its).notes)
 
 
@@ -430,12 +435,12 @@ def test_races_of_different_code_are_told():
 
 
 def test_the_cost_of_all_plans_counts_the_common_part_once():
-    """Tier F goes on from tier S; the plan for P2 is made apart."""
+    """The tuned plan goes on from the equivalent plan; the plan for P2 is made apart."""
     assert comparison().planning_s == 5.0
     whole = plans()
-    apart = replace(whole, plans=whole.plans | {"strong": replace(whole.plans["S"], planning_s=7.0)})
+    apart = replace(whole, plans=whole.plans | {"strong": replace(whole.plans["equivalent"], planning_s=7.0)})
     assert _planning_s(apart) == 12.0
-    assert _planning_s(replace(whole, plans={"S": whole.plans["S"]})) == 2.0
+    assert _planning_s(replace(whole, plans={"equivalent": whole.plans["equivalent"]})) == 2.0
 
 
 def test_what_the_intervals_do_not_hold_is_told():
@@ -453,10 +458,12 @@ def test_what_the_intervals_do_not_hold_is_told():
     ],
 )
 def test_a_plan_that_was_given_is_charged_with_what_its_file_tells(planning_s, charged, said):
-    given = Plans({"S": replace(plans().plans["S"], planning_s=planning_s)})
-    raced = {seed: {name: race[name] for name in ("reference", "self", "plan_S")} for seed, race in races().items()}
+    given = Plans({"equivalent": replace(plans().plans["equivalent"], planning_s=planning_s)})
+    raced = {
+        seed: {name: race[name] for name in ("reference", "self", "equivalent_plan")} for seed, race in races().items()
+    }
     found = summarise(TASK, load_data(), given, raced, FACTS, command="", environment={})
-    assert {each.charged for each in found.target_rows if each.arm == "plan_S"} == charged
+    assert {each.charged for each in found.target_rows if each.arm == "equivalent_plan"} == charged
     (told,) = [note for note in found.notes if "from a file" in note]
     assert said in told
     assert not any("from a file" in note for note in comparison().notes)
@@ -475,28 +482,28 @@ def test_peers_and_do_no_harm():
         race |= {"paper": arm(20.0), "strong": arm(4.0), "strong_plan": arm(4.0)}
     result = comparison(found)
     assert row(result, "throughput", "paper").ratio.mean == pytest.approx(0.5)
-    assert row(result, "throughput", "plan_S", "strong").ratio.mean == pytest.approx(0.8, rel=1e-4)
+    assert row(result, "throughput", "equivalent_plan", "strong").ratio.mean == pytest.approx(0.8, rel=1e-4)
     harm = row(result, "do_no_harm", "strong_plan", "strong")
     assert (harm.ratio.mean, harm.verdict.kind) == (pytest.approx(1.0), "no harm")
-    assert {(r.arm, r.tier) for r in result.thirds} >= {("plan_S", "S"), ("paper", "")}
+    assert {(r.arm, r.plan_kind) for r in result.thirds} >= {("equivalent_plan", "equivalent"), ("paper", "")}
     against = {(r.arm, r.against) for r in result.target_rows}
     assert against == {
-        ("plan_S", "reference"),
-        ("plan_F", "reference"),
-        *((a, "paper") for a in ("plan_S", "plan_F")),
+        ("equivalent_plan", "reference"),
+        ("tuned_plan", "reference"),
+        *((a, "paper") for a in ("equivalent_plan", "tuned_plan")),
         *((a, "reference") for a in ("paper", "strong")),
-    } | {("plan_F", "strong")}
+    } | {("tuned_plan", "strong")}
     peers = [r for r in result.target_rows if r.arm in ("paper", "strong")]
-    assert {(r.tier, r.charged) for r in peers} == {("", False)}  # a recipe is planned by nobody
+    assert {(r.plan_kind, r.charged) for r in peers} == {("", False)}  # a recipe is planned by nobody
 
 
 def test_a_target_that_a_cap_stopped_the_plan_before_is_not_told_as_reached():
     found = races()
     for race in found.values():
         long = arm(5.0, (0.4, *(0.6,) * 11))
-        race["plan_F"] = replace(long, end=replace(long.end, reason="cap"))
+        race["tuned_plan"] = replace(long, end=replace(long.end, reason="cap"))
     result = comparison(found)
-    (harder,) = [r for r in result.target_rows if (r.arm, r.target, r.charged) == ("plan_F", 0.7, True)]
+    (harder,) = [r for r in result.target_rows if (r.arm, r.target, r.charged) == ("tuned_plan", 0.7, True)]
     assert (harder.reached_arm, harder.verdict.kind) == (0, "harm")
     assert "reaches target 0.5" in result.headline.sentence
     assert "but target 0.7 was reached in 0 of 5 pairs (reference: 5 of 5)" in result.headline.sentence
@@ -555,12 +562,19 @@ def test_rows_are_flat_and_named():
     for row in rows:
         if row["metric"] != "planning_s":
             assert row.keys() >= INTERVAL, row
-            assert {"tier", "against"} <= row.keys()
+            assert {"plan_kind", "against"} <= row.keys()
     planning = {"metric": "planning_s", "task": "tiny"}
     freed = "micro batch 50, learning rate scale 4.0"
     assert [row for row in rows if row["metric"] == "planning_s"] == [
-        planning | {"tier": "S", "arm": "plan_S", "planning_s": 2.0, "search_s": 0.0, "changes": "micro batch 50"},
-        planning | {"tier": "F", "arm": "plan_F", "planning_s": 5.0, "search_s": 3.0, "changes": freed},
+        planning
+        | {
+            "plan_kind": "equivalent",
+            "arm": "equivalent_plan",
+            "planning_s": 2.0,
+            "search_s": 0.0,
+            "changes": "micro batch 50",
+        },
+        planning | {"plan_kind": "tuned", "arm": "tuned_plan", "planning_s": 5.0, "search_s": 3.0, "changes": freed},
     ]
 
 
@@ -580,15 +594,15 @@ def benchmark_row(found: Comparison, **wanted):
 def test_ratios_are_ours_over_theirs():
     """Twice as fast: above 1 for throughput, below 1 for time; memory below 1 is less."""
     found = comparison()
-    throughput = benchmark_row(found, metric="throughput_ratio", arm="plan_S")
+    throughput = benchmark_row(found, metric="throughput_ratio", arm="equivalent_plan")
     assert throughput["mean"] == pytest.approx(2.0, rel=1e-4)
-    assert (throughput["tier"], throughput["against"], throughput["n"]) == ("S", "reference", 5)
+    assert (throughput["plan_kind"], throughput["against"], throughput["n"]) == ("equivalent", "reference", 5)
     assert throughput["low"] < throughput["mean"] < throughput["high"]
-    time = benchmark_row(found, metric="time_to_target_ratio", arm="plan_S", target=0.7, charged=False)
+    time = benchmark_row(found, metric="time_to_target_ratio", arm="equivalent_plan", target=0.7, charged=False)
     assert time["mean"] == pytest.approx(0.5, rel=1e-4)
     assert time["low"] < time["mean"] < time["high"]
     assert (time["censored"], time["reached"], time["reached_against"]) == (False, 5, 5)
-    memory = benchmark_row(found, metric="peak_memory_ratio", arm="plan_S")
+    memory = benchmark_row(found, metric="peak_memory_ratio", arm="equivalent_plan")
     assert (memory["mean"], memory["low"], memory["high"], memory["n"]) == (0.6, None, None, 1)
 
 
@@ -599,8 +613,8 @@ def test_the_control_is_against_self_and_gives_the_resolution_of_speeds():
     expected = max(control["high"], 1 / control["low"]) - 1
     speeds = [r for r in benchmark_object(found)["rows"] if r["metric"] in ("throughput_ratio", "time_to_target_ratio")]
     assert [r["resolution"] for r in speeds] == pytest.approx([expected] * len(speeds))
-    assert "resolution" not in benchmark_row(found, metric="peak_memory_ratio", arm="plan_S")
-    alone = benchmark_row(comparison(races(1)), metric="throughput_ratio", arm="plan_S")
+    assert "resolution" not in benchmark_row(found, metric="peak_memory_ratio", arm="equivalent_plan")
+    alone = benchmark_row(comparison(races(1)), metric="throughput_ratio", arm="equivalent_plan")
     assert alone["resolution"] is None
 
 
@@ -608,7 +622,9 @@ def test_a_censored_target_has_its_bound_and_no_ratio():
     found = races()
     for race in found.values():
         race["reference"] = arm(10.0, (0.2, 0.4, 0.45, 0.6, 0.65))
-    censored = benchmark_row(comparison(found), metric="time_to_target_ratio", arm="plan_S", target=0.7, charged=False)
+    censored = benchmark_row(
+        comparison(found), metric="time_to_target_ratio", arm="equivalent_plan", target=0.7, charged=False
+    )
     assert (censored["censored"], censored["reached"], censored["reached_against"], censored["n"]) == (True, 5, 0, 5)
     assert censored["bound"].startswith(">= 2.")
     assert (f">= {censored['at_least']:.2f}x", censored["at_most"]) == (censored["bound"], None)
@@ -626,31 +642,31 @@ def test_do_no_harm_is_a_row_of_its_own():
 def test_a_left_censored_target_has_its_bound_and_verdict():
     found = races()
     for race in found.values():
-        race["plan_F"] = arm(5.0, (0.8, 0.9))
-    early = benchmark_row(comparison(found), metric="time_to_target_ratio", arm="plan_F", target=0.7, charged=False)
+        race["tuned_plan"] = arm(5.0, (0.8, 0.9))
+    early = benchmark_row(comparison(found), metric="time_to_target_ratio", arm="tuned_plan", target=0.7, charged=False)
     assert (early["left_censored"], early["bound"], early["verdict"]) == (5, ">= 7.00x", "gain")
     assert (early["at_least"], early["at_most"]) == (7.0, None)
     assert early["censored"] is True
-    other = benchmark_row(comparison(), metric="time_to_target_ratio", arm="plan_F", target=0.7, charged=False)
+    other = benchmark_row(comparison(), metric="time_to_target_ratio", arm="tuned_plan", target=0.7, charged=False)
     assert (other["left_censored"], other["censored"]) == (0, False)
 
 
 def test_processor_time_stands_beside_throughput():
-    bare = benchmark_row(comparison(), metric="throughput_ratio", arm="plan_S")
+    bare = benchmark_row(comparison(), metric="throughput_ratio", arm="equivalent_plan")
     assert (bare["cpu_mean"], bare["cpu_low"], bare["cpu_high"]) == (None, None, None)
     found = races()
     for race in found.values():
-        for name, share in (("reference", 1.0), ("plan_S", 2.0)):
+        for name, share in (("reference", 1.0), ("equivalent_plan", 2.0)):
             events = [replace(e, detail={**e.detail, "cpu_s": share * e.detail["seconds"]}) for e in race[name].events]
             race[name] = replace(race[name], events=tuple(events))
-    flat = benchmark_row(comparison(found), metric="throughput_ratio", arm="plan_S")
+    flat = benchmark_row(comparison(found), metric="throughput_ratio", arm="equivalent_plan")
     assert flat["cpu_mean"] == pytest.approx(flat["mean"] / 2)
     assert flat["cpu_low"] < flat["cpu_mean"] < flat["cpu_high"]
-    assert "cpu_mean" not in benchmark_row(comparison(found), metric="peak_memory_ratio", arm="plan_S")
+    assert "cpu_mean" not in benchmark_row(comparison(found), metric="peak_memory_ratio", arm="equivalent_plan")
 
 
 def test_fewer_control_pairs_than_a_verdict_needs_have_no_resolution():
-    assert benchmark_row(comparison(races(4)), metric="throughput_ratio", arm="plan_S")["resolution"] is None
+    assert benchmark_row(comparison(races(4)), metric="throughput_ratio", arm="equivalent_plan")["resolution"] is None
 
 
 def test_a_report_of_another_schema_is_refused_by_its_number():
@@ -664,15 +680,19 @@ def test_a_report_written_before_these_fields_is_read():
     for old in data["ratios"]:
         del old["cpu"], old["failed"]
     for old in data["target_rows"]:
-        del old["arm_rows"], old["against_rows"], old["at_least"], old["at_most"], old["failed"]
+        del old["arm_samples"], old["against_samples"], old["at_least"], old["at_most"], old["failed"]
     assert len(from_json(Comparison, json.dumps(data)).ratios) == len(data["ratios"])
 
 
 def test_races_that_show_another_speed_than_trials_told_say_so():
     def said(verified):
         made = plans()
-        ours = replace(made.plans["S"], verified=verified)
-        return [each for each in notes(TASK, Plans(made.plans | {"S": ours}), (), races()) if "planning trials" in each]
+        ours = replace(made.plans["equivalent"], verified=verified)
+        return [
+            each
+            for each in notes(TASK, Plans(made.plans | {"equivalent": ours}), (), races())
+            if "planning trials" in each
+        ]
 
     assert said((1.9, 2.1)) == said(None) == []  # they are raced at 2.0
     (told,) = said((1.2, 1.4))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from raising import raises
-from tiny_task import BATCH_ROWS, load_data
+from tiny_task import BATCH_SIZE, load_data
 from tiny_task import task as tiny
 from torch.nn import functional as F
 
@@ -31,29 +31,29 @@ CPU = torch.device("cpu")
 
 
 def all_peers():
-    muon = replace(tiny.strong, budget_rows=8 * BATCH_ROWS)
+    muon = replace(tiny.strong, budget_samples=8 * BATCH_SIZE)
     return replace(tiny, muon=muon, baselines={"paper": PaperLoop})
 
 
 def entries(task, **settings):
-    plans = Plans({"S": Plan.fixed(BATCH_ROWS)})
+    plans = Plans({"equivalent": Plan.fixed(BATCH_SIZE)})
     found = ArmSelection(task, plans, CompareOptions(adapt=(), **settings), 0.001, brief=False).entries()
     return {entry.name: entry for entry in found}
 
 
 def test_the_usual_peers_are_raced_where_none_are_named():
-    assert list(entries(all_peers())) == ["reference", "self", "plan_S", "paper", "strong"]
-    assert list(entries(all_peers(), peers=False)) == ["reference", "self", "plan_S"]
+    assert list(entries(all_peers())) == ["reference", "self", "equivalent_plan", "paper", "strong"]
+    assert list(entries(all_peers(), peers=False)) == ["reference", "self", "equivalent_plan"]
     assert usual_peers(all_peers()) == ("paper", "strong")
     assert usual_peers(tiny) == ("strong",)
 
 
 def test_peers_are_raced_by_name_and_to_their_own_ends():
     found = entries(all_peers(), against=peers_of(all_peers()))
-    assert list(found) == ["reference", "self", "plan_S", "strict", "paper", "strong", "muon"]
-    assert found["strict"].budget_rows == tiny.budget_rows
-    assert found["muon"].budget_rows == 8 * BATCH_ROWS
-    assert list(entries(all_peers(), against=("muon",))) == ["reference", "self", "plan_S", "muon"]
+    assert list(found) == ["reference", "self", "equivalent_plan", "strict", "paper", "strong", "muon"]
+    assert found["strict"].budget_samples == tiny.budget_samples
+    assert found["muon"].budget_samples == 8 * BATCH_SIZE
+    assert list(entries(all_peers(), against=("muon",))) == ["reference", "self", "equivalent_plan", "muon"]
 
 
 def test_a_peer_that_is_none_is_refused():
@@ -82,7 +82,7 @@ def test_every_peer_that_is_named_is_checked_before_anything_runs(changes, named
 
 
 def test_a_usual_peer_that_a_task_does_not_have_is_left_out():
-    assert list(entries(replace(all_peers(), strong=None))) == ["reference", "self", "plan_S", "paper"]
+    assert list(entries(replace(all_peers(), strong=None))) == ["reference", "self", "equivalent_plan", "paper"]
 
 
 def test_every_hand_tuned_recipe_has_its_loop():
@@ -105,11 +105,11 @@ def test_a_comparison_shows_every_peer_beside_the_plan(tmp_path):
     before, task = ProcessState.capture(), all_peers()
     task = replace(task, muon=replace(task.muon, rates="published rates, not swept here"))
     found = compare(task, tmp_path, CompareOptions(2, adapt=(), against=("strict", "muon")), command="")
-    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "strict", "muon"]
-    assert {"strict", "muon"} <= {row.against for row in found.ratios if row.arm == "plan_S"}
-    assert {row.against for row in found.target_rows if row.arm == "plan_S"} == {"reference", "strict"}
-    assert set(found.plans) == {"S"}  # a plan is made for the strong recipe where that is raced
-    assert found.arm("muon").final_rows == 8 * BATCH_ROWS
+    assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan", "strict", "muon"]
+    assert {"strict", "muon"} <= {row.against for row in found.ratios if row.arm == "equivalent_plan"}
+    assert {row.against for row in found.target_rows if row.arm == "equivalent_plan"} == {"reference", "strict"}
+    assert set(found.plans) == {"equivalent"}  # a plan is made for the strong recipe where that is raced
+    assert found.arm("muon").final_samples == 8 * BATCH_SIZE
     assert not found.arm("strict").error
     assert "muon: published rates, not swept here" in found.notes
     assert not any(note.startswith("strong:") for note in found.notes)
@@ -136,10 +136,10 @@ def test_a_task_with_an_example_is_traced_without_its_data(monkeypatch):
     task = replace(load_task("wikitext2_gpt2"), load_data=nothing)
     (tokens,) = example_batch(task)
     assert tokens.shape == (32, 1025)
-    assert example_batch(replace(tiny, batch_rows=4))[0].shape[1] == 16  # one without, by a batch of its own
+    assert example_batch(replace(tiny, batch_size=4))[0].shape[1] == 16  # one without, by a batch of its own
 
 
-@pytest.mark.parametrize("name", ["strong", "plan_S", "not a name"])
+@pytest.mark.parametrize("name", ["strong", "equivalent_plan", "not a name"])
 def test_a_baseline_cannot_have_the_name_of_another_arm(name):
     with raises(ValueGivenError, code="value.invalid", field="task.baselines"):
         replace(tiny, baselines={name: PaperLoop})

@@ -20,7 +20,7 @@ from trimtab.tasks.hand_tuned import FP32_REFERENCE
 from trimtab.tasks.image_classification import mean_cross_entropy
 
 CPU = torch.device("cpu")
-ROWS, BATCH_ROWS = 48, 12
+ROWS, BATCH_SIZE = 48, 12
 
 
 def load_data() -> TaskData:
@@ -47,9 +47,9 @@ TASK = Task(
     load_data=load_data,
     metric=Metric("loss", False, lambda model, batches: float(loss_fn(model, batches[0]).detach())),
     targets=(),
-    batch_rows=BATCH_ROWS,
-    budget_rows=8 * BATCH_ROWS,
-    eval_every_rows=BATCH_ROWS,
+    batch_size=BATCH_SIZE,
+    budget_samples=8 * BATCH_SIZE,
+    eval_every_samples=BATCH_SIZE,
     reference=FP32_REFERENCE,
 )
 
@@ -57,7 +57,7 @@ TASK = Task(
 def trained(make, task: Task = TASK, steps: int = 8) -> torch.Tensor:
     """Return the weights after two epochs."""
     torch.manual_seed(1)
-    loop, batches = make(task, CPU), load_data().batches(3, task.batch_rows)
+    loop, batches = make(task, CPU), load_data().batches(3, task.batch_size)
     for _ in range(steps):
         loop.step(batches)
     loop.close()
@@ -66,21 +66,21 @@ def trained(make, task: Task = TASK, steps: int = 8) -> torch.Tensor:
 
 @pytest.mark.parametrize("micro_batch", [12, 6, 5, 1])
 def test_a_split_batch_trains_as_the_whole_one_does(micro_batch):
-    plan = Plan.fixed(BATCH_ROWS, micro_batch=micro_batch)
+    plan = Plan.fixed(BATCH_SIZE, micro_batch=micro_batch)
     ours = trained(lambda task, device: PlanLoop(task, device, plan))
     torch.testing.assert_close(ours, trained(ReferenceLoop), rtol=0, atol=1e-6)  # losses are taken in fp32
 
 
 def test_another_seed_of_the_data_would_be_seen():
-    other = replace(TASK, batch_rows=6)
+    other = replace(TASK, batch_size=6)
     assert not torch.allclose(trained(ReferenceLoop), trained(ReferenceLoop, other, 16), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_ranks_see_the_rows_of_the_whole_batch(num_ranks):
-    whole = list(itertools.islice(load_data().batches(3, BATCH_ROWS), 8))
+    whole = list(itertools.islice(load_data().batches(3, BATCH_SIZE), 8))
     shares = [
-        list(itertools.islice(shard(load_data().batches(3, BATCH_ROWS), rank, num_ranks), 8))
+        list(itertools.islice(shard(load_data().batches(3, BATCH_SIZE), rank, num_ranks), 8))
         for rank in range(num_ranks)
     ]
     for batch, *parts in zip(whole, *shares, strict=True):
@@ -89,13 +89,13 @@ def test_ranks_see_the_rows_of_the_whole_batch(num_ranks):
 
 
 def test_batches_drawn_anew_are_those_of_before():
-    whole = list(itertools.islice(load_data().batches(3, BATCH_ROWS), 8))
+    whole = list(itertools.islice(load_data().batches(3, BATCH_SIZE), 8))
     torch.rand(5)  # what else was drawn in between is no matter
-    rest = list(itertools.islice(load_data().batches(3, BATCH_ROWS), 5, 8))
+    rest = list(itertools.islice(load_data().batches(3, BATCH_SIZE), 5, 8))
     for one, other in zip(whole[5:], rest, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_what_was_trained_says_where_its_data_lay():
-    found = train_whole(TrainingOptions(TASK, Plan.fixed(BATCH_ROWS), 2), lambda *_: None)
+    found = train_whole(TrainingOptions(TASK, Plan.fixed(BATCH_SIZE), 2), lambda *_: None)
     assert found["data_on"] == "host: trained on the processor: 144 KiB are where they are used"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from raising import raises
-from tiny_task import BATCH_ROWS, BUDGET_ROWS, load_data
+from tiny_task import BATCH_SIZE, BUDGET_SAMPLES, load_data
 from tiny_task import task as tiny
 
 import trimtab
@@ -98,13 +98,13 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_a_comparison_without_peers_races_the_loop_its_control_and_both_plans(finished):
     _, found, _ = finished
-    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
+    assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan", "tuned_plan"]
     assert (found.task, found.num_pairs, found.command) == ("tiny", 2, "trimtab compare tiny")
     assert all(len(arm.step_s) == 2 and min(arm.step_s) > 0 for arm in found.arms)
     assert all(arm.peak_bytes > 0 for arm in found.arms)
     assert {row.metric for row in found.ratios} == {"throughput", "peak_memory", "final_metric_difference"}
     assert {(row.arm, row.charged) for row in found.target_rows} == {
-        (arm, charged) for arm in ("plan_S", "plan_F") for charged in (False, True)
+        (arm, charged) for arm in ("equivalent_plan", "tuned_plan") for charged in (False, True)
     }
     assert found.headline.kind == "no verdict"
     assert found.data_source == {"name": "random points", "origin": "made here", "sha256": "0" * 64}
@@ -115,26 +115,32 @@ def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(lengths_module, "_FEW_STEPS", 6)
     monkeypatch.setattr(lengths_module, "_FEW_S", 0.0)
     monkeypatch.setattr(lengths_module, "_CONTROL_S", 0.0)
-    its = replace(load_task(TASK_FILE), adapted_rows=BUDGET_ROWS // 2)
+    its = replace(load_task(TASK_FILE), adapted_samples=BUDGET_SAMPLES // 2)
     folder = tmp_path / "out"
     found = run(folder, CompareOptions(num_pairs=2, whole_pairs=1), its)
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"race-0", "brief-1"}
-    by_arm = {name: found.arm(name) for name in ("reference", "self", "plan_S", "plan_F", "strong", "strong_plan")}
+    by_arm = {
+        name: found.arm(name)
+        for name in ("reference", "self", "equivalent_plan", "tuned_plan", "strong", "strong_plan")
+    }
     assert {name: len(arm.step_s) for name, arm in by_arm.items()} == dict.fromkeys(by_arm, 2)
     assert {name: len(arm.curves) for name, arm in by_arm.items()} == {
-        "reference": 1, "self": 0, "plan_S": 1, "plan_F": 1, "strong": 1, "strong_plan": 0
+        "reference": 1, "self": 0, "equivalent_plan": 1, "tuned_plan": 1, "strong": 1, "strong_plan": 0
     }  # fmt: skip
-    assert (by_arm["reference"].final_rows, by_arm["plan_F"].final_rows) == (BUDGET_ROWS, BUDGET_ROWS // 2)
+    assert (by_arm["reference"].final_samples, by_arm["tuned_plan"].final_samples) == (
+        BUDGET_SAMPLES,
+        BUDGET_SAMPLES // 2,
+    )
     few = read_record(folder / "brief-1" / "reference.jsonl")
-    given = {"brief": True, "given_rows": 6 * BATCH_ROWS, "meter": to_jsonable(found.meter)}
-    assert (few.end.detail["rows"], few.header.detail) == (6 * BATCH_ROWS, given)
-    assert {(r.arm_rows, r.against_rows) for r in found.target_rows if r.arm == "plan_F"} >= {
-        (BUDGET_ROWS // 2, BUDGET_ROWS)
+    given = {"brief": True, "given_rows": 6 * BATCH_SIZE, "meter": to_jsonable(found.meter)}
+    assert (few.end.detail["rows"], few.header.detail) == (6 * BATCH_SIZE, given)
+    assert {(r.arm_samples, r.against_samples) for r in found.target_rows if r.arm == "tuned_plan"} >= {
+        (BUDGET_SAMPLES // 2, BUDGET_SAMPLES)
     }
-    assert any(f"trained on {BUDGET_ROWS // 2:,} samples" in note for note in found.notes)
+    assert any(f"trained on {BUDGET_SAMPLES // 2:,} samples" in note for note in found.notes)
     assert {(row.n, row.ratio.n if row.ratio else 1) for row in found.target_rows} == {(1, 1)}
     differences = {row.arm: row.ratio.n for row in found.ratios if row.metric == "final_metric_difference"}
-    assert differences == {"plan_S": 1, "plan_F": 1}
+    assert differences == {"equivalent_plan": 1, "tuned_plan": 1}
     again = run(folder, CompareOptions(num_pairs=2), its)
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"race-0", "brief-1", "race-1"}
     assert len(again.arm("reference").curves) == 2
@@ -150,13 +156,13 @@ def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
     monkeypatch.setattr(lengths_module, "_QUICK_S", 0.0)
     found = run(tmp_path / "out", first_look())
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"brief-0", "brief-1"}
-    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
+    assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan"]
     assert all((len(arm.step_s), arm.curves) == (2, ()) for arm in found.arms)
-    record = read_record(tmp_path / "out" / "brief-0" / "plan_S.jsonl")
-    assert (record.end.detail["rows"], record.end.reason, record.evaluations) == (4 * BATCH_ROWS, "budget", ())
+    record = read_record(tmp_path / "out" / "brief-0" / "equivalent_plan.jsonl")
+    assert (record.end.detail["rows"], record.end.reason, record.evaluations) == (4 * BATCH_SIZE, "budget", ())
     assert {row.metric for row in found.ratios} == {"throughput", "peak_memory"}
     assert found.target_rows == ()
-    assert set(found.plans) == {"S"}
+    assert set(found.plans) == {"equivalent"}
     assert any("only timed" in note for note in found.notes)
     page = write_report(found, tmp_path / "report")["html"].read_text()
     assert "All arms were only timed" in page
@@ -191,7 +197,7 @@ def test_facts_of_an_arm_that_lack_what_is_known_today_are_measured_again(folder
 def test_a_loop_that_cannot_be_counted_is_still_raced(monkeypatch):
     monkeypatch.setattr(inspect_arm, "count_flops", _raise)
     facts = measure_arm(ReferenceLoop, tiny, load_data(), CPU)
-    assert facts.flops_per_row is None
+    assert facts.flops_per_sample is None
     assert facts.peak_bytes > 0
 
 
@@ -206,11 +212,11 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
     if where == "step":  # the memory pass succeeds, the race does not
         monkeypatch.setattr(race_folder, "measure_arm", lambda *_, **__: ArmMetrics(100))
     found = run(tmp_path / "out")
-    for name in ("plan_S", "plan_F"):
+    for name in ("equivalent_plan", "tuned_plan"):
         arm = found.arm(name)
         assert arm.error.startswith("RuntimeError: this device cannot")
         assert arm.step_s == ()
-    assert not [row for row in found.ratios if row.arm == "plan_S" and row.metric == "throughput"]
+    assert not [row for row in found.ratios if row.arm == "equivalent_plan" and row.metric == "throughput"]
     assert len(found.arm("reference").step_s) == 2
     page = write_report(found, tmp_path / "report")["html"].read_text()
     assert "this device cannot" in page
@@ -224,18 +230,18 @@ def test_a_reference_that_fails_ends_the_comparison(tmp_path, monkeypatch):
 
 
 def made_plans(step_s: float) -> Plans:
-    same = replace(Plan.fixed(BATCH_ROWS), baseline=MeasuredCost(step_s))
-    return Plans({"S": same, "F": same, "strong": same})
+    same = replace(Plan.fixed(BATCH_SIZE), baseline=MeasuredCost(step_s))
+    return Plans({"equivalent": same, "tuned": same, "strong": same})
 
 
 @pytest.mark.parametrize(("schedule", "rows"), [("user", 5000), ("warmup_cosine", 1000)])
 def test_only_a_plan_with_a_schedule_of_its_own_ends_at_the_tasks_horizon(schedule, rows):
-    its = replace(tiny, budget_rows=5000 * BATCH_ROWS, adapted_rows=1000 * BATCH_ROWS)
+    its = replace(tiny, budget_samples=5000 * BATCH_SIZE, adapted_samples=1000 * BATCH_SIZE)
     plans = made_plans(0.01)
-    freed = replace(plans.plans["F"], schedule=replace(plans.plans["F"].schedule, value=schedule))
-    plans = replace(plans, plans=plans.plans | {"F": freed})
+    freed = replace(plans.plans["tuned"], schedule=replace(plans.plans["tuned"].schedule, value=schedule))
+    plans = replace(plans, plans=plans.plans | {"tuned": freed})
     entries = {e.name: e for e in ArmSelection(its, plans, CompareOptions(), brief=False).entries()}
-    assert entries["plan_F"].budget_rows == rows * BATCH_ROWS
+    assert entries["tuned_plan"].budget_samples == rows * BATCH_SIZE
 
 
 @pytest.mark.parametrize(
@@ -243,29 +249,31 @@ def test_only_a_plan_with_a_schedule_of_its_own_ends_at_the_tasks_horizon(schedu
     [(1.0, 60), (0.01, 600), (0.001, 5000)],  # slow steps; about six seconds of fast ones; at most the whole
 )
 def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps):
-    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    its = replace(tiny, budget_samples=5000 * BATCH_SIZE)
     entries = ArmSelection(its, made_plans(step_s), CompareOptions(), brief=True).entries()
-    assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
+    assert {e.budget_samples for e in entries if e.name in ("reference", "self", "equivalent_plan")} == {
+        steps * BATCH_SIZE
+    }
 
 
 @pytest.mark.parametrize(("step_s", "steps", "own"), [(1.0, 24, 50), (0.01, 500, 5000)])
 def test_on_a_gpu_short_arms_are_shorter_and_each_as_long_by_its_own_step(step_s, steps, own):
-    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    its = replace(tiny, budget_samples=5000 * BATCH_SIZE)
     plans = made_plans(step_s)
-    fused = replace(plans.plans["S"].fused_optimizer, value=True, changed=True)
-    faster = replace(plans.plans["S"], measured=MeasuredCost(step_s / 10), fused_optimizer=fused)
-    plans = replace(plans, plans=plans.plans | {"S": faster})
+    fused = replace(plans.plans["equivalent"].fused_optimizer, value=True, changed=True)
+    faster = replace(plans.plans["equivalent"], measured=MeasuredCost(step_s / 10), fused_optimizer=fused)
+    plans = replace(plans, plans=plans.plans | {"equivalent": faster})
     entries = ArmSelection(its, plans, CompareOptions(), brief=True, dear=True).entries()
-    found = {e.name: e.budget_rows // BATCH_ROWS for e in entries}
-    assert (found["reference"], found["self"], found["plan_S"]) == (steps, steps, own)
+    found = {e.name: e.budget_samples // BATCH_SIZE for e in entries}
+    assert (found["reference"], found["self"], found["equivalent_plan"]) == (steps, steps, own)
 
 
 def test_the_controls_of_a_whole_race_run_for_a_minute():
-    rows = 5000 * BATCH_ROWS
-    its = replace(with_paper, budget_rows=rows, strong=replace(tiny.strong, budget_rows=rows))
+    rows = 5000 * BATCH_SIZE
+    its = replace(with_paper, budget_samples=rows, strong=replace(tiny.strong, budget_samples=rows))
     entries = {e.name: e for e in ArmSelection(its, made_plans(0.1), CompareOptions(), brief=False).entries()}
-    assert {e.name: e.budget_rows // BATCH_ROWS for e in entries.values() if e.is_timed_only} == {
-        "self": 600, "plan_S": 600, "strong_plan": 600, "paper": 60
+    assert {e.name: e.budget_samples // BATCH_SIZE for e in entries.values() if e.is_timed_only} == {
+        "self": 600, "equivalent_plan": 600, "strong_plan": 600, "paper": 60
     }  # fmt: skip
     entries = {e.name: e for e in ArmSelection(its, made_plans(0.001), CompareOptions(), brief=False).entries()}
     assert not any(e.is_timed_only for e in entries.values())
@@ -275,19 +283,21 @@ def test_the_controls_of_a_whole_race_run_for_a_minute():
     ("step_s", "changes", "timed"), [(0.1, False, True), (0.1, True, False), (0.001, False, False)]
 )
 def test_a_plan_that_changes_nothing_is_only_timed_where_the_reference_takes_long(step_s, changes, timed):
-    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    its = replace(tiny, budget_samples=5000 * BATCH_SIZE)
     plans = made_plans(step_s)
     if changes:
-        fused = replace(plans.plans["S"].fused_optimizer, value=True, changed=True)
-        plans = replace(plans, plans=plans.plans | {"S": replace(plans.plans["S"], fused_optimizer=fused)})
+        fused = replace(plans.plans["equivalent"].fused_optimizer, value=True, changed=True)
+        plans = replace(
+            plans, plans=plans.plans | {"equivalent": replace(plans.plans["equivalent"], fused_optimizer=fused)}
+        )
     entries = {e.name: e for e in ArmSelection(its, plans, CompareOptions(), brief=False).entries()}
-    assert entries["plan_S"].is_timed_only is timed
-    assert ("the plan changes nothing" in str(entries["plan_S"].detail)) is timed
+    assert entries["equivalent_plan"].is_timed_only is timed
+    assert ("the plan changes nothing" in str(entries["equivalent_plan"].detail)) is timed
 
 
 @pytest.mark.parametrize(("step_s", "timed"), [(0.1, True), (0.001, False)])
 def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, timed):
-    its = replace(with_paper, budget_rows=5000 * BATCH_ROWS)
+    its = replace(with_paper, budget_samples=5000 * BATCH_SIZE)
     entries = {e.name: e for e in ArmSelection(its, made_plans(step_s), CompareOptions(), brief=False).entries()}
     detail = {"brief": True, "why_timed": "the reference trains longer than 120 s"} if timed else {}
     assert entries["paper"].detail == detail
@@ -295,10 +305,10 @@ def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, t
 
 
 def test_the_paper_recipe_runs_whole_where_a_cap_says_how_long_an_arm_may_train():
-    its = replace(with_paper, budget_rows=5000 * BATCH_ROWS)
+    its = replace(with_paper, budget_samples=5000 * BATCH_SIZE)
     settings = replace(CompareOptions(), cap_s=90.0)
     entries = {e.name: e for e in ArmSelection(its, made_plans(0.1), settings, brief=False).entries()}
-    assert (entries["paper"].budget_rows, entries["paper"].is_timed_only) == (its.budget_rows, False)
+    assert (entries["paper"].budget_samples, entries["paper"].is_timed_only) == (its.budget_samples, False)
 
 
 def test_reference_and_control_train_alike_to_the_last_bit(finished):
@@ -308,26 +318,33 @@ def test_reference_and_control_train_alike_to_the_last_bit(finished):
     assert [(rows, metric) for curve in reference.curves for rows, _, metric in curve.points] == [
         (rows, metric) for curve in control.curves for rows, _, metric in curve.points
     ]
-    assert reference.final_rows == BUDGET_ROWS
+    assert reference.final_samples == BUDGET_SAMPLES
 
 
 def test_every_stage_leaves_its_result(finished):
     folder, found, lines = finished
-    arms = ["reference", "self", "plan_S", "plan_F"]
+    arms = ["reference", "self", "equivalent_plan", "tuned_plan"]
     races = {f"race-{seed}/{arm}.jsonl" for seed in (0, 1) for arm in arms}
-    others = {"run.lock", "settings.json", "plans.json", "gain.json", "memory-reference.json", "memory-plan_S.json"}
+    others = {
+        "run.lock",
+        "settings.json",
+        "plans.json",
+        "gain.json",
+        "memory-reference.json",
+        "memory-equivalent_plan.json",
+    }
     assert set(files(folder)) == others | {f"arm-{arm}.json" for arm in arms} | races
     assert lines[0] == "loading the data of tiny"
     assert any(line.startswith("paired run 2 of 2: reference") for line in lines)
     plans = read_json(Plans, folder / "plans.json")
     assert plans.plans == found.plans
     assert json.loads(to_json(plans)) == json.loads((folder / "plans.json").read_text())
-    record = read_record(folder / "race-1" / "plan_F.jsonl")
-    assert (record.header.name, record.header.seed) == ("plan_F", 1)
-    assert found.arm("plan_F").final_metric[1] == record.evaluations[-1].metrics["accuracy"]
+    record = read_record(folder / "race-1" / "tuned_plan.jsonl")
+    assert (record.header.name, record.header.seed) == ("tuned_plan", 1)
+    assert found.arm("tuned_plan").final_metric[1] == record.evaluations[-1].metrics["accuracy"]
     assert read_json(TimedGain, folder / "gain.json") == found.gain
     assert [(row.arm, row.third, row.speed.n) for row in found.thirds] == [
-        (arm, third, 2) for arm in ("plan_S", "plan_F") for third in ("early", "middle", "late")
+        (arm, third, 2) for arm in ("equivalent_plan", "tuned_plan") for third in ("early", "middle", "late")
     ]
 
 
@@ -432,17 +449,17 @@ def retuned(model, lr):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"batch_rows": 16}, "batch_rows"),
-        ({"budget_rows": BUDGET_ROWS - BATCH_ROWS}, "budget_rows"),
-        ({"eval_every_rows": BATCH_ROWS}, "eval_every_rows"),
-        ({"adapted_rows": BATCH_ROWS}, "adapted_rows"),
-        ({"strong": replace(tiny.strong, budget_rows=BATCH_ROWS)}, "strong_budget_rows"),
-        ({"strong": None}, "code, strong_budget_rows"),
+        ({"batch_size": 16}, "batch_size"),
+        ({"budget_samples": BUDGET_SAMPLES - BATCH_SIZE}, "budget_samples"),
+        ({"eval_every_samples": BATCH_SIZE}, "eval_every_samples"),
+        ({"adapted_samples": BATCH_SIZE}, "adapted_samples"),
+        ({"strong": replace(tiny.strong, budget_samples=BATCH_SIZE)}, "strong_budget_samples"),
+        ({"strong": None}, "code, strong_budget_samples"),
         ({"reference": Reference("bf16")}, "reference_precision"),
         ({"load_data": lambda: other_data()}, "code, data_sha256"),
         ({"make_model": lambda: torch.nn.Linear(3, 3)}, "code, model or optimizer"),
         ({"make_optimizer": partial(retuned, lr=0.5)}, "code, model or optimizer"),
-        ({"terms_per_row": 2}, "terms_per_row"),
+        ({"terms_per_sample": 2}, "terms_per_sample"),
         ({"reference": Reference(clip_norm=1.0)}, "clip_norm"),
     ],
 )
@@ -560,12 +577,19 @@ def test_the_report_is_written_and_read_back(finished, tmp_path):
 
 def test_a_whole_comparison_races_the_peers_too(tmp_path):
     found = run(tmp_path / "out", CompareOptions(num_pairs=1, adapt=()), task=with_paper)
-    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "paper", "strong", "strong_plan"]
-    assert set(found.plans) == {"S", "strong"}
+    assert [arm.name for arm in found.arms] == [
+        "reference",
+        "self",
+        "equivalent_plan",
+        "paper",
+        "strong",
+        "strong_plan",
+    ]
+    assert set(found.plans) == {"equivalent", "strong"}
     assert found.plans["strong"].reference.clip_norm == 1.0
-    assert found.arm("paper").final_rows >= BUDGET_ROWS
+    assert found.arm("paper").final_samples >= BUDGET_SAMPLES
     assert {row.metric for row in found.ratios} >= {"do_no_harm"}
-    assert ("plan_S", "strong") in {(row.arm, row.against) for row in found.ratios}
+    assert ("equivalent_plan", "strong") in {(row.arm, row.against) for row in found.ratios}
     write_report(found, tmp_path)
 
 
@@ -589,11 +613,11 @@ def test_a_users_own_step_is_what_is_compared_against(tmp_path, monkeypatch):
     task = load_task(f"{tmp_path / 'mine.py'}:task")
     calls = task.step.__globals__["calls"]
     found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=()), task=task)
-    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
-    assert set(calls) == {BATCH_ROWS}
+    assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan"]
+    assert set(calls) == {BATCH_SIZE}
     measured = 2 + 1 + 4 + 1  # of memory, phases and FLOP, apart from the race
     checked = 2  # against the declared maths
-    raced = 2 * (BUDGET_ROWS // BATCH_ROWS + measured)  # by the reference and its control, by no plan
+    raced = 2 * (BUDGET_SAMPLES // BATCH_SIZE + measured)  # by the reference and its control, by no plan
     assert len(calls) == raced + checked
     run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=()), task=task)  # read back: nothing is trained
     assert len(calls) == raced + checked
@@ -624,21 +648,21 @@ def test_plans_are_made_on_data_no_race_uses(monkeypatch):
     data = load_data()
 
     class Watching(type(data)):
-        def batches(self, seed, batch_rows):
+        def batches(self, seed, batch_size):
             seeds.append(seed)
-            return super().batches(seed, batch_rows)
+            return super().batches(seed, batch_size)
 
     watching = Watching(data.columns, data.held_out, data.source)
     closed = []
     monkeypatch.setattr(planning_module.StrongLoop, "close", lambda loop: closed.append(True))
     plans = make_plans(tiny, watching, CPU, adapt=("learning_rate",), strong=True, progress=lambda text: None)
     assert set(seeds) == {PLANNING_SEED}
-    assert set(plans.plans) == {"S", "F", "strong"}
-    assert set(plans.profiles) == {"S", "strong"}
+    assert set(plans.plans) == {"equivalent", "tuned", "strong"}
+    assert set(plans.profiles) == {"equivalent", "strong"}
     assert closed == [True]
-    assert (plans.plans["S"].tier, plans.plans["F"].tier) == ("S", "F")
-    assert plans.plans["F"].planning_s == plans.plans["S"].planning_s + plans.plans["F"].search_s
-    assert plans.plans["S"].reference == tiny.reference
+    assert (plans.plans["equivalent"].plan_kind, plans.plans["tuned"].plan_kind) == ("equivalent", "tuned")
+    assert plans.plans["tuned"].planning_s == plans.plans["equivalent"].planning_s + plans.plans["tuned"].search_s
+    assert plans.plans["equivalent"].reference == tiny.reference
 
 
 def test_a_limit_is_of_every_plan_that_is_made(monkeypatch):
@@ -651,14 +675,14 @@ def test_a_limit_is_of_every_plan_that_is_made(monkeypatch):
 
     def watched_choose(found, objective, budget):
         decided.append((objective, budget))
-        return Plan.fixed(BATCH_ROWS)
+        return Plan.fixed(BATCH_SIZE)
 
     monkeypatch.setattr(planning_module, "profile", watched_profile)
     monkeypatch.setattr(planning_module, "choose", watched_choose)
     asked = {"budget": Budget("1GiB"), "objective": Objective(memory=1)}
     plans = make_plans(tiny, load_data(), CPU, adapt=(), strong=True, progress=lambda text: None, **asked)
     assert profiled == [(asked["budget"], asked["objective"])] * 2
-    assert decided == [(plans.profiles[key].objective, asked["budget"]) for key in ("S", "strong")]
+    assert decided == [(plans.profiles[key].objective, asked["budget"]) for key in ("equivalent", "strong")]
 
 
 def test_a_limit_that_the_strong_recipe_cannot_meet_says_whose_it_is(monkeypatch):
@@ -675,13 +699,13 @@ def test_a_limit_that_the_strong_recipe_cannot_meet_says_whose_it_is(monkeypatch
 
 
 def test_a_freed_batch_is_raced_in_windows_of_several(tmp_path, monkeypatch):
-    """Tier S beside it is the plan of a loop whose batch is its own."""
+    """The equivalent plan beside it is the plan of a loop whose batch is its own."""
     taken = []
 
     class Watched(PlanLoop):
         def step(self, batches):
             rows = super().step(batches)
-            taken.append((self._run.plan.batch_policy.value, rows // BATCH_ROWS))
+            taken.append((self._run.plan.batch_policy.value, rows // BATCH_SIZE))
             return rows
 
     def by_three(plan):
@@ -690,20 +714,20 @@ def test_a_freed_batch_is_raced_in_windows_of_several(tmp_path, monkeypatch):
     monkeypatch.setattr(planning_module, "default_rule", by_three)  # goodput follows measured times
     monkeypatch.setattr(arm_selection, "PlanLoop", Watched)
     found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=("batch",)))
-    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
-    assert found.arm("plan_F").label == "trimtab, batch adapted"
-    assert (found.plans["F"].batch_policy.value, found.plans["F"].tier) == ("fixed", "F")
-    assert found.plans["S"].batch_rule is None
-    record = read_record(tmp_path / "out" / "race-0" / "plan_F.jsonl")
+    assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan", "tuned_plan"]
+    assert found.arm("tuned_plan").label == "trimtab, batch adapted"
+    assert (found.plans["tuned"].batch_policy.value, found.plans["tuned"].plan_kind) == ("fixed", "tuned")
+    assert found.plans["equivalent"].batch_rule is None
+    record = read_record(tmp_path / "out" / "race-0" / "tuned_plan.jsonl")
     assert record.end.reason == "budget"
-    assert record.end.detail["rows"] == -(-BUDGET_ROWS // (3 * BATCH_ROWS)) * 3 * BATCH_ROWS
+    assert record.end.detail["rows"] == -(-BUDGET_SAMPLES // (3 * BATCH_SIZE)) * 3 * BATCH_SIZE
     assert set(taken) == {("user", 1), ("fixed", 3)}
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch": 8}, {"fused_optimizer": True}])
 def test_an_arm_is_measured_apart(changes):
     def make(task, device):
-        return PlanLoop(task, device, Plan.fixed(BATCH_ROWS, **changes)) if changes else ReferenceLoop(task, device)
+        return PlanLoop(task, device, Plan.fixed(BATCH_SIZE, **changes)) if changes else ReferenceLoop(task, device)
 
     facts = measure_arm(make, tiny, load_data(), CPU)
     peak, phases = facts.peak_bytes, facts.phases_s
@@ -713,13 +737,13 @@ def test_an_arm_is_measured_apart(changes):
     assert min(phases.values()) > 0
     weights = sum(p.numel() for p in tiny.make_model().parameters() if p.dim() == 2)
     first = next(tiny.make_model().parameters()).numel()  # whose input needs no gradient
-    assert facts.flops_per_row == 2 * (3 * weights - first)
+    assert facts.flops_per_sample == 2 * (3 * weights - first)
     assert facts.precision == "fp32"
 
 
 def test_smaller_slices_are_seen_to_need_less_memory():
     def peak(micro_batch: int) -> int:
-        wide = replace(tiny, batch_rows=512)
+        wide = replace(tiny, batch_size=512)
         facts = measure_arm(lambda t, d: PlanLoop(t, d, Plan.fixed(512, micro_batch)), wide, load_data(), CPU)
         return facts.peak_bytes
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from raising import raises
-from tiny_task import BATCH_ROWS, load_data
+from tiny_task import BATCH_SIZE, load_data
 from tiny_task import task as tiny
 
 from trimtab.core.errors import FormatError, ValueGivenError
@@ -31,7 +31,7 @@ from trimtab.experiments.report.comparison_report import byline
 from trimtab.experiments.task_plans import Plans, given_plan
 from trimtab.experiments.task_ranks import ranks_of_job, refuse_on_ranks, task_of_rank
 
-PLANS = Plans({"S": Plan.fixed(BATCH_ROWS)})
+PLANS = Plans({"equivalent": Plan.fixed(BATCH_SIZE)})
 
 
 def length(pace: BlockLength, step_s: float) -> int:
@@ -84,7 +84,7 @@ def test_one_process_agrees_with_itself(tmp_path):
         ({"step": lambda model, optimizer, batch: None}, {}, "step.several_ranks", "task.step", ("2 ranks",)),
         ({}, {"adapts": True}, "option.conflict", "--ranks", ("2 ranks", "--adapt")),
         ({}, {"peers": True, "adapts": True}, "option.conflict", "--ranks", ("2 ranks", "--adapt and --peers")),
-        ({"batch_rows": 1}, {}, "ranks.too_many", "--ranks", ("2 ranks", "1 samples")),
+        ({"batch_size": 1}, {}, "ranks.too_many", "--ranks", ("2 ranks", "1 samples")),
     ],
 )
 def test_what_ranks_cannot_race_is_refused(changes, asked, code, field, words):
@@ -109,12 +109,12 @@ def test_a_job_has_the_ranks_that_were_asked_for_or_those_of_its_launcher(monkey
 
 def test_a_given_plan_is_for_as_many_ranks_and_their_share():
     share = task_of_rank(tiny, 2)
-    shared = Plan.fixed(BATCH_ROWS // 2, num_ranks=2, zero_stage=2)
-    assert given_plan(share, shared, 2).plans == {"S": shared}
+    shared = Plan.fixed(BATCH_SIZE // 2, num_ranks=2, zero_stage=2)
+    assert given_plan(share, shared, 2).plans == {"equivalent": shared}
     with raises(ValueGivenError, code="plan.ranks_differ", field="plan"):
         given_plan(tiny, shared)
     with raises(ValueGivenError, code="plan.batch_differs", field="plan"):
-        given_plan(share, replace(shared, batch_rows=BATCH_ROWS, micro_batch=Plan.fixed(BATCH_ROWS).micro_batch), 2)
+        given_plan(share, replace(shared, batch_size=BATCH_SIZE, micro_batch=Plan.fixed(BATCH_SIZE).micro_batch), 2)
 
 
 def test_settings_that_ask_for_more_are_refused_too(tmp_path):
@@ -168,7 +168,7 @@ def test_a_folder_that_says_nothing_of_ranks_is_of_one(tmp_path):
 
 
 def comparison(ranks: RankConditions, facts=None) -> Comparison:
-    facts = facts or {name: ArmMetrics(100) for name in ("reference", "plan_S")}
+    facts = facts or {name: ArmMetrics(100) for name in ("reference", "equivalent_plan")}
     return summarise(tiny, load_data(), PLANS, {}, facts, command="", environment={}, ranks=ranks)
 
 
@@ -190,7 +190,7 @@ def test_a_report_of_one_process_says_nothing_of_ranks():
     found = comparison(RankConditions())
     assert found.num_ranks == 1
     assert "rank" not in " ".join((found.headline.sentence, byline(found), *found.notes))
-    assert headline((), (), PLANS.plans["S"], {}).sentence == "Nothing was measured."
+    assert headline((), (), PLANS.plans["equivalent"], {}).sentence == "Nothing was measured."
 
 
 def test_an_older_report_is_read_as_of_one_rank():

@@ -93,7 +93,7 @@ def test_processor_time_has_a_ratio_of_its_own():
     """Twice as fast on the wall clock by keeping twice as many threads busy."""
     ours = [record(blocks=[(10, 1.0)] * 3, cpu_share=2.0)] * 5
     theirs = [record(blocks=[(10, 2.0)] * 3, cpu_share=1.0)] * 5
-    row = throughput_row(races(ours, theirs), "ours", "theirs", "S", CONTROL)
+    row = throughput_row(races(ours, theirs), "ours", "theirs", "equivalent", CONTROL)
     assert row.ratio.mean == pytest.approx(2.0)
     assert row.cpu is not None
     assert (row.cpu.mean, row.cpu.n) == (pytest.approx(1.0), 5)
@@ -101,7 +101,7 @@ def test_processor_time_has_a_ratio_of_its_own():
 
 def test_records_without_processor_time_have_none():
     some = [record(cpu_share=1.0), record()]
-    row = throughput_row(races(some, [record(cpu_share=1.0)] * 2), "ours", "theirs", "S", None)
+    row = throughput_row(races(some, [record(cpu_share=1.0)] * 2), "ours", "theirs", "equivalent", None)
     assert row.cpu is None
     assert row.ratio.n == 2
 
@@ -109,7 +109,7 @@ def test_records_without_processor_time_have_none():
 def test_a_race_without_the_other_arm_is_no_pair():
     found = {0: {"ours": timed(1.0)}, 1: {"ours": timed(1.0), "theirs": timed(2.0)}, 2: {"theirs": timed(1.0)}}
     assert comparison_statistics.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0])
-    assert throughput_row(found, "ours", "nobody", "S", None) is None
+    assert throughput_row(found, "ours", "nobody", "equivalent", None) is None
 
 
 def test_pairs_come_in_the_order_of_their_seeds():
@@ -136,19 +136,19 @@ def test_step_seconds_are_per_step_without_the_first_block():
 
 def test_the_throughput_row_is_the_geometric_mean_with_its_t_interval():
     ours, theirs = [timed(s) for s in (1.0, 1.1, 0.9, 1.05, 1.0)], [timed(1.5)] * 5
-    row = throughput_row(races(ours, theirs), "ours", "theirs", "S", CONTROL)
+    row = throughput_row(races(ours, theirs), "ours", "theirs", "equivalent", CONTROL)
     assert row is not None
     logs = [math.log(1.5 / s) for s in (1.0, 1.1, 0.9, 1.05, 1.0)]
     expected = scipy_stats.ttest_1samp(logs, 0).confidence_interval(0.95)
     assert row.ratio.mean == pytest.approx(math.exp(sum(logs) / 5))
     assert (row.ratio.low, row.ratio.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
-    assert (row.ratio.n, row.metric, row.tier) == (5, "throughput", "S")
+    assert (row.ratio.n, row.metric, row.plan_kind) == (5, "throughput", "equivalent")
     assert row.ratio.pairs == pytest.approx([1.5 / s for s in (1.0, 1.1, 0.9, 1.05, 1.0)])
     assert row.verdict.kind == "gain"
 
 
 def test_one_pair_has_no_interval():
-    row = throughput_row(races([timed(1.0)], [timed(2.0)]), "ours", "theirs", "S", None)
+    row = throughput_row(races([timed(1.0)], [timed(2.0)]), "ours", "theirs", "equivalent", None)
     assert row is not None
     assert (row.ratio.low, row.ratio.high, row.ratio.n) == (None, None, 1)
     assert row.verdict.kind == "no verdict"
@@ -240,7 +240,7 @@ def test_do_no_harm_says_how_many_pairs_would_show_it():
     ("ours", "kind"), [(97, "gain"), (100, "no gain"), (98.5, "no gain"), (101.5, "no gain"), (103, "harm")]
 )
 def test_the_verdict_on_memory(ours, kind):
-    row = memory_row({}, "ours", "theirs", "S", int(10 * ours), 1000)
+    row = memory_row({}, "ours", "theirs", "equivalent", int(10 * ours), 1000)
     assert (row.metric, row.verdict.kind) == ("peak_memory", kind)
     assert row.ratio == Ratio(ours / 100, None, None, 1, (ours / 100,), counted=True)
 
@@ -251,7 +251,7 @@ def test_equal_arms_measured_with_noise_are_seldom_told_apart():
     for _ in range(400):
         arms = [[timed(rng.lognormvariate(0, 0.04)) for _ in range(5)] for _ in range(4)]
         control = ratio_interval(comparison_statistics.throughput_ratios(races(arms[0], arms[1]), "ours", "theirs"))
-        row = throughput_row(races(arms[2], arms[3]), "ours", "theirs", "S", control)
+        row = throughput_row(races(arms[2], arms[3]), "ours", "theirs", "equivalent", control)
         kinds.append(row.verdict.kind)
     assert set(kinds) <= {"no gain", "gain", "harm"}
     assert kinds.count("no gain") > 0.98 * len(kinds)
@@ -304,7 +304,7 @@ def target(
     control: Interval | None = TIGHT,
 ):
     charged = None if charge is None else PlanningCharge(charge)
-    return target_row(races(ours, theirs), "ours", "theirs", "F", 0.5, "accuracy", True, charged, control)
+    return target_row(races(ours, theirs), "ours", "theirs", "tuned", 0.5, "accuracy", True, charged, control)
 
 
 def reaching(seconds: float) -> RunRecord:
@@ -494,15 +494,17 @@ def test_a_rung_says_how_many_rows_each_arm_was_given():
         return replace(found, header=replace(found.header, detail={comparison_statistics.GIVEN_ROWS: rows}))
 
     row = target([given(reaching(10), 400)], [reaching(20)])
-    assert (row.arm_rows, row.against_rows) == (400, 300)  # from a record that does not say: those it trained on
+    assert (row.arm_samples, row.against_samples) == (400, 300)  # from a record that does not say: those it trained on
 
 
 # Quality.
 
 
-def quality(ours, theirs, *, tier: str = "S", metric: str = "accuracy", rising: bool = True, unit: str = ""):
+def quality(
+    ours, theirs, *, plan_kind: str = "equivalent", metric: str = "accuracy", rising: bool = True, unit: str = ""
+):
     unit = unit or ("share" if rising else "relative")
-    return quality_row(races(ours, theirs), "ours", "theirs", tier, metric, rising, unit)
+    return quality_row(races(ours, theirs), "ours", "theirs", plan_kind, metric, rising, unit)
 
 
 def test_the_difference_of_accuracy_is_in_points():
@@ -534,26 +536,26 @@ def finals(differences: list[float]) -> tuple[list[RunRecord], list[RunRecord]]:
 
 
 @pytest.mark.parametrize(
-    ("differences", "tier", "kind"),
+    ("differences", "plan_kind", "kind"),
     [
-        ([0.0, 0.1, -0.1, 0.1, -0.1], "S", "no gain"),
-        ([0.0, 0.1, -0.1, 0.1], "S", "no verdict"),  # four pairs
-        ([1.0, -1.0, 1.0, -1.0, 0.0], "S", "no verdict"),  # too noisy to say
-        ([-3.0, -3.1, -2.9, -3.0, -3.0], "S", "harm"),
-        ([3.0, 3.1, 2.9, 3.0, 3.0], "S", "no verdict"),  # better is not the same either
-        ([-3.0, -3.1, -2.9, -3.0, -3.0], "F", "harm"),
-        ([3.0, 3.1, 2.9, 3.0, 3.0], "F", "gain"),
-        ([-0.1, 0.1, 0.0, 0.1, -0.1], "F", "no gain"),  # not worse, which is no gain
-        ([-3.5, -0.5, -2.0, -1.5, -2.2], "F", "harm"),  # clear of 0, though not of the limit
-        ([3.5, 0.5, 2.0, 1.5, 2.2], "F", "gain"),
-        ([0.2, 0.3, 0.2, 0.3, 0.25], "F", "no gain"),  # clear of 0, and within the limit
-        ([-3.5, 1.5, -2.0, -1.5, -2.2], "F", "no verdict"),
-        ([-0.2, 1.0, 0.4, 0.9, 0.1], "F", "no gain"),  # not worse than the limit
-        ([-0.2, 1.0, 0.4, 0.9, 0.1], "S", "no verdict"),  # nor shown to be the same
+        ([0.0, 0.1, -0.1, 0.1, -0.1], "equivalent", "no gain"),
+        ([0.0, 0.1, -0.1, 0.1], "equivalent", "no verdict"),  # four pairs
+        ([1.0, -1.0, 1.0, -1.0, 0.0], "equivalent", "no verdict"),  # too noisy to say
+        ([-3.0, -3.1, -2.9, -3.0, -3.0], "equivalent", "harm"),
+        ([3.0, 3.1, 2.9, 3.0, 3.0], "equivalent", "no verdict"),  # better is not the same either
+        ([-3.0, -3.1, -2.9, -3.0, -3.0], "tuned", "harm"),
+        ([3.0, 3.1, 2.9, 3.0, 3.0], "tuned", "gain"),
+        ([-0.1, 0.1, 0.0, 0.1, -0.1], "tuned", "no gain"),  # not worse, which is no gain
+        ([-3.5, -0.5, -2.0, -1.5, -2.2], "tuned", "harm"),  # clear of 0, though not of the limit
+        ([3.5, 0.5, 2.0, 1.5, 2.2], "tuned", "gain"),
+        ([0.2, 0.3, 0.2, 0.3, 0.25], "tuned", "no gain"),  # clear of 0, and within the limit
+        ([-3.5, 1.5, -2.0, -1.5, -2.2], "tuned", "no verdict"),
+        ([-0.2, 1.0, 0.4, 0.9, 0.1], "tuned", "no gain"),  # not worse than the limit
+        ([-0.2, 1.0, 0.4, 0.9, 0.1], "equivalent", "no verdict"),  # nor shown to be the same
     ],
 )
-def test_the_verdict_on_quality(differences, tier, kind):
-    row = quality(*finals(differences), tier=tier)
+def test_the_verdict_on_quality(differences, plan_kind, kind):
+    row = quality(*finals(differences), plan_kind=plan_kind)
     assert row is not None
     assert row.verdict.kind == kind
 
@@ -561,7 +563,7 @@ def test_the_verdict_on_quality(differences, tier, kind):
 def test_tier_f_is_judged_where_each_ends():
     """It may train on fewer rows: what counts is the metric it ends with, against that of the whole reference."""
     ours, theirs = climbing([1, 2], [0.3, 0.903]), climbing([1, 2, 3, 4], [0.1, 0.2, 0.5, 0.9])
-    row = quality([ours], [theirs], tier="F")
+    row = quality([ours], [theirs], plan_kind="tuned")
     assert row is not None
     assert row.ratio.pairs == pytest.approx((0.3,))
 
@@ -572,12 +574,12 @@ def test_tier_f_is_not_judged_on_the_pairs_that_happened_to_end(reason, kind, wh
     """Those that are left once the others stopped early were selected by their outcome; a cap is the same for all."""
     ours, theirs = climbing([1, 2], [0.3, 0.903]), climbing([1, 2, 3, 4], [0.1, 0.2, 0.5, 0.9])
     arms = {"ours": [ours] * 5, "theirs": [theirs] * 5}
-    assert quality(*arms.values(), tier="F") is not None
+    assert quality(*arms.values(), plan_kind="tuned") is not None
     first = arms[who][0]
     arms[who] = [replace(first, end=replace(first.end, reason=reason)), *arms[who][1:]]
-    row = quality(*arms.values(), tier="F")
+    row = quality(*arms.values(), plan_kind="tuned")
     assert (None if row is None else row.verdict.kind) == kind
-    assert quality(*arms.values(), tier="S") is not None
+    assert quality(*arms.values(), plan_kind="equivalent") is not None
 
 
 @pytest.mark.parametrize(
@@ -608,13 +610,13 @@ def test_the_verdict_on_quality_has_the_unit_of_its_metric(unit, said):
     assert f": {said} (95% " in row.verdict.sentence
 
 
-@pytest.mark.parametrize("tier", ["S", "F"])
-def test_a_verdict_on_quality_says_after_which_rows_where_these_are_not_all(tier):
+@pytest.mark.parametrize("plan_kind", ["equivalent", "tuned"])
+def test_a_verdict_on_quality_says_after_which_rows_where_these_are_not_all(plan_kind):
     def arms(given_rows: int) -> list[RunRecord]:
         made = record(evaluations=[(768, 1.0, 0.5), (1536, 2.0, 0.8)])
         return [replace(made, header=replace(made.header, detail={comparison_statistics.GIVEN_ROWS: given_rows}))] * 5
 
-    short, whole = (quality(arms(rows), arms(rows), tier=tier).verdict for rows in (7168, 1550))
+    short, whole = (quality(arms(rows), arms(rows), plan_kind=plan_kind).verdict for rows in (7168, 1550))
     assert (short.kind, whole.kind) == ("no gain", "no gain")
     assert short.sentence.endswith(", limit 0.5, after 1,536 of 7,168 samples")
     assert whole.sentence.endswith(", limit 0.5")  # nearly all of them
@@ -636,18 +638,18 @@ def test_a_brief_pair_counts_for_throughput_alone():
     whole, short = climbing([1, 2, 3], [0.1, 0.6, 0.9]), brief(climbing([2, 4, 6], [0.1, 0.6, 0.9]))
     found = races([whole, short], [climbing([2, 4, 6], [0.1, 0.6, 0.9])] * 2)
     assert comparison_statistics.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0, 1.0])
-    row = target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None)
+    row = target_row(found, "ours", "theirs", "equivalent", 0.5, "accuracy", True, None)
     assert row is not None
     assert (row.n, row.reached_arm, row.arm_s) == (1, 1, pytest.approx((1.8,)))
-    difference = quality_row(found, "ours", "theirs", "S", "accuracy", True, "share")
+    difference = quality_row(found, "ours", "theirs", "equivalent", "accuracy", True, "share")
     assert difference is not None
     assert difference.ratio.n == 1
 
 
 def test_without_a_whole_pair_there_is_no_rung():
     found = races([brief(climbing([1, 2, 3], [0.1, 0.6, 0.9]))], [climbing([2, 4, 6], [0.1, 0.6, 0.9])])
-    assert target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None) is None
-    assert quality_row(found, "ours", "theirs", "S", "accuracy", True, "share") is None
+    assert target_row(found, "ours", "theirs", "equivalent", 0.5, "accuracy", True, None) is None
+    assert quality_row(found, "ours", "theirs", "equivalent", "accuracy", True, "share") is None
 
 
 # Arms that failed.
@@ -672,7 +674,7 @@ def one_broken(ours: RunRecord, theirs: RunRecord, who: str) -> dict[int, dict[s
 @FAILS
 def test_the_races_an_arm_survived_are_no_verdict_on_its_throughput(who):
     """The ratio is that of the others; what it shows was selected by its outcome."""
-    row = throughput_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "S", TIGHT)
+    row = throughput_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "equivalent", TIGHT)
     assert row.ratio.pairs == pytest.approx((2.0,) * 5)
     assert row.verdict.kind == "no verdict"
     assert row.verdict.sentence.startswith(f"{who} failed in 1 of 6 runs")
@@ -681,19 +683,22 @@ def test_the_races_an_arm_survived_are_no_verdict_on_its_throughput(who):
 
 @FAILS
 def test_nor_on_the_harm_it_does(who):
-    row = do_no_harm_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "S")
+    row = do_no_harm_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "equivalent")
     assert row.ratio.n == 5
     assert row.verdict.kind == "no verdict"
     assert f"{who} failed in 1 of 6 runs" in row.verdict.sentence
     assert row.failed == f"{who} failed in 1 of 6 runs"
-    assert do_no_harm_row(races([timed(1.0)] * 5, [timed(1.0)] * 5), "ours", "theirs", "S").verdict.kind == "no harm"
+    assert (
+        do_no_harm_row(races([timed(1.0)] * 5, [timed(1.0)] * 5), "ours", "theirs", "equivalent").verdict.kind
+        == "no harm"
+    )
 
 
 @FAILS
-@pytest.mark.parametrize("tier", ["S", "F"])
-def test_nor_on_its_quality(who, tier):
+@pytest.mark.parametrize("plan_kind", ["equivalent", "tuned"])
+def test_nor_on_its_quality(who, plan_kind):
     ours, theirs = (arms[0] for arms in finals([3.0]))
-    row = quality_row(one_broken(ours, theirs, who), "ours", "theirs", tier, "accuracy", True, "share")
+    row = quality_row(one_broken(ours, theirs, who), "ours", "theirs", plan_kind, "accuracy", True, "share")
     assert row.ratio.n == 5
     assert row.verdict.kind == "no verdict"
     assert f"{who} failed in 1 of 6 runs" in row.verdict.sentence
@@ -702,7 +707,7 @@ def test_nor_on_its_quality(who, tier):
 
 @FAILS
 def test_nor_on_the_memory_it_holds(who):
-    row = memory_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "S", 500, 1000)
+    row = memory_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "equivalent", 500, 1000)
     assert (row.ratio.mean, row.verdict.kind) == (0.5, "no verdict")
     assert row.failed == f"{who} failed in 1 of 6 runs"
 
@@ -739,10 +744,10 @@ def test_another_arm_that_failed_is_censored_where_it_did():
 
 def test_an_arm_that_failed_in_every_race_has_a_rung_and_no_ratio():
     found = races([broken(reaching(1))] * 5, [reaching(20)] * 5)
-    row = target_row(found, "ours", "theirs", "F", 0.5, "accuracy", True, PlanningCharge(3.0), TIGHT)
+    row = target_row(found, "ours", "theirs", "tuned", 0.5, "accuracy", True, PlanningCharge(3.0), TIGHT)
     assert (row.bound, row.reached_arm, row.n) == ("never reached", 0, 5)
     assert "ours failed in 5 of 5 runs" in row.verdict.sentence
-    assert throughput_row(found, "ours", "theirs", "F", TIGHT) is None
+    assert throughput_row(found, "ours", "theirs", "tuned", TIGHT) is None
 
 
 def test_a_race_without_the_arm_is_none_that_it_failed():

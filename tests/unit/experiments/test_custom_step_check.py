@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from raising import raises
-from tiny_task import BATCH_ROWS, load_data
+from tiny_task import BATCH_SIZE, load_data
 from tiny_task import task as tiny
 from torch import nn
 from torch.nn import functional as F
@@ -77,7 +77,7 @@ def smoothed(model, optimizer, batch):
 
 
 def half_of_the_rows(model, optimizer, batch):
-    stepping()(model, optimizer, [column[: BATCH_ROWS // 2] for column in batch])
+    stepping()(model, optimizer, [column[: BATCH_SIZE // 2] for column in batch])
 
 
 def never_zeroed(model, optimizer, batch):
@@ -274,7 +274,7 @@ def text() -> TaskData:
     return TaskData(columns, (columns,), DataSource("random tokens", "made here", "0" * 64))
 
 
-reader = replace(tiny, make_model=Reader, loss_fn=next_token, batch_rows=32)
+reader = replace(tiny, make_model=Reader, loss_fn=next_token, batch_size=32)
 
 
 def test_accumulation_under_adam_is_no_other_maths():
@@ -341,7 +341,7 @@ def test_a_step_whose_gradients_are_not_seen_is_held_by_its_weights(make_step):
 @pytest.mark.parametrize("overflows", [False, True])
 def test_a_loss_scalers_step_is_held_by_its_true_gradient(overflows, fused):
     """A fused step sees its gradients scaled, and is called for those that overflowed too: here the first batch's."""
-    first = next(load_data().batches(PLANNING_SEED, BATCH_ROWS))[0]
+    first = next(load_data().batches(PLANNING_SEED, BATCH_SIZE))[0]
 
     def loss_fn(model, batch):
         return tiny.loss_fn(model, batch) * (1e30 if overflows and torch.equal(batch[0], first) else 1.0)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from race_records import record
-from tiny_task import BATCH_ROWS, load_data, task
+from tiny_task import BATCH_SIZE, load_data, task
 
 from trimtab.core.energy_reading import Energy, MeterFacts, PowerLimit, Provenance, absent
 from trimtab.core.record import End, Evaluation, Event, RunRecord, read_record, write_record
@@ -70,7 +70,7 @@ def races(power_w: float, step_s: float = 1.0, pairs: int = 5, meter: MeterFacts
         seed: {
             "reference": arm(1.0, 100.0, meter=meter),
             "self": arm(1.0, 100.0 * jitter[seed % 5], meter=meter),
-            "plan_S": arm(step_s, power_w * jitter[-1 - seed % 5], meter=meter),
+            "equivalent_plan": arm(step_s, power_w * jitter[-1 - seed % 5], meter=meter),
         }
         for seed in range(pairs)
     }
@@ -78,7 +78,7 @@ def races(power_w: float, step_s: float = 1.0, pairs: int = 5, meter: MeterFacts
 
 def joules_row(found):
     """Return the row of the plan's joules, as a summary asks for it."""
-    return energy_row(found, "plan_S", "reference", "S", meter_of(found), energy_control(found))
+    return energy_row(found, "equivalent_plan", "reference", "equivalent", meter_of(found), energy_control(found))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,9 @@ def test_joules_are_paired_by_lap():
 
 def test_the_verdict_of_speed_is_that_of_seconds():
     found = races(300.0, 0.5)  # twice as fast, and half as much again in joules
-    speed = throughput_row(found, "plan_S", "reference", "S", ratio_interval([1.0, 1.001, 0.999, 1.0, 1.0]))
+    speed = throughput_row(
+        found, "equivalent_plan", "reference", "equivalent", ratio_interval([1.0, 1.001, 0.999, 1.0, 1.0])
+    )
     assert (speed.verdict.kind, speed.ratio.mean) == ("gain", pytest.approx(2.0))
     assert joules_row(found).verdict.kind == "harm"
 
@@ -148,7 +150,7 @@ def test_meters_are_not_mixed():
         reached = {
             seed: {name: replace(run, evaluations=seen) for name, run in race.items()} for seed, race in pairs.items()
         }
-        row = target_row(reached, "plan_S", "reference", "S", meter=meter_of(reached), **ladder)
+        row = target_row(reached, "equivalent_plan", "reference", "equivalent", meter=meter_of(reached), **ladder)
         assert (len(row.arm_j), row.energy is None) == (told, not told)
 
 
@@ -163,13 +165,13 @@ def test_of_several_processes_the_median_idle_watts_are_told_limits_of_all_and_w
 
 def test_joules_of_an_arm_that_failed_allow_no_verdict():
     found = races(50.0, pairs=6)
-    found[3]["plan_S"] = replace(found[3]["plan_S"], end=End("error", {"error": "no memory"}))
+    found[3]["equivalent_plan"] = replace(found[3]["equivalent_plan"], end=End("error", {"error": "no memory"}))
     row = joules_row(found)
-    assert (row.ratio.n, row.verdict.kind, row.failed) == (5, "no verdict", "plan_S failed in 1 of 6 runs")
+    assert (row.ratio.n, row.verdict.kind, row.failed) == (5, "no verdict", "equivalent_plan failed in 1 of 6 runs")
 
 
 def test_without_joules_there_is_no_row_and_no_number():
-    found = {0: {"reference": record(), "plan_S": record()}}
+    found = {0: {"reference": record(), "equivalent_plan": record()}}
     assert joules_row(found) is None
     assert meter_of(found).is_absent
     assert watts(record()) is None
@@ -191,22 +193,34 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
         points = [(10 * i, seconds * i, 0.3 * i) for i in (1, 2, 3)]
         return metered(record(blocks=[(10, seconds)] * 3, evaluations=points), power_w)
 
-    found = {seed: {"plan_S": run(1.0, 150.0), "reference": run(2.0, 100.0)} for seed in range(5)}
-    row = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, None, meter=MEASURED)
+    found = {seed: {"equivalent_plan": run(1.0, 150.0), "reference": run(2.0, 100.0)} for seed in range(5)}
+    row = target_row(found, "equivalent_plan", "reference", "equivalent", 0.6, "accuracy", True, None, meter=MEASURED)
     assert row.energy.mean == pytest.approx(0.75)
     assert row.arm_j == pytest.approx([300.0] * 5)
     charged = target_row(
-        found, "plan_S", "reference", "S", 0.6, "accuracy", True, PlanningCharge(60.0, 900.0), meter=MEASURED
+        found,
+        "equivalent_plan",
+        "reference",
+        "equivalent",
+        0.6,
+        "accuracy",
+        True,
+        PlanningCharge(60.0, 900.0),
+        meter=MEASURED,
     )
     assert charged.arm_j == pytest.approx([1200.0] * 5)
     assert charged.energy.mean == pytest.approx(3.0)
-    unknown = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, PlanningCharge(60.0), meter=MEASURED)
+    unknown = target_row(
+        found, "equivalent_plan", "reference", "equivalent", 0.6, "accuracy", True, PlanningCharge(60.0), meter=MEASURED
+    )
     assert (unknown.energy, unknown.arm_j) == (None, ())  # what planning took is not known, so neither is the sum
-    never = target_row(found, "plan_S", "reference", "S", 5.0, "accuracy", True, None, meter=MEASURED)
+    never = target_row(found, "equivalent_plan", "reference", "equivalent", 5.0, "accuracy", True, None, meter=MEASURED)
     assert never.energy is None
     flat = metered(record(blocks=[(10, 2.0)] * 3, evaluations=[(10 * i, 2.0 * i, 0.1) for i in (1, 2, 3)]), 100.0)
     left = found | {4: found[4] | {"reference": flat}}
-    survivors = target_row(left, "plan_S", "reference", "S", 0.6, "accuracy", True, None, meter=MEASURED)
+    survivors = target_row(
+        left, "equivalent_plan", "reference", "equivalent", 0.6, "accuracy", True, None, meter=MEASURED
+    )
     assert (survivors.energy, len(survivors.arm_j)) == (None, 4)  # those that are left were chosen by their outcome
 
 
@@ -220,7 +234,7 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
     ],
 )
 def test_joules_of_planning_are_those_of_the_meter_of_the_races(spent, is_told):
-    assert of_planning({"S": spent}, MEASURED) == ({"S": spent} if is_told else {})
+    assert of_planning({"equivalent": spent}, MEASURED) == ({"equivalent": spent} if is_told else {})
 
 
 def test_the_name_of_an_estimate_says_that_it_is_one():
@@ -230,9 +244,13 @@ def test_the_name_of_an_estimate_says_that_it_is_one():
 
 
 def test_a_report_says_what_planning_took():
-    spent = {key: Energy(1.0, j, Provenance.MEASURED, ("a",)) for key, j in {"S": 900.0, "F": 2000.0}.items()}
-    said = planning_sentence(SimpleNamespace(planning_energy=spent | {"strong": spent["S"]}))
-    assert said.startswith("Planning took 900 J for tier S, 2 kJ for tier F, 900 J for P2 (tier S); ")
+    spent = {
+        key: Energy(1.0, j, Provenance.MEASURED, ("a",)) for key, j in {"equivalent": 900.0, "tuned": 2000.0}.items()
+    }
+    said = planning_sentence(SimpleNamespace(planning_energy=spent | {"strong": spent["equivalent"]}))
+    assert said.startswith(
+        "Planning took 900 J for the equivalent plan, 2 kJ for the tuned plan, 900 J for P2 (equivalent plan); "
+    )
     assert planning_sentence(SimpleNamespace(planning_energy={})) == ""
 
 
@@ -245,7 +263,7 @@ def test_a_race_counts_joules_of_each_block(tmp_path, monkeypatch):
     meter = race_meter_of(GivenWatts(80))
     monkeypatch.setattr(race_module, "_BLOCK_S", 1e-6)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
-    entries = [PairedArm(name, ReferenceLoop, 4 * BATCH_ROWS) for name in ("reference", "self")]
+    entries = [PairedArm(name, ReferenceLoop, 4 * BATCH_SIZE) for name in ("reference", "self")]
     begin = time.perf_counter()
     raced = list(race(entries, task, load_data(), 0, CPU, meter=meter))
     whole_s = time.perf_counter() - begin
@@ -282,7 +300,10 @@ class Failing(ReferenceLoop):
 def test_a_meter_that_fails_is_no_arms_error_and_a_step_that_does_is_no_meters(monkeypatch):
     monkeypatch.setattr(race_module, "_BLOCK_S", 1e-6)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
-    entries = [PairedArm("reference", ReferenceLoop, 4 * BATCH_ROWS), PairedArm("plan_S", Failing, 4 * BATCH_ROWS)]
+    entries = [
+        PairedArm("reference", ReferenceLoop, 4 * BATCH_SIZE),
+        PairedArm("equivalent_plan", Failing, 4 * BATCH_SIZE),
+    ]
     for meter, counts in ((race_meter_of(Broken()), False), (race_meter_of(GivenWatts(80)), True)):
         own, rival = race(entries, task, load_data(), 0, CPU, meter=meter)
         assert own.end.reason == "budget"
@@ -295,7 +316,7 @@ def test_a_meter_that_fails_is_no_arms_error_and_a_step_that_does_is_no_meters(m
 def test_blocks_of_a_metered_race_are_a_tenth_above_the_shortest_window(kind, block_s):
     paces = []
     together = SimpleNamespace(pace=lambda steps, seconds: paces.append(seconds))
-    entry = PairedArm("reference", ReferenceLoop, BATCH_ROWS)
+    entry = PairedArm("reference", ReferenceLoop, BATCH_SIZE)
     RunningArm(entry, task, load_data(), 0, CPU, together, race_meter_of(GivenWatts(80), kind))
     RunningArm(entry, task, load_data(), 0, CPU, together)
     assert paces == pytest.approx([block_s, 1.0])
@@ -304,7 +325,7 @@ def test_blocks_of_a_metered_race_are_a_tenth_above_the_shortest_window(kind, bl
 def test_the_table_says_which_blocks_were_too_short_for_joules():
     run = metered(record(blocks=[(10, 0.9), (10, 1.1), (10, 0.5), (10, 1.2)]), 50.0, unknown=(0, 2, 3))
     assert short_blocks(run) == (1, 3)  # of the first it is not asked, the last lost its meter
-    bare = Arm("plan_S", "a plan", "S", "", (), ())
+    bare = Arm("equivalent_plan", "a plan", "equivalent", "", (), ())
     for joules in ((5.0,), ()):
         arms = (replace(bare, joules=joules, watts=joules, short_blocks=1, blocks=3), replace(bare, name="self"))
         table = arm_energy_table(SimpleNamespace(arms=arms))
@@ -313,7 +334,7 @@ def test_the_table_says_which_blocks_were_too_short_for_joules():
 
 
 def test_a_race_without_a_meter_has_blocks_without_joules():
-    (found,) = race([PairedArm("reference", ReferenceLoop, 4 * BATCH_ROWS)], task, load_data(), 0, CPU)
+    (found,) = race([PairedArm("reference", ReferenceLoop, 4 * BATCH_SIZE)], task, load_data(), 0, CPU)
     assert {event.detail["energy_j"] for event in found.events} == {None}
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_task import BATCH_ROWS, load_data
+from tiny_task import BATCH_SIZE, load_data
 from tiny_task import task as tiny
 from torch import nn
 from torch.nn import functional as F
@@ -36,7 +36,7 @@ def short(monkeypatch):
 
 
 def measured(task=tiny, plan: Plan | None = None, **how) -> TimedGain:
-    return measure_gain(task, load_data(), CPU, plan or Plan.fixed(task.batch_rows), rounds=ROUNDS, **how)
+    return measure_gain(task, load_data(), CPU, plan or Plan.fixed(task.batch_size), rounds=ROUNDS, **how)
 
 
 def small_gpt() -> nn.Module:
@@ -57,7 +57,7 @@ def found() -> TimedGain:
         patch.setattr(gain_module, "_LAP_S", 0.01)
         patch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 1e9, "fp16": 1e6})
         patch.setattr(machine, "measured_cpu_bandwidth", lambda threads: 1e9)
-        return measured(plan=Plan.fixed(BATCH_ROWS, 8))
+        return measured(plan=Plan.fixed(BATCH_SIZE, 8))
 
 
 def test_each_arm_has_its_phases_and_both_their_laps(found):
@@ -100,16 +100,16 @@ def test_roofs_are_of_a_whole_batch_however_it_is_cut(found):
     """The products' FLOP are as many in four micro-batches of 8 rows as in one of 32."""
     theirs, ours = found.reference.roofs, found.plan.roofs
     assert set(theirs) == set(ours) == {"forward", "backward", "optimizer"}
-    products = 2 * BATCH_ROWS * (16 * 64 + 64 * 64 + 64 * 4)
+    products = 2 * BATCH_SIZE * (16 * 64 + 64 * 64 + 64 * 4)
     assert theirs["forward"].flops == ours["forward"].flops == products
-    assert theirs["backward"].flops == ours["backward"].flops == 2 * products - 2 * BATCH_ROWS * 16 * 64
+    assert theirs["backward"].flops == ours["backward"].flops == 2 * products - 2 * BATCH_SIZE * 16 * 64
     assert ours["forward"].moved_bytes > theirs["forward"].moved_bytes  # weights are read four times
     assert "compute-bound" in bound_seconds(found.plan)
 
 
 def test_what_a_plan_computes_again_is_found_and_has_no_part_in_the_reference():
     names = find_blocks(small_gpt())
-    plan = Plan.fixed(BATCH_ROWS).recomputing("(0) (1) 2", names, "asked for")
+    plan = Plan.fixed(BATCH_SIZE).recomputing("(0) (1) 2", names, "asked for")
     found = measured(GPT_TASK, plan)
     assert "recompute" not in found.reference.has
     assert found.plan.mean_s("recompute") > 0
@@ -127,7 +127,7 @@ def test_a_slow_loader_is_found_as_data_in_both_arms():
             square @ square
         return batch
 
-    found = measure_gain(tiny, replace(data, augment=augment), CPU, Plan.fixed(BATCH_ROWS), rounds=2)
+    found = measure_gain(tiny, replace(data, augment=augment), CPU, Plan.fixed(BATCH_SIZE), rounds=2)
     for arm in (found.reference, found.plan):
         assert arm.mean_s("data") > 0.5 * math.fsum(map(arm.mean_s, arm.has))
         assert bound_seconds(arm)["waiting for data"] == pytest.approx(arm.mean_s("data"))
@@ -157,8 +157,8 @@ def test_a_step_of_the_users_own_hides_its_forward():
 
 
 def test_what_a_step_of_a_recomputing_plan_holds_is_less():
-    plan = Plan.fixed(BATCH_ROWS).recomputing("(0) (1) 2", find_blocks(small_gpt()), "asked for")
-    kept, again = (step_memory(GPT_TASK, load_data(), CPU, each) for each in (Plan.fixed(BATCH_ROWS), plan))
+    plan = Plan.fixed(BATCH_SIZE).recomputing("(0) (1) 2", find_blocks(small_gpt()), "asked for")
+    kept, again = (step_memory(GPT_TASK, load_data(), CPU, each) for each in (Plan.fixed(BATCH_SIZE), plan))
     assert again.most_bytes["activations"] < 0.8 * kept.most_bytes["activations"]
 
 
@@ -188,13 +188,13 @@ def test_the_process_is_left_as_it_was():
 
 def test_a_long_pass_has_fewer_rounds(monkeypatch):
     monkeypatch.setattr(gain_module, "_PASS_S", 0.0)
-    assert len(measure_gain(tiny, load_data(), CPU, Plan.fixed(BATCH_ROWS)).plan.laps) == 2
+    assert len(measure_gain(tiny, load_data(), CPU, Plan.fixed(BATCH_SIZE)).plan.laps) == 2
 
 
 def test_a_folder_keeps_its_gain_and_one_that_cannot_be_measured_is_none(tmp_path):
     arguments = tiny, load_data(), CPU
-    found = gain_in(tmp_path, *arguments, Plan.fixed(BATCH_ROWS))
-    assert gain_in(tmp_path, *arguments, Plan.fixed(BATCH_ROWS)) == found
+    found = gain_in(tmp_path, *arguments, Plan.fixed(BATCH_SIZE))
+    assert gain_in(tmp_path, *arguments, Plan.fixed(BATCH_SIZE)) == found
     (tmp_path / "gain.json").unlink()
-    assert gain_in(tmp_path, *arguments, Plan.fixed(2 * BATCH_ROWS).recomputing("0", ("nowhere",), "")) is None
+    assert gain_in(tmp_path, *arguments, Plan.fixed(2 * BATCH_SIZE).recomputing("0", ("nowhere",), "")) is None
     assert not (tmp_path / "gain.json").exists()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_task import BATCH_ROWS, load_data
+from tiny_task import BATCH_SIZE, load_data
 from tiny_task import task as tiny
 from torch.nn import functional as F
 
@@ -41,11 +41,11 @@ def own_step(model, optimizer, batch) -> None:
 
 
 def facts(make=ReferenceLoop, **changes) -> ArmMetrics:
-    return measure_arm(make, replace(tiny, terms_per_row=3, **changes), load_data(), CPU)
+    return measure_arm(make, replace(tiny, terms_per_sample=3, **changes), load_data(), CPU)
 
 
 def split(task, device) -> PlanLoop:
-    return PlanLoop(task, device, Plan.fixed(BATCH_ROWS, 8))
+    return PlanLoop(task, device, Plan.fixed(BATCH_SIZE, 8))
 
 
 # Phases.
@@ -71,22 +71,24 @@ def test_phases_are_of_a_batch_however_many_a_step_takes(monkeypatch):
 @pytest.mark.parametrize("make", [ReferenceLoop, split, PaperLoop])
 def test_terms_are_what_the_loss_counted(make):
     """About a quarter of the rows is of the one class."""
-    assert facts(make, loss_fn=counting_loss).terms_per_row == pytest.approx(float(KEPT.float().mean()), abs=0.08)
+    assert facts(make, loss_fn=counting_loss).terms_per_sample == pytest.approx(float(KEPT.float().mean()), abs=0.08)
 
 
 def test_the_terms_of_one_batch_are_those_of_its_slices():
-    whole, sliced = (facts(make, loss_fn=counting_loss).terms_per_row for make in (ReferenceLoop, split))
+    whole, sliced = (facts(make, loss_fn=counting_loss).terms_per_sample for make in (ReferenceLoop, split))
     assert whole == sliced
 
 
 def test_a_step_of_the_users_own_counts_what_the_declared_loss_does():
     reference = facts(loss_fn=counting_loss)
-    assert facts(loss_fn=counting_loss, step=own_step).terms_per_row == pytest.approx(reference.terms_per_row, abs=0.08)
+    assert facts(loss_fn=counting_loss, step=own_step).terms_per_sample == pytest.approx(
+        reference.terms_per_sample, abs=0.08
+    )
 
 
 @pytest.mark.parametrize("step", [None, lambda model, optimizer, batch: None])
 def test_where_the_loss_is_a_mean_the_task_says_what_a_row_holds(step):
-    assert facts(step=step).terms_per_row == 3.0
+    assert facts(step=step).terms_per_sample == 3.0
 
 
 def test_facts_that_lack_what_is_known_today_are_not_current():
@@ -94,6 +96,6 @@ def test_facts_that_lack_what_is_known_today_are_not_current():
     assert found.is_current
     assert from_json(ArmMetrics, to_json(found)) == found
     assert not replace(found, precision="").is_current
-    assert not replace(found, terms_per_row=None).is_current
-    assert not from_json(ArmMetrics, '{"peak_bytes": 1, "flops_per_row": 1.0, "precision": "fp32"}').is_current
+    assert not replace(found, terms_per_sample=None).is_current
+    assert not from_json(ArmMetrics, '{"peak_bytes": 1, "flops_per_sample": 1.0, "precision": "fp32"}').is_current
     assert ArmMetrics(None, error="out of memory").is_current

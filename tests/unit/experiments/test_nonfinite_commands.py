@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_task import BATCH_ROWS, BUDGET_ROWS, load_data, make_model
+from tiny_task import BATCH_SIZE, BUDGET_SAMPLES, load_data, make_model
 from tiny_task import task as tiny
 from torch import nn
 
@@ -27,7 +27,7 @@ from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.scaling.scaling_bench import Bench, JobSettings
 from trimtab.experiments.train import TrainingOptions, train_whole
 
-PLAN = Plan.fixed(BATCH_ROWS, 8)
+PLAN = Plan.fixed(BATCH_SIZE, 8)
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:Training became non-finite:RuntimeWarning")
 
@@ -82,28 +82,31 @@ def test_train_checks_parameters_that_no_loss_has_told_of():
 
 
 def races(task, arms) -> comparison_statistics.Races:
-    entries = [PairedArm(name, make, BUDGET_ROWS) for name, make in arms.items()]
+    entries = [PairedArm(name, make, BUDGET_SAMPLES) for name, make in arms.items()]
     found = {seed: race(entries, task, task.load_data(), seed, CPU) for seed in range(2)}
     return {seed: {each.header.name: each for each in records} for seed, records in found.items()}
 
 
 @pytest.mark.parametrize("cause", TASKS)
 def test_a_race_of_non_finite_arms_has_no_verdict_and_says_why(cause):
-    found = races(TASKS[cause], {"reference": ReferenceLoop, "plan_S": partial(PlanLoop, plan=PLAN)})
+    found = races(TASKS[cause], {"reference": ReferenceLoop, "equivalent_plan": partial(PlanLoop, plan=PLAN)})
     assert {record.end.reason for race in found.values() for record in race.values()} == {"diverged"}
-    assert throughput_row(found, "plan_S", "reference", "S", None) is None
+    assert throughput_row(found, "equivalent_plan", "reference", "equivalent", None) is None
     verdict = headline(
-        [], [], PLAN, {name: comparison_statistics.failed_with(found, name) for name in ("reference", "plan_S")}
+        [],
+        [],
+        PLAN,
+        {name: comparison_statistics.failed_with(found, name) for name in ("reference", "equivalent_plan")},
     )
     assert verdict.kind == "no verdict"
-    assert comparison_statistics.failed(found[0]["plan_S"])[:40] in verdict.sentence
+    assert comparison_statistics.failed(found[0]["equivalent_plan"])[:40] in verdict.sentence
     alone = headline([], [], PLAN, {"reference": comparison_statistics.failed_with(found, "reference")})
     assert alone.kind == "no verdict"
     assert comparison_statistics.failed(found[0]["reference"])[:40] in alone.sentence
 
 
 def test_arms_that_are_only_timed_are_checked_too():
-    entries = [PairedArm(n, ReferenceLoop, BUDGET_ROWS, is_timed_only=True) for n in ("reference", "self")]
+    entries = [PairedArm(n, ReferenceLoop, BUDGET_SAMPLES, is_timed_only=True) for n in ("reference", "self")]
     task = TASKS["a NaN in the data"]
     found = race(entries, task, task.load_data(), 0, CPU)
     assert {record.end.reason for record in found} == {"diverged"}
@@ -113,13 +116,13 @@ def test_one_arm_that_breaks_leaves_the_others():
     def breaks(task, device):
         return ReferenceLoop(TASKS["a model that breaks"], device)
 
-    found = races(tiny, {"reference": ReferenceLoop, "plan_S": breaks})
+    found = races(tiny, {"reference": ReferenceLoop, "equivalent_plan": breaks})
     assert {race["reference"].end.reason for race in found.values()} == {"budget"}
-    assert {race["plan_S"].end.reason for race in found.values()} == {"diverged"}
+    assert {race["equivalent_plan"].end.reason for race in found.values()} == {"diverged"}
 
 
 def test_an_ablation_of_non_finite_arms_says_why_it_has_no_verdict():
-    change = AblatedChange("precision", "precision bf16", "S")
+    change = AblatedChange("precision", "precision bf16", "equivalent")
     verdict = ablation_headline([change], [], [], failed={"plan": "the loss is nan"})
     assert (verdict.kind, verdict.code) == ("no verdict", "speed.not_measured")
     assert "the loss is nan" in verdict.sentence

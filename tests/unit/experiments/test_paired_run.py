@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from raising import raises
-from tiny_task import BATCH_ROWS, BUDGET_ROWS, EVAL_EVERY_ROWS, load_data, task
+from tiny_task import BATCH_SIZE, BUDGET_SAMPLES, EVAL_EVERY_SAMPLES, load_data, task
 from torch import Tensor, nn
 
 from trimtab.core.errors import LoopError, ValueGivenError
@@ -75,9 +75,9 @@ def run(*entries: PairedArm, its=task, seed: int = 0, **options) -> list[RunReco
 
 
 def test_arms_start_alike_and_see_the_same_data():
-    run(*(PairedArm(name, Watched, BUDGET_ROWS) for name in ("a", "b", "c")))
+    run(*(PairedArm(name, Watched, BUDGET_SAMPLES) for name in ("a", "b", "c")))
     first, *others = Watched.made
-    assert len(first.seen) == BUDGET_ROWS // BATCH_ROWS
+    assert len(first.seen) == BUDGET_SAMPLES // BATCH_SIZE
     for other in others:
         assert torch.equal(first.start, other.start)
         assert all(torch.equal(x, y) for x, y in zip(first.seen, other.seen, strict=True))
@@ -85,9 +85,9 @@ def test_arms_start_alike_and_see_the_same_data():
 
 def test_interleaved_arms_end_where_a_lone_one_ends():
     """Bit for bit, with dropout in the model: each arm has its own generators."""
-    alone = [PairedArm("reference", Watched, BUDGET_ROWS)]
+    alone = [PairedArm("reference", Watched, BUDGET_SAMPLES)]
     run(*alone)
-    records = run(*alone, PairedArm("self", Watched, BUDGET_ROWS), PairedArm("other", Noisy, BUDGET_ROWS))
+    records = run(*alone, PairedArm("self", Watched, BUDGET_SAMPLES), PairedArm("other", Noisy, BUDGET_SAMPLES))
     lone, reference, again = (weights(loop) for loop in Watched.made if type(loop) is Watched)
     assert torch.equal(reference, lone)
     assert torch.equal(reference, again)
@@ -104,7 +104,7 @@ def test_arms_start_alike_whatever_generator_a_model_draws_from():
             model[0].weight.mul_(random.random()).add_(numpy.random.rand())
         return model
 
-    run(*(PairedArm(name, Watched, BATCH_ROWS) for name in ("a", "b")), its=replace(task, make_model=make_model))
+    run(*(PairedArm(name, Watched, BATCH_SIZE) for name in ("a", "b")), its=replace(task, make_model=make_model))
     first, second = Watched.made
     assert torch.equal(first.start, second.start)
 
@@ -126,7 +126,7 @@ def test_arms_are_built_in_an_order_that_changes_with_the_seed_and_told_in_their
             built.append(name)
             return Watched(its, device)
 
-        return PairedArm(name, make, BATCH_ROWS)
+        return PairedArm(name, make, BATCH_SIZE)
 
     for seed in range(6):
         records = run(*map(entry, "abcd"), seed=seed)
@@ -138,8 +138,8 @@ def test_arms_are_built_in_an_order_that_changes_with_the_seed_and_told_in_their
 
 
 def test_another_seed_is_another_race():
-    run(PairedArm("a", Watched, BUDGET_ROWS))
-    run(PairedArm("a", Watched, BUDGET_ROWS), seed=1)
+    run(PairedArm("a", Watched, BUDGET_SAMPLES))
+    run(PairedArm("a", Watched, BUDGET_SAMPLES), seed=1)
     first, second = Watched.made
     assert not torch.equal(first.start, second.start)
     assert not torch.equal(first.seen[0], second.seen[0])
@@ -149,10 +149,10 @@ def test_a_plan_that_changes_nothing_trains_as_the_reference_does():
     loops = []
 
     def make(its, device):
-        loops.append(PlanLoop(its, device, Plan.fixed(BATCH_ROWS)))
+        loops.append(PlanLoop(its, device, Plan.fixed(BATCH_SIZE)))
         return loops[-1]
 
-    run(PairedArm("reference", Watched, BUDGET_ROWS), PairedArm("plan_S", make, BUDGET_ROWS))
+    run(PairedArm("reference", Watched, BUDGET_SAMPLES), PairedArm("equivalent_plan", make, BUDGET_SAMPLES))
     assert torch.equal(weights(loops[0]), weights(Watched.made[0]))
 
 
@@ -163,7 +163,7 @@ def state() -> list:
 
 def test_the_process_is_left_as_it_was():
     before = state()
-    run(PairedArm("a", Noisy, BUDGET_ROWS), PairedArm("b", Watched, BUDGET_ROWS))
+    run(PairedArm("a", Noisy, BUDGET_SAMPLES), PairedArm("b", Watched, BUDGET_SAMPLES))
     assert state() == before
     assert [loop.closed for loop in Watched.made] == [1, 1]
 
@@ -177,7 +177,7 @@ def test_an_error_closes_every_arm_and_restores_the_process():
 
     before = state()
     with raises(LoopError, code="baseline.failed", field="baseline loop") as e:
-        run(PairedArm("b", make, BUDGET_ROWS), PairedArm("a", Noisy, BUDGET_ROWS))
+        run(PairedArm("b", make, BUDGET_SAMPLES), PairedArm("a", Noisy, BUDGET_SAMPLES))
     assert isinstance(e.value.__cause__, ZeroDivisionError)
     assert state() == before
     assert [loop.closed for loop in Watched.made] == [1, 1]
@@ -237,7 +237,7 @@ def scripted(clock: Clock, values: list[float], *, every: int = 50, seconds: flo
         return next(left)
 
     metric = replace(task.metric, evaluate=evaluate)
-    return replace(task, metric=metric, batch_rows=10, eval_every_rows=every, **changes)
+    return replace(task, metric=metric, batch_size=10, eval_every_samples=every, **changes)
 
 
 class Numbers(Coordinator):
@@ -259,7 +259,7 @@ def test_a_race_whose_metric_is_a_tensor_is_recorded(clock, tmp_path, value):
 def test_evaluation_is_off_the_clock(clock):
     its = scripted(clock, [0.1, 0.2])
     (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 100), its=its)
-    assert [(e.rows, e.train_s) for e in found.evaluations] == [(50, 1.25), (100, 2.5)]
+    assert [(e.samples, e.train_s) for e in found.evaluations] == [(50, 1.25), (100, 2.5)]
     assert found.end.detail == {"rows": 100, "train_s": 2.5}
     assert clock.now == 2002.5
 
@@ -284,7 +284,7 @@ def test_an_arm_that_is_only_timed_settles_before_the_clock_starts(clock):
 
 
 def test_a_plan_settles_once_its_compiled_model_was_checked():
-    its, plan = task, Plan.fixed(BATCH_ROWS)
+    its, plan = task, Plan.fixed(BATCH_SIZE)
     for compiled, steps in ((False, 1), (True, WINDOWS)):
         loop = PlanLoop(its, CPU, replace(plan, compiled=replace(plan.compiled, value=compiled)))
         assert settling_steps(loop) == steps
@@ -375,7 +375,7 @@ class Breaks(Watched):
 
 def test_an_arm_that_raises_leaves_and_the_others_go_on():
     reference, broken, last = run(
-        *(PairedArm(n, m, BUDGET_ROWS) for n, m in (("a", Watched), ("b", Breaks), ("c", Watched)))
+        *(PairedArm(n, m, BUDGET_SAMPLES) for n, m in (("a", Watched), ("b", Breaks), ("c", Watched)))
     )
     assert (broken.end.reason, broken.end.detail["error"]) == ("error", "RuntimeError: no room left")
     assert reference.end.reason == last.end.reason == "budget"
@@ -387,14 +387,14 @@ def test_an_arm_that_cannot_be_built_leaves_too():
     def refuse(task, device):
         raise ValueError("no such recipe")
 
-    reference, broken = run(PairedArm("a", Watched, BUDGET_ROWS), PairedArm("b", refuse, BUDGET_ROWS))
+    reference, broken = run(PairedArm("a", Watched, BUDGET_SAMPLES), PairedArm("b", refuse, BUDGET_SAMPLES))
     assert broken.end.detail == {"rows": 0, "train_s": 0.0, "error": "ValueError: no such recipe"}
     assert reference.end.reason == "budget"
 
 
 def test_without_the_first_arm_there_is_no_race():
     with raises(LoopError, code="baseline.failed", field="baseline loop"):
-        run(PairedArm("a", Breaks, BUDGET_ROWS), PairedArm("b", Watched, BUDGET_ROWS))
+        run(PairedArm("a", Breaks, BUDGET_SAMPLES), PairedArm("b", Watched, BUDGET_SAMPLES))
     assert [loop.closed for loop in Watched.made] == [1, 1]
 
 
@@ -406,7 +406,7 @@ def test_a_shorter_arm_stops_and_the_others_go_on(clock):
         its=its,
     )
     assert (short.end.reason, short.end.detail["rows"]) == ("budget", 30)
-    assert [e.rows for e in short.evaluations] == [30]  # its last rows are evaluated whatever is due
+    assert [e.samples for e in short.evaluations] == [30]  # its last rows are evaluated whatever is due
     assert long.end.detail["rows"] == 100
 
 
@@ -464,11 +464,11 @@ def test_every_arm_that_retains_memory_does_in_each_of_its_steps():
 
         return made
 
-    retaining = partial(PlanLoop, plan=Plan.fixed(BATCH_ROWS, allocator="retain"))
+    retaining = partial(PlanLoop, plan=Plan.fixed(BATCH_SIZE, allocator="retain"))
     run(
-        PairedArm("plain", noting("plain", ReferenceLoop), BUDGET_ROWS),
-        PairedArm("first", noting("first", retaining), BUDGET_ROWS),
-        PairedArm("second", noting("second", retaining), BUDGET_ROWS),
+        PairedArm("plain", noting("plain", ReferenceLoop), BUDGET_SAMPLES),
+        PairedArm("first", noting("first", retaining), BUDGET_SAMPLES),
+        PairedArm("second", noting("second", retaining), BUDGET_SAMPLES),
     )
     assert modes == {"plain": {"keep"}, "first": {"retain"}, "second": {"retain"}}
     assert allocator.mode() == "keep"
@@ -486,24 +486,26 @@ def test_an_arm_that_diverges_where_it_was_to_end_has_failed_all_the_same(clock,
     """At its budget, and at the cap: what it computed in that time is no gain."""
     its = scripted(clock, [0.1, math.nan])
     (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), rows), its=its, cap_s=cap_s)
-    assert [e.rows for e in found.evaluations] == [50, 100]
+    assert [e.samples for e in found.evaluations] == [50, 100]
     assert (found.end.reason, failed(found)) == ("diverged", "its held-out metric was not finite")
 
 
 def test_an_arm_with_longer_steps_is_evaluated_when_it_is_past_due(clock):
     its = scripted(clock, [0.1] * 9)
     (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1, rows=40), 200), its=its)
-    assert [e.rows for e in found.evaluations] == [80, 120, 160, 200]
+    assert [e.samples for e in found.evaluations] == [80, 120, 160, 200]
 
 
 def test_the_record_holds_all_and_survives_its_file(tmp_path):
-    entry = PairedArm("reference", Watched, BUDGET_ROWS, detail={"why": "a test"})
+    entry = PairedArm("reference", Watched, BUDGET_SAMPLES, detail={"why": "a test"})
     (found,) = run(entry, environment={"torch": torch.__version__}, seed=7)
     assert (found.header.name, found.header.seed) == ("reference", 7)
-    assert found.header.detail == {"why": "a test", "given_rows": BUDGET_ROWS}
+    assert found.header.detail == {"why": "a test", "given_rows": BUDGET_SAMPLES}
     assert found.header.environment == {"torch": torch.__version__}
-    assert [e.rows for e in found.evaluations] == list(range(EVAL_EVERY_ROWS, BUDGET_ROWS + 1, EVAL_EVERY_ROWS))
-    assert sum(event.detail["rows"] for event in found.events) == found.end.detail["rows"] == BUDGET_ROWS
+    assert [e.samples for e in found.evaluations] == list(
+        range(EVAL_EVERY_SAMPLES, BUDGET_SAMPLES + 1, EVAL_EVERY_SAMPLES)
+    )
+    assert sum(event.detail["rows"] for event in found.events) == found.end.detail["rows"] == BUDGET_SAMPLES
     assert sum(e.detail["seconds"] for e in found.events) == pytest.approx(found.end.detail["train_s"])
     write_record(tmp_path / "reference.jsonl", found)
     assert read_record(tmp_path / "reference.jsonl") == found
@@ -511,11 +513,11 @@ def test_the_record_holds_all_and_survives_its_file(tmp_path):
 
 def test_progress_tells_where_every_arm_stands():
     told: list[tuple[str, float | None]] = []
-    arms = PairedArm("reference", Watched, BUDGET_ROWS), PairedArm("plan_S", Watched, BUDGET_ROWS)
+    arms = PairedArm("reference", Watched, BUDGET_SAMPLES), PairedArm("equivalent_plan", Watched, BUDGET_SAMPLES)
     run(*arms, progress=lambda text, share=None: told.append((text, share)))
     line, share = told[-1]
-    assert line.startswith(f"reference {BUDGET_ROWS} rows")
-    assert f"plan_S {BUDGET_ROWS} rows" in line
+    assert line.startswith(f"reference {BUDGET_SAMPLES} rows")
+    assert f"equivalent_plan {BUDGET_SAMPLES} rows" in line
     assert share == 1.0
     assert [share for _, share in told] == sorted(share for _, share in told)
 

@@ -42,16 +42,16 @@ def planned(metering, **how):
 
 def test_each_plan_has_the_joules_of_its_seconds():
     found = planned(Metering(watts=80), adapt=("learning_rate",))
-    for tier, plan in found.plans.items():
-        spent = found.energy[tier]
+    for plan_kind, plan in found.plans.items():
+        spent = found.energy[plan_kind]
         assert (spent.provenance, spent.joules) == (Provenance.ESTIMATED, pytest.approx(80 * spent.seconds, rel=1e-3))
         assert spent.seconds >= plan.planning_s * (1 - 1e-3)
-    assert found.energy["F"].seconds > found.energy["S"].seconds + 0.5 * found.plans["F"].search_s
+    assert found.energy["tuned"].seconds > found.energy["equivalent"].seconds + 0.5 * found.plans["tuned"].search_s
 
 
 def test_a_batch_that_is_freed_trains_on_nothing_and_takes_what_its_base_took():
     found = planned(Metering(watts=80), adapt=("batch",))
-    assert found.energy["F"] == found.energy["S"]
+    assert found.energy["tuned"] == found.energy["equivalent"]
 
 
 def test_without_a_meter_they_are_absent_with_the_reason():
@@ -90,7 +90,7 @@ def test_what_planning_reads_is_told_what_its_trials_lost(monkeypatch):
             return super().joules()
 
     how = {"metering": Metering(meter=Weighed()), "progress": said.append}
-    longer = replace(task, planned_rows=task.batch_rows * 10**6)  # whose planning has time to read watts
+    longer = replace(task, planned_samples=task.batch_size * 10**6)  # whose planning has time to read watts
     (spent,) = make_plans(longer, load_data(), CPU, adapt=(), strong=False, **how).energy.values()
     assert "lost" in said
     assert (spent.joules, spent.reason) == (None, "unplugged")

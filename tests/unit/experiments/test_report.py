@@ -80,15 +80,15 @@ def interval(pairs: list[float], *, log: bool = True) -> Ratio:
 def plan_s(batch: int, micro: int) -> Plan:
     slow = Rejected("fp16", "0.061x the speed of fp32 on this machine: no fp16 units on this processor")
     return Plan(
-        batch_rows=batch,
+        batch_size=batch,
         micro_batch=Choice(
             micro,
             f"micro-batch {micro} is 1.082x the speed of {batch} and takes 41% less memory",
-            Effect.EXACT,
+            Effect.BITWISE,
             changed=True,
-            losers=(Rejected(batch // 8, "slower by 6% and saves only 30 MiB more"), Rejected(batch, "more memory")),
+            rejected=(Rejected(batch // 8, "slower by 6% and saves only 30 MiB more"), Rejected(batch, "more memory")),
         ),
-        precision=Choice("bf16", "bf16 is 1.412x the speed of fp32", Effect.ROUNDING, changed=True, losers=(slow,)),
+        precision=Choice("bf16", "bf16 is 1.412x the speed of fp32", Effect.ROUNDING, changed=True, rejected=(slow,)),
         fused_optimizer=Choice(True, "fused AdamW step 1.3 ms against 4.9 ms", Effect.ROUNDING, changed=True),
         check=SplitCheck(True, "relative difference 3.1e-07, limit 1e-04", 3.1e-7),
         reference=Reference("fp32"),
@@ -102,13 +102,13 @@ def plan_s(batch: int, micro: int) -> Plan:
 def plan_f(batch: int, micro: int) -> Plan:
     return replace(
         plan_s(batch, micro),
-        schedule=Choice("warmup_cosine", "reached the probe loss in 0.71 of the rows", Effect.DYNAMICS, changed=True),
+        schedule=Choice("warmup_cosine", "reached the probe loss in 0.71 of the rows", Effect.TRAINING, changed=True),
         learning_rate_scale=Choice(
             2.0,
             "lowest held-out loss of four probes",
-            Effect.DYNAMICS,
+            Effect.TRAINING,
             changed=True,
-            losers=(Rejected(4.0, "diverged in probe 3"), Rejected(1.0, "slower to the probe loss")),
+            rejected=(Rejected(4.0, "diverged in probe 3"), Rejected(1.0, "slower to the probe loss")),
         ),
         planning_s=167.0,
         search_s=125.7,
@@ -120,8 +120,8 @@ def plan_strong(batch: int, micro: int) -> Plan:
     found = plan_s(batch, micro)
     return replace(
         found,
-        precision=Choice("bf16", "the loop's own", Effect.EXACT, changed=False),
-        fused_optimizer=Choice(True, "the loop's own", Effect.EXACT, changed=False),
+        precision=Choice("bf16", "the loop's own", Effect.BITWISE, changed=False),
+        fused_optimizer=Choice(True, "the loop's own", Effect.BITWISE, changed=False),
         reference=Reference("bf16", 1.0),
         predicted=MeasuredCost(0.28, 730_000_000),
         planning_s=12.0,
@@ -164,18 +164,20 @@ def arm(name: str, label: str, speed: float, learn: float, n: int, *, accuracy: 
         step_s=steps,
         terms_per_s=tuple(64 * 256 / s for s in steps),
         final_metric=tuple(curve.points[-1][2] for curve in found),
-        final_rows=12_000,
+        final_samples=12_000,
         curves=found,
-        **({"tier": ""} | values),  # type: ignore[arg-type]
+        **({"plan_kind": ""} | values),  # type: ignore[arg-type]
     )
 
 
 def only_timed(arm: Arm) -> Arm:
     """Return an arm that ran a few steps in each race and was never evaluated."""
-    return replace(arm, curves=(), final_metric=(), final_rows=0)
+    return replace(arm, curves=(), final_metric=(), final_samples=0)
 
 
-def ratio_rows(arms: tuple[Arm, ...], name: str, tier: str, against: str, *, accuracy: bool) -> tuple[RatioRow, ...]:
+def ratio_rows(
+    arms: tuple[Arm, ...], name: str, plan_kind: str, against: str, *, accuracy: bool
+) -> tuple[RatioRow, ...]:
     by_name = {a.name: a for a in arms}
     ours, theirs = by_name[name], by_name[against]
     speed = interval([a / b for a, b in zip(ours.terms_per_s, theirs.terms_per_s, strict=True)])
@@ -186,16 +188,18 @@ def ratio_rows(arms: tuple[Arm, ...], name: str, tier: str, against: str, *, acc
     kind = "gain" if speed.low is not None and speed.low > 1 else "no gain"
     same = Verdict("no gain", "the interval lies inside +-0.5% of the reference")
     return (
-        RatioRow("throughput", name, against, tier, speed, Verdict(kind, "interval clear of 1, above the resolution")),
+        RatioRow(
+            "throughput", name, against, plan_kind, speed, Verdict(kind, "interval clear of 1, above the resolution")
+        ),
         RatioRow(
             "peak_memory",
             name,
             against,
-            tier,
+            plan_kind,
             memory,
             Verdict("gain" if memory.mean < 0.9 else "no gain", "separate pass, one process per arm"),
         ),
-        RatioRow("final_metric_difference", name, against, tier, quality, same),
+        RatioRow("final_metric_difference", name, against, plan_kind, quality, same),
     )
 
 
@@ -206,7 +210,7 @@ def seconds_to(arm: Arm, target: float, *, charged: bool) -> tuple[float, ...]:
     return tuple((times[0] if times else math.inf) + (arm.search_s if charged else 0.0) for times in beyond)
 
 
-def target_rows(arms: tuple[Arm, ...], name: str, tier: str, targets: tuple[float, ...]) -> tuple[TargetRow, ...]:
+def target_rows(arms: tuple[Arm, ...], name: str, plan_kind: str, targets: tuple[float, ...]) -> tuple[TargetRow, ...]:
     ours, theirs = (next(a for a in arms if a.name == wanted) for wanted in (name, "reference"))
     rows = []
     for target, charged in itertools.product(targets, (False, True)):
@@ -218,51 +222,65 @@ def target_rows(arms: tuple[Arm, ...], name: str, tier: str, targets: tuple[floa
         kind = "no verdict" if ratio is None else "gain" if (ratio.low or 0) > 1 else "harm"
         words = {"gain": "sooner in every pair", "harm": "planning is not yet paid back", "no verdict": "censored"}
         verdict = Verdict(kind, words[kind])
-        row = TargetRow(target, name, "reference", tier, charged, ratio, bound, *reached, len(a), 0, a, b, verdict)
+        row = TargetRow(target, name, "reference", plan_kind, charged, ratio, bound, *reached, len(a), 0, a, b, verdict)
         rows.append(replace(row, left_censored=1) if target == targets[0] else row)
     return tuple(rows)
 
 
 def thirds(n: int = 8) -> tuple[ThirdRow, ...]:
-    """Return tier S as fast all along, tier F ahead in the first third and with no ratio of progress in the last."""
+    """Return an equivalent plan as fast all along, and a tuned plan ahead in the first third only."""
     even, ahead = (interval([mean * (1 + 0.01 * (i % 3)) for i in range(n)]) for mean in (1.4, 3.0))
     share = interval([0.3 + 0.01 * (i % 3) for i in range(n)])
     found = [
-        ThirdRow(name, "plan_S", "reference", "S", even, even, even, saved=share)
+        ThirdRow(name, "equivalent_plan", "reference", "equivalent", even, even, even, saved=share)
         for name in ("early", "middle", "late")
     ]
-    found += [ThirdRow(name, "plan_F", "reference", "F", even, ahead, ahead) for name in ("early", "middle")]
-    return (*found, ThirdRow("late", "plan_F", "reference", "F", even, None, None, "its metric did not get better"))
+    found += [ThirdRow(name, "tuned_plan", "reference", "tuned", even, ahead, ahead) for name in ("early", "middle")]
+    return (
+        *found,
+        ThirdRow("late", "tuned_plan", "reference", "tuned", even, None, None, "its metric did not get better"),
+    )
 
 
 def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
     """Return a GPT-like (perplexity) or ResNet-like (accuracy) comparison of seven arms."""
-    plans = {"S": plan_s(64, 32), "F": plan_f(64, 32), "strong": plan_strong(64, 16)}
+    plans = {"equivalent": plan_s(64, 32), "tuned": plan_f(64, 32), "strong": plan_strong(64, 16)}
     arms = (
         arm("reference", "reference loop, fp32", 1.0, 1.0, n, accuracy=accuracy),
         arm("self", "reference again (A/A)", 1.002, 1.0, n, accuracy=accuracy),
         arm("paper", "paper's recipe", 0.94, 1.1, n, accuracy=accuracy),
         arm("strong", "hand-tuned bf16 loop", 1.37, 1.0, n, accuracy=accuracy),
-        arm("plan_S", "trimtab plan", 1.42, 1.0, n, accuracy=accuracy, tier="S", search_s=41.3),
-        arm("plan_F", "trimtab plan, freed schedule", 1.41, 1.7, n, accuracy=accuracy, tier="F", search_s=167.0),
-        only_timed(arm("strong_plan", "plan for the hand-tuned loop", 1.45, 1.0, n, accuracy=accuracy, tier="S")),
+        arm("equivalent_plan", "trimtab plan", 1.42, 1.0, n, accuracy=accuracy, plan_kind="equivalent", search_s=41.3),
+        arm(
+            "tuned_plan",
+            "trimtab plan, freed schedule",
+            1.41,
+            1.7,
+            n,
+            accuracy=accuracy,
+            plan_kind="tuned",
+            search_s=167.0,
+        ),
+        only_timed(
+            arm("strong_plan", "plan for the hand-tuned loop", 1.45, 1.0, n, accuracy=accuracy, plan_kind="equivalent")
+        ),
     )
     targets = (0.6, 0.8, 0.918) if accuracy else (200.0, 60.0, 22.05)
     rows = tuple(
         row
-        for name, tier, against in (
-            ("plan_S", "S", "reference"),
-            ("plan_S", "S", "strong"),
-            ("plan_F", "F", "reference"),
+        for name, plan_kind, against in (
+            ("equivalent_plan", "equivalent", "reference"),
+            ("equivalent_plan", "equivalent", "strong"),
+            ("tuned_plan", "tuned", "reference"),
             ("self", "", "reference"),
             ("paper", "", "reference"),
             ("strong", "", "reference"),
         )
-        for row in ratio_rows(arms, name, tier, against, accuracy=accuracy)
+        for row in ratio_rows(arms, name, plan_kind, against, accuracy=accuracy)
     )
     harmless = interval([a / b for a, b in zip(arms[6].terms_per_s, arms[3].terms_per_s, strict=True)])
     unharmed = Verdict("no gain", "do no harm: the interval lies above 0.97")
-    rows += (RatioRow("do_no_harm", "strong_plan", "strong", "S", harmless, unharmed),)
+    rows += (RatioRow("do_no_harm", "strong_plan", "strong", "equivalent", harmless, unharmed),)
     return Comparison(
         task="digits_resnet" if accuracy else "source_gpt",
         description="A byte-level GPT of 0.9 M parameters on the library's own source text.",
@@ -277,7 +295,8 @@ def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
         num_pairs=n,
         arms=arms,
         ratios=rows,
-        target_rows=target_rows(arms, "plan_S", "S", targets) + target_rows(arms, "plan_F", "F", targets),
+        target_rows=target_rows(arms, "equivalent_plan", "equivalent", targets)
+        + target_rows(arms, "tuned_plan", "tuned", targets),
         resolution=interval([1.004, 0.993, 1.011, 0.998, 1.006, 0.991, 1.002, 0.997][:n]),
         plans=plans,
         trials=trials(64),
@@ -295,7 +314,9 @@ def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
 
 def bare() -> Comparison:
     """Return a comparison in which nothing worked."""
-    failed = Arm("plan_S", "trimtab plan", "S", "", (), (), error="RuntimeError: out of memory\nin backward")
+    failed = Arm(
+        "equivalent_plan", "trimtab plan", "equivalent", "", (), (), error="RuntimeError: out of memory\nin backward"
+    )
     reference = Arm("reference", "reference loop", "", "plain.py", (0.1, 0.1), (640.0, 640.0))
     return replace(
         comparison(n=3),
@@ -305,7 +326,7 @@ def bare() -> Comparison:
         ratios=(),
         target_rows=(),
         resolution=None,
-        plans={"S": replace(plan_s(64, 32), predicted=None, check=None)},
+        plans={"equivalent": replace(plan_s(64, 32), predicted=None, check=None)},
         trials=trials(64)[9:11],
         notes=(),
         environment={},
@@ -459,8 +480,8 @@ def columns(table: tables.Table, name: str) -> list[str]:
 def test_every_ratio_reads_back_as_recorded() -> None:
     case = CASES["gpt"]
     text = " ".join(parsed(html_report(case)).text)
-    for tier in ("S", "F", ""):
-        rows, table = [row for row in case.ratios if row.tier == tier], tables.ratio_table(case, tier)
+    for plan_kind in ("equivalent", "tuned", ""):
+        rows, table = [row for row in case.ratios if row.plan_kind == plan_kind], tables.ratio_table(case, plan_kind)
         for row, shown, bounds in zip(rows, columns(table, "Estimate"), columns(table, "95% interval"), strict=True):
             assert shown in text
             assert bounds in text
@@ -484,17 +505,20 @@ def test_every_arm_is_shown_with_its_figures() -> None:
 
 def test_tiers_are_never_in_one_table_of_ratios_or_one_forest() -> None:
     case = CASES["gpt"]
-    for tier in ("S", "F"):
-        other = {"S": "freed schedule", "F": "trimtab plan (tier S)"}[tier]
+    for plan_kind in ("equivalent", "tuned"):
+        other = {"equivalent": "freed schedule", "tuned": "trimtab equivalent plan"}[plan_kind]
         for build in (tables.ratio_table, tables.target_table):
-            shown = tables.with_groups(build(case, tier))
+            shown = tables.with_groups(build(case, plan_kind))
             assert shown.rows
             assert not [row for row in shown.rows if any(other in str(cell) for cell in row)]
-        assert f"tier {'F' if tier == 'S' else 'S'}" not in forest(case, tier).svg.split("</title>")[1]
+        assert (
+            f"tier {'tuned' if plan_kind == 'equivalent' else 'equivalent'}"
+            not in forest(case, plan_kind).svg.split("</title>")[1]
+        )
 
 
 def test_marks_are_named_for_people() -> None:
-    rows = plan_tables.change_table(CASES["gpt"].plans["F"], changed=True).rows
+    rows = plan_tables.change_table(CASES["gpt"].plans["tuned"], changed=True).rows
     assert {row[0]: row[2] for row in rows} == {
         "micro batch": "bitwise",
         "precision": "rounding",
@@ -514,7 +538,7 @@ def test_under_five_pairs_there_is_no_verdict_and_no_interval(pages: dict[str, s
     assert "9.99x" not in html_report(boastful)
     assert {tile.value for tile in key_figures(case)} == {"no verdict"}
     row = case.ratios[0]
-    shown = columns(tables.ratio_table(case, "S"), "Estimate")[0]
+    shown = columns(tables.ratio_table(case, "equivalent"), "Estimate")[0]
     assert [float(x.rstrip("x")) for x in shown.split(", ")] == pytest.approx(row.ratio.pairs, abs=0.0006)
 
 
@@ -559,9 +583,9 @@ def row_of(table: tables.Table, index: int) -> dict[str, str]:
 
 
 def test_each_plan_is_shown_with_the_arm_that_ran_it(pages: dict[str, str]) -> None:
-    """The plan for the strong recipe is of tier S too, and no other plan's arm."""
+    """The plan for the strong recipe is equivalent too, and no other plan's arm."""
     case = CASES["gpt"]
-    assert list(case.plans) == ["S", "F", "strong"]
+    assert list(case.plans) == ["equivalent", "tuned", "strong"]
     for page in (pages["gpt"], markdown_report(case)):
         assert "not run as an arm" not in page
     for index, (key, name) in enumerate(PLAN_ARMS.items()):
@@ -585,12 +609,12 @@ def test_the_plan_for_the_strong_recipe_is_paid_back_against_that() -> None:
 def test_a_plan_that_failed_is_not_shown_as_another() -> None:
     """Failed before the races, it comes after the arms that ran: one of them is of its tier."""
     case = CASES["gpt"]
-    lost = replace(case.arm("plan_S"), step_s=(), terms_per_s=(), peak_bytes=None, error="out of memory")
-    ratios = tuple(row for row in case.ratios if row.arm != "plan_S")
-    targets = tuple(row for row in case.target_rows if row.arm != "plan_S")
-    arms = (*(arm for arm in case.arms if arm.name != "plan_S"), lost)
+    lost = replace(case.arm("equivalent_plan"), step_s=(), terms_per_s=(), peak_bytes=None, error="out of memory")
+    ratios = tuple(row for row in case.ratios if row.arm != "equivalent_plan")
+    targets = tuple(row for row in case.target_rows if row.arm != "equivalent_plan")
+    arms = (*(arm for arm in case.arms if arm.name != "equivalent_plan"), lost)
     failed = replace(case, arms=arms, ratios=ratios, target_rows=targets)
-    assert plan_tables.arm_of(failed, "S") == lost
+    assert plan_tables.arm_of(failed, "equivalent") == lost
     assert row_of(plan_tables.cost_table(failed), 0)["Break-even"] == "not measured"
     assert {tile.value for tile in key_figures(failed)} == {"not measured"}
     assert all("this arm failed" in tile.detail for tile in key_figures(failed))
@@ -634,7 +658,10 @@ def test_a_diverged_arm_leaves_the_other_curves_drawn() -> None:
     lost = (ArmCurve(0, ((0, 0.0, math.nan), (10, 1.0, math.inf))),)
     case = CASES["gpt"]
     arms = (case.arms[0], replace(case.arms[2], curves=lost))
-    assert [key.text for key in curves(replace(case, arms=arms), "S").legend] == ["reference loop, fp32", "target"]
+    assert [key.text for key in curves(replace(case, arms=arms), "equivalent").legend] == [
+        "reference loop, fp32",
+        "target",
+    ]
 
 
 def test_the_headline_is_one_sentence_and_the_others_follow() -> None:
@@ -649,18 +676,21 @@ def test_the_headline_is_one_sentence_and_the_others_follow() -> None:
 
 def test_each_tier_has_its_own_figure_of_curves() -> None:
     case = CASES["gpt"]
-    by_tier = {tier: {key.text for key in curves(case, tier).legend} for tier in ("S", "F")}
+    by_tier = {plan_kind: {key.text for key in curves(case, plan_kind).legend} for plan_kind in ("equivalent", "tuned")}
     plans = {
-        tier: {formatting.arm_name(a, 80) for a in case.arms if a.tier == tier and a.curves} for tier in ("S", "F")
+        plan_kind: {formatting.arm_name(a, 80) for a in case.arms if a.plan_kind == plan_kind and a.curves}
+        for plan_kind in ("equivalent", "tuned")
     }
-    others = {tier: [a for a in case.arms if not a.tier and a.curves] for tier in ("S", "F")}
-    others["S"] = [a for a in others["S"] if a.name in ("reference", "self")]
-    assert len(others["S"]) < len(others["F"])
-    assert plans["S"]
-    assert plans["F"]
-    for tier, drawn in by_tier.items():
-        assert drawn == {formatting.arm_name(a, 80) for a in others[tier]} | plans[tier] | {"target"}
-    pictures = [block for part in sections(case) for block in part.blocks if block == Picture("curves", "S")]
+    others = {
+        plan_kind: [a for a in case.arms if not a.plan_kind and a.curves] for plan_kind in ("equivalent", "tuned")
+    }
+    others["equivalent"] = [a for a in others["equivalent"] if a.name in ("reference", "self")]
+    assert len(others["equivalent"]) < len(others["tuned"])
+    assert plans["equivalent"]
+    assert plans["tuned"]
+    for plan_kind, drawn in by_tier.items():
+        assert drawn == {formatting.arm_name(a, 80) for a in others[plan_kind]} | plans[plan_kind] | {"target"}
+    pictures = [block for part in sections(case) for block in part.blocks if block == Picture("curves", "equivalent")]
     assert len(pictures) == 1
 
 
@@ -668,7 +698,7 @@ def test_trials_name_the_reference_and_what_was_chosen() -> None:
     case = CASES["gpt"]
     drawing = memory_time(case)
     assert ">reference</text>" in drawing.svg
-    assert ">chosen (tier S, tier F)</text>" in drawing.svg
+    assert ">chosen (the equivalent plan, the tuned plan)</text>" in drawing.svg
     assert len(drawing.aside) == 2
     assert columns(plan_tables.trial_table(case), "Role").count("failed") == 2
 
@@ -688,9 +718,16 @@ def test_a_trial_of_the_optimizer_alone_is_no_step() -> None:
     [("share", True, "+3 points"), ("percent", False, "+3 points"), ("relative", True, "+3.00%")],
 )
 def test_a_difference_is_written_in_the_unit_of_its_metric(unit, higher_is_better, said) -> None:
-    row = RatioRow("final_metric_difference", "plan_S", "reference", "S", interval([3.0] * 5), Verdict("gain", ""))
+    row = RatioRow(
+        "final_metric_difference",
+        "equivalent_plan",
+        "reference",
+        "equivalent",
+        interval([3.0] * 5),
+        Verdict("gain", ""),
+    )
     case = replace(CASES["gpt"], unit=unit, higher_is_better=higher_is_better, ratios=(row,))
-    assert columns(tables.ratio_table(case, "S"), "Estimate") == [said]
+    assert columns(tables.ratio_table(case, "equivalent"), "Estimate") == [said]
 
 
 def test_a_speed_up_is_not_called_a_time() -> None:
@@ -704,7 +741,7 @@ def test_which_side_of_nothing_is_better_stands_with_a_difference() -> None:
     """Of a perplexity too, where what is above nothing is a fall."""
     case = CASES["gpt"]
     name = "final held-out perplexity, difference (above 0 is better)"
-    assert name in columns(tables.ratio_table(case, "S"), "Measure")
+    assert name in columns(tables.ratio_table(case, "equivalent"), "Measure")
     assert name.capitalize() in {tile.label for tile in key_figures(case)}
 
 
@@ -714,7 +751,7 @@ def test_that_no_harm_is_done_is_no_missing_gain() -> None:
     (row,) = [row for row in case.ratios if row.metric == "do_no_harm"]
     for verdict in (row.verdict, replace(row.verdict, kind="no harm")):
         alone = replace(case, ratios=(replace(row, verdict=verdict),))
-        (shown,) = tables.ratio_table(alone, "S").rows
+        (shown,) = tables.ratio_table(alone, "equivalent").rows
         assert shown[-1] == Verdict("no harm", row.verdict.sentence)
         (flat,) = [each for each in benchmark_object(alone)["rows"] if each["metric"] == "do_no_harm_ratio"]
         assert flat["verdict"] == "no harm"
@@ -727,16 +764,16 @@ def test_phases_of_arms_say_how_little_they_are_of() -> None:
 
 def test_the_plan_for_the_strong_recipe_is_no_tier() -> None:
     case = CASES["gpt"]
-    found = replace(case, plans=case.plans | {"strong": case.plans["S"]})
+    found = replace(case, plans=case.plans | {"strong": case.plans["equivalent"]})
     text = markdown_report(found)
-    assert "### The plan for P2 (tier S)" in text
-    assert "plan, for P2 (tier S)" in text
+    assert "### The plan for P2 (equivalent plan)" in text
+    assert "plan, for P2 (equivalent plan)" in text
     assert "tier strong" not in text.lower()
 
 
 def test_each_figure_is_labelled() -> None:
     for name in ("curves", "memory_time", "phases", "predictions", "forest"):
-        drawing = draw(Picture(name, "S"), CASES["gpt"])
+        drawing = draw(Picture(name, "equivalent"), CASES["gpt"])
         assert drawing.svg.startswith("<svg")
         assert 'role="img" aria-label="' in drawing.svg
         assert "<title>" in drawing.svg
@@ -886,15 +923,17 @@ def test_of_few_laps_no_interval_is_shown() -> None:
 
 
 def test_thirds_say_why_a_ratio_is_not_known() -> None:
-    early, _, late = gain_tables.thirds_table(thirds(), "F").rows
+    early, _, late = gain_tables.thirds_table(thirds(), "tuned").rows
     assert early[0] == "early"
     assert early[2].startswith("3.0")
     assert late[2] == "unknown: its metric did not get better"
     assert all(len(row) == 6 for row in (early, late))
-    assert gain_tables.thirds_table(thirds(), "S").rows[0][4].startswith("3")
+    assert gain_tables.thirds_table(thirds(), "equivalent").rows[0][4].startswith("3")
     assert gain_tables.thirds_table(thirds(), "").rows == ()
     assert "Paper recipe" in gain_tables.thirds_table(thirds(), "").title
-    assert gain_tables.thirds_table(thirds(3), "S").rows[0][1].count(",") == 2  # too few for an interval: raw pairs
+    assert (
+        gain_tables.thirds_table(thirds(3), "equivalent").rows[0][1].count(",") == 2
+    )  # too few for an interval: raw pairs
 
 
 def test_tasks_stand_side_by_side() -> None:

@@ -22,8 +22,8 @@ OTHER_DATA = replace(DATA, source=replace(DATA.source, sha256="1" * 64))
 CPU, ROWS, STEPS = torch.device("cpu"), 96, 20  # an epoch of 512 rows is 5 batches
 
 
-def batches(data=None, *, seed=3, batch_rows=ROWS, steps=STEPS, **more):
-    return ResumableBatches(data or DATA, CPU, seed=seed, batch_rows=batch_rows, steps=steps, **more)
+def batches(data=None, *, seed=3, batch_size=ROWS, steps=STEPS, **more):
+    return ResumableBatches(data or DATA, CPU, seed=seed, batch_size=batch_size, steps=steps, **more)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 5, 7, 19, 20])
@@ -52,7 +52,7 @@ def test_more_steps_may_follow_than_it_was_begun_with():
     ("changes", "field", "given"),
     [
         ({"seed": 4}, "resume: seed", "4"),
-        ({"batch_rows": 32}, "resume: batch_rows", "32"),
+        ({"batch_size": 32}, "resume: batch_size", "32"),
         ({"data": OTHER_DATA}, "resume: data", repr("1" * 64)),
     ],
 )
@@ -75,14 +75,14 @@ def test_a_training_that_is_gone_on_with_makes_only_what_is_left(tmp_path, monke
 
     begun, original = [], TaskData.batches
 
-    def counted(self, seed, batch_rows, *, begin=0):
+    def counted(self, seed, batch_size, *, begin=0):
         begun.append(begin)
-        return original(self, seed, batch_rows, begin=begin)
+        return original(self, seed, batch_size, begin=begin)
 
     monkeypatch.setattr(TaskData, "batches", counted)
 
     def train(steps, **options):
-        asked = TrainingOptions(tiny_task.task, Plan.fixed(tiny_task.BATCH_ROWS, 8), steps, **options)
+        asked = TrainingOptions(tiny_task.task, Plan.fixed(tiny_task.BATCH_SIZE, 8), steps, **options)
         return train_whole(asked, silent)
 
     kept = Checkpoints(tmp_path / "kept", every_steps=4)

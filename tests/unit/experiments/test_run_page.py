@@ -45,7 +45,7 @@ def test_the_page_shows_course_and_events():
 
 
 def test_of_an_arm_of_a_race_laps_are_told():
-    page = run_page(race_records.record(blocks=[(10, 1.0), (20, 2.5)], name="plan_S"))
+    page = run_page(race_records.record(blocks=[(10, 1.0), (20, 2.5)], name="equivalent_plan"))
     assert "2 blocks with 30 samples in 3.5 s, 0 skipped" in page
 
 

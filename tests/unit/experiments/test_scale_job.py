@@ -21,7 +21,7 @@ from trimtab.experiments.scaling import scaling_bench as scale_bench
 from trimtab.experiments.scaling.scale import ScaleSettings, scale
 from trimtab.experiments.scaling.scaling_bench import JobSettings
 from trimtab.experiments.scaling.scaling_job import run_job
-from trimtab.experiments.scaling.scaling_plans import JobPlan, fitted, refuse_other_maths, told_bytes
+from trimtab.experiments.scaling.scaling_plans import JobPlan, fitted, predicted_bytes, refuse_other_maths
 from trimtab.measure import allocator
 
 SHORT = JobSettings(blocks=2, block_s=0.01)
@@ -29,8 +29,8 @@ SHORT = JobSettings(blocks=2, block_s=0.01)
 
 @pytest.fixture
 def folder(tmp_path):
-    plan = Plan.fixed(task.batch_rows, allocator="retain")
-    (tmp_path / f"plan-{task.batch_rows}.json").write_text(to_json(BroadcastPlan(plan)))
+    plan = Plan.fixed(task.batch_size, allocator="retain")
+    (tmp_path / f"plan-{task.batch_size}.json").write_text(to_json(BroadcastPlan(plan)))
     return tmp_path
 
 
@@ -70,7 +70,7 @@ def test_idle_loops_hold_no_gradients_and_a_loop_ends_with_its_last_block(folder
         return task.loss_fn(model, batch)
 
     gc.collect()
-    settings = replace(SHORT, frees_batch=True)
+    settings = replace(SHORT, adapts_batch_size=True)
     found = run_job(replace(task, make_model=make_model, loss_fn=loss_fn), 0, folder, settings, silent)
     assert max(alive) == 4
     assert not any(idle)
@@ -113,7 +113,7 @@ def test_where_no_plan_meets_the_limit_the_plain_loop_is_timed_all_the_same(tmp_
     (refused,) = found.refused
     assert (refused.recipe, refused.ranks) == ("plan", 1)
     assert "over the budget" in refused.why
-    kept = read_json(JobPlan, tmp_path / f"plan-{task.batch_rows}-1.json")
+    kept = read_json(JobPlan, tmp_path / f"plan-{task.batch_size}-1.json")
     assert (kept.plan, kept.refusal) == (None, refused.why)  # which the next round has too
 
 
@@ -123,7 +123,7 @@ def test_a_given_plan_runs_on_each_number_of_ranks_with_its_settings():
     one, four, wide = (fitted(plan, rows, ranks) for rows, ranks in ((16, 1), (16, 4), (32, 2)))
     assert (one.num_ranks, one.zero_stage.value, one.micro_batch.value) == (1, None, 8)
     assert (four.num_ranks, four.zero_stage.value, four.micro_batch.value) == (4, 2, 8)
-    assert (wide.batch_rows, wide.micro_batch.value, wide.num_micro_batches) == (32, 8, 4)
+    assert (wide.batch_size, wide.micro_batch.value, wide.num_micro_batches) == (32, 8, 4)
     assert {each.predicted for each in (one, four, wide)} == {None}
     assert fitted(Plan.fixed(16), 32, 1).num_micro_batches == 1  # a batch that was whole stays so
     assert fitted(Plan.fixed(16), 32, 2).zero_stage.value == 0
@@ -133,17 +133,17 @@ def test_a_given_plan_runs_on_each_number_of_ranks_with_its_settings():
 
 def test_what_one_process_was_told_to_hold_is_not_what_a_rank_does():
     plan = replace(Plan.fixed(16, num_ranks=2, zero_stage=2), predicted=MeasuredCost(0.1, 1000))
-    assert told_bytes(plan) == 1000
-    assert told_bytes(replace(plan, baseline=MeasuredCost(0.1, 1000))) is None
-    assert told_bytes(replace(Plan.fixed(16), predicted=MeasuredCost(0.1, 7), baseline=MeasuredCost(0.1, 9))) == 7
+    assert predicted_bytes(plan) == 1000
+    assert predicted_bytes(replace(plan, baseline=MeasuredCost(0.1, 1000))) is None
+    assert predicted_bytes(replace(Plan.fixed(16), predicted=MeasuredCost(0.1, 7), baseline=MeasuredCost(0.1, 9))) == 7
 
 
 def test_one_rank_has_every_recipe_and_no_link(folder):
-    found = run_job(task, 3, folder, replace(SHORT, frees_batch=True), silent)
+    found = run_job(task, 3, folder, replace(SHORT, adapts_batch_size=True), silent)
     assert [arm.recipe for arm in found.arms] == ["baseline", "self", "plan", "plan_batch"]
     assert (found.ranks, found.round, found.link) == (1, 3, None)
     assert all(arm.alone is None for arm in found.arms)
-    assert {arm.window_rows for arm in found.arms[:3]} == {float(task.batch_rows)}
+    assert {arm.window_samples for arm in found.arms[:3]} == {float(task.batch_size)}
 
 
 def test_a_task_with_a_step_of_its_own_is_refused_before_a_job_is_launched(tmp_path):

@@ -69,7 +69,7 @@ def test_efficiency_is_of_the_same_round_and_what_is_waited_for_of_the_same_job(
     assert two.pairs == pytest.approx((0.75, 0.9))
     assert two.efficiency.mean == pytest.approx(math.sqrt(0.75 * 0.9))
     assert two.waiting.mean == pytest.approx((0.25 + 0.1) / 2)
-    assert two.rows_per_s.mean == pytest.approx(math.sqrt(150 * 90))
+    assert two.samples_per_s.mean == pytest.approx(math.sqrt(150 * 90))
     assert two.window_s == pytest.approx(64 / math.sqrt(150 * 90))
     assert row(summarise("tiny", jobs), 1).efficiency is None
 
@@ -145,7 +145,7 @@ def test_what_a_plan_did_in_other_rounds_is_said_too():
 
 
 def test_a_row_says_how_its_plan_shares_the_model_and_what_a_rank_holds():
-    shared = PlanSharding(2, False, 16, 2, "bf16", told_bytes=3 * 2**20)
+    shared = PlanSharding(2, False, 16, 2, "bf16", predicted_bytes=3 * 2**20)
     jobs = [job(1, 0, 100.0, recipe="plan"), *(job(2, n, 150.0, recipe="plan") for n in range(2))]
     for i, each in ((1, shared), (2, replace(shared, zero_stage=3, reduces_once=True))):
         arm = replace(jobs[i].arms[0], sharing=each, peak_bytes=(4 + i) * 2**20)
@@ -158,7 +158,7 @@ def test_a_row_says_how_its_plan_shares_the_model_and_what_a_rank_holds():
     assert dict(zip(head, one, strict=True))["stage"] == ""
     assert "counted in separate steps" in scaling_table.text(found)
     (_, flat) = scaling_table.benchmark_rows(found, "local")
-    assert (flat["peak_bytes"], flat["plans"][0]["zero_stage"], flat["plans"][0]["told_bytes"]) == (
+    assert (flat["peak_bytes"], flat["plans"][0]["zero_stage"], flat["plans"][0]["predicted_bytes"]) == (
         6 * 2**20,
         2,
         3 * 2**20,
@@ -236,7 +236,7 @@ def test_under_a_launcher_rows_of_other_jobs_keep_their_own_link(tmp_path, monke
 def test_rows_are_flat_and_name_link_and_tier():
     (one, two) = scaling_table.benchmark_rows(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 150.0, 200.0)]), "slow")
     assert (one["metric"], one["mean"], two["mean"]) == ("scaling_efficiency", None, pytest.approx(0.75))
-    assert (two["link"], two["recipe"], two["tier"], two["effective_batch"]) == ("slow", "baseline", "", 64.0)
+    assert (two["link"], two["recipe"], two["plan_kind"], two["effective_batch"]) == ("slow", "baseline", "", 64.0)
     assert two["low"] is two["high"] is None
 
 

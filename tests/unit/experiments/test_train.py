@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from raising import raises
-from tiny_task import BATCH_ROWS, load_data
+from tiny_task import BATCH_SIZE, load_data
 from tiny_task import task as tiny
 from torch.nn import functional as F
 
@@ -37,8 +37,8 @@ def counting_loss(model, batch) -> Summed:
 
 
 def trained(**changes) -> dict:
-    task = replace(tiny, terms="tokens", terms_per_row=7, **changes)
-    plan = Plan.fixed(BATCH_ROWS, 8)
+    task = replace(tiny, terms="tokens", terms_per_sample=7, **changes)
+    plan = Plan.fixed(BATCH_SIZE, 8)
     return train_whole(TrainingOptions(task, plan, STEPS), silent)
 
 
@@ -61,9 +61,9 @@ def test_a_held_out_metric_that_is_called_loss_stands_beside_that_of_training():
 
 
 def test_tokens_per_second_are_those_the_loss_counted():
-    batches = load_data().batches(0, BATCH_ROWS)
+    batches = load_data().batches(0, BATCH_SIZE)
     counted = sum(int((next(batches)[1] == 0).sum()) for _ in range(STEPS))
-    assert 0 < counted < STEPS * BATCH_ROWS
+    assert 0 < counted < STEPS * BATCH_SIZE
     assert trained(loss_fn=counting_loss)["tokens_per_s"] == counted
 
 
@@ -71,7 +71,7 @@ def test_a_count_that_is_a_number_is_added_up_too():
     def loss_fn(model, batch):
         return Summed(tiny.loss_fn(model, batch) * len(batch[0]), 5)
 
-    assert trained(loss_fn=loss_fn)["tokens_per_s"] == 5 * STEPS * BATCH_ROWS / 8
+    assert trained(loss_fn=loss_fn)["tokens_per_s"] == 5 * STEPS * BATCH_SIZE / 8
 
 
 class Steady:
@@ -86,7 +86,7 @@ class Steady:
 def test_the_record_of_a_metered_run_has_the_watts_of_a_second_before_it(tmp_path):
     path = tmp_path / "run.jsonl"
     train_whole(
-        TrainingOptions(tiny, Plan.fixed(BATCH_ROWS, 8), STEPS, record=path, metering=Metering(meter=Steady())), silent
+        TrainingOptions(tiny, Plan.fixed(BATCH_SIZE, 8), STEPS, record=path, metering=Metering(meter=Steady())), silent
     )
     # As far as a busy machine lets the clock be read when the meter is.
     assert read_record(path).header.detail["meter"]["idle_w"] == pytest.approx(20.0, rel=0.25)
@@ -99,14 +99,14 @@ def test_no_second_is_idle_where_no_record_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_energy, "with_idle", waits)
     path = tmp_path / "run.jsonl"
     path.touch()
-    asked = TrainingOptions(tiny, Plan.fixed(BATCH_ROWS, 8), STEPS, metering=Metering(meter=Steady()))
+    asked = TrainingOptions(tiny, Plan.fixed(BATCH_SIZE, 8), STEPS, metering=Metering(meter=Steady()))
     assert not replace(asked, record=path).begins_record  # a run that goes on, in its own
     assert replace(asked, record=tmp_path / "new.jsonl").begins_record
     train_whole(asked, silent)
 
 
 def test_where_the_loss_is_a_mean_the_task_says_what_a_row_holds():
-    assert trained()["tokens_per_s"] == 7 * STEPS * BATCH_ROWS
+    assert trained()["tokens_per_s"] == 7 * STEPS * BATCH_SIZE
 
 
 @pytest.mark.parametrize("count", ["many", -1])
@@ -124,13 +124,13 @@ OF_TWO = Plan.fixed(4, num_ranks=2, zero_stage=0)
 def test_other_ranks_than_a_run_was_saved_with_are_refused_with_the_way_out(accepts):
     kept = SimpleNamespace(saved_plan=lambda: OF_TWO, accepts=accepts)
     with raises(ValueGivenError, code="resume.ranks_differ", field="--ranks"):
-        train_command.plan_of_run(tiny, STEPS, file=None, kept=kept, budget=Budget(), adapt=(), rehearse=True)
+        train_command.plan_of_run(tiny, STEPS, file=None, kept=kept, budget=Budget(), adapt=(), dry_runs=True)
 
 
 def test_where_they_are_accepted_the_plan_is_made_anew(monkeypatch):
     kept = SimpleNamespace(saved_plan=lambda: OF_TWO, accepts=("ranks", "plan"))
     monkeypatch.setattr(train_command, "plan_on_ranks", lambda *_, **__: "made anew")
-    given = {"file": None, "kept": kept, "budget": Budget(), "adapt": (), "rehearse": True}
+    given = {"file": None, "kept": kept, "budget": Budget(), "adapt": (), "dry_runs": True}
     assert train_command.plan_of_run(tiny, STEPS, **given) == "made anew"
     same = SimpleNamespace(saved_plan=lambda: Plan.fixed(4), accepts=("ranks", "plan"))
     assert train_command.plan_of_run(tiny, STEPS, **given | {"kept": same}) == Plan.fixed(4)

@@ -13,8 +13,8 @@ METRIC = ("accuracy", True, "share")
 
 
 def rows(*pairs, metric=METRIC):
-    races = {seed: {"plan_S": ours, "reference": theirs} for seed, (ours, theirs) in enumerate(pairs)}
-    return third_rows(races, "plan_S", "reference", "S", *metric)
+    races = {seed: {"equivalent_plan": ours, "reference": theirs} for seed, (ours, theirs) in enumerate(pairs)}
+    return third_rows(races, "equivalent_plan", "reference", "equivalent", *metric)
 
 
 def test_each_third_has_its_own_speed():
@@ -104,7 +104,7 @@ def test_where_nothing_was_evaluated_early_there_is_no_progress(values):
 
 
 def test_runs_of_unlike_length_have_thirds_of_their_own():
-    """Tier F trains on half of the rows, as fast: its thirds take half of the seconds, at the same rate."""
+    """The tuned plan trains on half of the rows, as fast: its thirds take half of the seconds, at the same rate."""
     half, whole = (record(blocks=[(10, 1.0)] * n) for n in (6, 12))
     assert [row.speed.mean for row in rows((half, whole))] == pytest.approx([1.0] * 3)
 

@@ -10,9 +10,9 @@ from trimtab.core.objective import Reference
 from trimtab.tasks import DataSource, Metric, StrongRecipe, Task, TaskData
 
 ROWS, FEATURES, CLASSES = 512, 16, 4
-BATCH_ROWS = 32
-EVAL_EVERY_ROWS = 8 * BATCH_ROWS
-BUDGET_ROWS = 5 * EVAL_EVERY_ROWS
+BATCH_SIZE = 32
+EVAL_EVERY_SAMPLES = 8 * BATCH_SIZE
+BUDGET_SAMPLES = 5 * EVAL_EVERY_SAMPLES
 
 
 def load_data() -> TaskData:
@@ -59,9 +59,9 @@ task = Task(
     load_data=load_data,
     metric=Metric("accuracy", True, accuracy),
     targets=(0.3, 0.6),
-    batch_rows=BATCH_ROWS,
-    budget_rows=BUDGET_ROWS,
-    eval_every_rows=EVAL_EVERY_ROWS,
-    strong=StrongRecipe(strong_optimizer, "fp32", channels_last=False, budget_rows=BUDGET_ROWS, clip_norm=1.0),
+    batch_size=BATCH_SIZE,
+    budget_samples=BUDGET_SAMPLES,
+    eval_every_samples=EVAL_EVERY_SAMPLES,
+    strong=StrongRecipe(strong_optimizer, "fp32", channels_last=False, budget_samples=BUDGET_SAMPLES, clip_norm=1.0),
     reference=Reference("fp32"),
 )

@@ -31,7 +31,7 @@ LINES = (
 FIGURES = [
     (0, "train/loss", 2.5),
     (0, "train/learning_rate", 0.1),
-    (0, "train/rows", 8.0),
+    (0, "train/samples", 8.0),
     (0, "train/wall_s", 0.25),
     (0, "train/num_micro_batches", 2.0),
     (0, "train/noise_scale", 40.0),
@@ -39,10 +39,10 @@ FIGURES = [
     (0, "train/loss_scale", 1024.0),
     (1, "train/loss", math.inf),
     (1, "train/learning_rate", 0.1),
-    (1, "train/rows", 8.0),
+    (1, "train/samples", 8.0),
     (1, "train/wall_s", 0.5),
     (1, "train/num_micro_batches", 1.0),
-    (2, "evaluation/rows", 16.0),
+    (2, "evaluation/samples", 16.0),
     (2, "evaluation/train_s", 0.75),
     (2, "evaluation/accuracy", 0.5),
 ]

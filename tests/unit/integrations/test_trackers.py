@@ -166,7 +166,7 @@ def test_a_run_is_sent_as_it_is_recorded(tmp_path):
     assert [row.values["train/loss"] for row in trained] == [each.loss for each in found.steps]
     assert [row.values["train/grad_norm"] for row in trained] == [each.grad_norm for each in found.steps]
     (judged,) = (row for row in kept.rows if "evaluation/accuracy" in row.values)
-    assert (judged.step, judged.values["evaluation/rows"]) == (120, 480.0)
+    assert (judged.step, judged.values["evaluation/samples"]) == (120, 480.0)
     assert [name for name, _ in kept.begun] == ["a run"]
     assert kept.begun[0][1]["plan.precision.value"] == "bf16"
     assert kept.ended == ["closed"]
@@ -222,13 +222,13 @@ def test_closing_twice_is_closing_once(tmp_path):
 # Who tracks.
 
 
-@pytest.mark.parametrize(("rank", "num_rows"), [("0", 6), ("1", 0)])
-def test_only_rank_0_tracks(tmp_path, monkeypatch, rank, num_rows):
+@pytest.mark.parametrize(("rank", "num_samples"), [("0", 6), ("1", 0)])
+def test_only_rank_0_tracks(tmp_path, monkeypatch, rank, num_samples):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     kept = Keeping()
     write(tmp_path / "r.jsonl", [kept])
-    assert len(kept.rows) == num_rows
+    assert len(kept.rows) == num_samples
     assert (tmp_path / "r.jsonl").read_bytes() == plain(tmp_path / "plain.jsonl")
 
 

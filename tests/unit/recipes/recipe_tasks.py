@@ -67,7 +67,7 @@ def make_task(kind: str = "mlp", make_model: Callable[[], nn.Module] | None = No
         "make_optimizer": adamw,
         "loss_fn": token_loss if kind == "gpt" else cross_entropy,
         "load_data": lambda: TaskData(data, (data,), DataSource("random", "made here", "0")),
-        "strong": StrongRecipe(sgd(), "fp32", channels_last=kind == "resnet", budget_rows=800, clip_norm=0.5),
+        "strong": StrongRecipe(sgd(), "fp32", channels_last=kind == "resnet", budget_samples=800, clip_norm=0.5),
         "reference": Reference("fp32"),
     }
     return Task(
@@ -76,15 +76,15 @@ def make_task(kind: str = "mlp", make_model: Callable[[], nn.Module] | None = No
         make_model=make_model or {"mlp": mlp, "gpt": gpt, "resnet": resnet}[kind],
         metric=Metric("loss", False, lambda model, batches: 0.0),
         targets=(),
-        batch_rows=ROWS,
-        budget_rows=3200,
-        eval_every_rows=800,
+        batch_size=ROWS,
+        budget_samples=3200,
+        eval_every_samples=800,
         **(defaults | changes),
     )
 
 
 def batches(task: Task, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
-    return task.load_data().batches(seed, task.batch_rows)
+    return task.load_data().batches(seed, task.batch_size)
 
 
 def weights(model: nn.Module) -> Tensor:

@@ -61,7 +61,7 @@ def test_the_strong_loop_is_the_loop_it_says(kind):
 
 
 def test_fp16_is_trained_under_a_loss_scale():
-    task = make_task(strong=StrongRecipe(sgd(), "fp16", channels_last=False, budget_rows=800, clip_norm=0.5))
+    task = make_task(strong=StrongRecipe(sgd(), "fp16", channels_last=False, budget_samples=800, clip_norm=0.5))
     torch.manual_seed(3)
     loop, data = StrongLoop(task, CPU), batches(task)
     for _ in range(5):
@@ -72,7 +72,7 @@ def test_fp16_is_trained_under_a_loss_scale():
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_a_recipe_in_tf32_trains_in_tf32_and_puts_the_modes_back(precision):
-    recipe = StrongRecipe(sgd(), precision, channels_last=False, budget_rows=800)
+    recipe = StrongRecipe(sgd(), precision, channels_last=False, budget_samples=800)
     before, during, after = modes_of_a_loop(StrongLoop, strong=recipe)
     assert during == (("tf32", "tf32") if precision == "tf32" else before)
     assert after == before != ("tf32", "tf32")

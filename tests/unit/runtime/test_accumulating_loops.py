@@ -53,7 +53,7 @@ def trained(made, *, num_batches=None, data=None):
 
 def test_the_loops_own_split_is_kept_and_trains_as_the_loop_without_a_warning():
     made = plan()
-    assert (made.micro_batch.value, made.tier, made.proof.code) == (ROWS, "S", "proof.holds")
+    assert (made.micro_batch.value, made.plan_kind, made.proof.code) == (ROWS, "equivalent", "proof.holds")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours = trained(made, num_batches=K)

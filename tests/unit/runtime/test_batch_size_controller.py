@@ -343,7 +343,7 @@ def test_trials_decide_by_throughput_per_byte_at_one_batch():
     problem = Regression(8, TRIALS)
     sizes, run = windows_of(problem, 12)
     assert set(sizes) == {(1, 4)}
-    assert run.consumed_rows == 96
+    assert run.consumed_samples == 96
     with trimtab.start(problem.model, problem.optimizer, problem.plan) as other:
         other.load_state_dict(run.state_dict())
         assert other.window(next(problem.batches())).num_micro_batches == 4
@@ -537,7 +537,7 @@ def test_the_last_batches_of_a_loader_are_a_shorter_window():
             sizes.append(window.num_batches)
             run.train_step(window, mean_loss)
     assert sizes == [4, 4, 2]
-    assert run.consumed_rows == 80
+    assert run.consumed_samples == 80
 
 
 def events_of(path, name):

@@ -87,5 +87,5 @@ def test_what_cannot_be_set_is_refused_and_nothing_is_changed():
 
 def test_such_a_plan_is_of_tier_f():
     plan = Plan.fixed(2, dropout=0.0)
-    assert plan.tier == "F"
+    assert plan.plan_kind == "tuned"
     assert "dropout 0.0" in plan.changes_in_words

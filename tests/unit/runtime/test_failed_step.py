@@ -61,7 +61,7 @@ def trained(plan, fail):
                 fail_once(optimizer)
                 with pytest.raises(OutOfSpace):
                     run.step()
-                assert (run.consumed_rows, run.applied_steps) == (ROWS, 1)
+                assert (run.consumed_samples, run.applied_steps) == (ROWS, 1)
             run.step()
         return copy.deepcopy(list(model.parameters())), run.state_dict()
 
@@ -89,10 +89,10 @@ def test_a_failed_step_given_up_is_not_counted_and_the_next_window_trains(plan, 
             with pytest.raises(OutOfSpace):
                 run.step()
             run.discard()
-        assert (run.consumed_rows, run.applied_steps) == (0, 0)
+        assert (run.consumed_samples, run.applied_steps) == (0, 0)
         scale = run.loss_scale
         run.train_step(run.window(batch), token_loss)
-        assert (run.consumed_rows, run.applied_steps, run.loss_scale) == (ROWS, 1, scale)
+        assert (run.consumed_samples, run.applied_steps, run.loss_scale) == (ROWS, 1, scale)
 
 
 def test_a_record_that_cannot_be_written_leaves_the_window_stepped_and_counted():
@@ -114,6 +114,6 @@ def test_a_record_that_cannot_be_written_leaves_the_window_stepped_and_counted()
         for number in (1, 2):
             with pytest.raises(OSError, match="no space"):
                 run.train_step(run.window(torch.ones(ROWS, 3)), token_loss)
-            assert (run.consumed_rows, run.applied_steps) == (number * ROWS, number)
+            assert (run.consumed_samples, run.applied_steps) == (number * ROWS, number)
             with raises(LoopError, code="loop.no_window", field="run.step"):
                 run.step()

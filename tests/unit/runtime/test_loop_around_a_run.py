@@ -243,5 +243,5 @@ def test_a_window_of_batches_of_an_unknown_size_weighs_each_alike():
         for window in run.windows(data):
             assert window.samples is None
             run.train_step(window, loss_fn)
-        assert (run.consumed_rows, run.num_windows) == (0, 2)
+        assert (run.consumed_samples, run.num_windows) == (0, 2)
     torch.testing.assert_close(weights(ours), weights(model), rtol=1e-6, atol=1e-7)

@@ -128,7 +128,7 @@ class Verbs(RuleBasedStateMachine):
             self.idle()
         else:
             self.forbid(self.run.step)
-        assert (self.run.applied_steps, self.run.consumed_rows) == (self.steps, ROWS * self.steps)
+        assert (self.run.applied_steps, self.run.consumed_samples) == (self.steps, ROWS * self.steps)
 
     def teardown(self):
         self.run.close()
@@ -179,7 +179,7 @@ def test_an_error_in_train_step_gives_the_window_up_and_the_loop_can_go_on(run):
         run.train_step(run.window(torch.randn(ROWS, 3)), failing)
     assert all(p.grad is None for p in run.model.parameters()), "half a window would go into the next"
     assert all(torch.equal(p, old) for p, old in zip(run.model.parameters(), before, strict=True))
-    assert (run.consumed_rows, run.applied_steps) == (0, 0)
+    assert (run.consumed_samples, run.applied_steps) == (0, 0)
     run.train_step(run.window(torch.randn(ROWS, 3)), loss_fn)
     assert run.applied_steps == 1
 
@@ -206,7 +206,7 @@ def test_a_body_that_raised_and_was_caught_can_go_on_with_the_next_window(run):
             run.discard()
             continue
         run.step()
-    assert (failed, run.consumed_rows, run.applied_steps) == (1, ROWS, 1)
+    assert (failed, run.consumed_samples, run.applied_steps) == (1, ROWS, 1)
     assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), other.parameters(), strict=True))
 
 

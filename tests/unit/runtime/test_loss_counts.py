@@ -91,7 +91,9 @@ def test_a_scale_that_is_open_stays_so_where_a_run_goes_on():
     assert scale_of(weights, [512, 512]) == [1 / 1024, 1 / 1024]
 
 
-@pytest.mark.parametrize("state", [{}, {"terms_per_row": 0.0, "first": None}, {"terms_per_row": 2.0, "first": "8"}])
+@pytest.mark.parametrize(
+    "state", [{}, {"terms_per_sample": 0.0, "first": None}, {"terms_per_sample": 2.0, "first": "8"}]
+)
 def test_a_state_that_is_no_scale_is_refused(state):
     weights = WindowWeights()
     with pytest.raises(UsageError) as caught:

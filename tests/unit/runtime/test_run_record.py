@@ -46,13 +46,13 @@ def test_every_window_has_its_line_in_order(tmp_path, num_windows):
     found, losses = record(tmp_path / "r.jsonl", Plan.fixed(4, 3), num_windows)
     assert [step.index for step in found.steps] == list(range(num_windows))
     assert [step.loss for step in found.steps] == losses
-    assert all((step.rows, step.terms, step.applied) == (4, 4, True) for step in found.steps)
+    assert all((step.samples, step.terms, step.applied) == (4, 4, True) for step in found.steps)
     assert all(step.wall_s > 0 and step.grad_norm is None and step.loss_scale is None for step in found.steps)
 
 
 def test_terms_are_the_windows_count(tmp_path):
     found, losses = record(tmp_path / "r.jsonl", Plan.fixed(4, 3), 3, sum_loss)
-    assert [(step.rows, step.terms) for step in found.steps] == [(4, 8)] * 3
+    assert [(step.samples, step.terms) for step in found.steps] == [(4, 8)] * 3
     assert [step.loss for step in found.steps] == losses
 
 
@@ -69,7 +69,7 @@ def test_a_voided_window_is_written_as_one(tmp_path):
         return mean_loss(lambda x: model(x).float(), batch) * 1e30
 
     found, _ = record(tmp_path / "r.jsonl", Plan.fixed(4, precision="fp16"), 2, large)
-    assert [(step.applied, step.rows, step.loss_scale) for step in found.steps] == [
+    assert [(step.applied, step.samples, step.loss_scale) for step in found.steps] == [
         (False, 4, 2.0**15),
         (False, 4, 2.0**14),
     ]

@@ -318,11 +318,11 @@ def test_neither_model_nor_copy_nor_optimizer_keep_a_closed_run_alive():
 def test_splitting_batch_statistics_unproved_is_other_dynamics():
     """The model is known only when a run is started: a plan that was set by hand says then what it is."""
     plan = Plan.fixed(8, micro_batch=4)
-    for norm, tier in ((nn.BatchNorm1d(3), "F"), (nn.LayerNorm(3), "S")):
+    for norm, plan_kind in ((nn.BatchNorm1d(3), "tuned"), (nn.LayerNorm(3), "equivalent")):
         model = nn.Sequential(nn.Linear(3, 3), norm)
         with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as run:
-            assert run.plan.tier == tier
-            assert ("batch statistics" in run.plan.micro_batch.reason) == (tier == "F")
+            assert run.plan.plan_kind == plan_kind
+            assert ("batch statistics" in run.plan.micro_batch.reason) == (plan_kind == "tuned")
     model = nn.BatchNorm1d(3)
     with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8)) as run:
         assert run.plan == Plan.fixed(8)  # which splits nothing

@@ -23,7 +23,7 @@ ten = Task(
     name="ten", description="", make_model=lambda: nn.Linear(1, 1), make_optimizer=lambda m: optim.SGD(m.parameters()),
     loss_fn=lambda m, b: m(b[0]).mean(), metric=Metric("loss", False, lambda m, b: 0.0), targets=(1.0,),
     load_data=lambda: TaskData((ones(NUM_ROWS, 1),), ((ones(1, 1),),), DataSource("ones", "made here", "0")),
-    batch_rows=1, budget_rows=1, eval_every_rows=1,
+    batch_size=1, budget_samples=1, eval_every_samples=1,
 )
 not_a_task = 3
 """
@@ -53,7 +53,7 @@ def user_folder(tmp_path, monkeypatch):
 def test_the_page_on_starting_has_it_as_it_is(name):
     task, page = load_task(name), Path(__file__).parents[3] / "docs" / "start.md"
     targets = f"{task.targets[0]:g} to {task.targets[-1]:g}"
-    row = f"| `{name}` | {task.description} | {task.batch_rows} | {targets} |"
+    row = f"| `{name}` | {task.description} | {task.batch_size} | {targets} |"
     assert row in page.read_text(encoding="utf-8").splitlines()
 
 
@@ -62,18 +62,18 @@ def test_a_built_in_task_is_whole(name):
     task = load_task(name)
     assert isinstance(task, Task)
     assert task.name == name
-    assert task.budget_rows % task.eval_every_rows == 0
-    assert task.eval_every_rows % task.batch_rows == 0
-    assert 10 <= task.budget_rows // task.eval_every_rows <= 20
+    assert task.budget_samples % task.eval_every_samples == 0
+    assert task.eval_every_samples % task.batch_size == 0
+    assert 10 <= task.budget_samples // task.eval_every_samples <= 20
     easiest_first = sorted(task.targets, reverse=not task.metric.higher_is_better)
     assert list(task.targets) == easiest_first
     assert task.reference.declared
     assert task.reference.precision == "fp32"
     assert task.strong is not None
     assert task.strong.precision in PRECISIONS
-    assert task.strong.budget_rows % task.eval_every_rows == 0
-    assert 2 <= task.budget_rows / task.strong.budget_rows <= 4
-    assert task.adapted_rows == task.strong.budget_rows  # the adapted plan and the peer have the same horizon
+    assert task.strong.budget_samples % task.eval_every_samples == 0
+    assert 2 <= task.budget_samples / task.strong.budget_samples <= 4
+    assert task.adapted_samples == task.strong.budget_samples  # the adapted plan and the peer have the same horizon
 
 
 def test_the_reference_is_the_papers_baseline():
@@ -91,7 +91,7 @@ def test_a_user_task_is_found(user_folder, name):
     path_before = list(sys.path)
     task = load_task(name)
     assert task.name == "ten"
-    assert task.load_data().num_rows == 10
+    assert task.load_data().num_samples == 10
     assert sys.path == path_before
 
 
@@ -196,8 +196,8 @@ def test_importing_tasks_loads_no_optional_package():
         ({"metric": max}, "task.metric"),
         ({"reference": "bf16"}, "task.reference"),
         ({"strong": "sgd"}, "task.strong"),
-        ({"adapted_rows": 0}, "task.adapted_rows"),
-        ({"batch_rows": 2.5}, "task.batch_rows"),
+        ({"adapted_samples": 0}, "task.adapted_samples"),
+        ({"batch_size": 2.5}, "task.batch_size"),
         ({"loss_fn": None}, "task.loss_fn"),
     ],
 )

@@ -188,20 +188,20 @@ def test_normalised_pixels():
 
 @given(rows=st.integers(1, 40), seed=st.integers(0, 2**32), data=st.data())
 def test_batches_are_a_function_of_the_seed_and_repeat_no_row_in_an_epoch(rows, seed, data):
-    batch_rows = data.draw(st.integers(1, rows))
+    batch_size = data.draw(st.integers(1, rows))
     column = torch.arange(rows)
     task_data = TaskData((column, column * 10), ((column,),), SOURCE)
-    per_epoch = rows // batch_rows
-    taken = list(itertools.islice(task_data.batches(seed, batch_rows), 3 * per_epoch))
-    again = list(itertools.islice(task_data.batches(seed, batch_rows), 3 * per_epoch))
+    per_epoch = rows // batch_size
+    taken = list(itertools.islice(task_data.batches(seed, batch_size), 3 * per_epoch))
+    again = list(itertools.islice(task_data.batches(seed, batch_size), 3 * per_epoch))
     for epoch in range(3):
         seen = torch.cat([batch[0] for batch in taken[epoch * per_epoch : (epoch + 1) * per_epoch]])
-        assert len(set(seen.tolist())) == len(seen) == per_epoch * batch_rows
+        assert len(set(seen.tolist())) == len(seen) == per_epoch * batch_size
     for (left, ten), (right, _) in zip(taken, again, strict=True):
         assert torch.equal(left, right)
         assert torch.equal(left * 10, ten)
     begin = data.draw(st.integers(0, 3 * per_epoch - 1))
-    for (left, _), (right, _) in zip(taken[begin:], task_data.batches(seed, batch_rows, begin=begin), strict=False):
+    for (left, _), (right, _) in zip(taken[begin:], task_data.batches(seed, batch_size, begin=begin), strict=False):
         assert torch.equal(left, right)
 
 

@@ -38,7 +38,7 @@ class Counted(Endless):
 
 def test_rows_are_those_of_the_datasets_in_their_order():
     x, y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
-    found = of_datasets(TensorDataset(x, y), TensorDataset(x[:5] + 100, y[:5]), name="mine", judged_rows=2)
+    found = of_datasets(TensorDataset(x, y), TensorDataset(x[:5] + 100, y[:5]), name="mine", judged_samples=2)
     assert torch.equal(found.columns[0], x)
     assert torch.equal(found.columns[1], y)
     assert [len(batch[0]) for batch in found.held_out] == [2, 2, 1]

@@ -37,18 +37,18 @@ def test_data_lies_on_the_device_where_it_takes_a_tenth_at_the_most(num_bytes, f
     choice = placement(num_bytes, "cuda", free)
     assert choice.value == value
     assert said in choice.reason
-    assert choice.mark is Effect.EXACT
+    assert choice.effect is Effect.BITWISE
     assert choice.changed == (value == "device")
-    assert bool(choice.losers) == (free is not None)
+    assert bool(choice.rejected) == (free is not None)
 
 
 def test_rows_augmented_on_the_device_are_the_hosts_to_rounding():
     for free, augments, mark in (
         (2**34, True, Effect.ROUNDING),
-        (2**34, False, Effect.EXACT),
-        (2**10, True, Effect.EXACT),
+        (2**34, False, Effect.BITWISE),
+        (2**10, True, Effect.BITWISE),
     ):
-        assert placement(2**20, "cuda", free, augments=augments).mark is mark
+        assert placement(2**20, "cuda", free, augments=augments).effect is mark
 
 
 def test_on_a_processor_nothing_is_moved():

@@ -87,13 +87,13 @@ def by_label(batches: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     return found[labels.argsort()]
 
 
-@pytest.mark.parametrize("batch_rows", [1, 4, 6, 24])
-def test_an_epoch_looks_the_same_in_every_batch_size(batch_rows):
+@pytest.mark.parametrize("batch_size", [1, 4, 6, 24])
+def test_an_epoch_looks_the_same_in_every_batch_size(batch_size):
     data = images()
     for epoch in range(2):
         taken = [
             list(itertools.islice(data.batches(7, rows), epoch * 48 // rows, (epoch + 1) * 48 // rows))
-            for rows in (48, batch_rows)
+            for rows in (48, batch_size)
         ]
         assert torch.equal(by_label(taken[0]), by_label(taken[1]))
 

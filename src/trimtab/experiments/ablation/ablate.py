@@ -132,7 +132,7 @@ def _ablated(
         check_step(task, data, device)
     adapt = ("learning_rate",) if settings.adapt else ()
     how = {"adapt": adapt, "strong": False, "budget": budget, "progress": progress}
-    plans = kept.plans(partial(make_plans, task, data, device, **how)) if plan is None else Plans({"S": plan})
+    plans = kept.plans(partial(make_plans, task, data, device, **how)) if plan is None else Plans({"equivalent": plan})
     chosen = _whole(plans)
     design = AblationDesign(changes_of(chosen, task.reference), settings.pairwise)
     if not design.changes:
@@ -155,8 +155,8 @@ def _raced(
     """Run every possible arm: peak memory first, then the paired runs."""
     plan = _whole(plans)
     arms, refusals = plans_of(plan, design, task.reference)
-    makes = _loops(arms, task.budget_rows)
-    facts = kept.facts([PairedArm(name, make, task.budget_rows) for name, make in makes.items()], peaks_alone=arms)
+    makes = _loops(arms, task.budget_samples)
+    facts = kept.facts([PairedArm(name, make, task.budget_samples) for name, make in makes.items()], peaks_alone=arms)
     refusals |= {name: fact.error for name, fact in facts.items() if fact.error}
     step_s = reference_s(plans, facts)
     races: dict[int, dict[str, RunRecord]] = {}
@@ -165,8 +165,8 @@ def _raced(
         how = {"quick": settings.quick, "brief": is_brief, "dear": kept.device.type == "cuda"}
         rows, own_s = lengths(task, step_s, **how), _step_within(plans, step_s, dear=how["dear"])
         within = lengths(task, own_s, **how).few
-        within = within if within < task.budget_rows else rows.few
-        few = _brief_rows(design, makes, rows.few, within) if is_brief else dict.fromkeys(makes, task.budget_rows)
+        within = within if within < task.budget_samples else rows.few
+        few = _brief_rows(design, makes, rows.few, within) if is_brief else dict.fromkeys(makes, task.budget_samples)
         entries = _entries(task, design, makes, few, rows.control)
         entries = [each for each in entries if design.controls.get(each.name, each.name) not in refusals]
         races[seed] = kept.race(entries, seed, settings.num_seeds, brief=is_brief, cap_s=settings.cap_s)
@@ -175,7 +175,7 @@ def _raced(
 
 def _whole(plans: Plans) -> Plan:
     """Return the plan to ablate: the tuned plan if there is one."""
-    return plans.plans.get("F", plans.plans["S"])
+    return plans.plans.get("tuned", plans.plans["equivalent"])
 
 
 def _loops(arms: Mapping[str, Plan], rows: int) -> dict[str, MakeLoop]:
@@ -206,15 +206,15 @@ def _entries(
 ) -> list[PairedArm]:
     """Return all arms with their samples, and the A/A controls, with equal length in short runs."""
     again = {name: rows[base] for name, base in design.controls.items()}
-    is_brief = any(each < task.budget_rows for each in rows.values())
+    is_brief = any(each < task.budget_samples for each in rows.values())
     budgets = dict(rows) | {name: each if is_brief else min(each, control_rows) for name, each in again.items()}
     return [
         PairedArm(
             name,
             makes[design.controls.get(name, name)],
             wanted,
-            is_timed_only=wanted < task.budget_rows,
-            detail={BRIEF: True} if wanted < task.budget_rows else {},
+            is_timed_only=wanted < task.budget_samples,
+            detail={BRIEF: True} if wanted < task.budget_samples else {},
         )
         for name, wanted in budgets.items()
     ]

@@ -105,19 +105,19 @@ class AblationMeasurements:
         ratios = products(self.races, terms)
         return ratio_interval(ratios) if len(ratios) > 1 and not failures(self.races, *_arms(terms)) else None
 
-    def ratio(self, arm: str, against: str, tier: str, control: Interval | None) -> Iterator[RatioRow]:
+    def ratio(self, arm: str, against: str, plan_kind: str, control: Interval | None) -> Iterator[RatioRow]:
         """Yield the throughput, memory and quality ratios of two arms, as far as measured."""
         names = self.labels.get(arm, arm), self.labels.get(against, against)
         if ratios := throughput_ratios(self.races, arm, against):
             ratio = as_ratio(ratio_interval(ratios), ratios)
             verdict = unless_failed(speed_verdict(ratio, control, *names), self.races, arm, against)
-            yield RatioRow(THROUGHPUT, arm, against, tier, ratio, verdict)
+            yield RatioRow(THROUGHPUT, arm, against, plan_kind, ratio, verdict)
         if arm in self.peaks and against in self.peaks:
             peaks = counted(self.peaks[arm] / self.peaks[against])
             verdict = unless_failed(memory_verdict(peaks, names[1]), self.races, arm, against)
-            yield RatioRow(MEMORY, arm, against, tier, peaks, verdict)
+            yield RatioRow(MEMORY, arm, against, plan_kind, peaks, verdict)
         how = (self.metric, self.higher_is_better, self.unit)
-        if (quality := quality_row(self.races, arm, against, tier, *how, at_equal_rows=True)) is not None:
+        if (quality := quality_row(self.races, arm, against, plan_kind, *how, at_equal_samples=True)) is not None:
             yield quality
 
     def effects(self, change: AblatedChange) -> Iterator[ChangeEffect]:
@@ -127,17 +127,19 @@ class AblationMeasurements:
         for setting, (arm, against) in both.items():
             if setting in change.refusals or (setting == WITHIN and not self.has_interactions):
                 continue
-            for row in self.ratio(arm, against, change.tier, self.control(settings[setting])):
-                yield ChangeEffect(change.name, setting, row.metric, change.tier, row.ratio, row.verdict, arm, against)
+            for row in self.ratio(arm, against, change.plan_kind, self.control(settings[setting])):
+                yield ChangeEffect(
+                    change.name, setting, row.metric, change.plan_kind, row.ratio, row.verdict, arm, against
+                )
         if self.has_interactions and not change.refusals:
             yield from self._interactions(change, both[WITHIN], both[ALONE])
 
     def pair_effects(self, change: AblatedChange, other: AblatedChange) -> Iterator[ChangeEffect]:
         """Yield the interaction of a change with another change."""
-        tier = "F" if "F" in (change.tier, other.tier) else "S"
+        plan_kind = "tuned" if "tuned" in (change.plan_kind, other.plan_kind) else "equivalent"
         beside, alone = self.design.beside(change.name, other.name), self.design.alone(change.name)
         if ALONE not in {**change.refusals, **other.refusals}:
-            yield from self._interactions(change, beside, alone, other, tier)
+            yield from self._interactions(change, beside, alone, other, plan_kind)
 
     def _interactions(
         self,
@@ -145,24 +147,24 @@ class AblationMeasurements:
         beside: tuple[str, str],
         alone: tuple[str, str],
         other: AblatedChange | None = None,
-        tier: str = "",
+        plan_kind: str = "",
     ) -> Iterator[ChangeEffect]:
         """Yield the effect next to other changes over the effect alone."""
         terms: list[Term] = [(*beside, 1), (*alone, -1)]
         what = change.says if other is None else f"{change.says} with {other.says}"
         rest = {"arm": beside[0], "against": beside[1], "other": "" if other is None else other.name}
-        tier = tier or change.tier
+        plan_kind = plan_kind or change.plan_kind
         if (ratio := self._product(terms)) is not None:
             verdict = interaction_verdict(ratio, self.interaction_control, what)
             verdict = unless_failed(verdict, self.races, *_arms(terms))
-            yield ChangeEffect(change.name, INTERACTION, THROUGHPUT, tier, ratio, verdict, **rest)
+            yield ChangeEffect(change.name, INTERACTION, THROUGHPUT, plan_kind, ratio, verdict, **rest)
         if all(arm in self.peaks for arm in (*beside, *alone)):
             value = math.prod((self.peaks[arm] / self.peaks[against]) ** power for arm, against, power in terms)
             verdict = unless_failed(_memory_interaction(value, what), self.races, *_arms(terms))
-            yield ChangeEffect(change.name, INTERACTION, MEMORY, tier, counted(value), verdict, **rest)
+            yield ChangeEffect(change.name, INTERACTION, MEMORY, plan_kind, counted(value), verdict, **rest)
         if (found := self._further(beside, alone)) is not None:
             verdict = unless_failed(quality_interaction(found, what), self.races, *_arms(terms))
-            yield ChangeEffect(change.name, INTERACTION, QUALITY, tier, found, verdict, **rest)
+            yield ChangeEffect(change.name, INTERACTION, QUALITY, plan_kind, found, verdict, **rest)
 
     def _further(self, beside: tuple[str, str], alone: tuple[str, str]) -> Ratio | None:
         """Return the interaction in the held-out metric, paired by seed.
@@ -223,9 +225,11 @@ class AblationMeasurements:
         control, power = self.interaction_control, power_of_all(len(changes))
         if control is not None:
             control = Interval(control.mean**power, control.low**power, control.high**power, control.n)
-        tier = "F" if any(each.tier == "F" for each in changes) else "S"
+        plan_kind = "tuned" if any(each.plan_kind == "tuned" for each in changes) else "equivalent"
         verdict = interaction_verdict(ratio, control, "the plan as a whole")
-        yield ChangeEffect("", INTERACTION, THROUGHPUT, tier, ratio, unless_failed(verdict, self.races, *_arms(terms)))
+        yield ChangeEffect(
+            "", INTERACTION, THROUGHPUT, plan_kind, ratio, unless_failed(verdict, self.races, *_arms(terms))
+        )
 
     def _product(self, terms: Sequence[Term]) -> Ratio | None:
         ratios = products(self.races, terms)
@@ -239,9 +243,9 @@ class AblationMeasurements:
                 verdict = unless_failed(control_verdict(ratio, self.labels[base]), self.races, again, base)
                 yield RatioRow(THROUGHPUT, again, base, "", ratio, verdict)
 
-    def whole(self, tier: str) -> Iterator[RatioRow]:
+    def whole(self, plan_kind: str) -> Iterator[RatioRow]:
         """Yield the plan, and the unchanged run, against the user's loop."""
-        for arm, of in ((PLAN, tier), (UNCHANGED, "S")):
+        for arm, of in ((PLAN, plan_kind), (UNCHANGED, "equivalent")):
             yield from self.ratio(arm, REFERENCE, of, self.control(UNCHANGED_AGAIN))
 
 

@@ -71,7 +71,7 @@ def _kind(speed: RatioRow, quality: RatioRow | None) -> str:
     if quality is None or found == "no verdict":
         return found
     kinds = {found, quality.verdict.kind}
-    may_end_worse = quality.tier == "F" and quality.verdict.kind == "no verdict" and found == "gain"
+    may_end_worse = quality.plan_kind == "tuned" and quality.verdict.kind == "no verdict" and found == "gain"
     if {"gain", "harm"} <= kinds or may_end_worse:
         return "no verdict"
     return next((kind for kind in ("harm", "gain") if kind in kinds), found)
@@ -79,7 +79,7 @@ def _kind(speed: RatioRow, quality: RatioRow | None) -> str:
 
 def _ends(quality: RatioRow | None, unit: str) -> str:
     """Return a sentence on the final metric; for an equivalent plan, only if it differs."""
-    if quality is None or (quality.tier != "F" and quality.verdict.kind == "no gain"):
+    if quality is None or (quality.plan_kind != "tuned" and quality.verdict.kind == "no gain"):
         return ""
     found = quality_figures(quality.ratio, unit)
     return {

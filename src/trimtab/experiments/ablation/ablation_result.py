@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from trimtab.core.plan import Plan
 from trimtab.experiments.comparison.comparison_result import Ratio, RatioRow, TargetRow, Verdict
 
-ABLATION_SCHEMA = 1
+ABLATION_SCHEMA = 2
 ALONE, WITHIN, INTERACTION = "alone", "in the plan", "interaction"
 WHOLE = "whole"  # the plan against the reference
 THROUGHPUT, MEMORY, QUALITY = "throughput", "peak_memory", "final_metric_difference"
@@ -31,13 +31,13 @@ class AblatedChange:
     Args:
         name: name of the setting.
         says: setting with its value, for reports.
-        tier: "S" keeps the numerics (up to rounding), "F" changes training.
+        plan_kind: "equivalent" keeps the numerics (up to rounding), "tuned" changes training.
         refusals: reason for an impossible arm (a dependency or an error), by setting "alone" or "in the plan".
     """
 
     name: str
     says: str
-    tier: str
+    plan_kind: str
     refusals: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -49,20 +49,20 @@ class AblatedArm:
         name: name of the arm.
         label: label in reports.
         changes: names of the changes.
-        row_s: median seconds per sample, by seed.
+        sample_s: median seconds per sample, by seed.
         peak_bytes: peak memory of a step, measured separately; None if not counted.
-        final_metric: metric after `final_rows` samples, by seed with a full run.
-        final_rows: samples at the end of full runs.
+        final_metric: metric after `final_samples` samples, by seed with a full run.
+        final_samples: samples at the end of full runs.
         error: error of a failed arm, or "".
     """
 
     name: str
     label: str
     changes: tuple[str, ...]
-    row_s: tuple[float, ...] = ()
+    sample_s: tuple[float, ...] = ()
     peak_bytes: int | None = None
     final_metric: tuple[float, ...] = ()
-    final_rows: int = 0
+    final_samples: int = 0
     error: str = ""
 
 
@@ -74,7 +74,7 @@ class ChangeEffect:
         change: name of the change; "" for all changes over the product of the separate effects.
         setting: alone, in the plan, or interaction.
         metric: throughput, peak_memory or final_metric_difference, as in `RatioRow`.
-        tier: "S" or "F".
+        plan_kind: "equivalent" or "tuned".
         ratio: the effect.
         verdict: verdict on the effect.
         arm, against: arms with and without the change; for an interaction, those of the plan.
@@ -84,7 +84,7 @@ class ChangeEffect:
     change: str
     setting: str
     metric: str
-    tier: str
+    plan_kind: str
     ratio: Ratio
     verdict: Verdict
     arm: str = ""

@@ -52,7 +52,7 @@ def ablation_object(ablation: Ablation) -> dict[str, Any]:
 
 def _planning(ablation: Ablation) -> Iterator[dict[str, Any]]:
     changes = ", ".join(change.says for change in ablation.changes) or "nothing"
-    head = {"metric": "planning_s", "task": ablation.task, "tier": ablation.plan.tier, "changes": changes}
+    head = {"metric": "planning_s", "task": ablation.task, "plan_kind": ablation.plan.plan_kind, "changes": changes}
     yield head | {"planning_s": ablation.plan.planning_s}
 
 
@@ -88,19 +88,24 @@ def _controls(ablation: Ablation) -> dict[str, Ratio | None]:
 
 
 def _head(ablation: Ablation, row: RatioRow | ChangeEffect) -> dict[str, Any]:
-    head = {"metric": METRICS[row.metric], "task": ablation.task, "tier": row.tier}
+    head = {"metric": METRICS[row.metric], "task": ablation.task, "plan_kind": row.plan_kind}
     return head | {"arm": row.arm, "against": row.against}
 
 
 def _refused(ablation: Ablation) -> Iterator[dict[str, Any]]:
     for change in ablation.changes:
         for setting, why in change.refusals.items():
-            head = {"metric": "throughput_ratio", "task": ablation.task, "tier": change.tier, "change": change.name}
+            head = {
+                "metric": "throughput_ratio",
+                "task": ablation.task,
+                "plan_kind": change.plan_kind,
+                "change": change.name,
+            }
             yield head | {"setting": setting, "mean": None, "n": 0, "refused": why}
 
 
 def _arms(ablation: Ablation) -> Iterator[dict[str, Any]]:
     for arm in ablation.arms:
         head = {"metric": "arm", "task": ablation.task, "arm": arm.name, "changes": arm.changes}
-        figures = {"row_s": arm.row_s, "peak_bytes": arm.peak_bytes, "final_metric": arm.final_metric}
-        yield head | figures | {"final_rows": arm.final_rows} | ({"error": arm.error} if arm.error else {})
+        figures = {"sample_s": arm.sample_s, "peak_bytes": arm.peak_bytes, "final_metric": arm.final_metric}
+        yield head | figures | {"final_samples": arm.final_samples} | ({"error": arm.error} if arm.error else {})

@@ -79,7 +79,7 @@ def summarise(task: Task, data: TaskData, raced: AblationRuns, command: str, not
         AblatedChange(name, says[name], _tier(plan, name), _refusals(raced, name)) for name in design.changes
     )
     effects = tuple(_effects(evidence, changes))
-    whole = tuple(evidence.whole(plan.tier))
+    whole = tuple(evidence.whole(plan.plan_kind))
     return _ablation(
         task,
         data,
@@ -153,7 +153,7 @@ def labels_of(design: AblationDesign, says: Mapping[str, str]) -> dict[str, str]
 
 
 def _tier(plan: Plan, name: str) -> str:
-    return "F" if getattr(plan, name).mark is Effect.DYNAMICS else "S"
+    return "tuned" if getattr(plan, name).effect is Effect.TRAINING else "equivalent"
 
 
 def _refusals(raced: AblationRuns, change: str) -> dict[str, str]:
@@ -215,7 +215,7 @@ def _notes(raced: AblationRuns, changes: Sequence[AblatedChange], effects: Seque
             f"{timed} effects have separate 95% intervals: of the effects without a true difference, about one in "
             "twenty appears significant by chance."
         )
-    return found + noted.sources(races) + noted.spread(Plans({"S": raced.plan}), races)
+    return found + noted.sources(races) + noted.spread(Plans({"equivalent": raced.plan}), races)
 
 
 def _limits(raced: AblationRuns, change: AblatedChange) -> Iterator[str]:

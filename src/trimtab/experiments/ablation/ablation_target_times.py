@@ -24,11 +24,13 @@ def times(
     per change is unknown.
     """
     for target in targets:
-        yield from _rung(evidence, "", WHOLE, plan.tier, (PLAN, REFERENCE, UNCHANGED_AGAIN), target, plan.planning_s)
+        yield from _rung(
+            evidence, "", WHOLE, plan.plan_kind, (PLAN, REFERENCE, UNCHANGED_AGAIN), target, plan.planning_s
+        )
         for change in changes:
-            charge_s = plan.search_s if change.tier == "F" else 0.0
+            charge_s = plan.search_s if change.plan_kind == "tuned" else 0.0
             for setting, arms in _settings(evidence, change).items():
-                yield from _rung(evidence, change.name, setting, change.tier, arms, target, charge_s)
+                yield from _rung(evidence, change.name, setting, change.plan_kind, arms, target, charge_s)
 
 
 def _settings(evidence: AblationMeasurements, change: AblatedChange) -> dict[str, _Arms]:
@@ -41,11 +43,17 @@ def _settings(evidence: AblationMeasurements, change: AblatedChange) -> dict[str
 
 
 def _rung(
-    evidence: AblationMeasurements, change: str, setting: str, tier: str, arms: _Arms, target: float, charge_s: float
+    evidence: AblationMeasurements,
+    change: str,
+    setting: str,
+    plan_kind: str,
+    arms: _Arms,
+    target: float,
+    charge_s: float,
 ) -> Iterator[ChangeTime]:
     arm, against, again = arms
     metric = (target, evidence.metric, evidence.higher_is_better)
     for charge in (None, *([PlanningCharge(charge_s)] if charge_s else [])):
-        row = target_row(evidence.races, arm, against, tier, *metric, charge, evidence.control(again))
+        row = target_row(evidence.races, arm, against, plan_kind, *metric, charge, evidence.control(again))
         if row is not None:
             yield ChangeTime(change, setting, row)

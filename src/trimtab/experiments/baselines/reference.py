@@ -35,7 +35,7 @@ class ReferenceLoop:
         batch = move(next(batches), self._device)
         if self._task.step is not None:
             self._task.step(self.model, self.optimizer, batch)
-            return self._task.batch_rows
+            return self._task.batch_size
         self.optimizer.zero_grad()
         with autocast(self.precision, self._device):
             loss = mean_of(self._task.loss_fn(self._called, batch))
@@ -46,7 +46,7 @@ class ReferenceLoop:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._task.reference.clip_norm)
         self._scaler.step(self.optimizer)
         self._scaler.update()
-        return self._task.batch_rows
+        return self._task.batch_size
 
     def close(self) -> None:
         """Restore the global fp32 modes."""

@@ -49,12 +49,12 @@ class StrongLoop:
 
     def step(self, batches: Iterator[Any]) -> int:
         """Set the learning rate of the schedule and train on one batch. Returns the number of samples."""
-        self._rows += self._task.batch_rows
-        factor = factor_at(self._rows / self.recipe.budget_rows, self.recipe)
+        self._rows += self._task.batch_size
+        factor = factor_at(self._rows / self.recipe.budget_samples, self.recipe)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         self.update(move(next(batches), self._device))
-        return self._task.batch_rows
+        return self._task.batch_size
 
     def update(self, batch: Any) -> None:
         """Take an optimizer step on a batch with the current learning rate."""

@@ -52,11 +52,11 @@ class ArmSelection:
         dear: bool = False,
     ) -> None:
         self._task, self._plans, self._settings = task, plans.plans, settings
-        self._rows, self._brief, self._dear, self._num_ranks = task.budget_rows, brief, dear, num_ranks
-        baseline = self._plans["S"].baseline
+        self._rows, self._brief, self._dear, self._num_ranks = task.budget_samples, brief, dear, num_ranks
+        baseline = self._plans["equivalent"].baseline
         step_s = step_s or (baseline.step_s if baseline else 1.0)
         self._few, self._control = lengths(task, step_s, quick=settings.quick, brief=brief, dear=dear)
-        self._too_long = "" if self._rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
+        self._too_long = "" if self._rows / task.batch_size * step_s < _LONG_RACE_S else _TOO_LONG
 
     def entries(self) -> list[PairedArm]:
         """Return the arms, with the reference first."""
@@ -68,16 +68,18 @@ class ArmSelection:
         yield self._entry("self", make, self._rows, timed=self._control)
 
     def _planned(self) -> Iterator[PairedArm]:
-        same, rows = self._plans["S"], self._rows
+        same, rows = self._plans["equivalent"], self._rows
         why = _UNCHANGED if self._too_long and not same.changes else ""
         make = partial(PlanLoop, plan=same, total_samples=rows)
-        yield self._entry("plan_S", make, rows, timed=self._control if why else 0, why=why, short=self._own_few("S"))
-        if "F" in self._plans:
-            freed = self._plans["F"]
+        yield self._entry(
+            "equivalent_plan", make, rows, timed=self._control if why else 0, why=why, short=self._own_few("equivalent")
+        )
+        if "tuned" in self._plans:
+            freed = self._plans["tuned"]
             has_schedule = freed.schedule.value != "user"  # Only a schedule needs a fixed horizon.
-            horizon = min(rows, self._task.adapted_rows or rows) if has_schedule else rows
+            horizon = min(rows, self._task.adapted_samples or rows) if has_schedule else rows
             make = partial(PlanLoop, plan=freed, total_samples=horizon)
-            yield self._entry("plan_F", make, horizon, short=self._own_few("F"))
+            yield self._entry("tuned_plan", make, horizon, short=self._own_few("tuned"))
 
     def _recipes(self) -> Iterator[PairedArm]:
         raced = self._settings.raced(self._task)
@@ -89,13 +91,13 @@ class ArmSelection:
                 yield self._entry(name, make, self._rows, timed=self._few if why else 0, why=why)
         for name, recipe in self._task.recipes.items():
             if name in raced:
-                yield self._entry(name, HAND_TUNED[name], min(self._rows, recipe.budget_rows))
+                yield self._entry(name, HAND_TUNED[name], min(self._rows, recipe.budget_samples))
 
     def _planned_peer(self) -> Iterator[PairedArm]:
         strong = self._task.strong
         if "strong" in self._settings.raced(self._task) and strong is not None and "strong" in self._plans:
             make = partial(TunedRecipePlanLoop, plan=self._plans["strong"])
-            rows = min(self._rows, strong.budget_rows)
+            rows = min(self._rows, strong.budget_samples)
             yield self._entry("strong_plan", make, rows, timed=self._control, short=self._own_few("strong"))
 
     def _own_few(self, key: str) -> int:

@@ -15,8 +15,8 @@ class ArmKind:
     Args:
         label: name shown in reports.
         source: the file with the training loop.
-        tier: "" for recipes, otherwise the kind of plan ("S" or "F").
-        plan: key of the plan; the plan for the hand-tuned recipe also has tier "S", so keys differ from tiers.
+        plan_kind: "" for recipes, otherwise the kind of plan ("equivalent" or "tuned").
+        plan: key of the plan; the plan for the hand-tuned recipe also has tier "equivalent", so keys differ from tiers.
         made_for: the arm whose loop the plan was made for.
         rivals: recipes to compare speed and memory with, in addition to the reference.
         times: recipes to compare time to target with, in addition to the reference; None for no such comparison.
@@ -26,7 +26,7 @@ class ArmKind:
 
     label: str
     source: str
-    tier: str = ""
+    plan_kind: str = ""
     plan: str = ""
     made_for: str = "reference"
     rivals: tuple[str, ...] = ()
@@ -44,21 +44,21 @@ class ArmKind:
 ARMS: Mapping[str, ArmKind] = {
     "reference": ArmKind("P0 reference", "experiments/baselines/reference.py"),
     "self": ArmKind("reference again (A/A control)", "experiments/baselines/reference.py"),
-    "plan_S": ArmKind(
+    "equivalent_plan": ArmKind(
         "trimtab, equivalent plan",
         _PLANS,
-        "S",
-        plan="S",
+        "equivalent",
+        plan="equivalent",
         rivals=("strong", "muon", "strict"),
         times=("strict",),
         has_quality=True,
         has_thirds=True,
     ),
-    "plan_F": ArmKind(
+    "tuned_plan": ArmKind(
         "trimtab, tuned plan",
         _PLANS,
-        "F",
-        plan="F",
+        "tuned",
+        plan="tuned",
         times=("strong", "muon", "strict"),
         has_quality=True,
         has_thirds=True,
@@ -66,7 +66,7 @@ ARMS: Mapping[str, ArmKind] = {
     "strict": ArmKind("P0 in strict fp32 (no TF32)", "experiments/baselines/strict.py", times=()),
     "strong": ArmKind("P2 hand-tuned recipe", "experiments/baselines/strong.py", times=()),
     "muon": ArmKind("P3 hand-tuned recipe with Muon", "experiments/baselines/muon.py", times=()),
-    "strong_plan": ArmKind("trimtab's plan for P2", _PLANS, "S", plan="strong", made_for="strong"),
+    "strong_plan": ArmKind("trimtab's plan for P2", _PLANS, "equivalent", plan="strong", made_for="strong"),
 }
 _REPLICA = "experiments/baselines/replica.py"
 ON_RANKS: Mapping[str, ArmKind] = dict(ARMS) | {
@@ -88,7 +88,7 @@ def with_baselines(labels: Mapping[str, str], num_ranks: int = 1) -> dict[str, A
     """
     found: dict[str, ArmKind] = {}
     for name, kind in (ARMS if num_ranks == 1 else ON_RANKS).items():
-        is_compared = name in ("plan_S", "plan_F")
+        is_compared = name in ("equivalent_plan", "tuned_plan")
         found[name] = replace(kind, times=(*labels, *(kind.times or ()))) if is_compared else kind
         if name == "strict":
             found |= {each: ArmKind(label, "", times=(), has_thirds=True) for each, label in labels.items()}

@@ -26,12 +26,12 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: compari
         found.append(
             "If a run had reached a target by its first evaluation, the time shown is an upper bound (left-censored)."
         )
-    if "F" in plans.plans:
-        freed = plans.plans["F"]
+    if "tuned" in plans.plans:
+        freed = plans.plans["tuned"]
         search = _search(freed)
         took = format_seconds(freed.search_s)
         charged = f"planning with {search} ({took})" if search else "planning"
-        found.append(f"Times to target of the tuned plan (tier F) include {charged} in every pair.")
+        found.append(f"Times to target of the tuned plan include {charged} in every pair.")
     if races and all(comparison_statistics.is_brief(record) for race in races.values() for record in race.values()):
         found.append(
             "All arms were only timed for a few steps: times to target and the final metric were not measured."
@@ -42,8 +42,8 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: compari
 
 def _given(plans: Plans) -> list[str]:
     """Return a caveat for a plan from a file: the source of its planning time."""
-    plan = plans.plans["S"]
-    if "S" in plans.profiles:
+    plan = plans.plans["equivalent"]
+    if "equivalent" in plans.profiles:
         return []
     if not plan.planning_s:
         return ["The plan was read from a file, which records no planning time."]
@@ -55,7 +55,10 @@ def _unlike_trials(plans: Plans, races: comparison_statistics.Races) -> list[str
 
     The intervals are compared with at least the number of pairs needed for a verdict.
     """
-    told, ratios = plans.plans["S"].verified, comparison_statistics.throughput_ratios(races, "plan_S", "reference")
+    told, ratios = (
+        plans.plans["equivalent"].verified,
+        comparison_statistics.throughput_ratios(races, "equivalent_plan", "reference"),
+    )
     if told is None or len(ratios) < MIN_PAIRS_FOR_VERDICT:
         return []
     raced = ratio_interval(ratios)
@@ -63,7 +66,7 @@ def _unlike_trials(plans: Plans, races: comparison_statistics.Races) -> list[str
         return []
     trials, shown = (f"{low:.2f} to {high:.2f}x" for low, high in (told, (raced.low, raced.high)))
     return [
-        f"Equivalent plan (tier S): planning trials measured {trials} the speed, paired runs {shown}. Paired runs time "
+        f"Equivalent plan: planning trials measured {trials} the speed, paired runs {shown}. Paired runs time "
         "steps of a training process; trials alternate few steps of several settings."
     ]
 
@@ -90,20 +93,22 @@ def ends(races: comparison_statistics.Races) -> dict[str, str]:
 
 def _planned(task: Task) -> list[str]:
     """Return a caveat if planning assumed a different number of samples than the paired runs."""
-    if task.planned_rows in (None, task.budget_rows):
+    if task.planned_samples in (None, task.budget_samples):
         return []
-    times = f"{task.planned_rows / task.budget_rows:g} times the {task.budget_rows:,} samples of the paired runs"
-    return [f"Plans were made for a run of {task.planned_rows:,} samples, {times}."]
+    times = (
+        f"{task.planned_samples / task.budget_samples:g} times the {task.budget_samples:,} samples of the paired runs"
+    )
+    return [f"Plans were made for a run of {task.planned_samples:,} samples, {times}."]
 
 
 def _horizon(races: comparison_statistics.Races) -> list[str]:
     """Return a caveat if the tuned plan trains on fewer samples than the reference."""
-    pairs = comparison_statistics.to_the_end(races, "plan_F", "reference")
+    pairs = comparison_statistics.to_the_end(races, "tuned_plan", "reference")
     given = {
         (comparison_statistics.given_rows(ours), comparison_statistics.given_rows(theirs)) for ours, theirs in pairs
     }
     return [
-        f"The tuned plan (tier F) trained on {ours:,} samples, the reference on {theirs:,}; the task sets this number, "
+        f"The tuned plan trained on {ours:,} samples, the reference on {theirs:,}; the task sets this number, "
         "planning did not tune it."
         for ours, theirs in sorted(given)
         if ours < theirs
@@ -113,7 +118,7 @@ def _horizon(races: comparison_statistics.Races) -> list[str]:
 def _only_timed(task: Task, races: comparison_statistics.Races) -> list[str]:
     return [
         f"{name} was only timed for a few steps: {reason}"
-        for arm, name in (("plan_S", "Equivalent plan (tier S)"), *((name, name) for name in task.baselines))
+        for arm, name in (("equivalent_plan", "Equivalent plan"), *((name, name) for name in task.baselines))
         for reason in sorted({str(r[arm].header.detail.get(WHY_TIMED, "")) for r in races.values() if arm in r})
         if reason
     ]
@@ -137,6 +142,6 @@ def sources(races: comparison_statistics.Races) -> list[str]:
 
 def spread(plans: Plans, races: comparison_statistics.Races) -> list[str]:
     """Return the variance missing from the intervals; nothing below two pairs."""
-    what = "planning and tuning" if "F" in plans.plans else "planning"
+    what = "planning and tuning" if "tuned" in plans.plans else "planning"
     sentence = f"One plan was used for all {len(races)} seeds, so the intervals exclude the variance of {what}."
     return [sentence] if len(races) > 1 else []

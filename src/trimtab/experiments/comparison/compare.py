@@ -136,8 +136,8 @@ def _compared(
         races[seed] = kept.race(entries, seed, settings.num_pairs, meter=metered[0], **how)
     memory = {} if ranks > 1 else _memory(task, data, device, plans, out, progress)
     told = {"progress": progress, "together": together}
-    is_left_out = settings.quick or bool(facts["plan_S"].error)
-    gain = None if is_left_out else gain_in(out, task, data, device, plans.plans["S"], **told)
+    is_left_out = settings.quick or bool(facts["equivalent_plan"].error)
+    gain = None if is_left_out else gain_in(out, task, data, device, plans.plans["equivalent"], **told)
 
     def found() -> Comparison:
         seen, on = environment_of(races), RankConditions(ranks, together.crowded)
@@ -154,7 +154,7 @@ def _memory(
 ) -> dict[str, StepMemory]:
     """Return the measured memory of a step of the reference and of the equivalent plan."""
     found = {}
-    for name, plan in (("reference", None), ("plan_S", plans.plans["S"])):
+    for name, plan in (("reference", None), ("equivalent_plan", plans.plans["equivalent"])):
         path = out / f"memory-{name}.json"
         if not path.exists():
             progress(f"tracing the memory of a step of {name}")

@@ -31,11 +31,11 @@ def headline(
             selected by their outcome.
         ranks: note about several ranks, or "".
     """
-    found = _find(ratios, "plan_S", "throughput")
-    same = _failure("The equivalent plan", failed.get("plan_S"))
+    found = _find(ratios, "equivalent_plan", "throughput")
+    same = _failure("The equivalent plan", failed.get("equivalent_plan"))
     same = same or (None if found else _failure("The reference", failed.get("reference"))) or _same_maths(found, plan)
-    freed = _failure("The tuned plan", failed.get("plan_F")) or _freed(
-        targets, _find(ratios, "plan_F", "final_metric_difference")
+    freed = _failure("The tuned plan", failed.get("tuned_plan")) or _freed(
+        targets, _find(ratios, "tuned_plan", "final_metric_difference")
     )
     leads = freed if same.kind != "harm" and freed.kind == "gain" else same
     sentences = [found.sentence for found in (same, freed) if found.sentence]
@@ -70,7 +70,7 @@ def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
 
     A missed harder target or an inferior final metric leaves no gain.
     """
-    rungs = [row for row in targets if row.arm == "plan_F" and row.charged and row.against == "reference"]
+    rungs = [row for row in targets if row.arm == "tuned_plan" and row.charged and row.against == "reference"]
     decided = [i for i, row in enumerate(rungs) if row.verdict.kind != NO_VERDICT and row.reached_arm == row.n]
     hardest = decided[-1] if decided else -1
     against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))

@@ -15,7 +15,7 @@ from trimtab.core.profile import Trial
 from trimtab.core.step_memory import StepMemory
 from trimtab.core.step_phases import TimedGain
 
-RESULT_SCHEMA = 6
+RESULT_SCHEMA = 7
 NO_HARM = "no harm"  # Verdict of a plan that passed the non-inferiority test.
 NO_VERDICT = "no verdict"  # Verdict if the figures decide nothing.
 # Patterns for sentences in reports written before these rows had fields for a bound and for failures.
@@ -84,9 +84,9 @@ class Arm:
     """Results of an arm (a recipe or a plan) over all seeds.
 
     Args:
-        name: reference, self (the A/A control), strict, paper, strong, muon, plan_S, plan_F, strong_plan.
+        name: reference, self (the A/A control), strict, paper, strong, muon, equivalent_plan, tuned_plan, strong_plan.
         label: name shown in reports.
-        tier: "" for recipes, "S" for an equivalent plan, "F" for a tuned plan.
+        plan_kind: "" for recipes, "equivalent" for an equivalent plan, "tuned" for a tuned plan.
         source: the file with the training loop.
         step_s: median seconds per batch of the task, by seed.
         terms_per_s: throughput in loss terms per second, by seed.
@@ -95,7 +95,7 @@ class Arm:
         mfu: model FLOP/s utilisation: FLOP/s of the reference's step over the peak in `Comparison.peak_source`.
         hfu: hardware FLOP/s utilisation: FLOP/s of the arm's own step over the same peak.
         final_metric: held-out metric at the end, by seed.
-        final_rows: samples trained on at the end.
+        final_samples: samples trained on at the end.
         curves: held-out curves, by seed.
         search_s: seconds of planning and search added to charged figures.
         error: error of a failed arm, or None.
@@ -108,7 +108,7 @@ class Arm:
 
     name: str
     label: str
-    tier: str
+    plan_kind: str
     source: str
     step_s: tuple[float, ...]
     terms_per_s: tuple[float, ...]
@@ -117,7 +117,7 @@ class Arm:
     mfu: float | None = None
     hfu: float | None = None
     final_metric: tuple[float, ...] = ()
-    final_rows: int = 0
+    final_samples: int = 0
     curves: tuple[ArmCurve, ...] = ()
     search_s: float = 0.0
     error: str | None = None
@@ -143,7 +143,7 @@ class RatioRow:
     metric: str
     arm: str
     against: str
-    tier: str
+    plan_kind: str
     ratio: Ratio
     verdict: Verdict
     cpu: Ratio | None = None
@@ -170,7 +170,7 @@ class TargetRow:
         reached_arm, reached_against: number of the `n` pairs in which the target was reached.
         left_censored: number of pairs with a crossing at the first evaluation.
         arm_s, against_s: seconds to target by pair (infinite: not reached, or the run failed).
-        arm_rows, against_rows: sample budget (0: not recorded).
+        arm_samples, against_samples: sample budget (0: not recorded).
         arm_j, against_j: joules to target of pairs with both crossings and energy figures, including planning if
             charged.
         energy: ratio of the joules, arm over other arm, if known for every pair.
@@ -179,7 +179,7 @@ class TargetRow:
     target: float
     arm: str
     against: str
-    tier: str
+    plan_kind: str
     charged: bool
     ratio: Ratio | None
     bound: str
@@ -190,8 +190,8 @@ class TargetRow:
     arm_s: tuple[float, ...]
     against_s: tuple[float, ...]
     verdict: Verdict
-    arm_rows: int = 0
-    against_rows: int = 0
+    arm_samples: int = 0
+    against_samples: int = 0
     arm_j: tuple[float, ...] = ()
     against_j: tuple[float, ...] = ()
     energy: Ratio | None = None
@@ -219,7 +219,7 @@ def limit_in_words(at_least: float | None, at_most: float | None) -> str:
 
 
 def failure_of(row: RatioRow | TargetRow) -> str:
-    """Return a phrase such as `plan_S failed in 1 of 5 runs`, or "" without failures.
+    """Return a phrase such as `equivalent_plan failed in 1 of 5 runs`, or "" without failures.
 
     Rows written before the field existed are read from the start of the verdict's sentence.
     """
@@ -244,7 +244,7 @@ class ThirdRow:
     third: str
     arm: str
     against: str
-    tier: str
+    plan_kind: str
     speed: Ratio | None
     progress: Ratio | None
     progress_per_s: Ratio | None
@@ -269,7 +269,7 @@ class Comparison:
         memory: memory of a step by arm, by part and over time.
         notes: caveats (left-censored targets, stopped arms, missing measurements).
         num_ranks: number of ranks per arm.
-        batch_rows: batch size over all ranks; None in older reports.
+        batch_size: batch size over all ranks; None in older reports.
         meter: the energy meter, or the reason for its absence.
         planning_energy: energy of planning by plan, if counted by the same meter.
         gain: seconds of the reference and of the plan by phase, from interleaved steps; None if not measured.
@@ -304,7 +304,7 @@ class Comparison:
     planning_energy: Mapping[str, Energy] = field(default_factory=dict)
     gain: TimedGain | None = None
     thirds: tuple[ThirdRow, ...] = ()
-    batch_rows: int | None = None
+    batch_size: int | None = None
     schema: int = RESULT_SCHEMA
 
     def arm(self, name: str) -> Arm | None:

@@ -59,7 +59,7 @@ def verdict_object(headline: Verdict) -> dict[str, str]:
 
 def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any]:
     """Return the planning cost charged to a plan's arm, including search."""
-    head = {"metric": "planning_s", "task": comparison.task, "tier": plan.tier, "arm": PLAN_ARMS[key]}
+    head = {"metric": "planning_s", "task": comparison.task, "plan_kind": plan.plan_kind, "arm": PLAN_ARMS[key]}
     spent: dict[str, Any] = {"planning_s": plan.planning_s, "search_s": plan.search_s}
     if key in comparison.planning_energy:
         spent |= {"planning_j": comparison.planning_energy[key].joules}
@@ -71,7 +71,7 @@ def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
     head = {
         "metric": METRICS[row.metric],
         "task": comparison.task,
-        "tier": row.tier,
+        "plan_kind": row.plan_kind,
         "arm": row.arm,
         "against": against,
     }
@@ -92,7 +92,7 @@ def target_object(task: str, row: TargetRow, control: Ratio | None) -> dict[str,
     head = {
         "metric": "time_to_target_ratio",
         "task": task,
-        "tier": row.tier,
+        "plan_kind": row.plan_kind,
         "arm": row.arm,
         "against": row.against,
         "target": row.target,
@@ -102,8 +102,8 @@ def target_object(task: str, row: TargetRow, control: Ratio | None) -> dict[str,
         "reached_against": row.reached_against,
         "n": row.n,
         "left_censored": row.left_censored,
-        "arm_rows": row.arm_rows,
-        "against_rows": row.against_rows,
+        "arm_samples": row.arm_samples,
+        "against_samples": row.against_samples,
         "median_s": _median(row.arm_s),
         "median_against_s": _median(row.against_s),
         "arm_s": row.arm_s,

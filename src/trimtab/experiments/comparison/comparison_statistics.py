@@ -44,7 +44,7 @@ def _both(races: Races, arm: str, against: str) -> list[Pair]:
 
 
 def failures(races: Races, *arms: str) -> str:
-    """Return, for every failed arm, a phrase such as `plan_S failed in 1 of 5 runs`, or "" without failures.
+    """Return, for every failed arm, a phrase such as `equivalent_plan failed in 1 of 5 runs`, or "" without failures.
 
     The remaining runs of a failed arm were selected by their outcome, so a ratio is reported but no verdict.
     """
@@ -85,7 +85,7 @@ def given_rows(record: RunRecord) -> int:
 
 def curve(record: RunRecord, metric: str) -> tuple[tuple[int, float, float], ...]:
     """Return (samples, training seconds, metric) of every evaluation."""
-    return tuple((e.rows, e.train_s, e.metrics[metric]) for e in record.evaluations)
+    return tuple((e.samples, e.train_s, e.metrics[metric]) for e in record.evaluations)
 
 
 def as_ratio(interval: Interval, pairs: Sequence[float]) -> Ratio:
@@ -134,18 +134,18 @@ def energy_ratios(races: Races, arm: str, against: str) -> list[float]:
     return found
 
 
-def step_joules(record: RunRecord, rows_per_step: int) -> float:
-    """Return joules per `rows_per_step` samples of an arm, without its first block; NaN if energy was not measured."""
+def step_joules(record: RunRecord, samples_per_step: int) -> float:
+    """Return joules per `samples_per_step` samples of an arm without its first block; NaN if not measured."""
     found = blocks(record)
     rate = _rate([b for b in found[1:] or found if math.isfinite(b.energy_j)], "energy_j")
-    return rows_per_step / rate if rate > 0 else math.nan
+    return samples_per_step / rate if rate > 0 else math.nan
 
 
-def step_seconds(record: RunRecord, rows_per_step: int) -> float:
-    """Return seconds per `rows_per_step` samples of an arm, without its first block unless there is no second."""
+def step_seconds(record: RunRecord, samples_per_step: int) -> float:
+    """Return seconds per `samples_per_step` samples of an arm, without its first block unless there is no second."""
     found = blocks(record)
     rate = _rate(found[1:] or found, "seconds")
-    return rows_per_step / rate if rate > 0 else math.nan
+    return samples_per_step / rate if rate > 0 else math.nan
 
 
 def _ratios(races: Races, arm: str, against: str, clock: str) -> list[float]:

@@ -61,11 +61,11 @@ def summarise(
     return Comparison(
         task=task.name,
         description=task.description,
-        headline=headline(ratios, targets, plans.plans["S"], _failures(task, races, facts), ranks.headline),
+        headline=headline(ratios, targets, plans.plans["equivalent"], _failures(task, races, facts), ranks.headline),
         metric=task.metric.name,
         higher_is_better=task.metric.higher_is_better,
         unit=task.metric.unit,
-        batch_rows=task.batch_rows,
+        batch_size=task.batch_size,
         terms=task.terms,
         targets=task.targets,
         num_pairs=len(races),
@@ -81,7 +81,7 @@ def summarise(
         environment=dict(environment),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         peak_source=plans.device.source if plans.device else "unknown",
-        notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(task, plans, targets, races)),
+        notes=(*rank_notes(ranks, plans, facts, task.batch_size), *notes(task, plans, targets, races)),
         num_ranks=ranks.num,
         meter=meter,
         planning_energy=of_planning(plans.energy, meter),
@@ -98,7 +98,7 @@ def _kinds(task: Task, num_ranks: int = 1) -> dict[str, ArmKind]:
 def _planning_s(plans: Plans) -> float:
     """Return the seconds of all plans; those of a tuned plan include the equivalent plan and the search."""
     found = {key: plan.planning_s for key, plan in plans.plans.items()}
-    return math.fsum([found.get("F", found["S"]), *(found[key] for key in PLAN_LOOPS if key in found)])
+    return math.fsum([found.get("tuned", found["equivalent"]), *(found[key] for key in PLAN_LOOPS if key in found)])
 
 
 def _control(races: comparison_statistics.Races, again: Sequence[float]) -> Interval | None:
@@ -123,26 +123,26 @@ def _arm(
     meter: MeterFacts,
 ) -> Arm:
     kind = _kinds(task, num_ranks)[name]
-    is_freed = name == PLAN_ARMS["F"] and "F" in plans.plans
+    is_freed = name == PLAN_ARMS["tuned"] and "tuned" in plans.plans
     all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
     errors = [text for record in all_records.values() if (text := comparison_statistics.failed(record))]
     records = {seed: record for seed, record in all_records.items() if not comparison_statistics.failed(record)}
-    step_s = tuple(comparison_statistics.step_seconds(record, task.batch_rows) for record in records.values())
-    terms = task.batch_rows * _terms_per_row(task, facts)
+    step_s = tuple(comparison_statistics.step_seconds(record, task.batch_size) for record in records.values())
+    terms = task.batch_size * _terms_per_sample(task, facts)
     whole = {seed: record for seed, record in records.items() if not comparison_statistics.is_brief(record)}
     curves = tuple(
         ArmCurve(seed, comparison_statistics.curve(record, task.metric.name)) for seed, record in whole.items()
     )
     finals = [curve.points[-1] for curve in curves if curve.points]
     fact = facts.get(name)
-    rows_per_s = tuple(task.batch_rows / seconds for seconds in step_s)
+    samples_per_s = tuple(task.batch_size / seconds for seconds in step_s)
     metered = [] if meter.is_absent else list(records.values())
     short = [short_blocks(record) for record in metered]
-    mfu, hfu = utilisation(plans.device, fact, facts.get("reference"), rows_per_s)
+    mfu, hfu = utilisation(plans.device, fact, facts.get("reference"), samples_per_s)
     return Arm(
         name,
-        _freed_label(plans.plans["F"]) if is_freed else kind.label,
-        kind.tier,
+        _freed_label(plans.plans["tuned"]) if is_freed else kind.label,
+        kind.plan_kind,
         kind.source,
         step_s,
         tuple(terms / seconds for seconds in step_s),
@@ -151,11 +151,11 @@ def _arm(
         mfu=mfu,
         hfu=hfu,
         final_metric=tuple(value for _, _, value in finals),
-        final_rows=max((rows for rows, _, _ in finals), default=0),
+        final_samples=max((rows for rows, _, _ in finals), default=0),
         curves=curves,
         search_s=_charged_s(name, plans) or 0.0,
         error=(fact.error if fact else "") or _error_in(errors, len(all_records)),
-        joules=_known(comparison_statistics.step_joules(record, task.batch_rows) for record in metered),
+        joules=_known(comparison_statistics.step_joules(record, task.batch_size) for record in metered),
         watts=_known(watts(record) for record in metered),
         short_blocks=sum(number for number, _ in short),
         blocks=sum(number for _, number in short),
@@ -173,10 +173,10 @@ def _known(figures: Iterable[float | None]) -> tuple[float, ...]:
     return tuple(figure for figure in figures if figure is not None and math.isfinite(figure))
 
 
-def _terms_per_row(task: Task, facts: Mapping[str, ArmMetrics]) -> float:
+def _terms_per_sample(task: Task, facts: Mapping[str, ArmMetrics]) -> float:
     """Return loss terms per sample as counted in the reference's loss, used for all arms to keep rates comparable."""
-    counted = facts["reference"].terms_per_row if "reference" in facts else None
-    return task.terms_per_row if counted is None else counted
+    counted = facts["reference"].terms_per_sample if "reference" in facts else None
+    return task.terms_per_sample if counted is None else counted
 
 
 def _error_in(errors: list[str], races: int) -> str | None:
@@ -212,37 +212,37 @@ def _ratio_rows(
     for name in present:
         if name in ("reference", "strong_plan"):
             continue
-        tier = kinds[name].tier
-        rows.append(throughput_row(races, name, "reference", tier, control))
-        rows.append(energy_row(races, name, "reference", tier, *counted))
+        plan_kind = kinds[name].plan_kind
+        rows.append(throughput_row(races, name, "reference", plan_kind, control))
+        rows.append(energy_row(races, name, "reference", plan_kind, *counted))
         if name != "self":
-            rows.append(_memory(races, facts, name, "reference", tier))
+            rows.append(_memory(races, facts, name, "reference", plan_kind))
         if kinds[name].has_quality:
-            rows.append(quality_row(races, name, "reference", tier, task.metric.name, better, task.metric.unit))
+            rows.append(quality_row(races, name, "reference", plan_kind, task.metric.name, better, task.metric.unit))
     for arm, peer in [(name, peer) for name in present for peer in kinds[name].rivals if peer in present]:
-        tier = kinds[arm].tier
-        rows.append(throughput_row(races, arm, peer, tier, control))
-        rows.append(energy_row(races, arm, peer, tier, *counted))
-        rows.append(_memory(races, facts, arm, peer, tier))
+        plan_kind = kinds[arm].plan_kind
+        rows.append(throughput_row(races, arm, peer, plan_kind, control))
+        rows.append(energy_row(races, arm, peer, plan_kind, *counted))
+        rows.append(_memory(races, facts, arm, peer, plan_kind))
     if "strong_plan" in present:
-        rows.append(do_no_harm_row(races, "strong_plan", "strong", "S"))
+        rows.append(do_no_harm_row(races, "strong_plan", "strong", "equivalent"))
     return [row for row in rows if row is not None]
 
 
 def _memory(
-    races: comparison_statistics.Races, facts: Mapping[str, ArmMetrics], arm: str, against: str, tier: str
+    races: comparison_statistics.Races, facts: Mapping[str, ArmMetrics], arm: str, against: str, plan_kind: str
 ) -> RatioRow | None:
     ours, theirs = facts.get(arm), facts.get(against)
     if ours is None or theirs is None or not ours.peak_bytes or not theirs.peak_bytes:
         return None
-    return memory_row(races, arm, against, tier, ours.peak_bytes, theirs.peak_bytes)
+    return memory_row(races, arm, against, plan_kind, ours.peak_bytes, theirs.peak_bytes)
 
 
 def _thirds(task: Task, races: comparison_statistics.Races, present: list[str]) -> list[ThirdRow]:
     metric = (task.metric.name, task.metric.higher_is_better, task.metric.unit)
     kinds = _kinds(task)
-    arms = [(name, kinds[name].tier) for name in present if kinds[name].has_thirds]
-    return [row for name, tier in arms for row in third_rows(races, name, "reference", tier, *metric)]
+    arms = [(name, kinds[name].plan_kind) for name in present if kinds[name].has_thirds]
+    return [row for name, plan_kind in arms for row in third_rows(races, name, "reference", plan_kind, *metric)]
 
 
 def _target_rows(
@@ -264,6 +264,6 @@ def _target_rows(
             charge = _charge(name, plans, meter)
             charges = (None,) if charge is None else (None, charge)
             for against in ("reference", *(peer for peer in kind.times if peer in present)):
-                of = (races, name, against, kind.tier, *metric)
+                of = (races, name, against, kind.plan_kind, *metric)
                 rows += [target_row(*of, charge, control, meter=meter) for charge in charges]
     return [row for row in rows if row is not None]

@@ -91,14 +91,19 @@ def energy_control(races: comparison_statistics.Races) -> Interval | None:
 
 
 def energy_row(
-    races: comparison_statistics.Races, arm: str, against: str, tier: str, meter: MeterFacts, control: Interval | None
+    races: comparison_statistics.Races,
+    arm: str,
+    against: str,
+    plan_kind: str,
+    meter: MeterFacts,
+    control: Interval | None,
 ) -> RatioRow | None:
     """Return the ratio of joules per sample (below 1 is better), or None without energy figures.
 
     Args:
         races: records by seed and arm.
         arm, against: names of the arms.
-        tier: "S", "F" or "".
+        plan_kind: "equivalent", "tuned" or "".
         meter: the meter of the runs, from `meter_of`.
         control: the A/A interval, from `energy_control`.
     """
@@ -111,7 +116,7 @@ def energy_row(
     else:
         sentence = "estimated from a given power, so the ratio only reflects the times"
         verdict = Verdict(NO_VERDICT, sentence, "energy.estimated")
-    return row_unless_failed(RatioRow("energy", arm, against, tier, ratio, verdict), races)
+    return row_unless_failed(RatioRow("energy", arm, against, plan_kind, ratio, verdict), races)
 
 
 def energy_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:

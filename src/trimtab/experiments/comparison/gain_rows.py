@@ -55,7 +55,7 @@ def _doubling(gained: Interval, changes: bool) -> dict[str, Any]:
 def third_rows_flat(task: str, thirds: Sequence[ThirdRow]) -> Iterator[dict[str, Any]]:
     """Yield a row for every ratio and saved fraction of every third."""
     for row in thirds:
-        head = {"task": task, "tier": row.tier, "arm": row.arm, "against": row.against, "third": row.third}
+        head = {"task": task, "plan_kind": row.plan_kind, "arm": row.arm, "against": row.against, "third": row.third}
         ratios = {f"third_{name}_ratio": getattr(row, name) for name in ("speed", "progress", "progress_per_s")}
         for name, ratio in (ratios | {"third_saved_share": row.saved}).items():
             if ratio is not None:

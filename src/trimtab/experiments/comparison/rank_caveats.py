@@ -37,7 +37,7 @@ class RankConditions:
 ONE_RANK = RankConditions()
 
 
-def rank_notes(ranks: RankConditions, plans: Plans, facts: Mapping[str, ArmMetrics], batch_rows: int) -> list[str]:
+def rank_notes(ranks: RankConditions, plans: Plans, facts: Mapping[str, ArmMetrics], batch_size: int) -> list[str]:
     """Return the caveats; empty on a single rank."""
     if ranks.num == 1:
         return []
@@ -54,7 +54,7 @@ def rank_notes(ranks: RankConditions, plans: Plans, facts: Mapping[str, ArmMetri
         found.append(
             "Trials and predictions of the plan cover the shard of rank 0 without communication and without buckets."
         )
-    if batch_rows % ranks.num or _is_uneven(facts.get("reference")):
+    if batch_size % ranks.num or _is_uneven(facts.get("reference")):
         found.append(
             "Ranks have different numbers of samples or loss terms. DistributedDataParallel averages gradients over "
             "ranks, so the reference weights samples differently; the plan weights them equally, as one process does."

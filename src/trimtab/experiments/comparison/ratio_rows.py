@@ -26,7 +26,7 @@ from trimtab.experiments.comparison.verdicts import control_verdict, non_inferio
 SAME_PEAK = 0.02
 
 
-def throughput_row(races: Races, arm: str, against: str, tier: str, control: Interval | None) -> RatioRow | None:
+def throughput_row(races: Races, arm: str, against: str, plan_kind: str, control: Interval | None) -> RatioRow | None:
     """Return the throughput ratio of two arms, or None without a common run.
 
     The arm "self" is the A/A control and gets the control's verdict.
@@ -37,17 +37,17 @@ def throughput_row(races: Races, arm: str, against: str, tier: str, control: Int
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = control_verdict(ratio) if arm == "self" else speed_verdict(ratio, control, arm, against)
     cpu, ends = _cpu(races, arm, against, len(ratios)), len(to_the_end(races, arm, against))
-    return row_unless_failed(RatioRow("throughput", arm, against, tier, ratio, verdict, cpu, ends), races)
+    return row_unless_failed(RatioRow("throughput", arm, against, plan_kind, ratio, verdict, cpu, ends), races)
 
 
-def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow | None:
+def do_no_harm_row(races: Races, arm: str, against: str, plan_kind: str) -> RatioRow | None:
     """Return the throughput ratio of a plan over its hand-tuned loop, or None without a common run."""
     ratios = throughput_ratios(races, arm, against)
     if not ratios:
         return None
     ratio = as_ratio(ratio_interval(ratios), ratios)
     whole = len(to_the_end(races, arm, against))
-    row = RatioRow("do_no_harm", arm, against, tier, ratio, non_inferiority(ratio), whole=whole)
+    row = RatioRow("do_no_harm", arm, against, plan_kind, ratio, non_inferiority(ratio), whole=whole)
     return row_unless_failed(row, races)
 
 
@@ -77,12 +77,12 @@ def quality_row(
     races: Races,
     arm: str,
     against: str,
-    tier: str,
+    plan_kind: str,
     metric: str,
     higher_is_better: bool,
     unit: str,
     *,
-    at_equal_rows: bool = False,
+    at_equal_samples: bool = False,
 ) -> RatioRow | None:
     """Return the difference of the held-out metric (above 0 is better), in points or percent.
 
@@ -98,11 +98,11 @@ def quality_row(
         races: records by seed and arm.
         arm: name of the arm.
         against: name of the arm to compare with.
-        tier: "S" for an equivalent plan, "F" for a tuned plan, "" for a recipe.
+        plan_kind: "equivalent" for an equivalent plan, "tuned" for a tuned plan, "" for a recipe.
         metric: name of the metric.
         higher_is_better: direction of the metric.
         unit: unit of the metric: "share", "percent" or "relative".
-        at_equal_rows: True to compare a tuned plan at nearly equal numbers of samples. Exactly equal numbers are rare,
+        at_equal_samples: True to compare a tuned plan at nearly equal numbers of samples. Equal numbers are rare,
             because a step of several batches can exceed the run's number of samples.
 
     Returns:
@@ -110,9 +110,15 @@ def quality_row(
         undefined and has no verdict.
     """
     pairs = to_the_end(races, arm, against)
-    if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):
+    if plan_kind == "tuned" and not all(_ran_out(record) for pair in pairs for record in pair):
         return None
-    how = _at_the_ends if tier == "F" and not at_equal_rows else _last_alike if tier == "F" else _last_common
+    how = (
+        _at_the_ends
+        if plan_kind == "tuned" and not at_equal_samples
+        else _last_alike
+        if plan_kind == "tuned"
+        else _last_common
+    )
     differences, compared = [], []
     for ours, theirs in pairs:
         mine, yours = by_rows(ours, metric), by_rows(theirs, metric)
@@ -123,9 +129,9 @@ def quality_row(
         return None
     interval = mean_interval(differences)
     ratio = as_ratio(interval, differences)
-    verdict = quality_verdict(ratio, tier, unit)
+    verdict = quality_verdict(ratio, plan_kind, unit)
     verdict = replace(verdict, sentence=f"{verdict.sentence}{_short_of_the_end(compared)}")
-    return row_unless_failed(RatioRow("final_metric_difference", arm, against, tier, ratio, verdict), races)
+    return row_unless_failed(RatioRow("final_metric_difference", arm, against, plan_kind, ratio, verdict), races)
 
 
 def _short_of_the_end(compared: Iterable[tuple[int, int]]) -> str:
@@ -168,10 +174,12 @@ def by_rows(record: RunRecord, metric: str) -> dict[int, float]:
     return {rows: value for rows, _, value in curve(record, metric)}
 
 
-def memory_row(races: Races, arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:
+def memory_row(races: Races, arm: str, against: str, plan_kind: str, ours: int, theirs: int) -> RatioRow:
     """Return the ratio of peak memory; peaks are counted allocations, so there is no interval."""
     ratio = counted(ours / theirs)
-    return row_unless_failed(RatioRow("peak_memory", arm, against, tier, ratio, memory_verdict(ratio, against)), races)
+    return row_unless_failed(
+        RatioRow("peak_memory", arm, against, plan_kind, ratio, memory_verdict(ratio, against)), races
+    )
 
 
 def counted(value: float) -> Ratio:

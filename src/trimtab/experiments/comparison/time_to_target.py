@@ -83,7 +83,7 @@ def target_row(
     races: Races,
     arm: str,
     against: str,
-    tier: str,
+    plan_kind: str,
     target: float,
     metric: str,
     higher_is_better: bool,
@@ -99,7 +99,7 @@ def target_row(
     Args:
         races: records by seed and arm.
         arm, against: names of the arms.
-        tier: "S" or "F" for plans, "" for recipes.
+        plan_kind: "equivalent" or "tuned" for plans, "" for recipes.
         target: value of the metric to reach.
         metric: name of the metric.
         higher_is_better: direction of the metric.
@@ -121,7 +121,7 @@ def target_row(
         target=target,
         arm=arm,
         against=against,
-        tier=tier,
+        plan_kind=plan_kind,
         charged=charge is not None,
         ratio=ratio,
         bound=limits.said,
@@ -132,8 +132,8 @@ def target_row(
         arm_s=tuple(pair.ours for pair in pairs),
         against_s=tuple(pair.theirs for pair in pairs),
         verdict=verdict,
-        arm_rows=max(given_rows(record) for record, _ in records),
-        against_rows=max(given_rows(other) for _, other in records),
+        arm_samples=max(given_rows(record) for record, _ in records),
+        against_samples=max(given_rows(other) for _, other in records),
         arm_j=tuple(ours for ours, _ in spent),
         against_j=tuple(theirs for _, theirs in spent),
         energy=as_ratio(ratio_interval(spent_ratios), spent_ratios) if len(spent_ratios) == len(pairs) else None,

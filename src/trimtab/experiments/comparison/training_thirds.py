@@ -30,7 +30,7 @@ class _TrainingCurve:
         """Return the seconds between two fractions of the run."""
         return _at(self.seconds, end) - _at(self.seconds, begin)
 
-    def of_a_row_s(self, begin: float, end: float) -> float:
+    def of_a_sample_s(self, begin: float, end: float) -> float:
         """Return the seconds per sample between two fractions of the run."""
         return self.taken_s(begin, end) / (end - begin) / self.rows
 
@@ -40,7 +40,7 @@ class _TrainingCurve:
 
 
 def third_rows(
-    races: Races, arm: str, against: str, tier: str, metric: str, higher_is_better: bool, unit: str
+    races: Races, arm: str, against: str, plan_kind: str, metric: str, higher_is_better: bool, unit: str
 ) -> list[ThirdRow]:
     """Return a row for every third of training, from pairs in which both arms ran to the end of their budget.
 
@@ -51,7 +51,7 @@ def third_rows(
     Args:
         races: records by seed and arm.
         arm, against: names of the arms.
-        tier: "S", "F" or "".
+        plan_kind: "equivalent", "tuned" or "".
         metric: name of the metric.
         higher_is_better: direction of the metric.
         unit: unit of the metric, as in `Metric`.
@@ -66,7 +66,7 @@ def third_rows(
         return []
     warm = max((course.seconds[1][0] for pair in courses for course in pair if len(course.seconds) > 2), default=0.0)
     saved = _saved(courses, warm)
-    found = [_row(courses, third, warm, arm, against, tier) for third in THIRDS]
+    found = [_row(courses, third, warm, arm, against, plan_kind) for third in THIRDS]
     return [replace(row, saved=share) for row, share in zip(found, saved, strict=True)]
 
 
@@ -81,7 +81,7 @@ def _saved(courses: Sequence[tuple[_TrainingCurve, _TrainingCurve]], warm: float
     if are_unlike or any(begin >= end for begin, end in zip(begins, ends, strict=True)):
         return [None] * len(ends)
     each = [
-        [(theirs.of_a_row_s(begin, end) - ours.of_a_row_s(begin, end)) / 3 for ours, theirs in courses]
+        [(theirs.of_a_sample_s(begin, end) - ours.of_a_sample_s(begin, end)) / 3 for ours, theirs in courses]
         for begin, end in zip(begins, ends, strict=True)
     ]
     wholes = [math.fsum(of_run) for of_run in zip(*each, strict=True)]
@@ -97,21 +97,21 @@ def _row(
     first_block: float,
     arm: str,
     against: str,
-    tier: str,
+    plan_kind: str,
 ) -> ThirdRow:
     begin, end = _EDGES[THIRDS.index(third)], _EDGES[THIRDS.index(third) + 1]
     warm = max(begin, first_block)
     seen = max(begin, *(course.goodness[0][0] if course.goodness else 1.0 for pair in courses for course in pair))
     speeds = [_speed(ours, warm, end) / _speed(theirs, warm, end) for ours, theirs in courses if warm < end]
     if seen >= end:
-        return ThirdRow(third, arm, against, tier, _ratio(speeds), None, None, _NOT_SEEN)
+        return ThirdRow(third, arm, against, plan_kind, _ratio(speeds), None, None, _NOT_SEEN)
     made = [(ours.progress(seen, end), theirs.progress(seen, end)) for ours, theirs in courses]
     if not all(each > 0 for pair in made for each in pair):
-        return ThirdRow(third, arm, against, tier, _ratio(speeds), None, None, _NO_PROGRESS)
+        return ThirdRow(third, arm, against, plan_kind, _ratio(speeds), None, None, _NO_PROGRESS)
     progress = [ours / theirs for ours, theirs in made]
     sooner = [theirs.taken_s(seen, end) / ours.taken_s(seen, end) for ours, theirs in courses]
     both = [each * sooner_by for each, sooner_by in zip(progress, sooner, strict=True)]
-    return ThirdRow(third, arm, against, tier, _ratio(speeds), _ratio(progress), _ratio(both))
+    return ThirdRow(third, arm, against, plan_kind, _ratio(speeds), _ratio(progress), _ratio(both))
 
 
 def _speed(course: _TrainingCurve, begin: float, end: float) -> float:

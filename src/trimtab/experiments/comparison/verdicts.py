@@ -131,7 +131,7 @@ def pairs_for_power(ratios: Sequence[float]) -> int | None:
     return max(MIN_PAIRS_FOR_VERDICT, math.ceil((z * statistics.stdev(logs) / margin) ** 2))
 
 
-def quality_verdict(ratio: Ratio, tier: str, unit: str) -> Verdict:
+def quality_verdict(ratio: Ratio, plan_kind: str, unit: str) -> Verdict:
     """Return the verdict on a difference of the final metric: significant, and above half a point or percent.
 
     "no gain" means an interval within the limit; for a tuned plan, a lower bound within the limit suffices. An
@@ -139,7 +139,7 @@ def quality_verdict(ratio: Ratio, tier: str, unit: str) -> Verdict:
 
     Args:
         ratio: differences of the final metric.
-        tier: "S" for an equivalent plan, "F" for a tuned plan.
+        plan_kind: "equivalent" for an equivalent plan, "tuned" for a tuned plan.
         unit: unit of the metric, as in `Metric`.
     """
     ends = _finite(ratio)
@@ -147,9 +147,9 @@ def quality_verdict(ratio: Ratio, tier: str, unit: str) -> Verdict:
         return ends
     low, high = ends
     found = f"{quality_figures(ratio, unit)}, limit {QUALITY}"
-    if tier == "F" and low > 0 and ratio.mean > QUALITY:
+    if plan_kind == "tuned" and low > 0 and ratio.mean > QUALITY:
         return Verdict("gain", f"quality is higher: {found}", "quality.higher")
-    if low >= -QUALITY and (tier == "F" or high <= QUALITY):
+    if low >= -QUALITY and (plan_kind == "tuned" or high <= QUALITY):
         return Verdict("no gain", f"quality is within the limit: {found}", "quality.within_limit")
     if high < 0 and ratio.mean < -QUALITY:
         return Verdict("harm", f"quality is lower: {found}", "quality.lower")

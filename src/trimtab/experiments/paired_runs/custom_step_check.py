@@ -88,7 +88,7 @@ def check_step(task: Task, data: TaskData, device: torch.device) -> None:
 def _plain_plan(task: Task, device: torch.device) -> PlanLoop:
     """Return a plan's loop with the precision and clipping declared for the reference."""
     declared = task.reference
-    plan = Plan.fixed(task.batch_rows, precision=declared.precision, clip_norm=declared.clip_norm)
+    plan = Plan.fixed(task.batch_size, precision=declared.precision, clip_norm=declared.clip_norm)
     return PlanLoop(task, device, plan)
 
 
@@ -110,7 +110,7 @@ def _trained(
     watch = _watch(loop, seen, given)
     try:
         start = _weights(loop.model)
-        batches = data.batches(PLANNING_SEED, task.batch_rows)
+        batches = data.batches(PLANNING_SEED, task.batch_size)
         torch.manual_seed(PLANNING_SEED)
         for _ in range(_STEPS):
             loop.step(batches)
@@ -182,7 +182,7 @@ def _check_number(theirs: int, ours: int) -> None:
     raise ValueGivenError(
         "task.step",
         problem=f"task.step made {theirs} optimizer steps in {_STEPS} batches, but the declared loop makes {ours}.",
-        hint="Step the optimizer once per batch, and set Task(batch_rows=...) to the samples of one optimizer step.",
+        hint="Step the optimizer once per batch, and set Task(batch_size=...) to the samples of one optimizer step.",
         code="step.count_differs",
     )
 

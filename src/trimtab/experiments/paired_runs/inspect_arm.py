@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.coordinator import ALONE, Coordinator
-from trimtab.distributed.sharded_loader import rows_of_rank, shard
+from trimtab.distributed.sharded_loader import samples_of_rank, shard
 from trimtab.experiments.baselines.loop import Loop, MakeLoop, autocast, move
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, by_phase
@@ -48,14 +48,14 @@ def measure_arm(
         together: the ranks of the job.
         peak_alone: True to measure only peak memory, without the extra steps for phases and FLOP.
     """
-    rows = [rows_of_rank(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
+    rows = [samples_of_rank(task.batch_size, rank, together.num_ranks) for rank in range(together.num_ranks)]
     shares = [each.stop - each.start for each in rows]
     watch = InstrumentedLoop(task, device, shares[together.rank], waits=together.num_ranks > 1)
     torch.manual_seed(0)
     with together.entering():
         loop = make(watch.watched_task(), device)
     together.draw_apart(0)
-    batches = watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # As in a paired run.
+    batches = watch.drawn(ahead(shard(data.batches(0, task.batch_size)), device))  # As in a paired run.
     is_over = False
     try:
         for _ in range(2):
@@ -63,11 +63,11 @@ def measure_arm(
         peak = held_at_most(loop, batches, device, together.num_ranks)
         largest = None if peak is None else int(max(together.each(peak)))
         phases = {} if peak_alone else _phases(loop, batches, watch)
-        terms = together.each(_terms_per_row(loop, batches, watch))
-        flops = None if peak_alone else _flops_per_row(loop, batches, together)
+        terms = together.each(_terms_per_sample(loop, batches, watch))
+        flops = None if peak_alone else _flops_per_sample(loop, batches, together)
         is_over = True
         found = ArmMetrics(
-            largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares), peak=_peak(loop, device)
+            largest, phases, flops, loop.precision, terms_per_sample=_mean(terms, shares), peak=_peak(loop, device)
         )
         return together.made(ArmMetrics, lambda: replace(found, terms_by_rank=tuple(terms) if len(terms) > 1 else ()))
     finally:
@@ -95,7 +95,7 @@ def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_r
     return None if getattr(loop, "hides_memory", False) else peak
 
 
-def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: InstrumentedLoop) -> float:
+def _terms_per_sample(loop: Loop, batches: Iterator[Any], watch: InstrumentedLoop) -> float:
     """Return loss terms per sample over all batches so far, or the task's figure if the loss is a mean."""
     if not watch.counts:  # A custom step computes its own loss, so the declared loss is evaluated separately.
         watch.num_batches = 0
@@ -103,8 +103,8 @@ def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: InstrumentedLoop) 
             with autocast(loop.precision, watch.device):
                 watch.loss(loop.model, move(next(batches), watch.device))
     if any(count is None for count in watch.counts):
-        return float(watch.task.terms_per_row)
-    return math.fsum(map(float, watch.counts)) / (watch.num_batches * watch.num_rows)
+        return float(watch.task.terms_per_sample)
+    return math.fsum(map(float, watch.counts)) / (watch.num_batches * watch.num_samples)
 
 
 def _mean(terms: list[float], rows: list[int]) -> float:
@@ -112,7 +112,7 @@ def _mean(terms: list[float], rows: list[int]) -> float:
     return terms[0] if len(terms) == 1 else math.fsum(map(operator.mul, terms, rows)) / sum(rows)
 
 
-def _flops_per_row(loop: Loop, batches: Iterator[Any], together: Coordinator) -> float | None:
+def _flops_per_sample(loop: Loop, batches: Iterator[Any], together: Coordinator) -> float | None:
     """Return FLOP per sample of a step, or None if the loop fails under the counter's dispatch mode."""
     rows: list[int] = []
     # The loop ran without the counter, so a failure under it is not a failure of the arm.

@@ -20,7 +20,7 @@ class InstrumentedLoop:
     Args:
         task: the task.
         device: device of the loop.
-        num_rows: samples per batch on this rank.
+        num_samples: samples per batch on this rank.
         waits: True if ranks wait for each other after a backward.
 
     Attributes:
@@ -28,8 +28,8 @@ class InstrumentedLoop:
         counts: loss terms of every forward pass; None if the loss is a mean.
     """
 
-    def __init__(self, task: Task, device: torch.device, num_rows: int, *, waits: bool = False) -> None:
-        self.task, self.device, self.num_rows = task, device, num_rows
+    def __init__(self, task: Task, device: torch.device, num_samples: int, *, waits: bool = False) -> None:
+        self.task, self.device, self.num_samples = task, device, num_samples
         self.clock = StepClock(device, waits=waits)
         self.num_batches = 0
         self.counts: list[Any] = []

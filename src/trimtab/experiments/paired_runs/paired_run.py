@@ -67,16 +67,16 @@ class PairedArm:
     """An arm of a paired run.
 
     Args:
-        name: reference, self, strict, paper, strong, muon, plan_S, plan_F, strong_plan.
+        name: reference, self, strict, paper, strong, muon, equivalent_plan, tuned_plan, strong_plan.
         make: builds the training loop.
-        budget_rows: samples to train on.
+        budget_samples: samples to train on.
         is_timed_only: True to time a few steps after settling, without recorded evaluations.
         detail: extra fields for the record's header.
     """
 
     name: str
     make: MakeLoop
-    budget_rows: int
+    budget_samples: int
     is_timed_only: bool = False
     detail: dict[str, Any] = field(default_factory=dict)
 
@@ -99,7 +99,7 @@ class RunningArm:
         self.entry, self._task, self._data, self._device = entry, task, data, device
         self._seed, self._together, self._pace = seed, together, together.pace(_BLOCK_STEPS, block_s)
         torch.manual_seed(seed)
-        self._batches: Iterator[Any] = ahead(shard(data.batches(seed, task.batch_rows)), device)
+        self._batches: Iterator[Any] = ahead(shard(data.batches(seed, task.batch_size)), device)
         self._state = ProcessState.capture()
         self.rows = 0
         self.train_s = 0.0
@@ -134,8 +134,8 @@ class RunningArm:
     def run_block(self, cap_s: float) -> None:
         """Train for a second and a few steps, or to the next evaluation, and evaluate if due."""
         self._state.restore()
-        due = (self.rows // self._task.eval_every_rows + 1) * self._task.eval_every_rows
-        stop = min(due, self.entry.budget_rows)
+        due = (self.rows // self._task.eval_every_samples + 1) * self._task.eval_every_samples
+        stop = min(due, self.entry.budget_samples)
         rows = steps = 0
         # A short run has too few steps to exclude its first block, so it settles before the clock starts.
         if self.entry.is_timed_only and not self.blocks:
@@ -176,7 +176,7 @@ class RunningArm:
     def _finish_if_due(self, cap_s: float) -> None:
         if self.evaluations and not math.isfinite(next(iter(self.evaluations[-1].metrics.values()))):
             self.end = "diverged"  # Also at the end of the budget: time saved by a diverged run is no gain.
-        elif self.rows >= self.entry.budget_rows:
+        elif self.rows >= self.entry.budget_samples:
             self.end = "budget"
         elif self.train_s >= cap_s:
             self.end = "cap"
@@ -192,7 +192,7 @@ class RunningArm:
 
     def record(self, seed: int, environment: dict[str, str]) -> RunRecord:
         """Return the record of the arm."""
-        detail = self.entry.detail | {GIVEN_ROWS: self.entry.budget_rows}
+        detail = self.entry.detail | {GIVEN_ROWS: self.entry.budget_samples}
         header = Header(self.entry.name, seed, None, environment, detail)
         events = tuple(Event("block", i, asdict(block)) for i, block in enumerate(self.blocks))
         why = {"error": self.error} if self.error else {}
@@ -251,7 +251,7 @@ def race(
                     racer.run_block(caps[racer is racers[0]])
                 before = racer
             lap += 1
-            progress(_standing(racers), min(1.0, racers[0].rows / entries[0].budget_rows))
+            progress(_standing(racers), min(1.0, racers[0].rows / entries[0].budget_samples))
         is_over = True
         return [racer.record(seed, environment or {}) for racer in racers]
     finally:

@@ -61,13 +61,13 @@ class PlanLoop:
         self.hides_memory, self.settling_steps = plan.engine.value == "deepspeed", _settling(plan)
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
-        self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_rows)
+        self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_samples)
 
     def step(self, batches: Iterator[Any]) -> int:
         """Train on the batches of one optimizer step, and return the number of samples over all ranks."""
         drawn = list(itertools.islice(batches, self._run.num_batches))
         self._run.train_step(self._run.window(*drawn), self._task.loss_fn)
-        return len(drawn) * self._task.batch_rows
+        return len(drawn) * self._task.batch_size
 
     @property
     def loss(self) -> Tensor:

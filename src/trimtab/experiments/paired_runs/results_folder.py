@@ -163,5 +163,5 @@ def reference_s(plans: Plans, facts: Mapping[str, ArmMetrics], num_ranks: int = 
     A given plan may come from another machine, and a plan for several ranks was made for a shard, so both use the
     measured phases.
     """
-    baseline = plans.plans["S"].baseline if plans.profiles and num_ranks == 1 else None
+    baseline = plans.plans["equivalent"].baseline if plans.profiles and num_ranks == 1 else None
     return baseline.step_s if baseline else sum(facts[REFERENCE].phases_s.values()) or 1.0

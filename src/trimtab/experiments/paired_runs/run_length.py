@@ -41,7 +41,7 @@ def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool =
     usual = (_DEAR_STEPS, _DEAR_S) if dear else (_FEW_STEPS, _FEW_S)
     steps, seconds = (_QUICK_STEPS, _QUICK_S) if quick else usual
     few, control = (
-        min(task.budget_rows, max(steps, math.ceil(s / step_s)) * task.batch_rows)
+        min(task.budget_samples, max(steps, math.ceil(s / step_s)) * task.batch_size)
         for s in (seconds, seconds if brief else max(seconds, _CONTROL_S))
     )
     return RunLengths(few, control)

@@ -12,18 +12,18 @@ from trimtab.experiments.report import svg
 from trimtab.experiments.report.figure_spec import LABEL, FigureSpec, LegendEntry
 from trimtab.experiments.report.figures import paint_ratio
 from trimtab.experiments.report.svg import COLOUR
-from trimtab.experiments.report.tables import tier_title
+from trimtab.experiments.report.tables import plan_kind_title
 
 _ROLES = {ALONE: "s2", WITHIN: "s4"}
 
 
-def effects_figure(ablation: Ablation, tier: str) -> FigureSpec:
+def effects_figure(ablation: Ablation, plan_kind: str) -> FigureSpec:
     """Throughput effects of a tier's changes in both settings with intervals; the widest A/A interval is shaded."""
     rows = [
         (change, setting, effect.ratio)
         for change in ablation.changes
         for setting in _ROLES
-        if change.tier == tier and (effect := ablation.effect(change.name, setting)) is not None
+        if change.plan_kind == plan_kind and (effect := ablation.effect(change.name, setting)) is not None
     ]
     if not rows:
         return FigureSpec("", "No figure: no effect was timed.")
@@ -45,8 +45,8 @@ def effects_figure(ablation: Ablation, tier: str) -> FigureSpec:
 
     keys = [LegendEntry(role, setting) for setting, role in _ROLES.items()] + [LegendEntry("ink", "raw pair", "dotted")]
     keys += [LegendEntry("s0", "A/A control: not significant")] if control else []
-    title = f"Effect of each change on throughput, {tier_title(tier)}"
-    drawn = svg.render(paint, name=f"effects-{tier}", title=title, height=70 + 30 * len(rows))
+    title = f"Effect of each change on throughput, {plan_kind_title(plan_kind)}"
+    drawn = svg.render(paint, name=f"effects-{plan_kind}", title=title, height=70 + 30 * len(rows))
     return FigureSpec(drawn, "Dots: raw pairs. Below 5 pairs there is no interval.", tuple(keys))
 
 

@@ -23,7 +23,7 @@ from trimtab.experiments.report.document import (
     Tile,
 )
 from trimtab.experiments.report.key_figures import tile_of
-from trimtab.experiments.report.tables import tier_title
+from trimtab.experiments.report.tables import plan_kind_title
 
 if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
     from trimtab.experiments.report.figure_spec import FigureSpec
@@ -53,7 +53,7 @@ def document(ablation: Ablation) -> Document:
 def _draw(ablation: Ablation, picture: Picture) -> FigureSpec:
     from trimtab.experiments.report.ablation_figure import effects_figure
 
-    return effects_figure(ablation, picture.tier)
+    return effects_figure(ablation, picture.plan_kind)
 
 
 def _byline(ablation: Ablation) -> str:
@@ -108,37 +108,37 @@ def _measured(ablation: Ablation) -> Iterator[Section]:
 
 
 def _whole(ablation: Ablation) -> Iterator[Block]:
-    for tier in tables.tiers_of(ablation.whole) or ("S",):
-        yield Heading(tier_title(tier))
-        yield tables.whole_table(ablation, tier)
-        yield from _times(ablation, tier, whole=True)
+    for plan_kind in tables.plan_kinds_of(ablation.whole) or ("equivalent",):
+        yield Heading(plan_kind_title(plan_kind))
+        yield tables.whole_table(ablation, plan_kind)
+        yield from _times(ablation, plan_kind, whole=True)
 
 
 def _effects(ablation: Ablation) -> Iterator[Block]:
-    for tier in tables.tiers_of(ablation.changes):
-        yield Heading(tier_title(tier))
-        yield Picture("effects", tier)
+    for plan_kind in tables.plan_kinds_of(ablation.changes):
+        yield Heading(plan_kind_title(plan_kind))
+        yield Picture("effects", plan_kind)
         for measured in (THROUGHPUT, MEMORY, QUALITY):
-            table = tables.effect_table(ablation, measured, tier)
+            table = tables.effect_table(ablation, measured, plan_kind)
             if table.rows and (measured != QUALITY or any(e.metric == QUALITY for e in ablation.effects)):
                 yield table
-        yield from _times(ablation, tier, whole=False)
-        yield tables.raw_table(ablation, tier)
+        yield from _times(ablation, plan_kind, whole=False)
+        yield tables.raw_table(ablation, plan_kind)
 
 
-def _times(ablation: Ablation, tier: str, *, whole: bool) -> Iterator[Block]:
-    table = tables.time_table(ablation, tier, whole=whole)
+def _times(ablation: Ablation, plan_kind: str, *, whole: bool) -> Iterator[Block]:
+    table = tables.time_table(ablation, plan_kind, whole=whole)
     if table.rows:
         yield table
 
 
 def _pairs(ablation: Ablation) -> Iterator[Block]:
     found = [effect for effect in ablation.effects if effect.other]
-    for tier in tables.tiers_of(found):
-        yield Heading(tier_title(tier))
-        yield from (tables.pair_table(ablation, measured, tier) for measured in (THROUGHPUT, MEMORY))
-        if any(effect.metric == QUALITY and effect.tier == tier for effect in found):
-            yield tables.pair_table(ablation, QUALITY, tier)
+    for plan_kind in tables.plan_kinds_of(found):
+        yield Heading(plan_kind_title(plan_kind))
+        yield from (tables.pair_table(ablation, measured, plan_kind) for measured in (THROUGHPUT, MEMORY))
+        if any(effect.metric == QUALITY and effect.plan_kind == plan_kind for effect in found):
+            yield tables.pair_table(ablation, QUALITY, plan_kind)
 
 
 def _arms(ablation: Ablation) -> Iterator[Block]:

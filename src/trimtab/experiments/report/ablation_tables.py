@@ -33,9 +33,9 @@ _NOT_TRIED = Verdict("no verdict", "this setting failed", "arm.failed")
 _COLUMNS = ("Estimate", "95% interval", "n", "Verdict")
 
 
-def whole_table(ablation: Ablation, tier: str) -> Table:
+def whole_table(ablation: Ablation, plan_kind: str) -> Table:
     """Return the plan and the unchanged run, both against the user's loop."""
-    rows = [row for row in ablation.whole if row.tier == tier]
+    rows = [row for row in ablation.whole if row.plan_kind == plan_kind]
     return Table(
         title="",
         columns=("Measure", *_COLUMNS),
@@ -71,11 +71,16 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def effect_table(ablation: Ablation, measured: str, tier: str) -> Table:
+def effect_table(ablation: Ablation, measured: str, plan_kind: str) -> Table:
     """Return the effect of a tier's changes on a measure: alone, in the plan, and the ratio of both."""
-    lines = [line for change in ablation.changes if change.tier == tier for line in _lines(ablation, change, measured)]
+    lines = [
+        line
+        for change in ablation.changes
+        if change.plan_kind == plan_kind
+        for line in _lines(ablation, change, measured)
+    ]
     whole = ablation.effect("", INTERACTION, measured)
-    if whole is not None and whole.tier == tier:
+    if whole is not None and whole.plan_kind == plan_kind:
         lines.append((*_ALL, *_cells(whole, ablation)))
     before = ["", *(line[0] for line in lines)]
     return Table(
@@ -88,15 +93,15 @@ def effect_table(ablation: Ablation, measured: str, tier: str) -> Table:
     )
 
 
-def time_table(ablation: Ablation, tier: str, *, whole: bool) -> Table:
+def time_table(ablation: Ablation, plan_kind: str, *, whole: bool) -> Table:
     """Return seconds to each target with and without a change, as in the paper's table III.
 
     Args:
         ablation: the ablation.
-        tier: "S" or "F".
+        plan_kind: "equivalent" or "tuned".
         whole: True for the plan as a whole, False for its changes.
     """
-    rows = [each for each in ablation.times if each.row.tier == tier and (each.setting == WHOLE) is whole]
+    rows = [each for each in ablation.times if each.row.plan_kind == plan_kind and (each.setting == WHOLE) is whole]
     columns = ("Set in", "Target", "Search", "Reached", "Time", "Speed-up", "95% interval", "n", "Verdict")
     return Table(
         title="Time to target",
@@ -140,9 +145,9 @@ def _cells(row: RatioRow | ChangeEffect, ablation: Ablation) -> tuple[Cell, ...]
     return (*figures, str(row.ratio.n), say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted))
 
 
-def pair_table(ablation: Ablation, measured: str, tier: str) -> Table:
+def pair_table(ablation: Ablation, measured: str, plan_kind: str) -> Table:
     """Return the effect of two changes together over the product of the separate effects."""
-    found = [e for e in ablation.effects if e.other and (e.metric, e.tier) == (measured, tier)]
+    found = [e for e in ablation.effects if e.other and (e.metric, e.plan_kind) == (measured, plan_kind)]
     return Table(
         title=_capital(say.measure_of(measured, ablation.metric)),
         columns=("Changes", *_COLUMNS),
@@ -160,9 +165,9 @@ def _pair(ablation: Ablation, effect: ChangeEffect) -> str:
     return " with ".join(say.one_line(change.says) for change in found if change is not None)
 
 
-def raw_table(ablation: Ablation, tier: str) -> Table:
+def raw_table(ablation: Ablation, plan_kind: str) -> Table:
     """Return the raw pairs behind a tier's effects."""
-    rows = [e for e in ablation.effects if e.tier == tier and not e.ratio.counted]
+    rows = [e for e in ablation.effects if e.plan_kind == plan_kind and not e.ratio.counted]
     return Table(
         title="Raw pairs",
         columns=("Measure", "Setting", "Pairs, by seed"),
@@ -200,12 +205,12 @@ def arm_table(ablation: Ablation) -> Table:
 def _arm_row(arm: AblatedArm) -> tuple[Cell, ...]:
     return (
         say.one_line(arm.label) + (": failed" if arm.error else ""),
-        say.spread(arm.row_s, lambda value: say.UNMEASURED if value is None else format_seconds(value)),
+        say.spread(arm.sample_s, lambda value: say.UNMEASURED if value is None else format_seconds(value)),
         say.size(arm.peak_bytes),
         say.spread(arm.final_metric, say.metric),
     )
 
 
-def tiers_of(rows: Sequence[AblatedChange] | Sequence[ChangeEffect] | Sequence[RatioRow]) -> tuple[str, ...]:
+def plan_kinds_of(rows: Sequence[AblatedChange] | Sequence[ChangeEffect] | Sequence[RatioRow]) -> tuple[str, ...]:
     """Return the tiers present, S first."""
-    return tuple(sorted({row.tier for row in rows}, key="SF".find))
+    return tuple(sorted({row.plan_kind for row in rows}, key="SF".find))

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # Imports matplotlib, which is not needed for text.
     from trimtab.experiments.report.figure_spec import FigureSpec
 
 TIER_NOTE = (
-    "An equivalent plan (tier S) keeps batch size, learning rate, schedule and optimizer; results differ by rounding "
-    "at most. A tuned plan (tier F) also changes the training settings named by --adapt. The two kinds never share a "
+    "An equivalent plan keeps batch size, learning rate, schedule and optimizer; results differ by rounding "
+    "at most. A tuned plan also changes the training settings named by --adapt. The two kinds never share a "
     "table of ratios or a figure of curves."
 )
 CURVE_NOTE = (
@@ -113,7 +113,9 @@ def gain_section(
             gain_tables.bound_table(gain),
             Bullets(gain_tables.gain_notes(gain)),
         ]
-    blocks += [gain_tables.thirds_table(thirds, tier) for tier in tables.tiers(row.tier for row in thirds)]
+    blocks += [
+        gain_tables.thirds_table(thirds, plan_kind) for plan_kind in tables.plan_kinds(row.plan_kind for row in thirds)
+    ]
     if gain is not None:
         blocks += [Heading("Projection"), Bullets(gain_tables.projection_sentences(gain))]
     return Section(title, tuple(blocks), brief=gain is not None)
@@ -133,10 +135,10 @@ def _plans(comparison: Comparison) -> tuple[Block, ...]:
     if not comparison.plans:
         return (Paragraph("No plan was made."),)
     blocks: list[Block] = [Paragraph(TIER_NOTE)]
-    for tier in tables.tiers(comparison.plans):
-        plan = comparison.plans[tier]
-        sentences = plan_tables.plan_sentences(plan, plan_tables.arm_of(comparison, tier))
-        blocks += [Heading(tables.plan_title(tier)), Paragraph(" ".join(sentences))]
+    for plan_kind in tables.plan_kinds(comparison.plans):
+        plan = comparison.plans[plan_kind]
+        sentences = plan_tables.plan_sentences(plan, plan_tables.arm_of(comparison, plan_kind))
+        blocks += [Heading(tables.plan_title(plan_kind)), Paragraph(" ".join(sentences))]
         blocks += [Bullets(tuple(f"Advice: {each.text}" for each in plan.advice))] if plan.advice else []
         blocks += [plan_tables.change_table(plan, changed=changed) for changed in (True, False)]
     return tuple(blocks)
@@ -144,9 +146,9 @@ def _plans(comparison: Comparison) -> tuple[Block, ...]:
 
 def _ratios(comparison: Comparison) -> tuple[Block, ...]:
     blocks: list[Block] = [Paragraph(_resolution(comparison))]
-    for tier in tables.tiers(row.tier for row in comparison.ratios):
-        blocks += [tables.ratio_table(comparison, tier), tables.ratio_pairs_table(comparison, tier)]
-        blocks.append(Picture("forest", tier))
+    for plan_kind in tables.plan_kinds(row.plan_kind for row in comparison.ratios):
+        blocks += [tables.ratio_table(comparison, plan_kind), tables.ratio_pairs_table(comparison, plan_kind)]
+        blocks.append(Picture("forest", plan_kind))
     return tuple(blocks) if comparison.ratios else (*blocks, Paragraph("No ratio was recorded."))
 
 
@@ -165,18 +167,18 @@ def _resolution(comparison: Comparison) -> str:
 
 
 def _targets(comparison: Comparison) -> tuple[Block, ...]:
-    found = tables.tiers(row.tier for row in comparison.target_rows)
+    found = tables.plan_kinds(row.plan_kind for row in comparison.target_rows)
     if not found:
         return (Paragraph("No target was set, or no arm ran to the end."),)
     builders = (tables.target_table, tables.target_pairs_table)
-    return tuple(build(comparison, tier) for tier in found for build in builders)
+    return tuple(build(comparison, plan_kind) for plan_kind in found for build in builders)
 
 
 def _curves(comparison: Comparison) -> Iterator[Block]:
-    found = tables.tiers(arm.tier for arm in comparison.arms if arm.tier)
-    for tier in found:
-        yield Heading(tables.tier_title(tier))
-        yield Picture("curves", tier)
+    found = tables.plan_kinds(arm.plan_kind for arm in comparison.arms if arm.plan_kind)
+    for plan_kind in found:
+        yield Heading(tables.plan_kind_title(plan_kind))
+        yield Picture("curves", plan_kind)
     if not found:
         yield Picture("curves")
 
@@ -203,11 +205,7 @@ def _rejected(comparison: Comparison) -> tuple[Block, ...]:
 
 def _cost(comparison: Comparison) -> tuple[Block, ...]:
     whole = f"Planning took {say.seconds(comparison.planning_s)} in total."
-    whole += (
-        " Planning of the tuned plan (tier F) continues from the equivalent plan (tier S)."
-        if "F" in comparison.plans
-        else ""
-    )
+    whole += " Planning of the tuned plan continues from the equivalent plan." if "tuned" in comparison.plans else ""
     return (Paragraph(whole), plan_tables.cost_table(comparison))
 
 

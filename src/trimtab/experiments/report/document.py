@@ -46,7 +46,7 @@ class Picture:
     """A figure by name, of a single tier if plans are compared."""
 
     name: str
-    tier: str = ""
+    plan_kind: str = ""
 
 
 Block = Heading | Paragraph | Bullets | Code | Picture | Table

@@ -25,8 +25,8 @@ def meter_sentence(comparison: Comparison) -> str:
 def planning_sentence(comparison: Comparison) -> str:
     """Return the energy of planning by plan, or "" if not counted by the meter of the paired runs."""
     spent = comparison.planning_energy
-    said = [f"{joules(spent[key].joules)} {_made_for(key)}" for key in tables.tiers(spent)]
-    within = "; the figure of tier F includes tier S" if {"S", "F"} <= spent.keys() else ""
+    said = [f"{joules(spent[key].joules)} {_made_for(key)}" for key in tables.plan_kinds(spent)]
+    within = "; the figure tuned includes the equivalent plan" if {"equivalent", "tuned"} <= spent.keys() else ""
     return f"Planning took {', '.join(said)}{within}." if said else ""
 
 

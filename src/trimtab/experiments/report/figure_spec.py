@@ -8,8 +8,8 @@ from trimtab.experiments.comparison.comparison_result import Arm, Comparison
 from trimtab.experiments.report.svg import NUM_SERIES
 
 LABEL = 28  # Characters of a name inside a drawing; tables show the full name.
-_ARMS = ("reference", "self", "paper", "strong", "plan_S", "plan_F")
-_DASHES = {"self": ":", "paper": "--", "strong": "--", "plan_F": "--"}
+_ARMS = ("reference", "self", "paper", "strong", "equivalent_plan", "tuned_plan")
+_DASHES = {"self": ":", "paper": "--", "strong": "--", "tuned_plan": "--"}
 _BORDERS = {"-": "solid", "--": "dashed", ":": "dotted"}
 
 

@@ -33,7 +33,7 @@ def draw(picture: Picture, comparison: Comparison) -> FigureSpec:
     """Return the drawing of a picture."""
     of_a_tier = {"forest": forest, "curves": curves}
     if picture.name in of_a_tier:
-        return of_a_tier[picture.name](comparison, picture.tier)
+        return of_a_tier[picture.name](comparison, picture.plan_kind)
     return {
         "phases": phases,
         "memory_time": planning_figures.memory_time,
@@ -64,12 +64,16 @@ def _columns(curve: ArmCurve) -> tuple[NDArray[np.float64], ...]:
     return rows, seconds, np.where(np.isfinite(metric), metric, np.nan)
 
 
-def curves(comparison: Comparison, tier: str) -> FigureSpec:
+def curves(comparison: Comparison, plan_kind: str) -> FigureSpec:
     """Held-out metric against training seconds of a tier's plan and comparable arms, with the range of seeds.
 
     Other recipes train differently, so an equivalent plan is compared with them in throughput and memory only.
     """
-    arms = [arm for arm in comparison.arms if arm.tier == tier or (not arm.tier and _may_meet(tier, arm))]
+    arms = [
+        arm
+        for arm in comparison.arms
+        if arm.plan_kind == plan_kind or (not arm.plan_kind and _may_meet(plan_kind, arm))
+    ]
     bands = [(arm, band) for arm in arms if (band := curve_band(arm)) is not None]
     if not bands:
         return FigureSpec("", "No figure: no held-out curve was recorded.")
@@ -93,16 +97,16 @@ def curves(comparison: Comparison, tier: str) -> FigureSpec:
     caption = (
         "Line: median over seeds at equal samples. Band: lowest to highest seed. Curves end at the first seed's end."
     )
-    return FigureSpec(svg.render(paint, name=_name("curves", tier), title=title, height=250), caption, tuple(keys))
+    return FigureSpec(svg.render(paint, name=_name("curves", plan_kind), title=title, height=250), caption, tuple(keys))
 
 
-def _name(picture: str, tier: str) -> str:
+def _name(picture: str, plan_kind: str) -> str:
     """Return a unique element name for a figure."""
-    return f"{picture}-{''.join(c for c in tier if c.isalnum()) or 'recipes'}"
+    return f"{picture}-{''.join(c for c in plan_kind if c.isalnum()) or 'recipes'}"
 
 
-def _may_meet(tier: str, arm: Arm) -> bool:
-    return tier != "S" or arm.name in ("reference", "self")
+def _may_meet(plan_kind: str, arm: Arm) -> bool:
+    return plan_kind != "equivalent" or arm.name in ("reference", "self")
 
 
 def _paint_band(ax: Any, band: CurveBand, factor: float, colour: str, style: str) -> None:
@@ -128,9 +132,13 @@ def _label_targets(ax: Any, targets: Sequence[float]) -> None:
             ax.annotate(say.metric(target), xytext=(4, 0), va="center", fontsize=9, **at)
 
 
-def forest(comparison: Comparison, tier: str) -> FigureSpec:
+def forest(comparison: Comparison, plan_kind: str) -> FigureSpec:
     """Throughput ratios of a tier with intervals; the A/A control's interval is shaded around 1."""
-    rows = [row for row in comparison.ratios if row.metric == "throughput" and row.tier == tier and row.ratio.pairs]
+    rows = [
+        row
+        for row in comparison.ratios
+        if row.metric == "throughput" and row.plan_kind == plan_kind and row.ratio.pairs
+    ]
     if not rows:
         return FigureSpec("", "No figure: no throughput ratio was measured for this group.")
     control, resolved = comparison.resolution, say.is_resolved(comparison.resolution)
@@ -149,12 +157,14 @@ def forest(comparison: Comparison, tier: str) -> FigureSpec:
         ax.set_xlabel("throughput, ratio (log scale; above 1 is faster)")
         svg.plain_log(ax, "x")
 
-    title = f"Throughput ratios with 95% intervals, {tables.tier_title(tier)}"
+    title = f"Throughput ratios with 95% intervals, {tables.plan_kind_title(plan_kind)}"
     keys = [LegendEntry("s4", "mean and 95% interval"), LegendEntry("ink", "raw pair", "dotted")]
     keys += [LegendEntry("s0", "A/A control: not significant")] if resolved else []
     caption = "Dots: raw pairs. Below 5 pairs there is no interval."
     height = 70 + 34 * len(rows)
-    return FigureSpec(svg.render(paint, name=_name("forest", tier), title=title, height=height), caption, tuple(keys))
+    return FigureSpec(
+        svg.render(paint, name=_name("forest", plan_kind), title=title, height=height), caption, tuple(keys)
+    )
 
 
 def _forest_label(row: RatioRow, comparison: Comparison) -> str:

@@ -15,8 +15,8 @@ from trimtab.experiments.comparison.comparison_statistics import bounds
 Words = Callable[[float], str]
 UNMEASURED = "not measured"
 NEVER = "never"
-TIERS = {"S": "Equivalent plan (tier S)", "F": "Tuned plan (tier F)", "": "Recipes and controls"}
-PLANS = {"S": "tier S", "F": "tier F", "strong": "for P2 (tier S)"}
+PLAN_KINDS = {"equivalent": "Equivalent plan", "tuned": "Tuned plan", "": "Recipes and controls"}
+PLANS = {"equivalent": "the equivalent plan", "tuned": "the tuned plan", "strong": "for P2 (equivalent plan)"}
 MAX_PAIRS_SHOWN = 16  # report.json contains all pairs.
 MAX_TEXT = 600  # Keeps a traceback in an error field from filling the page.
 
@@ -181,7 +181,7 @@ def honest(verdict: Verdict, n: int, *, counted: bool = False) -> Verdict:
 def arm_name(arm: Arm, limit: int = MAX_TEXT) -> str:
     """Return an arm's label with its tier."""
     label = one_line(arm.label or arm.name, limit)
-    return f"{label} (tier {arm.tier})" if arm.tier else label
+    return f"{label} (tier {arm.plan_kind})" if arm.plan_kind else label
 
 
 def named(comparison: Comparison, name: str, limit: int = MAX_TEXT) -> str:

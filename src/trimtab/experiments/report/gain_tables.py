@@ -25,7 +25,7 @@ from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, efficiency_
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 from trimtab.experiments.comparison.comparison_result import Ratio, ThirdRow
 from trimtab.experiments.report import formatting as say
-from trimtab.experiments.report.tables import Table, tier_title
+from trimtab.experiments.report.tables import Table, plan_kind_title
 
 _NAMES = {WHOLE: "whole step, without phase timing", UNATTRIBUTED: "overhead of phase timing (not attributed)"}
 _SAVED = ("Reference", "Plan", "Saved", "95% interval", "Share of the gain")
@@ -144,9 +144,9 @@ def gain_notes(gain: TimedGain) -> tuple[str, ...]:
     return (*notes, "; ".join(f"{phase}: {MEANINGS[phase]}" for phase in seen))
 
 
-def thirds_table(thirds: Sequence[ThirdRow], tier: str) -> Table:
+def thirds_table(thirds: Sequence[ThirdRow], plan_kind: str) -> Table:
     """Return the gain in the early, middle and late third of training, for a tier."""
-    rows = [row for row in thirds if row.tier == tier]
+    rows = [row for row in thirds if row.plan_kind == plan_kind]
     columns = ("Third", "Samples per second", "Progress", "Progress per second", "Fraction of the saving", "n")
     note = (
         "Thirds of each run by samples; the arm over the reference, above 1 is better, paired by seed, with the 95% "
@@ -154,7 +154,7 @@ def thirds_table(thirds: Sequence[ThirdRow], tier: str) -> Table:
         "Fraction of the saving: part of the seconds saved by a full run over the same samples."
     )
     shown = tuple(_third(row) for row in rows)
-    of = tier_title(tier) if tier else "Paper recipe (P1)"
+    of = plan_kind_title(plan_kind) if plan_kind else "Paper recipe (P1)"
     return Table(f"Early, middle and late: {of}", columns, shown, "No run completed its budget.", note, columns[1:])
 
 

@@ -15,7 +15,7 @@ _LABEL = 48  # Longest name in characters.
 
 def key_figures(comparison: Comparison) -> tuple[Tile, ...]:
     """Return the tiles under the headline, for a single plan: the equivalent plan if present."""
-    leading = next((arm for key in ("S", "F") if (arm := comparison.arm(PLAN_ARMS[key]))), None)
+    leading = next((arm for key in ("equivalent", "tuned") if (arm := comparison.arm(PLAN_ARMS[key]))), None)
     if leading is None:
         return ()
     metrics = ("throughput", "peak_memory", "final_metric_difference")

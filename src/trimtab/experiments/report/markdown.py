@@ -11,7 +11,7 @@ from trimtab.experiments.report import tables
 from trimtab.experiments.report.document import Block, Bullets, Code, Document, Heading, Paragraph, Picture, Section
 from trimtab.experiments.report.tables import Cell, Table
 
-# An underscore inside a word is not emphasis in Markdown, and `plan_S` reads better unescaped.
+# An underscore inside a word is not emphasis in Markdown, and `equivalent_plan` reads better unescaped.
 _SPECIAL = re.compile(r"[\\`*\[\]|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 

@@ -10,9 +10,9 @@ from trimtab.core.step_memory import PARTS
 from trimtab.experiments.comparison.arms import PLAN_ARMS, PLAN_LOOPS
 from trimtab.experiments.comparison.comparison_result import Arm, Comparison
 from trimtab.experiments.report import formatting as say
-from trimtab.experiments.report.tables import Cell, Table, plan_name, tiers
+from trimtab.experiments.report.tables import Cell, Table, plan_kinds, plan_name
 
-MARKS = {Effect.EXACT: "bitwise", Effect.ROUNDING: "rounding", Effect.DYNAMICS: "training"}
+MARKS = {Effect.BITWISE: "bitwise", Effect.ROUNDING: "rounding", Effect.TRAINING: "training"}
 
 
 def change_table(plan: Plan, *, changed: bool) -> Table:
@@ -33,18 +33,18 @@ def _choice_row(name: str, choice: Choice) -> tuple[Cell, ...]:
     return (
         name.replace("_", " "),
         say.one_line(say.plain(choice.value)),
-        MARKS[choice.mark],
+        MARKS[choice.effect],
         say.one_line(choice.reason),
     )
 
 
 def _losers(choice: Choice) -> tuple[str, ...]:
-    return tuple(f"{say.one_line(say.plain(loser.value))}: {say.one_line(loser.reason)}" for loser in choice.losers)
+    return tuple(f"{say.one_line(say.plain(loser.value))}: {say.one_line(loser.reason)}" for loser in choice.rejected)
 
 
 def plan_sentences(plan: Plan, arm: Arm | None) -> tuple[str, ...]:
     """Return the introduction of a plan's table: the reference loop and the result of the gradient check."""
-    lines = [f"Made for the {plan.reference.describe()} loop with {plan.batch_rows} samples per optimizer step."]
+    lines = [f"Made for the {plan.reference.describe()} loop with {plan.batch_size} samples per optimizer step."]
     if plan.check is not None:
         verdict = "splitting the batch keeps the gradient" if plan.check.splittable else "the batch is not split"
         lines.append(f"Gradient check: {verdict}: {say.one_line(plan.check.reason)}.".replace("..", "."))
@@ -58,11 +58,11 @@ def plan_sentences(plan: Plan, arm: Arm | None) -> tuple[str, ...]:
 def rejected_table(comparison: Comparison) -> Table:
     """Return all rejected alternatives of all settings, with the plans that rejected them."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for tier in tiers(comparison.plans):
-        for name, choice in comparison.plans[tier].choices():
-            for loser in choice.losers:
+    for plan_kind in plan_kinds(comparison.plans):
+        for name, choice in comparison.plans[plan_kind].choices():
+            for loser in choice.rejected:
                 row = (name.replace("_", " "), say.one_line(say.plain(loser.value)), say.one_line(loser.reason))
-                found.setdefault(row, []).append(say.PLANS.get(tier, tier))
+                found.setdefault(row, []).append(say.PLANS.get(plan_kind, plan_kind))
     rows = tuple((*row, ", ".join(dict.fromkeys(names))) for row, names in found.items())
     return Table("Rejected settings", ("Setting", "Value", "Reason", "Plan"), rows, "No setting was rejected.")
 
@@ -107,7 +107,11 @@ def role(comparison: Comparison, trial: Trial) -> str:
     plans = comparison.plans
     loops = [_loop(key) for key, plan in plans.items() if trial.candidate == reference_candidate(plan)]
     roles = list(dict.fromkeys(loops))
-    choosing = [say.PLANS.get(tier, tier) for tier in tiers(plans) if trial.candidate == chosen_candidate(plans[tier])]
+    choosing = [
+        say.PLANS.get(plan_kind, plan_kind)
+        for plan_kind in plan_kinds(plans)
+        if trial.candidate == chosen_candidate(plans[plan_kind])
+    ]
     roles += [f"chosen ({', '.join(choosing)})"] if choosing else []
     return " and ".join(roles + (["A/A control"] if trial.control else []))
 
@@ -122,7 +126,7 @@ def reference_candidate(plan: Plan) -> Candidate:
     """Return the candidate of the unchanged loop, with the plan's changes reverted."""
     fused = plan.fused_optimizer
     was_fused = bool(fused.value) != fused.changed
-    return Candidate(plan.reference.precision, "keep", was_fused, plan.batch_rows)
+    return Candidate(plan.reference.precision, "keep", was_fused, plan.batch_size)
 
 
 def arm_of(comparison: Comparison, key: str) -> Arm | None:
@@ -137,19 +141,19 @@ def _loop(key: str) -> str:
 
 def prediction_table(comparison: Comparison) -> Table:
     """Return predicted and measured step time and peak memory of all plans."""
-    rows = tuple(_prediction_row(tier, comparison) for tier in tiers(comparison.plans))
+    rows = tuple(_prediction_row(plan_kind, comparison) for plan_kind in plan_kinds(comparison.plans))
     columns = ("Plan", "Step, predicted", "measured", "error", "Peak, predicted", "measured ", "error ")
     note = "Error: predicted over measured, minus one. Measured: median over the arm's runs."
     return Table("", columns, rows, "No plan was made.", note, columns[1:])
 
 
-def _prediction_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
-    predicted, arm = comparison.plans[tier].predicted, arm_of(comparison, tier)
+def _prediction_row(plan_kind: str, comparison: Comparison) -> tuple[Cell, ...]:
+    predicted, arm = comparison.plans[plan_kind].predicted, arm_of(comparison, plan_kind)
     times = (predicted.step_s if predicted else None, say.middle(arm.step_s) if arm else None)
     peaks = (predicted.peak_bytes if predicted else None, arm.peak_bytes if arm else None)
     cells = [(say.seconds(a), say.seconds(b), _error(a, b)) for a, b in (times,)]
     cells += [(say.size(a), say.size(b), _error(a, b)) for a, b in (peaks,)]
-    return (plan_name(tier), *cells[0], *cells[1])
+    return (plan_name(plan_kind), *cells[0], *cells[1])
 
 
 def memory_table(comparison: Comparison) -> Table:
@@ -172,29 +176,29 @@ def cost_table(comparison: Comparison) -> Table:
     return Table(
         title="",
         columns=("Plan", "Planning", "of which search", "Charged", "Saved per step", "Break-even", "Throughput"),
-        rows=tuple(_cost_row(tier, comparison) for tier in tiers(comparison.plans)),
+        rows=tuple(_cost_row(plan_kind, comparison) for plan_kind in plan_kinds(comparison.plans)),
         empty="No plan was made.",
         note="Saved per step: median step time of the loop that the plan was made for, minus that of the plan. "
-        "Break-even: charged seconds over seconds saved per step; for a tuned plan (tier F) see also the time to "
+        "Break-even: charged seconds over seconds saved per step; for a tuned plan see also the time to "
         "target, because its steps have another effect on the metric. Throughput: the verdict; for the plan of the "
         "hand-tuned recipe, the non-inferiority test.",
         numeric=("Planning", "of which search", "Charged", "Saved per step", "Break-even"),
     )
 
 
-def _cost_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
-    plan, arm, loop = comparison.plans[tier], arm_of(comparison, tier), comparison.arm(_loop(tier))
+def _cost_row(plan_kind: str, comparison: Comparison) -> tuple[Cell, ...]:
+    plan, arm, loop = comparison.plans[plan_kind], arm_of(comparison, plan_kind), comparison.arm(_loop(plan_kind))
     charged = (arm.search_s if arm else 0.0) or plan.planning_s
     ours, theirs = (say.middle(run.step_s) if run else None for run in (arm, loop))
     saved = None if ours is None or theirs is None else theirs - ours
     return (
-        plan_name(tier),
+        plan_name(plan_kind),
         say.seconds(plan.planning_s),
         say.seconds(plan.search_s),
         say.seconds(charged),
         _signed(saved),
         break_even(charged, saved),
-        _speed_verdict(tier, comparison),
+        _speed_verdict(plan_kind, comparison),
     )
 
 

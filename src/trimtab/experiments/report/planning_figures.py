@@ -28,7 +28,7 @@ def memory_time(comparison: Comparison) -> FigureSpec:
     precisions = list(dict.fromkeys(trial.candidate.precision for trial in drawn))
     time, time_name = time_unit(max(trial.step_s or 0 for trial in drawn))
     size, size_name = byte_unit(max(trial.peak_bytes or 0 for trial in drawn))
-    front = comparison.plans["S"].front if "S" in comparison.plans else ()
+    front = comparison.plans["equivalent"].front if "equivalent" in comparison.plans else ()
 
     def paint(axes: Sequence[Any]) -> None:
         (ax,) = axes
@@ -81,16 +81,18 @@ class _PredictionOutcome:
 
 def predictions(comparison: Comparison) -> FigureSpec:
     """Predicted and measured step time and peak memory of all plans, from zero."""
-    tiers = tables.tiers(comparison.plans)
-    times = [_time(comparison, tier) for tier in tiers]
-    peaks = [_peak(comparison, tier) for tier in tiers]
+    plan_kinds = tables.plan_kinds(comparison.plans)
+    times = [_time(comparison, plan_kind) for plan_kind in plan_kinds]
+    peaks = [_peak(comparison, plan_kind) for plan_kind in plan_kinds]
     if not any(row.predicted is not None and row.measured is not None for row in times + peaks):
         return FigureSpec("", "No figure: no plan has both a prediction and a measurement.")
 
     def paint(axes: Sequence[Any]) -> None:
         _paint_outcomes(axes[0], times, "time per step", time_unit(_largest(times)))
         _paint_outcomes(axes[1], peaks, "peak memory", byte_unit(_largest(peaks)))
-        axes[0].set_yticks(range(len(tiers)), [tables.plan_name(tier).replace(", ", "\n") for tier in tiers])
+        axes[0].set_yticks(
+            range(len(plan_kinds)), [tables.plan_name(plan_kind).replace(", ", "\n") for plan_kind in plan_kinds]
+        )
         axes[0].invert_yaxis()
 
     keys = (
@@ -98,19 +100,19 @@ def predictions(comparison: Comparison) -> FigureSpec:
         LegendEntry("p0", "measured, median"),
         LegendEntry("ink", "one run", "dotted"),
     )
-    title, height = "Predicted and measured step time and peak memory of each plan", 62 + 44 * len(tiers)
+    title, height = "Predicted and measured step time and peak memory of each plan", 62 + 44 * len(plan_kinds)
     picture = svg.render(paint, name="predictions", title=title, height=height, columns=2)
     return FigureSpec(picture, "A missing bar was not measured, or not predicted.", keys)
 
 
-def _time(comparison: Comparison, tier: str) -> _PredictionOutcome:
-    predicted, arm = comparison.plans[tier].predicted, plan_tables.arm_of(comparison, tier)
+def _time(comparison: Comparison, plan_kind: str) -> _PredictionOutcome:
+    predicted, arm = comparison.plans[plan_kind].predicted, plan_tables.arm_of(comparison, plan_kind)
     runs = arm.step_s if arm else ()
     return _PredictionOutcome(predicted.step_s if predicted else None, say.middle(runs), runs)
 
 
-def _peak(comparison: Comparison, tier: str) -> _PredictionOutcome:
-    predicted, arm = comparison.plans[tier].predicted, plan_tables.arm_of(comparison, tier)
+def _peak(comparison: Comparison, plan_kind: str) -> _PredictionOutcome:
+    predicted, arm = comparison.plans[plan_kind].predicted, plan_tables.arm_of(comparison, plan_kind)
     return _PredictionOutcome(predicted.peak_bytes if predicted else None, arm.peak_bytes if arm else None)
 
 

@@ -75,7 +75,7 @@ def _trained(record: RunSummary) -> str:
     rows, seconds = trained(record)
     void = steps.num_skipped
     what = f"{len(laps)} blocks" if laps and not steps else f"{len(steps)} steps"
-    of = "an unknown number of" if steps.has_unknown_rows else f"{rows:,}"
+    of = "an unknown number of" if steps.has_unknown_samples else f"{rows:,}"
     return f"{what} with {of} samples in {say.seconds(seconds)}, {void} skipped"
 
 
@@ -83,7 +83,7 @@ def _tracks(record: RunSummary) -> str:
     if len(record.steps) < 2:
         return '<p class="muted">Too few steps for a figure.</p>'
     # If some step has an unknown number of samples, the x axis counts steps.
-    counts = itertools.repeat(1, len(record.steps)) if record.steps.has_unknown_rows else record.steps.rows
+    counts = itertools.repeat(1, len(record.steps)) if record.steps.has_unknown_samples else record.steps.rows
     rows = array("d", itertools.accumulate(counts))
     marks = [rows[min(event.step, len(rows)) - 1] if event.step else 0 for event in record.events]
     figures = (_figure(track, rows, marks) for track in tracks(record.steps))

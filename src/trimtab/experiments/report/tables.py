@@ -51,15 +51,17 @@ def with_groups(table: Table) -> Table:
     return replace(table, columns=("Compared", *table.columns), rows=rows, groups=())
 
 
-def tiers(values: Iterable[str]) -> tuple[str, ...]:
+def plan_kinds(values: Iterable[str]) -> tuple[str, ...]:
     """Return the tiers present, S and F first; every tier gets a separate table."""
     found = set(values)
-    return tuple(tier for tier in say.TIERS if tier in found) + tuple(sorted(found - say.TIERS.keys()))
+    return tuple(plan_kind for plan_kind in say.PLAN_KINDS if plan_kind in found) + tuple(
+        sorted(found - say.PLAN_KINDS.keys())
+    )
 
 
-def tier_title(tier: str) -> str:
+def plan_kind_title(plan_kind: str) -> str:
     """Return the heading of a tier."""
-    return say.TIERS.get(tier, f"Tier {say.one_line(tier)}")
+    return say.PLAN_KINDS.get(plan_kind, f"Tier {say.one_line(plan_kind)}")
 
 
 def plan_name(key: str) -> str:
@@ -69,14 +71,14 @@ def plan_name(key: str) -> str:
 
 def plan_title(key: str) -> str:
     """Return the heading of a plan."""
-    return f"The plan {say.PLANS[key]}" if key in PLAN_LOOPS else tier_title(key)
+    return f"The plan {say.PLANS[key]}" if key in PLAN_LOOPS else plan_kind_title(key)
 
 
-def ratio_table(comparison: Comparison, tier: str) -> Table:
+def ratio_table(comparison: Comparison, plan_kind: str) -> Table:
     """Return throughput, memory and quality of a tier's arms against other arms."""
-    rows = [row for row in comparison.ratios if row.tier == tier]
+    rows = [row for row in comparison.ratios if row.plan_kind == plan_kind]
     return Table(
-        title=tier_title(tier),
+        title=plan_kind_title(plan_kind),
         columns=("Measure", "Estimate", "95% interval", "n", "Verdict"),
         rows=tuple(line for row in rows for line in _ratio_rows(row, comparison)),
         empty="No ratio was recorded.",
@@ -100,9 +102,9 @@ def _ratio_rows(row: RatioRow, comparison: Comparison) -> Iterator[tuple[Cell, .
         yield (f"{name}, by CPU time", *say.estimate(row.cpu, words), say.pairs(row), "")
 
 
-def ratio_pairs_table(comparison: Comparison, tier: str) -> Table:
+def ratio_pairs_table(comparison: Comparison, plan_kind: str) -> Table:
     """Return the raw pairs behind a tier's ratios."""
-    rows = [row for row in comparison.ratios if row.tier == tier]
+    rows = [row for row in comparison.ratios if row.plan_kind == plan_kind]
     return Table(
         title="Raw pairs",
         columns=("Measure", "Pairs, by seed"),
@@ -116,11 +118,11 @@ def ratio_pairs_table(comparison: Comparison, tier: str) -> Table:
     )
 
 
-def target_table(comparison: Comparison, tier: str) -> Table:
+def target_table(comparison: Comparison, plan_kind: str) -> Table:
     """Return seconds to each target, with and without the cost of planning and search."""
-    rows = [row for row in comparison.target_rows if row.tier == tier]
+    rows = [row for row in comparison.target_rows if row.plan_kind == plan_kind]
     return Table(
-        title=tier_title(tier),
+        title=plan_kind_title(plan_kind),
         columns=("Target", "Planning", "Reached", "Time", "Speed-up", "95% interval", "n", "Verdict"),
         rows=tuple(_target_row(row) for row in rows),
         empty="No target was set, or no arm ran to the end.",
@@ -154,9 +156,9 @@ def planning_counted(row: TargetRow) -> str:
     return "counted" if row.charged else "not counted"
 
 
-def target_pairs_table(comparison: Comparison, tier: str) -> Table:
+def target_pairs_table(comparison: Comparison, plan_kind: str) -> Table:
     """Return the seconds of all pairs behind a tier's times to target."""
-    rows = [row for row in comparison.target_rows if row.tier == tier]
+    rows = [row for row in comparison.target_rows if row.plan_kind == plan_kind]
     return Table(
         title="Each pair",
         columns=("Target", "Planning", "Seconds by seed, arm vs other", "At first evaluation"),
@@ -225,7 +227,7 @@ def origin_table(comparison: Comparison) -> Table:
         (
             say.arm_name(arm),
             say.one_line(arm.source) or "not recorded",
-            f"{arm.final_rows:,}" if arm.final_metric else say.UNMEASURED,
+            f"{arm.final_samples:,}" if arm.final_metric else say.UNMEASURED,
             say.seconds(arm.search_s) if arm.search_s else "none",
         )
         for arm in comparison.arms

@@ -101,14 +101,14 @@ def _require_possible(task: Task, settings: ScaleSettings) -> None:
         ValueGivenError: more ranks than samples in a batch or in the data, a custom step function, or a tuned plan.
     """
     refuse_other_maths(settings.job.plan)
-    most, rows = settings.ranks[-1], task.load_data().num_rows
-    refuse_on_ranks(task if "strong" in settings.job.modes else replace(task, batch_rows=most), most)
-    if "weak" in settings.job.modes and most * task.batch_rows > rows:
+    most, rows = settings.ranks[-1], task.load_data().num_samples
+    refuse_on_ranks(task if "strong" in settings.job.modes else replace(task, batch_size=most), most)
+    if "weak" in settings.job.modes and most * task.batch_size > rows:
         raise ValueGivenError(
             "--ranks",
-            problem=f"{most} ranks need {most * task.batch_rows} samples for one step of weak scaling, but the data "
+            problem=f"{most} ranks need {most * task.batch_size} samples for one step of weak scaling, but the data "
             f"has {rows}.",
-            hint=f"Use at most {rows // task.batch_rows} ranks, or --scaling strong.",
+            hint=f"Use at most {rows // task.batch_size} ranks, or --scaling strong.",
             code="ranks.too_many",
         )
 

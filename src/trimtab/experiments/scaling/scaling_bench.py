@@ -31,7 +31,7 @@ from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.inspect_arm import held_at_most
 from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, PlanLoop, nonfinite_in
-from trimtab.experiments.scaling.scaling_plans import told_bytes
+from trimtab.experiments.scaling.scaling_plans import predicted_bytes
 from trimtab.experiments.scaling.scaling_result import RECIPES, PlanSharding, RefusedRecipe, TimedArm, TimedBlocks
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
@@ -52,7 +52,7 @@ class JobSettings:
         modes: scaling modes, from `scaling.result.MODES`.
         blocks: number of blocks per loop.
         block_s: approximate seconds per block.
-        frees_batch: True to time a plan with adaptive batch size too.
+        adapts_batch_size: True to time a plan with adaptive batch size too.
         budget: limits of a rank; with a memory limit, the ranks choose a ZeRO stage.
         plan: a given plan, applied to every number of ranks; None to make a plan.
     """
@@ -60,7 +60,7 @@ class JobSettings:
     modes: tuple[str, ...] = ("weak", "strong")
     blocks: int = 4
     block_s: float = 0.6
-    frees_batch: bool = False
+    adapts_batch_size: bool = False
     budget: Budget = field(default_factory=Budget)
     plan: Plan | None = None
 
@@ -165,7 +165,7 @@ class Bench:
         makes: dict[str, MakeLoop] = {"baseline": plain, "self": plain}
         if plan is not None:
             makes["plan"] = partial(PlanLoop, plan=plan)
-        if plan is not None and self._settings.frees_batch:
+        if plan is not None and self._settings.adapts_batch_size:
             makes["plan_batch"] = partial(PlanLoop, plan=plan.freed(default_rule(plan), FREED))
         if several:
             makes["baseline alone"] = ReferenceLoop
@@ -186,7 +186,7 @@ class Bench:
         return made
 
     def _batches(self) -> Iterator[Any]:
-        return iter(shard(self._data.batches(self._number, self._task.batch_rows)))
+        return iter(shard(self._data.batches(self._number, self._task.batch_size)))
 
     def _peak(self, make: MakeLoop, outside: ProcessState) -> int | None:
         """Return the peak bytes of a loop on the rank with the largest peak, without other loops in memory."""
@@ -262,7 +262,7 @@ def _sharing(plan: Plan) -> PlanSharding:
         int(plan.micro_batch.value or 1),
         plan.num_micro_batches,
         str(plan.reduce_dtype.value),
-        told_bytes(plan),
+        predicted_bytes(plan),
     )
 
 

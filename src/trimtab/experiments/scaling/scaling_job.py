@@ -38,9 +38,9 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
     arms: list[TimedArm] = []
     refused: list[RefusedRecipe] = []
     for mode in settings.modes if here.num_ranks > 1 else ("weak",):
-        whole = replace(task, batch_rows=task.batch_rows * here.num_ranks) if mode == "weak" else task
+        whole = replace(task, batch_size=task.batch_size * here.num_ranks) if mode == "weak" else task
         share = task if mode == "weak" else task_of_rank(task, here.num_ranks)
-        progress(f"planning for {share.batch_rows} samples per rank")
+        progress(f"planning for {share.batch_size} samples per rank")
         found = _planned(whole, share, data, device, folder, settings, progress)
         bench = Bench(whole, data, device, mode, number, settings, progress)
         arms += bench.arms(found.plan)
@@ -65,9 +65,9 @@ def _planned(
     progress: Progress,
 ) -> JobPlan:
     if settings.plan is not None:
-        return JobPlan(fitted(settings.plan, share.batch_rows, place().num_ranks))
+        return JobPlan(fitted(settings.plan, share.batch_size, place().num_ranks))
     if settings.budget.memory_bytes is not None:
-        return within(settings.budget, whole, share.batch_rows, folder, progress)
+        return within(settings.budget, whole, share.batch_size, folder, progress)
     return plan_of_job(share, data, device, folder)
 
 

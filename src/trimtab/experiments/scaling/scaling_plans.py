@@ -48,15 +48,17 @@ def plan_of_job(share: Task, data: TaskData, device: torch.device, folder: Path)
 
 def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], BroadcastPlan]:
     """Return a function that makes the plan of a rank's shard, or reads the plan of an earlier job."""
-    path = folder / f"plan-{share.batch_rows}.json"
+    path = folder / f"plan-{share.batch_size}.json"
 
     def make() -> BroadcastPlan:
         if not path.exists():
             plans = make_plans(share, data, device, adapt=(), strong=False, progress=lambda *_: None)
             with torch.device("meta"):
                 model = share.make_model()
-            plan = plans.plans["S"]
-            write_whole(path, to_json(BroadcastPlan(plan, step_shape(model, plans.profiles["S"], plan)), indent=1))
+            plan = plans.plans["equivalent"]
+            write_whole(
+                path, to_json(BroadcastPlan(plan, step_shape(model, plans.profiles["equivalent"], plan)), indent=1)
+            )
         return read_json(BroadcastPlan, path)
 
     return make
@@ -103,11 +105,11 @@ def fitted(plan: Plan, rows: int, ranks: int) -> Plan:
     micro-batch
     size is kept if the plan splits the batch. A single rank uses the same settings without sharding.
     """
-    if (plan.batch_rows, plan.num_ranks) == (rows, ranks):
+    if (plan.batch_size, plan.num_ranks) == (rows, ranks):
         return plan
     size = min(int(plan.micro_batch.value or 1), rows) if plan.splits else rows
     micro = replace(plan.micro_batch, value=size, changed=size < rows)
-    found = replace(plan, batch_rows=rows, micro_batch=micro, predicted=None, measured=None, stages=())
+    found = replace(plan, batch_size=rows, micro_batch=micro, predicted=None, measured=None, stages=())
     if ranks == 1:
         return alone(found) if found.num_ranks > 1 else found
     return replace(found, num_ranks=ranks) if found.num_ranks > 1 else replicated(found, ranks)
@@ -117,18 +119,18 @@ def refuse_other_maths(plan: Plan | None) -> None:
     """Raise an error if a given plan is tuned, because it would be timed next to equivalent plans.
 
     Raises:
-        ValueGivenError: the plan is of tier F.
+        ValueGivenError: the plan is tuned.
     """
-    if plan is not None and plan.tier != "S":
+    if plan is not None and plan.plan_kind != "equivalent":
         raise ValueGivenError(
             "--plan",
-            problem=f"The plan is not an equivalent plan (tier S): it changes {plan.changes_in_words}.",
+            problem=f"The plan is not an equivalent plan: it changes {plan.changes_in_words}.",
             hint="Make a plan without --adapt.",
             code="plan.not_equivalent",
         )
 
 
-def told_bytes(plan: Plan) -> int | None:
+def predicted_bytes(plan: Plan) -> int | None:
     """Return the predicted peak bytes of a rank; None if unknown or predicted for a single process.
 
     A plan chosen among ZeRO stages has no single-process baseline.

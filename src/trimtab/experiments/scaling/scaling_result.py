@@ -22,8 +22,8 @@ RECIPES = {
     "plan": "the equivalent plan",
     "plan_batch": "the plan with an adaptive batch size",
 }
-TIERS = {"baseline": "", "self": "", "plan": "S", "plan_batch": "F"}
-SCALING_SCHEMA = 2
+PLAN_KINDS = {"baseline": "", "self": "", "plan": "equivalent", "plan_batch": "tuned"}
+SCALING_SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TimedBlocks:
         validation.positive_and_finite("timed.seconds", self.seconds)
 
     @property
-    def rows_per_s(self) -> float:
+    def samples_per_s(self) -> float:
         """Samples per second over all ranks."""
         return sum(self.rows) / math.fsum(self.seconds)
 
@@ -53,7 +53,7 @@ class PlanSharding:
         micro_batch: samples per micro-batch.
         num_micro_batches: micro-batches per step, for the plan's own batch size.
         reduce_dtype: data type of gradient communication.
-        told_bytes: predicted peak bytes of a rank; None if unknown or predicted for a single process.
+        predicted_bytes: predicted peak bytes of a rank; None if unknown or predicted for a single process.
     """
 
     zero_stage: int | None
@@ -61,7 +61,7 @@ class PlanSharding:
     micro_batch: int
     num_micro_batches: int
     reduce_dtype: str
-    told_bytes: int | None = None
+    predicted_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TimedArm:
         mode: one of `MODES`; on a single rank both are equal, and the mode is "weak".
         together: blocks with communication.
         alone: blocks of the same loop on all ranks at once without communication; None if the loop would differ.
-        window_rows: mean samples per step over all ranks.
+        window_samples: mean samples per step over all ranks.
         says: description of sharding and gradient communication.
         settled: True if the batch size was stable before timing.
         sharing: sharding of a plan.
@@ -84,7 +84,7 @@ class TimedArm:
     mode: str
     together: TimedBlocks
     alone: TimedBlocks | None
-    window_rows: float
+    window_samples: float
     says: str = ""
     settled: bool = True
     sharing: PlanSharding | None = None
@@ -151,8 +151,8 @@ class ScalingRow:
         recipe: key of `RECIPES`.
         mode: one of `MODES`.
         ranks: number of ranks.
-        window_rows: mean samples per step over all ranks: the effective batch size.
-        rows_per_s: samples per second over all ranks.
+        window_samples: mean samples per step over all ranks: the effective batch size.
+        samples_per_s: samples per second over all ranks.
         efficiency: throughput(n) / (n throughput(1)); None on a single rank or without a single-rank timing.
         waiting: fraction of a step absent without communication: transfers, copies for them, and waiting for other
             ranks;
@@ -169,8 +169,8 @@ class ScalingRow:
     recipe: str
     mode: str
     ranks: int
-    window_rows: float
-    rows_per_s: Interval
+    window_samples: float
+    samples_per_s: Interval
     efficiency: Interval | None
     waiting: Interval | None
     crowded: str
@@ -189,7 +189,7 @@ class ScalingRow:
     @property
     def window_s(self) -> float:
         """Seconds per step."""
-        return self.window_rows / self.rows_per_s.mean
+        return self.window_samples / self.samples_per_s.mean
 
 
 @dataclass(frozen=True)
@@ -246,14 +246,16 @@ def _row(jobs: Sequence[ScalingJob], recipe: str, mode: str, ranks: int) -> Scal
         return None
     ratios = _efficiencies(jobs, recipe, mode, ranks)
     waiting = [
-        1 - arm.together.rows_per_s / arm.alone.rows_per_s for _, arm in found if ranks > 1 and arm.alone is not None
+        1 - arm.together.samples_per_s / arm.alone.samples_per_s
+        for _, arm in found
+        if ranks > 1 and arm.alone is not None
     ]
     return ScalingRow(
         recipe,
         mode,
         ranks,
-        math.fsum(arm.window_rows for _, arm in found) / len(found),
-        ratio_interval([arm.together.rows_per_s for _, arm in found]),
+        math.fsum(arm.window_samples for _, arm in found) / len(found),
+        ratio_interval([arm.together.samples_per_s for _, arm in found]),
         ratio_interval(list(ratios.values())) if ratios else None,
         mean_interval(waiting) if waiting else None,
         next((job.crowded for job, _ in found if job.crowded), ""),
@@ -270,7 +272,7 @@ def _efficiencies(jobs: Sequence[ScalingJob], recipe: str, mode: str, ranks: int
     """Return the efficiency by round, for rounds with a single-rank job with the same number of threads."""
     alone = {(job.round, job.threads): arm for job in jobs if job.ranks == 1 and (arm := job.arm(recipe, mode))}
     return {
-        job.round: arm.together.rows_per_s / (ranks * alone[job.round, job.threads].together.rows_per_s)
+        job.round: arm.together.samples_per_s / (ranks * alone[job.round, job.threads].together.samples_per_s)
         for job in jobs
         if job.ranks == ranks > 1 and (job.round, job.threads) in alone and (arm := job.arm(recipe, mode))
     }

@@ -8,7 +8,14 @@ from dataclasses import asdict
 from trimtab.core.interconnect import Link
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
-from trimtab.experiments.scaling.scaling_result import RECIPES, TIERS, PlanSharding, RefusedRecipe, Scaling, ScalingRow
+from trimtab.experiments.scaling.scaling_result import (
+    PLAN_KINDS,
+    RECIPES,
+    PlanSharding,
+    RefusedRecipe,
+    Scaling,
+    ScalingRow,
+)
 
 _TIMED = ("scaling", "recipe", "ranks", "batch", "samples/s", "efficiency (95%)", "waiting", "step")
 _COLUMNS = (*_TIMED, "stage", "micro-batches", "reduced in", "peak per rank", "predicted", "n")
@@ -17,8 +24,8 @@ _COLUMNS = (*_TIMED, "stage", "micro-batches", "reduced in", "peak per rank", "p
 def tables(found: Scaling) -> dict[str, tuple[tuple[str, ...], ...]]:
     """Return tables of text by title, headers first; equivalent plans and adaptive batch sizes are separate."""
     parts = {
-        "Equivalent plan": [row for row in found.rows if TIERS[row.recipe] != "F"],
-        "Adaptive batch size": [row for row in found.rows if TIERS[row.recipe] == "F"],
+        "Equivalent plan": [row for row in found.rows if PLAN_KINDS[row.recipe] != "tuned"],
+        "Adaptive batch size": [row for row in found.rows if PLAN_KINDS[row.recipe] == "tuned"],
     }
     refused = tuple(map(_refused_cells, found.refused))
     return {
@@ -48,8 +55,8 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
         row.mode if row.ranks > 1 else "",
         row.recipe,
         f"{row.ranks}" + (f" (share {row.crowded})" if row.crowded else ""),
-        f"{row.window_rows:.0f}",
-        f"{row.rows_per_s.mean:.4g}",
+        f"{row.window_samples:.0f}",
+        f"{row.samples_per_s.mean:.4g}",
         _efficiency(row),
         "" if row.waiting is None else _share(row.waiting),
         format_seconds(row.window_s),
@@ -62,7 +69,7 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
 
 def _num(row: ScalingRow) -> int:
     """Return the number of rounds behind the efficiency; on a single rank, the number of timed rounds."""
-    return row.rows_per_s.n if row.efficiency is None else len(row.pairs)
+    return row.samples_per_s.n if row.efficiency is None else len(row.pairs)
 
 
 def _each(row: ScalingRow, said: Callable[[PlanSharding], str]) -> str:
@@ -83,7 +90,7 @@ def _sent(each: PlanSharding) -> str:
 
 
 def _told(each: PlanSharding) -> str:
-    return "" if each.told_bytes is None else format_bytes(each.told_bytes)
+    return "" if each.predicted_bytes is None else format_bytes(each.predicted_bytes)
 
 
 def _efficiency(row: ScalingRow) -> str:
@@ -126,7 +133,7 @@ def notes(found: Scaling) -> list[str]:
         said.append("peak: largest over ranks, counted in separate steps, without timing")
     controls = {f"{row.ranks} ranks, {row.mode}": row.resolution for row in found.rows if row.resolution is not None}
     said += [f"{where}: the A/A control resolves {100 * least:.1f}%" for where, least in controls.items()]
-    if any(TIERS[row.recipe] == "F" for row in found.rows):
+    if any(PLAN_KINDS[row.recipe] == "tuned" for row in found.rows):
         said.append("an adaptive batch size may need more or fewer samples to reach a loss; this is not measured here")
     if any(not row.settled for row in found.rows):
         said.append("the adaptive batch size was still changing in some round; the figure is for its size then")
@@ -169,9 +176,9 @@ def benchmark_rows(found: Scaling, link: str | None) -> Iterable[dict[str, objec
             "ranks": row.ranks,
             "link": names.get(row.ranks, "") if link is None else link,
             "recipe": row.recipe,
-            "tier": TIERS[row.recipe],
-            "effective_batch": row.window_rows,
-            "rows_per_s": row.rows_per_s.mean,
+            "plan_kind": PLAN_KINDS[row.recipe],
+            "effective_batch": row.window_samples,
+            "samples_per_s": row.samples_per_s.mean,
             "window_s": row.window_s,
             **_bounds(row),
             "pairs": list(row.pairs),
@@ -192,7 +199,7 @@ def benchmark_rows(found: Scaling, link: str | None) -> Iterable[dict[str, objec
             "ranks": refused.ranks,
             "link": names.get(refused.ranks, "") if link is None else link,
             "recipe": refused.recipe,
-            "tier": TIERS[refused.recipe],
+            "plan_kind": PLAN_KINDS[refused.recipe],
             "mean": None,
             "n": 0,
             "refused": refused.why,
