@@ -442,7 +442,7 @@ def test_a_kept_run_that_begins_writes_over_no_file_of_anothers(trimtab, tmp_pat
     before = Path(name).read_bytes()
     for plan in ((), ("--plan", "plan.json")):  # before one would be made
         done = trimtab("train", "tiny:task", "--steps", 2, "--checkpoints", "new", "--record", name, *plan)
-        explained(done, "format.invalid", "--record", name)
+        explained(done, "record.other_run", "--record", name)
     assert Path(name).read_bytes() == before
     assert not Path("new").exists()
 
@@ -593,7 +593,7 @@ def test_energy_that_is_weighed_without_a_meter_is_refused_estimated_or_left_out
     left = trimtab(*plan, "--without-meter", "renormalise")
     assert "energy: not measured: none that tests read. Its weight of 0.5 in the objective was set to 0" in left.out
     assert "energy: estimated (90 W, as given)" in trimtab(*plan, "--energy-watts", 90, "--explain").out
-    explained(trimtab("plan", "profile.json", "--energy-weight", 1), "value.invalid", "energy")
+    explained(trimtab("plan", "profile.json", "--energy-weight", 1), "energy.not_measured", "energy")
     explained(trimtab("plan", "profile.json", "--energy-watts", 5), "option.conflict", "--energy-watts")
     explained(trimtab(*plan, "--device", "H100 SXM"), "value.invalid", "H100 SXM")
 

@@ -165,7 +165,7 @@ def test_watts_that_were_given_take_no_window_and_are_said_to_be_estimates(monke
     assert {watts for trial in found.trials for watts in trial.watts} == {90.0}
     assert (found.meter.provenance, found.meter.idle_w) == (Provenance.ESTIMATED, None)
     page = str(choose(found, found.objective, found.budget))
-    assert "energy: estimated by 90 W, as given" in page
+    assert "energy: estimated (90 W, as given)" in page
 
 
 def test_without_a_meter_a_weight_is_refused_or_left_out_as_was_accepted(tmp_path):

@@ -60,7 +60,7 @@ def test_a_dry_run_takes_the_plans_seconds(train, tmp_path):
 def test_where_no_hour_is_cleaner_it_trains_now_and_says_so(train, tmp_path):
     code, out, err = train(*CLEAN[:4], "--when-clean", 350, *CLEAN[6:], "--takes", "2h", "--json")
     assert code == 0
-    assert err.startswith("start now: no other time saves 1%")
+    assert err.startswith("start now: no other schedule saves 1%")
     found = json.loads(out)
     assert (found["steps"], found["waited_s"], found["pauses"]) == (4, 0, 0)
     assert found["when"] == err.strip()
@@ -96,11 +96,11 @@ def test_where_no_hour_is_cleaner_it_trains_now_and_says_so(train, tmp_path):
         ),
         (
             ("--when-clean", "great-britain", "--by", "36h", "--takes", "5h", "--idle-watts", 5),
-            "value.invalid",
+            "carbon.power_unknown",
             ("--idle-watts", "--energy-watts"),
         ),
         (("--when-clean", "great-britain", "--by", "36h", "--ranks", 2), "option.conflict", ("2 ranks",)),
-        (("--when-clean", "great-britain", "--by", "36h"), "value.invalid", ("--when-clean", "--takes")),
+        (("--when-clean", "great-britain", "--by", "36h"), "carbon.duration_unknown", ("--when-clean", "--takes")),
         (("--carbon-kind", "average"), "option.required", ("--carbon-kind average", "--carbon")),
     ],
     ids=str,
