@@ -206,6 +206,6 @@ def test_what_cannot_be_gone_on_with_is_refused_before_the_wait(day, tmp_path):
     )
     asked = day.training(tmp_path / "kept")
     asked = replace(asked, checkpoints=replace(asked.checkpoints, resume="always"))
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="checkpoint.missing"):
         train_clean(asked, hours, day.told.append)
     assert day.slept_s == 0

@@ -349,7 +349,7 @@ def test_a_race_without_a_meter_has_blocks_without_joules():
 def test_doctor_says_which_meter_there_is_and_what_its_limit_is(limit, said):
     found = energy_finding(MeterFacts(Provenance.MEASURED, ("nvml gpu 0",), 61.5, limits=(limit,)))
     assert found.ok
-    assert "measured by nvml gpu 0; idle 61.5 W" in found.detail
+    assert "measured (nvml gpu 0); includes 61.5 W" in found.detail
     assert said in found.detail
     assert "read only" in found.detail
 
