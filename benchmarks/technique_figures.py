@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.figure_words import difference, ratio, speed
 from benchmarks.records import Record, evaluated, every, is_evaluated, newest, plan_of, timed_on_gpus
 from trimtab.core.choice import Choice
-from trimtab.decide.tuned_plan import tried
+from trimtab.decide.tuned_plan import tried_settings
 
 Row = dict[str, Any]
 PLAIN_RATE = 1e-4  # learning rate of the tasks' baselines
@@ -224,7 +224,7 @@ def _raced(root: Path) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name in filter(functools.partial(is_evaluated, root), _OPTIONS):
         plan = plan_of(root, name, "tuned")
-        for setting in (each for each in _RACED if each in tried(plan)):
+        for setting in (each for each in _RACED if each in tried_settings(plan)):
             choice: Choice = getattr(plan, setting)
             reason = choice.reason if _has_won(choice) else choice.rejected[-1].reason
             stands = "kept" if _has_won(choice) else "refused"

@@ -24,7 +24,7 @@ from trimtab.distributed import bandwidth_test
 from trimtab.distributed.backend_selection import _BACKENDS
 from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.process_group import backends, slowest, total
+from trimtab.distributed.process_group import backends, max_over_ranks, total
 from trimtab.measure.sharded_norms import is_shard
 
 ROWS, WIDTH, STEPS = 4, 16, 3
@@ -56,7 +56,7 @@ def asked(device: torch.device, rank: int) -> dict:
 
 def figures(rank: int) -> dict:
     """Return what is reduced of figures, and by what the group talks."""
-    return {"total": total(rank + 1.0), "slowest": slowest(rank + 1.0), "backends": backends()}
+    return {"total": total(rank + 1.0), "slowest": max_over_ranks(rank + 1.0), "backends": backends()}
 
 
 def trained(stage: int, device: torch.device, rank: int, ranks: int) -> float:

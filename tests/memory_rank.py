@@ -23,7 +23,7 @@ from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.distributed.rank_memory import trace_rank
 from trimtab.measure.peak_memory import peak_growth, storage_bytes
-from trimtab.measure.sharded_norms import local
+from trimtab.measure.sharded_norms import local_shard
 
 # On a device beside what its libraries take, some 10 MiB.
 IS_LARGE = torch.cuda.is_available()
@@ -110,7 +110,7 @@ def counted(stage: int, k: int, once: bool, ranks: int, device: str = "cpu") -> 
                 peaks.append(peak_on(device, lambda window=window: run.train_step(window, loss)))
                 continue
             states = [value for state in optimizer.state.values() for value in state.values()]
-            held = storage_bytes([local(each) for each in (*model.parameters(), *states)])
+            held = storage_bytes([local_shard(each) for each in (*model.parameters(), *states)])
             held += sum(p.numel() * 4 for p in model.parameters()) if stage < 2 else 0  # DDP's buckets
             growth = peak_growth(lambda window=window: run.train_step(window, loss))
             peaks.append(held + growth + storage_bytes([batch_of(ROWS)]))

@@ -37,7 +37,7 @@ from trimtab.distributed import ddp, dry_run, dry_run_on_copies, error_propagati
 from trimtab.distributed.dry_run import DryRuns, of_live
 from trimtab.distributed.zero_stage_inputs import StageMeasurements
 from trimtab.measure.peak_memory import peak_growth, storage_bytes
-from trimtab.measure.sharded_norms import local
+from trimtab.measure.sharded_norms import local_shard
 from trimtab.measure.state_digest import fingerprint
 
 ROWS, SLOW_S = 8, 0.1
@@ -202,7 +202,7 @@ def taken(job: Job, found: dict) -> list[int]:
                 continue
             job.optimizer.zero_grad()
             states = [value for state in job.optimizer.state.values() for value in state.values()]
-            held = storage_bytes([local(p) for p in (*job.model.parameters(), *job.model.buffers(), *states)])
+            held = storage_bytes([local_shard(p) for p in (*job.model.parameters(), *job.model.buffers(), *states)])
             whole = sum(p.numel() * 4 for p in job.model.parameters() if p.requires_grad)
             held += whole if plan.zero_stage.value < 2 else 0
             growth = peak_growth(lambda: run.train_step(run.window(batch), loss))

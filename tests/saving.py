@@ -36,7 +36,7 @@ def save(parent: Path, step: int, size: int = 2_000) -> Path:
         (folder / "shard.bin").write_bytes(bytes((i * 7 + step) % 255 + 1 for i in range(3_000)))
 
     folder = atomic_directory.write(parent, f"step-{step}", fill, {"step": step})
-    atomic_directory.settle(folder)
+    atomic_directory.commit_name(folder)
     return folder
 
 
@@ -84,7 +84,7 @@ def save_on_and_on(parent: Path, said: int, size: int) -> None:
         step += 1
         save(parent, step, size)
         os.write(said, b".")
-        atomic_directory.retain(parent, 2)
+        atomic_directory.delete_old_folders(parent, 2)
 
 
 def kill_while_saving(parent: Path, delay_s: Callable[[], float], kills: int, size: int = 2_000) -> tuple[int, int]:
@@ -109,7 +109,7 @@ def kill_while_saving(parent: Path, delay_s: Callable[[], float], kills: int, si
             committed += len(more)
         os.close(out)
         cut += any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
-        atomic_directory.clean(parent)
+        atomic_directory.delete_temporary_files(parent)
         assert not any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
         found = atomic_directory.newest_good(parent)
         assert not found.refused

@@ -20,7 +20,7 @@ from benchmarks.paper.tasks import load_task
 from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.profile import Candidate, Profile, Trial
-from trimtab.decide.micro_batch_sizes import halvings
+from trimtab.decide.micro_batch_sizes import sizes_to_consider
 from trimtab.decide.planner import choose
 from trimtab.decide.search import SearchPhase, mode_candidates
 from trimtab.decide.trial_statistics import speed_ratio
@@ -35,7 +35,7 @@ def space(profile: Profile) -> list[Candidate]:
     allocators = ("keep", "retain") if profile.loop.can_retain else ("keep",)
     chunks = {None, *(trial.candidate.loss_chunk for trial in profile.stage("head"))}
     modes = {(each.precision, each.memory_layout) for each in mode_candidates(profile)}
-    sizes = halvings(profile)
+    sizes = sizes_to_consider(profile)
     grid = itertools.product(sorted(modes), fused, sizes, allocators, sorted(chunks, key=lambda c: c or 0))
     return [Candidate(*mode, is_fused, rows, allocator, chunk) for mode, is_fused, rows, allocator, chunk in grid]
 

@@ -29,7 +29,7 @@ from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.distributed.rank_memory import trace_rank
 from trimtab.measure.peak_memory import peak_growth, storage_bytes
-from trimtab.measure.sharded_norms import local
+from trimtab.measure.sharded_norms import local_shard
 
 RANKS, ROWS, SEVERAL = 2, 8, 3
 WARM, WINDOWS = 2, 5
@@ -99,7 +99,7 @@ def run_rank(name: str, engine: str, stage: int, k: int, reduces_once: bool, fol
 def held_by_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> int:
     """Return the bytes that a rank holds between windows, including DDP's buckets."""
     states = [value for state in optimizer.state.values() for value in state.values()]
-    alive = [local(each) for each in (*model.parameters(), *model.buffers(), *states)]
+    alive = [local_shard(each) for each in (*model.parameters(), *model.buffers(), *states)]
     buckets = sum(p.numel() * p.element_size() for p in model.parameters()) if stage < 2 else 0
     return storage_bytes(alive) + buckets
 

@@ -34,7 +34,7 @@ from trimtab.runtime.batch_size_controller import BatchSizeController
 from trimtab.runtime.run import Run
 from trimtab.runtime.window import Window
 from trimtab.tasks.embedded import python_topics
-from trimtab.tasks.evaluation import evaluating
+from trimtab.tasks.evaluation import evaluation_mode
 from trimtab.tasks.language_modelling import windows
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
@@ -352,7 +352,7 @@ def _follows(task: Task, ratio: int) -> float:
 def held_out_loss(task: Task, model: nn.Module, data: TaskData) -> float:
     """Return the mean validation loss."""
     total, terms = 0.0, 0.0
-    with evaluating(model):
+    with evaluation_mode(model):
         for batch in data.held_out:
             loss, count, _ = parts_of(task.loss_fn(model, batch))
             loss, count = (loss * len(batch[0]), len(batch[0])) if count is None else (loss, count)

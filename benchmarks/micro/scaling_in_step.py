@@ -19,9 +19,9 @@ import trimtab
 from benchmarks.micro.scaling_tasks import BY_NAME
 from trimtab.core.plan import Plan
 from trimtab.decide.interleaving import turns
-from trimtab.decide.multi_rank_plan import alone
+from trimtab.decide.multi_rank_plan import for_one_process
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.process_group import slowest, total
+from trimtab.distributed.process_group import max_over_ranks, total
 from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
@@ -48,7 +48,7 @@ def in_step(name: str) -> list[dict[str, Any]]:
             whole = replace(task, batch_size=ranks * rows)
             how = {"num_ranks": ranks, "zero_stage": 0}
             plan = Plan.fixed(rows, task.batch_size, **how, reduce_dtype="fp32" if loop == "ddp" else "bf16")
-            single = _planned(whole, alone(plan), opened)
+            single = _planned(whole, for_one_process(plan), opened)
             arms[f"{loop} alone"] = single, rows, True
             arms[f"{loop} in step"] = _said(single, exchange), rows, False
             together = _replicated(whole, opened) if loop == "ddp" else _planned(whole, plan, opened)
@@ -76,12 +76,12 @@ def _sample_s(step: Step, rows: int, *, is_alone: bool) -> float:
     begin = time.perf_counter()
     if runs:
         step()
-    count = max(2, int(BLOCK_S / slowest(time.perf_counter() - begin)))
+    count = max(2, int(BLOCK_S / max_over_ranks(time.perf_counter() - begin)))
     total(0.0)
     begin = time.perf_counter()
     for _ in range(count if runs else 0):
         step()
-    return slowest((time.perf_counter() - begin) / (count * rows))
+    return max_over_ranks((time.perf_counter() - begin) / (count * rows))
 
 
 def _said(step: Step, exchange: RankExchange) -> Step:

@@ -35,17 +35,17 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.rank_peak_memory import WAYS
 from trimtab.decide.communication_cost import window_s
-from trimtab.decide.multi_rank_plan import alone, replicated
+from trimtab.decide.multi_rank_plan import for_one_process, for_replicas
 from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.dry_run import DryRuns
 from trimtab.distributed.dry_run_on_copies import DryRun
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
-from trimtab.distributed.process_group import slowest, total
+from trimtab.distributed.process_group import max_over_ranks, total
 from trimtab.distributed.zero_stage_inputs import RankLoop
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
-from trimtab.experiments.scaling.scaling_plans import kept
+from trimtab.experiments.scaling.scaling_plans import plan_maker
 from trimtab.experiments.task_ranks import rehearsal_of, task_of_rank
 from trimtab.measure.process_state import ProcessState
 from trimtab.tasks.task import Task
@@ -133,7 +133,7 @@ def windows(folder: str) -> list[dict[str, Any]]:
             plan = Plan.fixed(k * share.batch_size, share.batch_size, num_ranks=_ranks(), zero_stage=stage, **shared)
             task = replace(whole, batch_size=k * whole.batch_size)
             ran = DryRuns(partial(_copied, task, k * share.batch_size)).of(plan, counts_memory=True)
-            taken, computed = _window_s(task, plan), _window_s(task, alone(plan))
+            taken, computed = _window_s(task, plan), _window_s(task, for_one_process(plan))
             rows.append(
                 {
                     "metric": "window_prediction",
@@ -182,7 +182,9 @@ def _made(share: Task, folder: str) -> BroadcastPlan:
     from trimtab.core.serialization import from_json, to_json
     from trimtab.distributed.process_group import from_first
 
-    return from_json(BroadcastPlan, from_first(lambda: to_json(kept(share, share.load_data(), CPU, Path(folder))())))
+    return from_json(
+        BroadcastPlan, from_first(lambda: to_json(plan_maker(share, share.load_data(), CPU, Path(folder))()))
+    )
 
 
 def _window_s(task: Task, plan: Plan) -> float:
@@ -211,7 +213,7 @@ def _seconds(step: Callable[[], None], count: int) -> float:
     begin = time.perf_counter()
     for _ in range(count):
         step()
-    return slowest((time.perf_counter() - begin) / count)
+    return max_over_ranks((time.perf_counter() - begin) / count)
 
 
 def courses(folder: str, task: str, recipes: str, seed: str, target: str, most: str) -> list[dict[str, Any]]:
@@ -235,7 +237,7 @@ def _course(whole: Task, folder: str, recipe: str, seed: int, target: float, mos
         begin = time.perf_counter()
         while rows < due:
             rows += stepped.step()
-        seconds += slowest(time.perf_counter() - begin)
+        seconds += max_over_ranks(time.perf_counter() - begin)
         due = (rows // EVERY + 1) * EVERY
         loss = torch.tensor(held_out_loss(whole, stepped.model, data))
         if dist.is_initialized():
@@ -278,7 +280,7 @@ class _Course:
 def _stepped(recipe: str, whole: Task, folder: str, seed: int) -> _Course:
     batches, several = _batches(whole, seed), _ranks() > 1
     share = replace(whole, batch_size=whole.batch_size // _ranks())
-    make = kept(share, share.load_data(), CPU, Path(folder))
+    make = plan_maker(share, share.load_data(), CPU, Path(folder))
     plan = plan_together(make, CPU, lambda: rehearsal_of(share, CPU, silent)) if several else make().plan
     torch.manual_seed(seed)
     if recipe in ("baseline", "no_buffers"):
@@ -301,7 +303,7 @@ def agreement(pairs: str) -> list[dict[str, Any]]:
     plain, batches = ReplicaLoop(whole, CPU), _batches(whole, 0)
     ours = _batches(whole, 0)
     ratios, controls = [], []
-    plan = replicated(Plan.fixed(share.batch_size), _ranks())
+    plan = for_replicas(Plan.fixed(share.batch_size), _ranks())
     with trimtab.start(model, whole.make_optimizer(model), plan) as run:
         opened = run.windows(ours)
 

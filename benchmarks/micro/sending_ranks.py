@@ -23,7 +23,7 @@ import trimtab
 from benchmarks.micro import scaling_tasks
 from trimtab.core.plan import Plan
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.process_group import slowest, total
+from trimtab.distributed.process_group import max_over_ranks, total
 from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.tasks.task import Task
@@ -70,7 +70,7 @@ class _Arm:
         begin = time.perf_counter()
         for _ in range(windows):
             self._loop.step(self._batches)
-        return slowest((time.perf_counter() - begin) / windows)
+        return max_over_ranks((time.perf_counter() - begin) / windows)
 
 
 def timed(name: str, rounds: int, windows: int, names: list[str]) -> list[dict[str, float]]:

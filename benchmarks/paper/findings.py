@@ -22,7 +22,7 @@ from trimtab.experiments.comparison.comparison_result import (
     failure_of,
     limits_of,
 )
-from trimtab.experiments.comparison.comparison_statistics import ALIKE, as_ratio, crossing
+from trimtab.experiments.comparison.comparison_statistics import ALIKE, as_ratio, time_of_crossing
 from trimtab.experiments.comparison.ratio_rows import difference
 from trimtab.experiments.scaling.scaling_result import PLAN_KINDS, RECIPES, Scaling
 
@@ -73,7 +73,7 @@ def _trained(found: Comparison) -> str:
     if reference is None or not reference.final_metric or not reference.curves:
         return ""
     reached = [
-        sum(math.isfinite(crossing(each.points, rung, found.higher_is_better)[0]) for each in reference.curves)
+        sum(math.isfinite(time_of_crossing(each.points, rung, found.higher_is_better)[0]) for each in reference.curves)
         for rung in found.targets
     ]
     rungs = ", ".join(f"{rung:g}" for rung, number in zip(found.targets, reached, strict=True) if number)

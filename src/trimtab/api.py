@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.communication_profile import step_shape
-from trimtab.calibrate.example_batch import protected
+from trimtab.calibrate.example_batch import protect_batch
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.sample_batches import require_restorable
 from trimtab.calibrate.target_device import profile_elsewhere
@@ -20,10 +20,10 @@ from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.calibrate.training_settings_search import (
     TRAINED,
     RunLength,
-    adaptations,
-    adapted,
     batch_rule_of,
     require_adaptable,
+    tunable_settings,
+    tune_plan,
 )
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.manager import kept
@@ -211,7 +211,7 @@ def profile_there(
     return profile_elsewhere(
         model,
         optimizer,
-        protected(loss_fn),
+        protect_batch(loss_fn),
         example_batch,
         spec,
         reference=validation.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE),
@@ -316,7 +316,7 @@ def plan(
         return choose_there(found)
     require_plannable(model)
     batching = BatchSplitting(count, split)
-    beside, freed = modules_beside(model, modules), adaptations(adapt, data)
+    beside, freed = modules_beside(model, modules), tunable_settings(adapt, data)
     require_alone(beside, is_alone=not is_to_share(model))
     trains = bool(freed & TRAINED)
     if trains:
@@ -362,7 +362,7 @@ def plan(
         chosen = of_replicas(of_any_rank(found) if is_shared else found, kept)
         if trains and data is not None:
             loop = TrainingLoop(model, optimizer, loss_fn, example_batch, modules=beside, batching=batching)
-            chosen = adapted(loop, chosen, freed, data, progress, RunLength.of(data, total_steps), found.budget)
+            chosen = tune_plan(loop, chosen, freed, data, progress, RunLength.of(data, total_steps), found.budget)
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
             chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)
@@ -370,7 +370,7 @@ def plan(
 
     def of_rank() -> BroadcastPlan | StageMeasurements:
         found = measured()
-        loop = (model, optimizer, protected(loss_fn), batch)
+        loop = (model, optimizer, protect_batch(loss_fn), batch)
         adapts = trains or rule is not None
         share = share_of(found, loop, progress, adapts=adapts)
         return share if isinstance(share, StageMeasurements) else made(found, share)
@@ -382,7 +382,7 @@ def plan(
         of_live,
         model,
         optimizer,
-        protected(loss_fn),
+        protect_batch(loss_fn),
         batch,
         clip_norm=clips,
         progress=progress,

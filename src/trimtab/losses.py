@@ -148,21 +148,21 @@ def mean_of(result: Any) -> Tensor:
     return mean
 
 
-def detached(value: Any) -> Any:
+def detach_auxiliary(value: Any) -> Any:
     """Return an auxiliary value with the tensors in its mappings, lists, tuples and dataclasses detached."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, Mapping):
-        items = {key: detached(item) for key, item in value.items()}
+        items = {key: detach_auxiliary(item) for key, item in value.items()}
         return items if type(value) is dict else _with_items(value, items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(detached, value))
+        return type(value)(*map(detach_auxiliary, value))
     if type(value) in (list, tuple):
-        return type(value)(map(detached, value))
+        return type(value)(map(detach_auxiliary, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = copy.copy(value)
         for name, item in vars(value).items():
-            object.__setattr__(found, name, detached(item))
+            object.__setattr__(found, name, detach_auxiliary(item))
         return found
     return value
 

@@ -66,6 +66,6 @@ def test_nccl_is_given_up_after_an_error(ended):
 def test_a_hosts_ranks_are_waited_for_as_long_as_the_host_does(ended, monkeypatch):
     monkeypatch.setattr(trainer_rules, "start", lambda *_: group_module.time_limit_s())
     with process_group(20.0):
-        assert trainer_rules.started(None, None, None) == 1800.0
-        assert trainer_rules.started(None, None, None, 90.0) == 90.0
+        assert trainer_rules.start_in_process_group(None, None, None) == 1800.0
+        assert trainer_rules.start_in_process_group(None, None, None, 90.0) == 90.0
         assert group_module.time_limit_s() == 20.0

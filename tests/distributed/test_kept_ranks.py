@@ -9,7 +9,7 @@ import pytest
 from kept_job import job, statuses, trained
 from raising import raises
 
-from trimtab.checkpoint.atomic_directory import newest_good, seal, verify
+from trimtab.checkpoint.atomic_directory import newest_good, verify, write_manifest
 from trimtab.core.errors import DamagedError
 from trimtab.core.record import read_record
 
@@ -230,7 +230,7 @@ def test_a_checkpoint_without_the_files_of_a_rank_is_not_whole(dead, tmp_path):
     about = verify(newest).about
     for each in (newest / "manifest.json", *newest.glob("rank-1-*")):
         each.unlink()
-    seal(newest, about)
+    write_manifest(newest, about)
     with raises(DamagedError, code="checkpoint.file_missing"):
         verify(newest)
     assert newest_good(tmp_path / "run").manifest.step == 5

@@ -23,7 +23,7 @@ RANK = """
     from trimtab.core.errors import RankError
     from trimtab.distributed import process_group, error_propagation
     from trimtab.experiments.paired_runs import inspect_arm
-    from trimtab.experiments.comparison_context import together
+    from trimtab.experiments.comparison_context import comparison_ranks
     from trimtab.experiments.baselines.replica import ReplicaLoop
 
     torch.set_num_threads(1)
@@ -45,7 +45,7 @@ RANK = """
     inspect_arm.count_flops = count
     found = {}
     try:
-        with together() as ranks:
+        with comparison_ranks() as ranks:
             facts = inspect_arm.measure_arm(ReplicaLoop, task, task.load_data(), torch.device("cpu"), ranks)
             found["flops"] = facts.flops_per_sample
             found["after"] = ranks.each(rank)

@@ -11,7 +11,7 @@ RANK = """
     from pathlib import Path
     import torch
     import torch.distributed as dist
-    from trimtab.core.energy_reading import Energy, Provenance, absent
+    from trimtab.core.energy_reading import Energy, Provenance, absent_energy
     from trimtab.distributed.rank_energy import meter_of_rank
     from trimtab.distributed.process_group import total
     from trimtab.measure.energy_meter import WINDOW_S, EnergyClock
@@ -20,9 +20,10 @@ RANK = """
     rank, folder = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     metered = meter_of_rank(torch.device("cpu"), Metering(watts=15))
-    own = Energy(2.0, 30.0, Provenance.ESTIMATED, ("15 W",)) if metered.is_reader else absent("another rank reads it")
-    lost = absent("the counter is gone") if metered.is_reader else own
-    found = {"reads": metered.is_reader, "absent": metered.own.is_absent, "job": metered.job.sources}
+    read = Energy(2.0, 30.0, Provenance.ESTIMATED, ("15 W",))
+    own = read if metered.is_reader else absent_energy("another rank reads it")
+    lost = absent_energy("the counter is gone") if metered.is_reader else own
+    found = {"reads": metered.is_reader, "absent_energy": metered.own.is_absent, "job": metered.job.sources}
     found["joules"], found["lost"] = metered.of_all(own, total).joules, metered.of_all(lost, total).joules
     counter = Path(folder) / "tree" / "intel-rapl:0" / "energy_uj"
     shared = meter_of_rank(torch.device("cpu"), Metering(root=counter.parents[1]))

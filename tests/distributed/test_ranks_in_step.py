@@ -41,7 +41,7 @@ RANK = """
     from trimtab.experiments.paired_runs import paired_run as race_module
     from trimtab.experiments.comparison.compare import CompareOptions, compare
     from trimtab.experiments.paired_runs.paired_run import TimedBlock, PairedArm, race
-    from trimtab.experiments.comparison_context import together
+    from trimtab.experiments.comparison_context import comparison_ranks
     from trimtab.experiments.baselines.replica import ReplicaLoop
 
     torch.set_num_threads(1)
@@ -65,7 +65,7 @@ RANK = """
     def blocks(record):
         return [[e.detail["rows"], e.detail["seconds"], e.detail["cpu_s"]] for e in record.events]
 
-    with together() as ranks:
+    with comparison_ranks() as ranks:
         found["each"] = ranks.each(rank + 0.5)
         found["made"] = to_json(ranks.made(TimedBlock, lambda: TimedBlock(3, 1.0, rank)))
         found["absent"] = ranks.read(TimedBlock, folder / "absent.json") is None
@@ -91,27 +91,27 @@ RANK = """
         its = replace(task, metric=noted, budget_samples=100_000, eval_every_samples=32 * 32)
         one, other = race(
             [PairedArm("reference", Slow, 100_000), PairedArm("self", ReplicaLoop, 64 * 32)],
-            its, its.load_data(), 0, cpu, cap_s=1.0, together=ranks,
+            its, its.load_data(), 0, cpu, cap_s=1.0, comparison_ranks=ranks,
         )
         found["slow"], found["ends"] = blocks(one), [[r.end.reason, r.end.detail["rows"]] for r in (one, other)]
         found["metrics"] = [e.metrics["accuracy"] for r in (one, other) for e in r.evaluations]
 
         few = CompareOptions(num_pairs=1, whole_pairs=0, quick=True, adapt=(), peers=False)
         bad = Plan.fixed(16, num_ranks=2, zero_stage=3, memory_layout="channels_last")
-        left = compare(task, folder / "left", few, command="", plan=bad, together=ranks)
+        left = compare(task, folder / "left", few, command="", plan=bad, comparison_ranks=ranks)
         found["left"] = [[arm.name, arm.error or "", len(arm.step_s), arm.peak_bytes] for arm in left.arms]
-        whole = compare(task, folder / "made_here", few, command="", together=ranks)
+        whole = compare(task, folder / "made_here", few, command="", comparison_ranks=ranks)
         plan = whole.plans["equivalent"]
         found["plan"] = [plan.batch_size, plan.num_ranks, plan.zero_stage.value, to_json(plan)]
         found["whole"] = [whole.num_ranks, [len(arm.step_s) for arm in whole.arms], len(whole.trials), whole.notes]
         share = Plan.fixed(-(-ODD_ROWS // 2), 6, num_ranks=2, zero_stage=1)
         once = CompareOptions(num_pairs=1, adapt=(), peers=False)
-        odd = compare(counting, folder / "odd", once, command="", plan=share, together=ranks)
+        odd = compare(counting, folder / "odd", once, command="", plan=share, comparison_ranks=ranks)
         found["odd"] = [[arm.name, arm.final_metric] for arm in odd.arms]
         found["odd_terms"] = [odd.arm("reference").terms_per_s[0] * odd.arm("reference").step_s[0] / ODD_ROWS]
         found["odd_notes"] = odd.notes
         try:
-            compare(task, folder / "made_here", few, command="", plan=bad, together=ranks)
+            compare(task, folder / "made_here", few, command="", plan=bad, comparison_ranks=ranks)
         except TrimtabError as error:
             found["another"] = [type(error).__name__, str(error), getattr(error, "is_echo", None)]
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))

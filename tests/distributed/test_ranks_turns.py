@@ -13,7 +13,7 @@ RANK = """
     import torch
     import torch.distributed as dist
     from trimtab.distributed.process_group import limited_to
-    from trimtab.experiments.comparison_context import together
+    from trimtab.experiments.comparison_context import comparison_ranks
 
     rank, folder, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)
@@ -28,7 +28,7 @@ RANK = """
 
     found, start = {}, time.monotonic()
     try:
-        with limited_to(0.8 if case == "long" else 30.0), together() as ranks:
+        with limited_to(0.8 if case == "long" else 30.0), comparison_ranks() as ranks:
             found["made"] = [ranks.in_turn(load), ranks.in_turn(lambda: 5)]
             found["each"] = ranks.each(rank)
     except Exception as error:

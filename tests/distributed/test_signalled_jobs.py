@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from trimtab.checkpoint.atomic_directory import committed
+from trimtab.checkpoint.atomic_directory import committed_folders
 
 WINDOWS = 40
 LOOP = f"""
@@ -80,7 +80,7 @@ def test_a_signal_to_the_launcher_saves_the_job(tmp_path):
         cut.send_signal(signal.SIGTERM)
         cut.communicate()
     assert cut.returncode == 1
-    (saved,) = committed(folder / "run")
+    (saved,) = committed_folders(folder / "run")
     windows = int(saved.name.removeprefix("step-"))
     assert 3 <= windows < WINDOWS
     assert [max(map(int, each)) for each in said(folder)] == [windows] * 2

@@ -198,8 +198,8 @@ def clip_before_correction(patch):
         gradient_clipping.multiply(optimizer, factor)
         return norm
 
-    gradients_finish = gradient_clipping.finish
-    patch.setattr(gradient_clipping, "finish", finish)
+    gradients_finish = gradient_clipping.scale_and_clip
+    patch.setattr(gradient_clipping, "scale_and_clip", finish)
 
 
 def correction_twice(patch):

@@ -24,15 +24,15 @@ from saving import KILLED, ended, forge, forked, gone_on_from, kill_while_saving
 
 from trimtab.checkpoint import atomic_directory, checksums
 from trimtab.checkpoint.atomic_directory import (
-    clean,
-    committed,
+    committed_folders,
+    delete_old_folders,
+    delete_temporary_files,
     found,
     newest_good,
     put_aside,
-    retain,
-    seal,
     verify,
     write,
+    write_manifest,
 )
 from trimtab.checkpoint.manifest import NAME, SCHEMA, Manifest
 from trimtab.checkpoint.run_lock import NAME as LOCK
@@ -145,7 +145,7 @@ def test_a_copy_that_cannot_be_read_for_now_counts_and_another_programs_folder_d
     (parent / "export").mkdir()
     (parent / "export" / NAME).write_text("{}")
     failing(monkeypatch, "open", NAME, errno.EACCES)
-    assert [each.name for each in committed(parent)] == ["best", "step-1"]
+    assert [each.name for each in committed_folders(parent)] == ["best", "step-1"]
     with raises(FormatError, code="checkpoint.out_of_reach"):
         newest_good(parent)
 
@@ -302,7 +302,7 @@ def test_another_schema_is_refused_by_name(parent, schema, got, age):
 def test_a_checkpoint_of_an_older_schema_is_no_matter_where_a_newer_one_is_whole(parent):
     forge(parent / "step-1", lambda said: said.update(schema=1))
     assert newest_good(parent).manifest.step == 2
-    assert retain(parent, 1) == []  # nor is it deleted: it is not one that this version knows
+    assert delete_old_folders(parent, 1) == []  # nor is it deleted: it is not one that this version knows
     assert (parent / "step-1").is_dir()
 
 
@@ -337,7 +337,7 @@ def test_nothing_that_is_read_runs(parent, tmp_path_factory, name, signed, zippe
     torch.save(Evil(marker), path) if zipped else path.write_bytes(pickle.dumps(Evil(marker)))
     if signed and name != NAME:
         (parent / "step-2" / NAME).unlink()
-        seal(parent / "step-2", {"step": 2})
+        write_manifest(parent / "step-2", {"step": 2})
     for read in (verify, read_state):
         try:
             read(parent / "step-2")
@@ -345,9 +345,9 @@ def test_nothing_that_is_read_runs(parent, tmp_path_factory, name, signed, zippe
             assert name in str(error)  # noqa: PT017 - where it is refused, by its name
     assert newest_good(parent).folder is not None
     with locked(parent):
-        clean(parent)
+        delete_temporary_files(parent)
         with contextlib.suppress(DamagedError):
-            retain(parent, 1)
+            delete_old_folders(parent, 1)
     assert not marker.exists()
 
 
@@ -379,10 +379,10 @@ def test_a_folder_of_another_name_counts_where_its_manifest_can_be_believed(pare
     assert newest_good(mine) == (None, None, [])
     good = newest_good(parent)
     assert (good.manifest.step, good.refused) == (2, [])
-    assert [each.name for each in committed(parent)] == ["step-2", "step-1"]
+    assert [each.name for each in committed_folders(parent)] == ["step-2", "step-1"]
     shutil.copytree(parent / "step-2", parent / "to-keep")
-    assert [each.name for each in committed(parent)] == ["step-2", "to-keep", "step-1"]
-    assert retain(parent, 1) == [parent / "step-1"]
+    assert [each.name for each in committed_folders(parent)] == ["step-2", "to-keep", "step-1"]
+    assert delete_old_folders(parent, 1) == [parent / "step-1"]
     shutil.rmtree(parent / "step-2")
     assert loaded(newest_good(parent).folder) == 2
 
@@ -586,7 +586,7 @@ def test_killed_at_any_call_of_a_save_or_a_deletion(parent):
         with pytest.MonkeyPatch.context() as patch:
             Counted(patch, CHANGING, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
             save(parent, 3)
-            retain(parent, 2)
+            delete_old_folders(parent, 2)
 
     half, code = 0, KILLED
     for at in range(1, 1_000):
@@ -595,7 +595,7 @@ def test_killed_at_any_call_of_a_save_or_a_deletion(parent):
         assert not good.refused
         assert loaded(good.folder) in (2, 3)
         half += any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
-        clean(parent)
+        delete_temporary_files(parent)
         assert not any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
         if code == 0:
             break
@@ -718,7 +718,7 @@ def test_temporaries_of_dead_writers_go_and_of_living_ones_stay(parent):
         (living,) = parent.glob("step-3.tmp-*")
         os.utime(living, (0, 0))  # as old as can be
         (parent / "step-9.tmp-0").mkdir()
-        assert [each.name for each in clean(parent)] == ["step-9.tmp-0"]
+        assert [each.name for each in delete_temporary_files(parent)] == ["step-9.tmp-0"]
         assert (living / "half").exists()
         assert loaded(newest_good(parent).folder) == 2
     finally:
@@ -726,11 +726,11 @@ def test_temporaries_of_dead_writers_go_and_of_living_ones_stay(parent):
         ended(pid)
         os.close(out)
         os.close(into)
-    assert clean(parent) == [living]
+    assert delete_temporary_files(parent) == [living]
     assert not living.exists()
     elsewhere = parent.parent / "mine"
     (parent / "step-1.tmp-link").symlink_to(parent / "step-1")
-    assert clean(parent) == []
+    assert delete_temporary_files(parent) == []
     assert not elsewhere.exists()
     assert loaded(parent / "step-1") == 1
 
@@ -742,7 +742,7 @@ def test_where_folders_cannot_be_locked_checkpoints_are_written_and_nothing_is_c
     (parent / "step-9.tmp-0").mkdir()
     monkeypatch.setattr("fcntl.flock", none)
     assert loaded(save(parent, 3)) == 3
-    assert clean(parent) == []
+    assert delete_temporary_files(parent) == []
     assert (parent / "step-9.tmp-0").exists()
 
 
@@ -752,10 +752,10 @@ def test_two_good_ones_remain_whatever_fails(parent, monkeypatch):
         for _ in range(3):
             with raises(SaveError, code="checkpoint.not_saved"):
                 save(parent, 3)
-            assert retain(parent, 2) == []
+            assert delete_old_folders(parent, 2) == []
     assert [loaded(folder) for folder in found(parent)] == [2, 1]
     save(parent, 3)
-    assert [each.name for each in retain(parent, 2)] == ["step-1"]
+    assert [each.name for each in delete_old_folders(parent, 2)] == ["step-1"]
     assert [loaded(folder) for folder in found(parent)] == [3, 2]
 
 
@@ -763,12 +763,12 @@ def test_nothing_is_deleted_for_a_newest_that_is_not_whole(parent):
     save(parent, 3)
     (parent / "step-3" / TENSORS).write_bytes(flipped((parent / "step-3" / TENSORS).read_bytes(), random.Random(0)))
     with raises(DamagedError, code="checkpoint.checksum_differs"):
-        retain(parent, 1)
+        delete_old_folders(parent, 1)
     assert [each.name for each in found(parent)] == ["step-3", "step-2", "step-1"]
     (parent / "step-3" / NAME).unlink()  # is none that counts
-    assert retain(parent, 2) == []
+    assert delete_old_folders(parent, 2) == []
     with raises(ValueGivenError, code="value.invalid", field="keep_last"):
-        retain(parent, 0)
+        delete_old_folders(parent, 0)
 
 
 def test_what_cannot_be_deleted_is_told_and_whole(parent, monkeypatch):
@@ -776,7 +776,7 @@ def test_what_cannot_be_deleted_is_told_and_whole(parent, monkeypatch):
         os, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EACCES, "Permission denied"))
     )
     with raises(SaveError, code="checkpoint.not_deleted", field=str(parent / "step-1")):
-        retain(parent, 1)
+        delete_old_folders(parent, 1)
     assert loaded(parent / "step-1") == 1
 
 
@@ -784,7 +784,7 @@ def test_no_file_stays_open_and_no_thread_alive(parent):
     before = len(os.listdir("/dev/fd")), threading.active_count()
     for step in range(3, 8):
         save(parent, step)
-        retain(parent, 2)
+        delete_old_folders(parent, 2)
         (parent / f"step-{step - 1}" / TREE).write_text("")
         newest_good(parent)
         with pytest.raises(DamagedError):

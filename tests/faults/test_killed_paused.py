@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ranks import Ended, run_command
 
-from trimtab.checkpoint.atomic_directory import committed
+from trimtab.checkpoint.atomic_directory import committed_folders
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.core.serialization import to_json
@@ -83,7 +83,7 @@ def test_killed_while_it_pauses_it_goes_on_from_its_checkpoint(plain, tmp_path):
     killed = command(folder, *clean, dies_at=NOW + 2 * HOUR)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert killed.stderr.startswith("start now, in 2 periods, end at 2026-03-01T04:00+00:00; forecast 250 g")
-    assert [each.name for each in committed(folder / "kept")] == ["step-6"]
+    assert [each.name for each in committed_folders(folder / "kept")] == ["step-6"]
     again = command(folder, *clean, now_s=NOW + 2.5 * HOUR)
     assert again.returncode == 0, again.stderr
     found = json.loads(again.stdout)

@@ -12,7 +12,7 @@ from raising import raises
 from torch import nn
 
 import trimtab
-from trimtab.checkpoint.atomic_directory import committed, retain, write
+from trimtab.checkpoint.atomic_directory import committed_folders, delete_old_folders, write
 from trimtab.checkpoint.manifest import manifest_of
 from trimtab.core.errors import NonFiniteError
 from trimtab.core.plan import Plan
@@ -176,7 +176,7 @@ def test_steps_that_were_skipped_for_their_loss_scale_are_no_cause():
 
 
 def saved(folder):
-    return {each.name: manifest_of(each).is_finite for each in committed(folder)}
+    return {each.name: manifest_of(each).is_finite for each in committed_folders(folder)}
 
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
@@ -210,14 +210,14 @@ def test_a_checkpoint_by_hand_says_what_is_non_finite(tmp_path):
             training.model.bias.fill_(math.inf)
         with raises(NonFiniteError, code="training.nonfinite", field="training"):
             run.checkpoint()
-    assert committed(tmp_path / "run") == []
+    assert committed_folders(tmp_path / "run") == []
 
 
 def test_checkpoints_that_do_not_say_count_as_finite(tmp_path):
     for step, said in enumerate([{}, {"finite": False}, {}, {"finite": False}, {"finite": False}]):
         write(tmp_path, f"step-{step}", lambda folder: (folder / "a").write_bytes(b"1"), {"step": step} | said)
-    retain(tmp_path, 1)
-    assert [each.name for each in committed(tmp_path)] == ["step-4", "step-2"]
+    delete_old_folders(tmp_path, 1)
+    assert [each.name for each in committed_folders(tmp_path)] == ["step-4", "step-2"]
 
 
 # The check of parameters.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import trimtab
-from trimtab.checkpoint.atomic_directory import committed
+from trimtab.checkpoint.atomic_directory import committed_folders
 
 WINDOWS = 9
 
@@ -107,7 +107,7 @@ def whole(tmp_path_factory):
 def test_a_signal_to_the_group_saves_a_run_whose_loader_has_workers(tmp_path, whole, send, code, later_s):
     """While it draws too, which is most of its time."""
     assert signalled(tmp_path / "run", send, later_s=later_s) == code
-    (saved,) = committed(tmp_path / "run")
+    (saved,) = committed_folders(tmp_path / "run")
     windows = int(saved.name.partition("-")[2])
     assert 2 <= windows < WINDOWS
     assert train(tmp_path / "run", int) == whole[windows:]
@@ -117,7 +117,7 @@ def test_a_terminal_that_is_closed_saves_the_run(tmp_path, whole):
     """SIGHUP, to the whole group."""
     code = signalled(tmp_path / "run", lambda pid: os.killpg(pid, signal.SIGHUP))
     assert code == 128 + signal.SIGHUP
-    (saved,) = committed(tmp_path / "run")
+    (saved,) = committed_folders(tmp_path / "run")
     assert train(tmp_path / "run", int) == whole[int(saved.name.partition("-")[2]) :]
 
 
@@ -140,10 +140,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
     begun_s = time.monotonic()
     assert signalled(tmp_path / "run", twice, windows=1, workers=0, slow_s=30) == -signal.SIGTERM
     assert time.monotonic() - begun_s < 15
-    assert committed(tmp_path / "run") == []
+    assert committed_folders(tmp_path / "run") == []
 
 
 def test_two_at_once_are_one(tmp_path):
     """The window is slow, and both come in the middle of it."""
     assert signalled(tmp_path / "run", timeout, windows=1, later_s=0.2, workers=0, slow_s=1) == 128 + signal.SIGTERM
-    assert len(committed(tmp_path / "run")) == 1
+    assert len(committed_folders(tmp_path / "run")) == 1

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.printable import encodable, printable, quoted, unquoted
+from trimtab.core.printable import escape_control_characters, quoted, to_encodable, unquoted
 from trimtab.core.record import End, Event, Header, RecordWriter, StepRecord, read_record
 from trimtab.core.serialization import from_json, read_json, to_json, write_whole
 
@@ -69,19 +69,19 @@ def test_an_error_with_such_a_name_is_explained(tmp_path):
 
 @pytest.mark.parametrize("text", [ESCAPES, "\r", "\x7f", "\x85", "\u2066"])
 def test_control_characters_are_shown(text):
-    shown = printable(text)
+    shown = escape_control_characters(text)
     assert shown.isprintable()
-    assert printable(shown) == shown
+    assert escape_control_characters(shown) == shown
 
 
 def test_text_stays_text():
-    assert printable("a\tb\nÄ → 漢 😀") == "a\tb\nÄ → 漢 😀"
-    assert encodable("Ä") == "Ä"
+    assert escape_control_characters("a\tb\nÄ → 漢 😀") == "a\tb\nÄ → 漢 😀"
+    assert to_encodable("Ä") == "Ä"
 
 
 def test_bytes_of_names_are_in_files_and_come_back_of_paths():
     header = from_json(Header, to_json(Header(NAME, detail={NAME: NAME})))
-    assert header.name == encodable(NAME)
+    assert header.name == to_encodable(NAME)
     path = Path("/") / NAME / "ä%20"
     assert quoted(path).isascii()
     assert unquoted(quoted(path)) == path
@@ -92,7 +92,7 @@ def test_a_result_and_a_record_in_such_folders(tmp_path):
     folder.mkdir()
     write_whole(folder / "plan.json", to_json(trimtab.Plan.fixed(4)))
     assert read_json(trimtab.Plan, folder / "plan.json").batch_size == 4
-    assert read_record(record(folder / "r.jsonl", NAME)).header.name == encodable(NAME)
+    assert read_record(record(folder / "r.jsonl", NAME)).header.name == to_encodable(NAME)
 
 
 def test_a_run_in_such_a_folder_is_kept_and_resumed(tmp_path):

@@ -13,7 +13,7 @@ from benchmarks.paper.cifar10 import augment
 from benchmarks.paper.tasks import load_task
 from trimtab.losses import mean_of
 from trimtab.tasks import DataSource, TaskData, placement
-from trimtab.tasks.placement import ahead, placed
+from trimtab.tasks.placement import place_data, prefetch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -29,9 +29,9 @@ def data() -> TaskData:
 def test_batches_are_the_hosts_wherever_the_data_lies(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "MOST", share)
     device = torch.device("cuda", 0)
-    held, choice = placed(data(), device)
+    held, choice = place_data(data(), device)
     assert choice.value == ("device" if share else "host")
-    taken = list(itertools.islice(ahead(held.batches(3, 16), device), 13))
+    taken = list(itertools.islice(prefetch(held.batches(3, 16), device), 13))
     expected = list(itertools.islice(data().batches(3, 16), 13))
     for ours, theirs in zip(taken, expected, strict=True):
         assert [column.device.type for column in ours] == ["cuda", "cuda"]
@@ -40,7 +40,7 @@ def test_batches_are_the_hosts_wherever_the_data_lies(share: float, monkeypatch:
 
 
 def test_a_batch_of_resident_data_waits_for_nothing() -> None:
-    held, choice = placed(data(), torch.device("cuda", 0))
+    held, choice = place_data(data(), torch.device("cuda", 0))
     assert choice.value == "device"
     batches = held.batches(3, 16)
     next(batches)
@@ -52,8 +52,8 @@ def test_a_batch_of_resident_data_waits_for_nothing() -> None:
 def test_all_batches_of_a_loader_that_ends_are_yielded() -> None:
     device = torch.device("cuda", 0)
     given = [(torch.full((4,), i),) for i in range(5)]
-    assert [int(batch[0][0]) for batch in ahead(iter(given), device)] == [0, 1, 2, 3, 4]
-    assert list(ahead(iter([]), device)) == []
+    assert [int(batch[0][0]) for batch in prefetch(iter(given), device)] == [0, 1, 2, 3, 4]
+    assert list(prefetch(iter([]), device)) == []
 
 
 def test_a_step_of_each_task_at_the_papers_size() -> None:

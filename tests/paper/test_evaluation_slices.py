@@ -31,7 +31,7 @@ from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.core.serialization import read_json, to_json
 from trimtab.decide.ablation_design import changes_of
-from trimtab.decide.multi_rank_plan import replicated
+from trimtab.decide.multi_rank_plan import for_replicas
 from trimtab.experiments.task_plans import require_fits
 from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.losses import Summed
@@ -425,7 +425,7 @@ def test_a_slice_that_writes_a_file_has_a_folder_for_it(evaluation, place, liste
         of = load_task(f"{(place.folder / task.partition(':')[0]).resolve()}:{task.partition(':')[2]}")
         if "--plan" in argv:
             plan = read_json(Plan, place.folder / argv[argv.index("--plan") + 1])
-            require_fits(task_of_rank(of, num_ranks), replicated(plan, num_ranks), num_ranks)
+            require_fits(task_of_rank(of, num_ranks), for_replicas(plan, num_ranks), num_ranks)
 
 
 BY_HAND = {

@@ -21,7 +21,7 @@ from raising import raises
 from saving import forge
 
 from trimtab import cli
-from trimtab.cli.options import adaptation
+from trimtab.cli.options import settings_to_adapt
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import PROFILE_SCHEMA, Profile
@@ -806,10 +806,10 @@ def test_a_plan_that_changes_nothing_is_ablated_in_a_sentence(trimtab, tmp_path)
 
 
 def test_none_is_adapted_beside_nothing_else():
-    assert adaptation(None) == adaptation("none") == adaptation("none,none") == ()
-    assert adaptation("batch,learning-rate,batch") == ("batch", "learning_rate")
+    assert settings_to_adapt(None) == settings_to_adapt("none") == settings_to_adapt("none,none") == ()
+    assert settings_to_adapt("batch,learning-rate,batch") == ("batch", "learning_rate")
     with raises(ValueGivenError, code="option.conflict", field="--adapt"):
-        adaptation("none,batch")
+        settings_to_adapt("none,batch")
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "phases"])

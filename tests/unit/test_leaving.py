@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trimtab import cli
-from trimtab.cli.rank_exit import leave
+from trimtab.cli.rank_exit import exit_rank
 from trimtab.distributed import process_group
 
 
@@ -75,7 +75,7 @@ def test_what_was_printed_is_flushed_and_the_status_is_the_interpreters(monkeypa
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     with pytest.raises(Left):
-        leave(reason)
+        exit_rank(reason)
     assert left == [code]
     assert out.flushed
     assert err.flushed
@@ -89,5 +89,5 @@ def test_what_nobody_reads_is_a_status_of_its_own(monkeypatch, left):
     out.flush = lambda: out.write("")
     monkeypatch.setattr(sys, "stdout", out)
     with pytest.raises(Left):
-        leave(SystemExit(0))
+        exit_rank(SystemExit(0))
     assert left == [120]

@@ -19,7 +19,7 @@ from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.baselines.strict import StrictLoop
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.measure.timing import synchronize
-from trimtab.tasks.placement import ahead, device_here, placed
+from trimtab.tasks.placement import device_here, place_data, prefetch
 
 RECIPES: dict[str, MakeLoop] = {
     "reference": ReferenceLoop,
@@ -45,9 +45,9 @@ def main() -> None:
     device = device_here()
     torch.manual_seed(options.seed)
     loop = RECIPES[options.recipe](task, device)
-    held, where = placed(data, device)
+    held, where = place_data(data, device)
     print(f"data: {data.source.name} ({data.source.origin}); on {where.value}: {where.reason}", file=sys.stderr)
-    batches = ahead(held.batches(options.seed, task.batch_size), device)
+    batches = prefetch(held.batches(options.seed, task.batch_size), device)
     rows, seconds = 0, 0.0
     for step in range(1, options.steps + 1):
         synchronize(device)

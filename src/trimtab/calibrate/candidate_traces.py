@@ -109,7 +109,7 @@ def trace_elsewhere(
             code="model.recurrent",
         )
     forwards = [functools.partial(autocast, candidate.precision, HERE) for candidate in candidates]
-    with applied(model, optimizer, candidates[0]), FakeCudaMode():
+    with apply_candidate(model, optimizer, candidates[0]), FakeCudaMode():
         found = _trace(model, optimizer, loss_fn, batch, autocasts=forwards, batching=batching)
     return tuple(
         TracedCandidate(candidate, *traced) for candidate, traced in zip(candidates, found, strict=bool(found))
@@ -146,13 +146,13 @@ def trace_here(
     """
     device = next(model.parameters()).device
     autocasts = [functools.partial(autocast, candidate.precision, device)]
-    with applied(model, optimizer, candidate):
+    with apply_candidate(model, optimizer, candidate):
         found = _trace(model, optimizer, loss_fn, batch, autocasts=autocasts, counts_scratch=device.type == "cpu")
     return TracedCandidate(candidate, *found[0]) if found else None
 
 
 @contextlib.contextmanager
-def applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candidate) -> Iterator[None]:
+def apply_candidate(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candidate) -> Iterator[None]:
     """Apply a candidate's loss head and optimizer step inside the context."""
     with contextlib.ExitStack() as undo:
         if candidate.loss_chunk is not None:

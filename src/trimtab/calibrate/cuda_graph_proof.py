@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.calibrate.gradient_equivalence import relative
+from trimtab.calibrate.gradient_equivalence import relative_difference
 from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import BatchError
 from trimtab.core.profile import Candidate
@@ -129,7 +129,7 @@ def _norm(gradient: Tensor, other: Tensor | None = None) -> float:
 
 def _relative(own: Gradients, other: Gradients) -> float | None:
     pairs = [(a, b) for a, b in zip(own, other, strict=True) if a is not None and b is not None]
-    return relative([a for a, _ in pairs], [b for _, b in pairs])
+    return relative_difference([a for a, _ in pairs], [b for _, b in pairs])
 
 
 @contextlib.contextmanager

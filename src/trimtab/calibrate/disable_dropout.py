@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from trimtab.runtime.dropout import droppers
+from trimtab.runtime.dropout import dropout_modules
 
 # Name parts of third-party layers that may draw their own masks (DropPath, DropBlock).
 _OWN_DROP_NAMES = ("drop", "stochasticdepth")
@@ -32,7 +32,7 @@ def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterat
     """
     own = own_droppers(model)
     modes = [module for module in drawing if _is_drop_layer(module) and module.training]
-    found = [(module, name) for module, name in droppers(model) if module not in own or module in drawing]
+    found = [(module, name) for module, name in dropout_modules(model) if module not in own or module in drawing]
     probabilities = [(module, name, getattr(module, name)) for module, name in found]
     for module in modes:
         module.training = False
@@ -54,7 +54,7 @@ def own_droppers(model: nn.Module) -> set[nn.Module]:
     These are layers with a telling class name, such as `DropPath`, and modules with a dropout probability.
     """
     named = {module for module in model.modules() if _is_drop_layer(module)}
-    return named | {module for module, _ in droppers(model) if not _is_of_torch(module)}
+    return named | {module for module, _ in dropout_modules(model) if not _is_of_torch(module)}
 
 
 def _is_drop_layer(module: nn.Module) -> bool:

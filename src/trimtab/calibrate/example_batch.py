@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.core.errors import BatchError
 from trimtab.measure.object_snapshots import version_of
-from trimtab.runtime.batch import copied, fresh, map_leaves, tensors_in
+from trimtab.runtime.batch import deep_copy, map_leaves, tensors_in, with_new_containers
 from trimtab.runtime.sample_count import is_leaf, is_record, is_sequence
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -45,7 +45,7 @@ def require_repeatable(batch: Any) -> None:
             )
 
 
-def protected(loss_fn: LossFn) -> LossFn:
+def protect_batch(loss_fn: LossFn) -> LossFn:
     """Return the loss function wrapped so that it cannot change the caller's batch.
 
     Containers are copied for every call, so the loss may take items out of them. The first call in each mode receives
@@ -59,10 +59,10 @@ def protected(loss_fn: LossFn) -> LossFn:
     def loss(model: nn.Module, batch: Any) -> Any:
         mode = model.training, torch.is_grad_enabled()
         if look.changes:
-            return loss_fn(model, copied(batch))
+            return loss_fn(model, deep_copy(batch))
         if mode in look.modes or any(isinstance(each, FakeTensor) for each in tensors_in(batch)):
             return loss_fn(model, _in_new_containers(batch))
-        given = copied(batch)
+        given = deep_copy(batch)
         before = [(each, each.requires_grad, version_of(each)) for each in tensors_in(given)]
         originals = list(tensors_in(batch))
         try:
@@ -77,7 +77,7 @@ def protected(loss_fn: LossFn) -> LossFn:
 
 
 def own_loss(loss_fn: LossFn) -> LossFn:
-    """Return the function wrapped by `protected`."""
+    """Return the function wrapped by `protect_batch`."""
     return getattr(loss_fn, "__wrapped__", loss_fn) if getattr(loss_fn, "_is_protected", False) else loss_fn
 
 
@@ -113,7 +113,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _in_new_containers(batch: Any) -> Any:
-    return map_leaves(fresh(batch), _new_object)
+    return map_leaves(with_new_containers(batch), _new_object)
 
 
 def _new_object(leaf: Any) -> Any:
@@ -124,7 +124,7 @@ def _new_object(leaf: Any) -> Any:
         made = copy.copy(leaf)
         for name, value in list(vars(made).items()):
             if is_record(value) or is_sequence(value):
-                made.__dict__[name] = fresh(value)
+                made.__dict__[name] = with_new_containers(value)
     except Exception:  # The object may refuse to be copied.
         return leaf
     return made

@@ -38,11 +38,11 @@ from trimtab.calibrate.rounding_tolerance import (
     Difference,
     Norms,
     distances,
+    largest_difference,
     last_bits_moved,
     move_last_bits,
     norms,
     total,
-    worst,
 )
 from trimtab.calibrate.second_batch import other_values
 from trimtab.calibrate.training_loop import TrainingLoop
@@ -53,7 +53,7 @@ from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batch import samples_at
 from trimtab.runtime.batch_splitting import UNKNOWN
 from trimtab.runtime.out_of_memory import is_out_of_memory
-from trimtab.runtime.sample_count import read
+from trimtab.runtime.sample_count import read_sample_count
 from trimtab.runtime.split_conditions import normalises_by_batch
 
 TOLERANCE = 1e-4
@@ -332,7 +332,7 @@ def _shared_masks(subject: TrainingLoop) -> str | None:
 def _samples_and_more(subject: TrainingLoop) -> Iterator[tuple[Any, Any, float | None]]:
     """Yield pairs of batches and the ratio of their sample counts, or None if samples have different sizes."""
     samples = max(1, min(_COUNTED, subject.rows // 2))
-    if read(subject.batch).samples == subject.rows:
+    if read_sample_count(subject.batch).samples == subject.rows:
         with contextlib.suppress(BatchError, RuntimeError, TypeError, IndexError):
             first = list(range(samples))
             yield samples_at(subject.batch, first), samples_at(subject.batch, first * 2), 2.0
@@ -406,13 +406,13 @@ def _within(subject: TrainingLoop, whole: Gradients, sizes: Norms, other: Gradie
     """
     apart, everything = distances(whole, other), total(sizes)
     allowed = {name: TOLERANCE * size + _SMALLEST * everything for name, size in sizes.items()}
-    found = worst(apart, allowed, sizes)
+    found = largest_difference(apart, allowed, sizes)
     if found.is_rounding or not _near_zero(apart, allowed, everything):
         return found
     with last_bits_moved(subject.trained, seed=0):
         moved = distances(whole, _gradient(subject, [(subject.batch, subject.rows)], masks))
     explained = {name: min(_TIMES_ROUNDING * moved[name], _MOST_ROUNDING * everything) for name in allowed}
-    return worst(apart, {name: allowed[name] + explained[name] for name in allowed}, sizes)
+    return largest_difference(apart, {name: allowed[name] + explained[name] for name in allowed}, sizes)
 
 
 def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
@@ -484,10 +484,12 @@ def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[floa
 
 def _difference(left: Gradients, right: Gradients) -> Difference:
     sizes = norms(left)
-    return worst(distances(left, right), {n: size + _SMALLEST * total(sizes) for n, size in sizes.items()}, sizes)
+    return largest_difference(
+        distances(left, right), {n: size + _SMALLEST * total(sizes) for n, size in sizes.items()}, sizes
+    )
 
 
-def relative(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
+def relative_difference(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
     """Return |whole - other| / |whole| over all tensors; None if it is not finite."""
     left, right = ({str(i): each for i, each in enumerate(tensors)} for tensors in (whole, other))
     error, norm = total(distances(left, right)), total(norms(left))

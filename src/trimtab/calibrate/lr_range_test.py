@@ -11,7 +11,7 @@ from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.learning_rate import RatePoint, has_diverged
-from trimtab.measure.data_state import undisturbed
+from trimtab.measure.data_state import draw_and_restore_data
 from trimtab.measure.loop_state import unchanged_by
 from trimtab.runtime.batch import iterate
 from trimtab.runtime.lr_schedule import scaled_rates
@@ -34,7 +34,7 @@ def range_test(
 
     Args:
         batches: training batches; the test ends early with fewer than `num_steps`. A loader is restored by
-            `undisturbed`.
+            `draw_and_restore_data`.
 
     Raises:
         ValueGivenError: there are no batches.
@@ -43,7 +43,7 @@ def range_test(
     points: list[RatePoint] = []
     model, optimizer = subject.model, subject.optimizer
     with (
-        undisturbed(batches) as lent,
+        draw_and_restore_data(batches) as lent,
         unchanged_by(own_loss(subject.loss_fn), subject.trained, optimizer),
         Run(
             model,

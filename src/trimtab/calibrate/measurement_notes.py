@@ -99,7 +99,7 @@ class CallbackError(BaseException):
         self.error = error
 
 
-def interrupting(progress: Callable[[str], None]) -> Callable[[str], None]:
+def progress_with_callback_errors(progress: Callable[[str], None]) -> Callable[[str], None]:
     """Return the progress callback with exceptions converted to `CallbackError`, which ends planning."""
 
     def report(text: str) -> None:

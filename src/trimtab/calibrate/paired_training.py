@@ -18,7 +18,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.paired_training_verdict import ShortPair, ShortRun, is_lost
 from trimtab.losses import parts_of
-from trimtab.measure.data_state import undisturbed
+from trimtab.measure.data_state import draw_and_restore_data
 from trimtab.measure.loop_state import unchanged_by
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.batch import iterate, to_device
@@ -49,7 +49,7 @@ def short_race(
     Args:
         stands: the current plan.
         rival: the plan to compare with it.
-        batches: training batches; repeated if they run out. A loader is restored by `undisturbed`.
+        batches: training batches; repeated if they run out. A loader is restored by `draw_and_restore_data`.
         by_unseen: True to compare the loss of each batch in evaluation mode before training on it, for settings that
             change the training loss itself. No training repeats data then.
         same_step: True to assume equal step times, so that only samples are compared.
@@ -60,7 +60,7 @@ def short_race(
     """
     pairs: list[ShortPair] = []
     with (
-        undisturbed(batches) as lent,
+        draw_and_restore_data(batches) as lent,
         unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot,
     ):
         drawn = _of_one_pass(lent, num_steps) if by_unseen else _endless(lent)

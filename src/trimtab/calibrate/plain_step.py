@@ -20,7 +20,7 @@ from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.user_hooks import GradientHook, gradient_hooks, in_words, require_plannable
 
 
-def checked(
+def split_check_and_hooks(
     subject: TrainingLoop, precision: str, notes: Notes, start: LoopState
 ) -> tuple[SplitCheck, tuple[GradientHook, ...]]:
     """Return the verdict on splitting the batch, and the gradient hooks of the model and its forward.

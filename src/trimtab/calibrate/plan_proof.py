@@ -33,10 +33,10 @@ from trimtab.calibrate.rounding_tolerance import (
     Norms,
     distances,
     finite_norms,
+    largest_difference,
     last_bits_moved,
     norms,
     total,
-    worst,
 )
 from trimtab.calibrate.second_batch import other_values
 from trimtab.calibrate.training_loop import TrainingLoop
@@ -488,7 +488,9 @@ class _Judge:
         Differences in rounding, as from atomic additions on a GPU, are accepted.
         """
         least = 1e-5 * total(self._sizes)
-        found = worst(again.gradients, {name: 1e-4 * size + least for name, size in self._sizes.items()}, self._sizes)
+        found = largest_difference(
+            again.gradients, {name: 1e-4 * size + least for name, size in self._sizes.items()}, self._sizes
+        )
         return "" if found.is_rounding else found.name
 
     def learn(self, rounding: _Distances) -> None:
@@ -498,8 +500,8 @@ class _Judge:
 
     def largest(self, apart: _Distances) -> Difference:
         """Return the largest difference from another loop, relative to the tolerance."""
-        gradients = worst(apart.gradients, self._allowed_of_gradients(), self._sizes)
-        after = worst(apart.after, self._allowed_of_state(), self._moved)
+        gradients = largest_difference(apart.gradients, self._allowed_of_gradients(), self._sizes)
+        after = largest_difference(apart.after, self._allowed_of_state(), self._moved)
         return max(replace(gradients, name=f"the gradient of {gradients.name}"), after, key=lambda each: each.ratio)
 
     def _allowed_of_gradients(self) -> Norms:

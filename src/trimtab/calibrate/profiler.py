@@ -22,11 +22,11 @@ from trimtab.calibrate.loop_facts import loop_facts, with_tested_step
 from trimtab.calibrate.measurement_notes import (
     CallbackError,
     Notes,
-    interrupting,
     planning_failed,
+    progress_with_callback_errors,
     report_not_restorable,
 )
-from trimtab.calibrate.plain_step import checked
+from trimtab.calibrate.plain_step import split_check_and_hooks
 from trimtab.calibrate.plan_proof import with_proof
 from trimtab.calibrate.planning_lock import one_at_a_time
 from trimtab.calibrate.recompute_timing import num_steps
@@ -60,7 +60,7 @@ from trimtab.measure.meter_selection import SelectedMeter, with_idle
 from trimtab.measure.peak_memory import forget_peak, is_profiled
 from trimtab.measure.timing import PhaseClock
 from trimtab.nn import LossHead
-from trimtab.runtime.loss_head import watched
+from trimtab.runtime.loss_head import count_head_tokens
 from trimtab.runtime.memory_format import channels_last_hazard
 from trimtab.runtime.user_hooks import GradientHook
 from trimtab.runtime.window_snapshot import bytes_to_begin_anew
@@ -106,7 +106,7 @@ def profile_loop(
             num_blocks=num_blocks,
             traces=traces,
             metered=metered,
-            progress=interrupting(progress),
+            progress=progress_with_callback_errors(progress),
         )
     except CallbackError as end:
         raise end.error from None
@@ -136,7 +136,7 @@ def _profile(
         drawn = SampledBatches() if data is None else draw_some(subject, data, notes)
         subject = replace(subject, second=drawn.batch)
         progress("checking that splitting the batch keeps the gradient")
-        check, hooks = checked(subject, reference.precision, notes, snapshot)
+        check, hooks = split_check_and_hooks(subject, reference.precision, notes, snapshot)
         if check.splittable:
             kept = functools.partial(bytes_to_begin_anew, subject.trained)
             what = "the memory that a run holds for repeating a step was not measured"
@@ -361,7 +361,9 @@ def _facts(subject: TrainingLoop, precision: str, notes: Notes, hooks: tuple[Gra
     with contextlib.ExitStack() as open_ones:
         what = "chunked loss heads were not tried, because the loss head could not be observed"
         none: dict[LossHead, int] = {}
-        heads = notes.attempt("loss_head.not_watched", what, lambda: open_ones.enter_context(watched(model)), none)
+        heads = notes.attempt(
+            "loss_head.not_watched", what, lambda: open_ones.enter_context(count_head_tokens(model)), none
+        )
         counts = count_step(subject, precision, notes)
     hazard = notes.attempt(
         "memory_layout.not_checked",

@@ -92,7 +92,7 @@ def total(sizes: Norms) -> float:
     return math.sqrt(sum(size * size for size in sizes.values()))
 
 
-def worst(apart: Norms, allowed: Norms, sizes: Norms) -> Difference:
+def largest_difference(apart: Norms, allowed: Norms, sizes: Norms) -> Difference:
     """Return the tensor with the largest ratio of difference to tolerance.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 from trimtab.calibrate.measurement_notes import Notes
 from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import TrimtabError, ValueGivenError
-from trimtab.measure.data_state import DataState, undisturbed
+from trimtab.measure.data_state import DataState, draw_and_restore_data
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import time_call
 from trimtab.runtime.batch import iterate, tensors_in
@@ -97,10 +97,10 @@ def _drawn(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledB
     first = None
     # Workers draw in their own copies of the dataset.
     if not isinstance(data, list | tuple) and not getattr(data, "num_workers", 0):
-        with undisturbed(data) as lent:
+        with draw_and_restore_data(data) as lent:
             first = next(iterate("data", lent), None)
         process.restore()
-    with undisturbed(data) as lent:
+    with draw_and_restore_data(data) as lent:
         batches = islice(iterate("data", lent), 1 + _BATCHES)
         again = next(batches, None)
         if first is not None and not _are_equal(first, again):

@@ -11,7 +11,7 @@ from torch import Tensor
 from trimtab.core.errors import BatchError
 from trimtab.runtime.batch import map_leaves, samples_at
 from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
-from trimtab.runtime.sample_count import read
+from trimtab.runtime.sample_count import read_sample_count
 
 _MOST_SCALED = 0.1
 
@@ -28,7 +28,7 @@ def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting
         wanted: number of samples of the result.
         batching: counts and splits batches.
     """
-    if read(batch).samples != samples:
+    if read_sample_count(batch).samples != samples:
         return None  # Only the user's functions know the samples.
     generator = torch.Generator().manual_seed(samples)
     order = torch.randperm(samples, generator=generator).tolist()

@@ -26,7 +26,7 @@ from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.machine import environment
 from trimtab.measure.storage_lifetimes import cannot_trace
 from trimtab.runtime.batch_splitting import BY_CONTAINERS
-from trimtab.runtime.loss_head import watched
+from trimtab.runtime.loss_head import count_head_tokens
 from trimtab.runtime.optimizers import check_ownership
 from trimtab.runtime.run import LossFn
 from trimtab.runtime.split_conditions import has_batch_statistics
@@ -123,7 +123,7 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, 
     fakes = FakeTensors()
     model_there, batch_there = fakes.copy((model, batch))
     try:
-        with fakes, torch.no_grad(), watched(model_there) as heads:
+        with fakes, torch.no_grad(), count_head_tokens(model_there) as heads:
             loss_fn(model_there, batch_there)
     except Exception as error:
         raise cannot_trace(error) from error

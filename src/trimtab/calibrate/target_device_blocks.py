@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.block_profile import NO_BLOCKS, in_part_of, runs_in_segments
-from trimtab.calibrate.candidate_traces import HERE, applied, two_sizes
+from trimtab.calibrate.candidate_traces import HERE, apply_candidate, two_sizes
 from trimtab.calibrate.exception_text import describe
 from trimtab.calibrate.recompute_timing import with_schedule
 from trimtab.calibrate.training_loop import TrainingLoop
@@ -50,7 +50,7 @@ def trace_blocks(
         splits: True if the batch may be split.
     """
     try:
-        with applied(model, optimizer, candidate), FakeCudaMode():
+        with apply_candidate(model, optimizer, candidate), FakeCudaMode():
             return _traced(model, optimizer, loss_fn, batch, candidate, named, splits=splits, batching=batching)
     except TrimtabError as error:
         return describe(error)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.calibrate.example_batch import protected, require_repeatable
+from trimtab.calibrate.example_batch import protect_batch, require_repeatable
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
 from trimtab.core.plan import KEEP_CLIP, Choice, Effect, Plan
 from trimtab.core.profile import Candidate
@@ -22,7 +22,7 @@ from trimtab.measure.peak_memory import alive_between_steps
 from trimtab.runtime.apply_plan import require_free
 from trimtab.runtime.batch import tensors_in, to_device
 from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
-from trimtab.runtime.optimizers import check_ownership, whole
+from trimtab.runtime.optimizers import check_ownership, with_auxiliary_modules
 from trimtab.runtime.precision import autocast
 from trimtab.runtime.run import LossFn, Run
 
@@ -34,7 +34,7 @@ class TrainingLoop:
     Args:
         model: the user's model.
         optimizer: the model's optimizer.
-        loss_fn: the loss function; wrapped by `protected`, so that it cannot change the batch.
+        loss_fn: the loss function; wrapped by `protect_batch`, so that it cannot change the batch.
         batch: data of an optimizer step; the longest batch, if lengths vary.
         clip_norm: gradient-norm limit of the user's loop, or None.
         adapts_batch_size: True if windows may span several batches, so that accumulated gradients are held during a
@@ -72,7 +72,7 @@ class TrainingLoop:
         if not callable(self.loss_fn):
             raise ValueGivenError("loss_fn", got=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
         require_repeatable(self.batch)
-        object.__setattr__(self, "loss_fn", protected(self.loss_fn))
+        object.__setattr__(self, "loss_fn", protect_batch(self.loss_fn))
         _ = self.rows
         if self.named_blocks:
             _ = self.blocks
@@ -85,7 +85,7 @@ class TrainingLoop:
     @functools.cached_property
     def trained(self) -> nn.Module:
         """The model, or a container of the model and `modules`."""
-        return whole(self.model, self.modules)
+        return with_auxiliary_modules(self.model, self.modules)
 
     @property
     def rows(self) -> int:

@@ -20,10 +20,10 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, KEEP_SCHEDULE, Plan
 from trimtab.decide.learning_rate import choose_rate
-from trimtab.decide.paired_training_verdict import judge
-from trimtab.decide.tuned_plan import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule, within
+from trimtab.decide.paired_training_verdict import judge_rival
+from trimtab.decide.tuned_plan import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule, within_limits
 from trimtab.runtime.data_position import length_of
-from trimtab.runtime.dropout import droppers
+from trimtab.runtime.dropout import dropout_modules
 from trimtab.runtime.lr_schedule import rate_unset
 from trimtab.runtime.muon import hidden_matrices, require_muon
 
@@ -54,7 +54,7 @@ class RunLength:
         return cls(total_steps, None if total_steps is None or not number else total_steps / number)
 
 
-def adaptations(adapt: str | Collection[str] | None, data: Iterable[Any] | None) -> frozenset[str]:
+def tunable_settings(adapt: str | Collection[str] | None, data: Iterable[Any] | None) -> frozenset[str]:
     """Return the names of the settings that may be tuned.
 
     Raises:
@@ -145,7 +145,7 @@ def require_adaptable(
 
 
 @one_at_a_time
-def adapted(
+def tune_plan(
     subject: TrainingLoop,
     base: Plan,
     freed: Collection[str],
@@ -183,7 +183,7 @@ def adapted(
     rival = find_rate(subject, rival, data, progress, length.steps) if by_range else rival
     if rival.schedule.value != "user" and stands.schedule.value != "user":
         rival = replace(rival, schedule=stands.schedule)
-    verdict = within(budget, rival, judge(short_race(subject, stands, rival, data, progress), "Muon"))
+    verdict = within_limits(budget, rival, judge_rival(short_race(subject, stands, rival, data, progress), "Muon"))
     return adapt_optimizer(stands, rival, verdict, time.perf_counter() - begin)
 
 
@@ -215,7 +215,7 @@ def _schedule_raced(subject: TrainingLoop, stands: Plan, data: Iterable[Any], pr
     begin = time.perf_counter()
     rival = replace(stands, schedule=_LINEAR)
     pairs = short_race(subject, stands, rival, data, progress, same_step=True)
-    return adapt_schedule(stands, rival, judge(pairs, "a linear decay"), time.perf_counter() - begin)
+    return adapt_schedule(stands, rival, judge_rival(pairs, "a linear decay"), time.perf_counter() - begin)
 
 
 def _dropout_raced(
@@ -227,7 +227,7 @@ def _dropout_raced(
     begin = time.perf_counter()
     rival = replace(stands, dropout=_NONE_DROPPED)
     pairs = short_race(subject, stands, rival, data, progress, by_unseen=True)
-    verdict = within(budget, rival, judge(pairs, "training without dropout"))
+    verdict = within_limits(budget, rival, judge_rival(pairs, "training without dropout"))
     length = "1 epoch" if passes == 1 else f"{passes:.2g} epochs"
     how = f"compared by the loss of batches before they are trained on, for a run of {length}"
     explained = replace(verdict, reason=f"{how}: {verdict.reason}")
@@ -236,7 +236,7 @@ def _dropout_raced(
 
 def _not_raced(subject: TrainingLoop, data: Iterable[Any], passes: float | None) -> str:
     """Return the reason for not trying a model without dropout, or ""."""
-    if not droppers(subject.model):
+    if not dropout_modules(subject.model):
         return "unchanged: the model has no dropout"
     if passes is None:
         return (

@@ -8,7 +8,7 @@ import statistics
 import torch
 from torch import Tensor, nn
 
-from trimtab.decide.recommendations import padded
+from trimtab.decide.recommendations import padded_vocabulary
 from trimtab.decide.statistics import ratio_interval
 from trimtab.measure.timing import time_call
 from trimtab.runtime.out_of_memory import is_out_of_memory
@@ -31,7 +31,7 @@ def padding_saves_s(model: nn.Module, words: int, tokens: int, precision: str) -
         None if no padding is needed, no linear layer has this many outputs, or memory runs out.
     """
     head = next((each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features == words), None)
-    if head is None or words < MIN_WORDS or words == padded(words):
+    if head is None or words < MIN_WORDS or words == padded_vocabulary(words):
         return None
     few = min(tokens, _TOKENS)
     try:
@@ -45,14 +45,14 @@ def padding_saves_s(model: nn.Module, words: int, tokens: int, precision: str) -
 
 def _saved_s(width: int, words: int, tokens: int, precision: str, device: torch.device) -> float:
     rows = torch.randn(tokens, width, device=device, requires_grad=True)
-    arms = {n: torch.randn(n, width, device=device, requires_grad=True) for n in (words, padded(words))}
+    arms = {n: torch.randn(n, width, device=device, requires_grad=True) for n in (words, padded_vocabulary(words))}
     seconds: dict[int, list[float]] = {n: [] for n in arms}
     for index in range(-1, _PAIRS):
         for n in sorted(arms, reverse=bool(index % 2)):
             took = time_call(functools.partial(_products, rows, arms[n], precision), device)
             if index >= 0:  # The first round is a warm-up.
                 seconds[n].append(took)
-    ours, theirs = seconds[words], seconds[padded(words)]
+    ours, theirs = seconds[words], seconds[padded_vocabulary(words)]
     is_clear = ratio_interval([a / b for a, b in zip(ours, theirs, strict=True)]).low > 1
     return statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) if is_clear else 0.0
 

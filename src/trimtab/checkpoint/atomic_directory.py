@@ -28,11 +28,11 @@ from trimtab.checkpoint.manifest import (
     Manifest,
     ReadFailure,
     TemporaryReadError,
-    damaged,
+    damaged_error,
     is_plain,
     manifest_of,
     open_file,
-    unread,
+    read_error,
 )
 from trimtab.checkpoint.state_file_names import TENSORS, TREE, prefix_of
 from trimtab.core import validation
@@ -59,7 +59,7 @@ def write(
     about: Mapping[str, Any],
     last: Callable[[Callable[[], None]], object] = lambda commits: commits(),
 ) -> Path:
-    """Write a folder atomically and return its path. Call `settle` afterwards to sync the name.
+    """Write a folder atomically and return its path. Call `commit_name` afterwards to sync the name.
 
     After any error, including an error from `fill`, existing files are unchanged.
 
@@ -92,7 +92,7 @@ def write(
             fill(beside)
 
             def commit() -> None:
-                seal(beside, about)
+                write_manifest(beside, about)
                 _require_absent(final)
                 os.rename(beside, final)
 
@@ -104,7 +104,7 @@ def write(
     return final
 
 
-def settle(folder: Path) -> None:
+def commit_name(folder: Path) -> None:
     """Sync the parent directory, so that the new folder's name survives a power failure, and update `latest`.
 
     Raises:
@@ -134,13 +134,15 @@ def _reason(error: OSError) -> str:
 def _temporary(final: Path) -> Iterator[Path]:
     """Create a locked temporary directory next to `final`; it is deleted if the block raises.
 
-    The lock shows other processes (see `clean`) a live writer.
+    The lock shows other processes (see `delete_temporary_files`) a live writer.
     """
     beside, descriptor = set_apart(final), None
     beside.mkdir()
     try:
         descriptor = os.open(beside, os.O_RDONLY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # on a file system without locks, `clean` never deletes the folder
+        with contextlib.suppress(
+            OSError
+        ):  # on a file system without locks, `delete_temporary_files` never deletes the folder
             try_lock(descriptor)
         yield beside
     except BaseException:
@@ -151,7 +153,7 @@ def _temporary(final: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def seal(folder: Path, about: Mapping[str, Any]) -> Manifest:
+def write_manifest(folder: Path, about: Mapping[str, Any]) -> Manifest:
     """Sync all files of a folder, then write and sync the manifest.
 
     Raises:
@@ -209,20 +211,20 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
     try:
         there = {entry.name for entry in os.scandir(folder)} - {NAME}
     except OSError as error:
-        raise unread(folder, "", ReadFailure.of(error)) from None
+        raise read_error(folder, "", ReadFailure.of(error)) from None
     for name in _of_ranks(manifest):
         if name not in manifest.files:
             problem = (
                 f"The manifest of {folder} lists no {name}, although {manifest.num_ranks} ranks wrote the checkpoint."
             )
-            raise damaged(folder, name, problem, MISSING)
+            raise damaged_error(folder, name, problem, MISSING)
     if extra := sorted(there - manifest.files.keys()):
         problem = f"{folder / extra[0]} is not listed in the checkpoint's manifest."
-        raise damaged(folder, extra[0], problem, "checkpoint.file_unexpected")
+        raise damaged_error(folder, extra[0], problem, "checkpoint.file_unexpected")
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         for name, said in manifest.files.items():
             if name not in there:
-                raise damaged(folder, name, f"{folder / name} is missing.", MISSING)
+                raise damaged_error(folder, name, f"{folder / name} is missing.", MISSING)
             _compare(folder, name, said, _found_of(folder / name, said.bytes, pool, rooms))
     return manifest
 
@@ -235,13 +237,13 @@ def _of_ranks(manifest: Manifest) -> Iterator[str]:
 
 def _compare(folder: Path, name: str, said: FileEntry, found: FileEntry | ReadFailure) -> None:
     if isinstance(found, ReadFailure):
-        raise unread(folder, name, found)
+        raise read_error(folder, name, found)
     if found.bytes != said.bytes:
         problem = f"{folder / name} has {found.bytes} bytes, but {said.bytes} bytes were written."
-        raise damaged(folder, name, problem, "checkpoint.size_differs")
+        raise damaged_error(folder, name, problem, "checkpoint.size_differs")
     if found.crc32 != said.crc32:
         problem = f"{folder / name} has changed since it was written: its checksum differs from the manifest's."
-        raise damaged(folder, name, problem, CHANGED)
+        raise damaged_error(folder, name, problem, CHANGED)
 
 
 def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> FileEntry | ReadFailure:
@@ -286,7 +288,7 @@ class NewestDirectory(NamedTuple):
 
 def found(parent: Path) -> list[Path]:
     """Return committed folders with a readable manifest, newest step first. Other files are not read."""
-    return [folder for folder in committed(parent) if _step(folder) is not None]
+    return [folder for folder in committed_folders(parent) if _step(folder) is not None]
 
 
 def newest_good(
@@ -306,7 +308,7 @@ def newest_good(
         OutOfReach: A possibly newer folder is temporarily unreadable.
     """
     refused: list[DamagedDirectory] = []
-    for folder in committed(parent):
+    for folder in committed_folders(parent):
         try:
             manifest = verifies(folder)
             reads(folder, manifest)
@@ -318,7 +320,7 @@ def newest_good(
     return NewestDirectory(None, None, refused)
 
 
-def committed(parent: Path) -> list[Path]:
+def committed_folders(parent: Path) -> list[Path]:
     """Return the checkpoint folders, newest first, without verifying the contents.
 
     A folder counts as a checkpoint if the name is `step-N`, if the manifest is valid, or if a damaged manifest lies
@@ -370,7 +372,7 @@ def _place(folder: Path) -> tuple[float, bool, str]:
     return at, named is not None, folder.name
 
 
-def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
+def delete_old_folders(parent: Path, keep_last: int, written: str = "") -> list[Path]:
     """Delete old `step-N` folders and return the deleted paths.
 
     The newest `keep_last` folders stay. If none of them has finite parameters, the newest older folder with finite
@@ -430,7 +432,7 @@ def put_aside(folder: Path) -> bool:
     return True
 
 
-def clean(parent: Path) -> list[Path]:
+def delete_temporary_files(parent: Path) -> list[Path]:
     """Delete temporary files of killed writers and return the paths. Files of live writers are locked and stay."""
     left = [Path(entry.path) for entry in os.scandir(parent) if _is_left(entry)]
     for path in left:

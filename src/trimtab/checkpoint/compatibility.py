@@ -127,7 +127,7 @@ def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[s
             )
 
 
-def accepted(names: object) -> tuple[str, ...]:
+def accepted_changes(names: object) -> tuple[str, ...]:
     """Return the names of accepted changes; raises `ValueGivenError` for an unknown name."""
     given = (names,) if isinstance(names, str) else tuple(names)  # type: ignore[arg-type]
     return tuple(validation.one_of("checkpoints.accepts", name, ACCEPTED) for name in given)
@@ -139,7 +139,7 @@ def in_words(found: Mapping[str, tuple[str, str]]) -> dict[str, str]:
     return {name: f"{then} -> {now}" for name, (then, now) in shown.items()}
 
 
-def parted(found: Mapping[str, tuple[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
+def split_changes(found: Mapping[str, tuple[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
     """Return two dictionaries of changes as text: changes that need acceptance, and changes that are only recorded."""
     words = in_words(found)
     asked = {name: change for name, change in words.items() if name in MUST_MATCH}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.atomic_directory import committed
-from trimtab.checkpoint.compatibility import accepted
+from trimtab.checkpoint.atomic_directory import committed_folders
+from trimtab.checkpoint.compatibility import accepted_changes
 from trimtab.checkpoint.manifest import manifest_of
 from trimtab.checkpoint.run_metadata import RunMetadata, said_of
 from trimtab.checkpoint.train_state import AdditionalState
@@ -72,7 +72,7 @@ class Checkpoints:
         validation.integer("checkpoints.keep_last", self.keep_last)
         validation.one_of("checkpoints.resume", self.resume, RESUMES)
         validation.one_of("checkpoints.on_failure", self.on_failure, FAILURES)
-        object.__setattr__(self, "accepts", accepted(self.accepts))
+        object.__setattr__(self, "accepts", accepted_changes(self.accepts))
         AdditionalState(self.also)
 
     def saved_plan(self) -> Plan | None:
@@ -95,7 +95,7 @@ class Checkpoints:
         Raises:
             FormatError: `resume` is "always" without a checkpoint, or "never" with one.
         """
-        there = committed(self.path)
+        there = committed_folders(self.path)
         if self.resume == "always" and not there:
             raise FormatError(
                 "checkpoints.resume",
@@ -117,7 +117,7 @@ class Checkpoints:
     def _saved(self) -> RunMetadata | None:
         if self.resume == "never":
             return None
-        for folder in committed(self.path):
+        for folder in committed_folders(self.path):
             with contextlib.suppress(DamagedError):
                 return said_of(folder, manifest_of(folder))
         return None

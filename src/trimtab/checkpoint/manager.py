@@ -18,17 +18,17 @@ from trimtab.checkpoint.async_save import AsyncSaver
 from trimtab.checkpoint.atomic_directory import (
     DamagedDirectory,
     NewestDirectory,
+    commit_name,
+    delete_old_folders,
     name_of,
     newest_good,
     put_aside,
-    retain,
-    settle,
 )
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
-from trimtab.checkpoint.compatibility import changes, device_of, in_words, parted, require_accepted, world_of
+from trimtab.checkpoint.compatibility import changes, device_of, in_words, require_accepted, split_changes, world_of
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.rank_checkpoints import RankCommunication, found_of, is_in_shards, require_kept
-from trimtab.checkpoint.run_lock import RunLock, opened
+from trimtab.checkpoint.run_lock import RunLock, lock_run_folder
 from trimtab.checkpoint.run_metadata import RunMetadata, SavedCheckpoint, said_of
 from trimtab.checkpoint.save_interval import SaveInterval
 from trimtab.checkpoint.sharded_checkpoint import ShardedState, WithoutParameters
@@ -118,8 +118,8 @@ class CheckpointManager:
 
     def _looked_for(self) -> NewestDirectory | None:
         settings = self._settings
-        self._lock = opened(settings.path)
-        atomic_directory.clean(settings.path)
+        self._lock = lock_run_folder(settings.path)
+        atomic_directory.delete_temporary_files(settings.path)
         settings.require_as_asked()
         if settings.resume == "never":
             (settings.path / batch_size_log.NAME).unlink(missing_ok=True)
@@ -192,7 +192,7 @@ class CheckpointManager:
         apart = changes(said.world, self._world)
         for name, load in self._ranks.together(lambda: self._read(folder, said), "read").items():
             self._ranks.together(load, name)
-        accepted, noted = parted(apart)
+        accepted, noted = split_changes(apart)
         self._accepted, self._noted = {**said.accepted, **accepted}, {**said.noted, **noted}
         detail: dict[str, Any] = {
             "from": folder.name,
@@ -374,8 +374,8 @@ class CheckpointManager:
 
         def retained() -> None:
             if self._ranks.is_first:
-                settle(settings.path / name_of(windows))
-                retain(settings.path, settings.keep_last, name_of(windows))
+                commit_name(settings.path / name_of(windows))
+                delete_old_folders(settings.path, settings.keep_last, name_of(windows))
 
         def write() -> None:
             self._ranks.write(settings.path, name_of(windows), taken, about, shards)

@@ -134,17 +134,17 @@ def manifest_of(folder: Path) -> Manifest:
         is_whole = _encoded(said) == text
     except (ValueError, RecursionError, AttributeError, TypeError) as error:
         problem = f"{folder / NAME} is not a valid manifest ({error})."
-        raise damaged(folder, NAME, problem, "checkpoint.manifest_invalid") from None
+        raise damaged_error(folder, NAME, problem, "checkpoint.manifest_invalid") from None
     if not is_whole:
         problem = f"{folder / NAME} has changed since it was written: its text does not match its own checksum."
-        raise damaged(folder, NAME, problem, CHANGED)
+        raise damaged_error(folder, NAME, problem, CHANGED)
     if said.get("schema") != SCHEMA:
         raise _of_another(folder, said.get("schema"))
     try:
         return from_jsonable(Manifest, said)
     except (FormatError, ValueGivenError) as error:
         problem = f"{folder / NAME} matches its checksum, but has invalid contents ({str(error).rstrip('.')})."
-        raise damaged(folder, NAME, problem, "checkpoint.manifest_invalid") from None
+        raise damaged_error(folder, NAME, problem, "checkpoint.manifest_invalid") from None
 
 
 def is_plain(name: str) -> bool:
@@ -166,7 +166,7 @@ def open_file(path: Path) -> tuple[int, int]:
     return descriptor, found.st_size
 
 
-def damaged(folder: Path, name: str, problem: str, code: str) -> DamagedError:
+def damaged_error(folder: Path, name: str, problem: str, code: str) -> DamagedError:
     """Return a `DamagedError` for a file of a folder, or for the folder if `name` is empty.
 
     Args:
@@ -179,11 +179,11 @@ def damaged(folder: Path, name: str, problem: str, code: str) -> DamagedError:
     return DamagedError(str(folder / name), problem=problem, hint=hint, code=code)
 
 
-def unread(folder: Path, name: str, why: ReadFailure) -> FormatError:
+def read_error(folder: Path, name: str, why: ReadFailure) -> FormatError:
     """Return the error for a failed read: `DamagedError`, or `TemporaryReadError` if the failure may be temporary."""
     problem = f"{folder / name} cannot be read ({why.words})."
     if why.number in _OF_THE_FILE:
-        return damaged(folder, name, problem, "checkpoint.unreadable")
+        return damaged_error(folder, name, problem, "checkpoint.unreadable")
     return TemporaryReadError(
         str(folder / name),
         problem=problem,
@@ -215,9 +215,9 @@ def _bytes_of(folder: Path) -> bytes:
             if size <= _LONGEST:
                 return file.read(_LONGEST)
     except OSError as error:
-        raise unread(folder, NAME, ReadFailure.of(error)) from None
+        raise read_error(folder, NAME, ReadFailure.of(error)) from None
     problem = f"{folder / NAME} has {size} bytes, but a manifest has at most {_LONGEST}."
-    raise damaged(folder, NAME, problem, "checkpoint.manifest_invalid")
+    raise damaged_error(folder, NAME, problem, "checkpoint.manifest_invalid")
 
 
 def _encoded(data: Mapping[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ import torch
 
 from trimtab.checkpoint import atomic_directory
 from trimtab.checkpoint.run_metadata import SavedCheckpoint, said_of
-from trimtab.checkpoint.sharded_checkpoint import merged
+from trimtab.checkpoint.sharded_checkpoint import merge_shards
 from trimtab.checkpoint.state_file_names import prefix_of
 from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.checkpoint.verified_read import VerifiedReader
@@ -245,7 +245,7 @@ class RankCommunication:
             # The number of non-persistent buffers can differ between ranks.
             state["model"]["hidden"] = own["buffers"]["hidden"]
         if "shards" in state:
-            state["shards"] = merged(
+            state["shards"] = merge_shards(
                 read_state(folder, prefix_of(each))["shards"] if each else state["shards"] for each in range(saved)
             )
         if self.rank >= saved:

@@ -90,7 +90,7 @@ class RunLock:
         self.release()
 
 
-def opened(folder: Path, field: str = "checkpoints.folder") -> RunLock:
+def lock_run_folder(folder: Path, field: str = "checkpoints.folder") -> RunLock:
     """Create a run's folder if necessary and return its lock.
 
     Args:

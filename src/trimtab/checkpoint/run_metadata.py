@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.manifest import NAME, Manifest, damaged
+from trimtab.checkpoint.manifest import NAME, Manifest, damaged_error
 from trimtab.core import validation
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.serialization import from_jsonable
@@ -61,4 +61,4 @@ def said_of(folder: Path, manifest: Manifest) -> RunMetadata:
         return from_jsonable(RunMetadata, dict(manifest.about))
     except (FormatError, ValueGivenError) as error:
         problem = f"The metadata in {folder / NAME} do not describe a run ({str(error).rstrip('.')})."
-        raise damaged(folder, NAME, problem, "checkpoint.metadata_invalid") from None
+        raise damaged_error(folder, NAME, problem, "checkpoint.metadata_invalid") from None

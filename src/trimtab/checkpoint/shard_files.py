@@ -61,7 +61,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
         raise _not_written(folder, str(writer.failure)) from writer.failure
 
 
-def written(folder: Path) -> Mapping[str, Any]:
+def stored_tensors(folder: Path) -> Mapping[str, Any]:
     """Return torch's metadata for each stored tensor, by name.
 
     Raises:
@@ -74,7 +74,7 @@ def written(folder: Path) -> Mapping[str, Any]:
     return found
 
 
-def read(folder: Path, tensors: dict[str, Tensor]) -> None:
+def read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Read this rank's part of each tensor in place, without communication.
 
     Raises:

@@ -112,7 +112,7 @@ class ShardedState(Stateful):
         require_keys("state.shards", state, ("groups", *MERGED))
         self._require_groups(state["groups"], state["members"])
         assert self._folder is not None
-        folder, saved, parameters = self._folder, shard_files.written(self._folder), self._parameters()
+        folder, saved, parameters = self._folder, shard_files.stored_tensors(self._folder), self._parameters()
         _require_alike(saved, parameters)
         stepped = [(name, parameter) for _, name, parameter in self._stepped(self._optimizer)]
         rooms = {
@@ -122,7 +122,7 @@ class ShardedState(Stateful):
 
         def load() -> None:
             flat = {_key(name, key): room for name, found in rooms.items() for key, room in found.items()}
-            shard_files.read(folder, parameters | flat)
+            shard_files.read_shards(folder, parameters | flat)
             whole = {i: rooms[name] | state["others"].get(name, {}) for i, (name, _) in enumerate(stepped)}
             whole = {index: found for index, found in whole.items() if found}
             packed = self._optimizer.state_dict()["param_groups"]
@@ -178,7 +178,7 @@ def _groups_differ(got: str, problem: str) -> OptimizerError:
     return OptimizerError("optimizer", got=got, problem=problem, hint=hint, code="optimizer.groups_differ")
 
 
-def merged(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_shards(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the shard state of all ranks.
 
     Raises:

@@ -67,7 +67,7 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
     )
 
 
-def like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+def as_mapping_type(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """Return `items` as the mapping type of `value`."""
     if isinstance(value, Counter):
         return Counter(items)
@@ -129,7 +129,7 @@ _SCALARS: dict[type, Callable[[Any, str], Packed]] = {
 }
 
 
-def malformed(path: str, got: str, expected: str) -> FormatError:
+def malformed_error(path: str, got: str, expected: str) -> FormatError:
     """Return the error for an invalid packed state."""
     return FormatError(
         path,
@@ -155,28 +155,28 @@ def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> A
     if packed is None or isinstance(packed, bool | str | int | float):
         return packed
     if not isinstance(packed, dict) or len(packed) != 1:
-        raise malformed(path, got=f"{packed!r:.60}", expected="a JSON object with one key")
+        raise malformed_error(path, got=f"{packed!r:.60}", expected="a JSON object with one key")
     (kind, inside), readers = next(iter(packed.items())), _READERS | dict(leaves)
     if kind in _CONTAINERS:
         return _CONTAINERS[kind](inside, leaves, path)
     if kind not in readers:
-        raise malformed(path, got=f"{kind!r:.60}", expected=f"one of {', '.join([*_CONTAINERS, *readers])}")
+        raise malformed_error(path, got=f"{kind!r:.60}", expected=f"one of {', '.join([*_CONTAINERS, *readers])}")
     try:
         return readers[kind](inside, path)
     except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, struct.error) as error:
         if isinstance(error, FormatError):
             raise
-        raise malformed(path, got=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None
+        raise malformed_error(path, got=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None
 
 
 def _map(items: Packed, leaves: Mapping[str, Read], path: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for item in _items(items, path):
         if not isinstance(item, list) or len(item) != 2:
-            raise malformed(path, got=f"{item!r:.60}", expected="a key and a value")
+            raise malformed_error(path, got=f"{item!r:.60}", expected="a key and a value")
         key = unpack(item[0], {}, f"{path} key")
         if type(key) not in (str, int) or key in found:
-            raise malformed(path, got=f"the key {key!r:.60}", expected="different strings and integers as keys")
+            raise malformed_error(path, got=f"the key {key!r:.60}", expected="different strings and integers as keys")
         found[key] = unpack(item[1], leaves, f"{path}[{key!r}]")
     return found
 
@@ -185,7 +185,7 @@ def _default(inside: Packed, leaves: Mapping[str, Read], path: str) -> defaultdi
     is_pair = isinstance(inside, list) and len(inside) == 2
     if not is_pair or not isinstance(inside[0], str) or inside[0] not in _FACTORIES:
         expected = "the name of a default factory, and a list of items"
-        raise malformed(path, got=f"{inside!r:.60}", expected=expected)
+        raise malformed_error(path, got=f"{inside!r:.60}", expected=expected)
     return defaultdict(_FACTORIES[inside[0]], _map(inside[1], leaves, path))
 
 
@@ -195,7 +195,7 @@ def _list(items: Packed, leaves: Mapping[str, Read], path: str) -> list[Any]:
 
 def _items(items: Packed, path: str) -> list[Packed]:
     if not isinstance(items, list):
-        raise malformed(path, got=f"{items!r:.60}", expected="a list")
+        raise malformed_error(path, got=f"{items!r:.60}", expected="a list")
     return items
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.checkpoint.state_json import Packed, like, malformed, pack
+from trimtab.checkpoint.state_json import Packed, as_mapping_type, malformed_error, pack
 from trimtab.checkpoint.tensor_files import WRITTEN
 from trimtab.core.errors import FormatError
 
@@ -132,7 +132,7 @@ def snapshot(state: Any) -> Any:
         if isinstance(value, np.ndarray):
             return value.copy()
         if isinstance(value, dict):
-            return like(value, {key: copy(each) for key, each in value.items()})
+            return as_mapping_type(value, {key: copy(each) for key, each in value.items()})
         return type(value)(map(copy, value)) if type(value) in (list, tuple) else value
 
     return copy(state)
@@ -194,7 +194,9 @@ class Unpacker:
         if name in self._given:
             before, tensor = self._given[name]
             if before != packed:
-                raise malformed(path, got=f"{packed!r:.80}", expected=f"{before!r:.80}, as at the tensor's first use")
+                raise malformed_error(
+                    path, got=f"{packed!r:.80}", expected=f"{before!r:.80}, as at the tensor's first use"
+                )
             return tensor
         tensor, laid_out = self._tensors[name], [shape[d] for d in order]
         is_bytes = dtype not in WRITTEN
@@ -202,7 +204,7 @@ class Unpacker:
             tensor = tensor.view(dtype).reshape(laid_out)
         if tensor.dtype is not dtype or list(tensor.shape) != laid_out:
             given = f"a tensor of {_name(tensor.dtype)}, {list(tensor.shape)}"
-            raise malformed(path, got=given, expected=f"{_name(dtype)}, {laid_out}")
+            raise malformed_error(path, got=given, expected=f"{_name(dtype)}, {laid_out}")
         tensor = tensor.permute([order.index(d) for d in range(len(order))])
         self._given[name] = (packed, tensor)
         return tensor
@@ -220,7 +222,7 @@ def _parts(packed: Packed, path: str) -> tuple[str, list[int], torch.dtype, list
     dtype = getattr(torch, str(packed["type"]), None)
     are_sizes = all(type(size) is int and size >= 0 for size in shape)
     if not are_sizes or sorted(order) != list(range(len(shape))) or not isinstance(dtype, torch.dtype):
-        raise malformed(path, got=f"{packed!r:.80}", expected="the shape, dtype and order of a tensor")
+        raise malformed_error(path, got=f"{packed!r:.80}", expected="the shape, dtype and order of a tensor")
     return str(packed["name"]), shape, dtype, order
 
 

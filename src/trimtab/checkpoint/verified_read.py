@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trimtab.checkpoint import atomic_directory
 from trimtab.checkpoint.checksums import FileBuffer
-from trimtab.checkpoint.manifest import CHANGED, Manifest, damaged
+from trimtab.checkpoint.manifest import CHANGED, Manifest, damaged_error
 from trimtab.checkpoint.state_file_names import TENSORS, TREE
 from trimtab.checkpoint.tensor_files import TYPES
 
@@ -63,7 +63,7 @@ class VerifiedReader:
         try:
             manifest = atomic_directory.verify(folder, self._room)
             if self._layout is not None and self._head != self._layout.head:
-                raise damaged(folder, TENSORS, f"{folder / TENSORS} changed while it was read.", CHANGED)
+                raise damaged_error(folder, TENSORS, f"{folder / TENSORS} changed while it was read.", CHANGED)
         except BaseException:
             self.forget()
             raise

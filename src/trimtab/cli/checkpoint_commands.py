@@ -24,12 +24,12 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Verify all bytes of a run's checkpoints and list the results. Fails if a checkpoint is damaged or none exists."""
-    from trimtab.checkpoint.atomic_directory import NAMED, committed
+    from trimtab.checkpoint.atomic_directory import NAMED, committed_folders
     from trimtab.checkpoint.manifest import NAME
     from trimtab.core.errors import FormatError
 
     is_one = (folder / NAME).is_file() or (folder.is_dir() and NAMED.fullmatch(folder.resolve().name))
-    folders = [folder] if is_one else committed(folder)
+    folders = [folder] if is_one else committed_folders(folder)
     if not folders:
         raise FormatError(
             str(folder),

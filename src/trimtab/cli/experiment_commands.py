@@ -17,10 +17,10 @@ from trimtab.cli.options import (
     PlanFile,
     Ranks,
     TaskName,
-    adaptation,
     refuse_adapt,
     refuse_memory,
     require_folder,
+    settings_to_adapt,
 )
 from trimtab.cli.output import print_json, print_text, show_gains, write_and_show
 from trimtab.core.errors import ValueGivenError
@@ -66,11 +66,11 @@ def compare(
 ) -> None:
     """Compare the baseline loop with the plan in paired runs, and report the gain."""
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
-    from trimtab.experiments.comparison.compare_command import CompareRequest, compared
+    from trimtab.experiments.comparison.compare_command import CompareRequest, run_comparison
 
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
-    freed = None if adapt is None else adaptation(adapt)
+    freed = None if adapt is None else settings_to_adapt(adapt)
     if memory is not None and "batch" in (freed or ()):
         raise ValueGivenError(
             "--adapt",
@@ -96,7 +96,7 @@ def compare(
         against=named,
         reference_cap_s=reference_cap,
     )
-    found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
+    found = run_comparison(asked, shlex.join(["trimtab", *sys.argv[1:]]))
     if found is not None:
         write_and_show(found, asked.folder, as_json=as_json)
 
@@ -136,7 +136,7 @@ def ablate(
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
         refuse_memory(memory)
-    adapts = adaptation(adapt, ("learning-rate",)) != ()
+    adapts = settings_to_adapt(adapt, ("learning-rate",)) != ()
     settings = AblateSettings(
         num_seeds=seeds,
         whole_seeds=0 if quick and whole is None else whole,
@@ -182,7 +182,7 @@ def scale(
     from trimtab.experiments.scaling.scale_command import run_scale
     from trimtab.experiments.scaling.scaling_bench import JobSettings
 
-    frees = adaptation(adapt, ("batch",)) != ()
+    frees = settings_to_adapt(adapt, ("batch",)) != ()
     if plan_file is not None:
         refuse_memory(memory)
     if frees and (plan_file is not None or memory is not None):

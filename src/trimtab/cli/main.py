@@ -11,8 +11,8 @@ from typing import Any
 import typer
 
 from trimtab.cli import checkpoint_commands, experiment_commands, init_command, planning_commands, train_commands
-from trimtab.cli.output import say
-from trimtab.cli.rank_exit import leave
+from trimtab.cli.output import print_error
+from trimtab.cli.rank_exit import exit_rank
 from trimtab.cli.streams import prepare_streams
 from trimtab.core.errors import RankError, TrimtabError, UsageError
 from trimtab.distributed.launched_rank import LaunchedRank
@@ -76,7 +76,7 @@ def main(launched: LaunchedRank | None = None) -> None:
         _explained(launched or LaunchedRank())
     except BaseException as end:
         if _was_a_rank():
-            leave(end)
+            exit_rank(end)
         raise
 
 
@@ -89,14 +89,14 @@ def _explained(launched: LaunchedRank) -> None:
         if not (isinstance(error, RankError) and error.is_echo):
             has_cause = isinstance(error, TrimtabError) and isinstance(error.__cause__, Exception)
             code = f" [{error.code}]" if isinstance(error, TrimtabError) else ""
-            say(f"trimtab: {error}{' ' + _TRACEBACK if has_cause else ''}{code}")
+            print_error(f"trimtab: {error}{' ' + _TRACEBACK if has_cause else ''}{code}")
         sys.exit(1)
     except Exception as error:  # mostly an error in the task's code
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
         from trimtab.calibrate.exception_text import describe
 
-        say(f"trimtab: {describe(error).rstrip('.')}. {_TRACEBACK}")
+        print_error(f"trimtab: {describe(error).rstrip('.')}. {_TRACEBACK}")
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -75,7 +75,7 @@ Adapt = Annotated[
 TRAINED = ("learning-rate", "schedule", "optimizer", "dropout")  # settings that planning tests by short trainings
 
 
-def adaptation(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) -> tuple[str, ...]:
+def settings_to_adapt(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) -> tuple[str, ...]:
     """Return the settings listed in `--adapt`.
 
     Raises:
@@ -101,7 +101,7 @@ def refuse_adapt(adapt: str | None, recorded: str) -> None:
         adapt: Value of the option.
         recorded: Source of the plan, for the error.
     """
-    if adaptation(adapt):
+    if settings_to_adapt(adapt):
         raise ValueGivenError(
             "--adapt",
             problem=f"--adapt {adapt} cannot be combined with {recorded}, because tuning trains the model.",

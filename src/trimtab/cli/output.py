@@ -11,12 +11,12 @@ from typing import Any
 import typer
 
 from trimtab.cli.streams import can_encode
-from trimtab.core.printable import printable
+from trimtab.core.printable import escape_control_characters
 
 
 def print_text(text: str) -> None:
     """Print text to standard output. Control characters in names and texts from files are escaped."""
-    typer.echo(printable(text))
+    typer.echo(escape_control_characters(text))
 
 
 def print_json(value: Any) -> None:
@@ -27,9 +27,9 @@ def print_json(value: Any) -> None:
     typer.echo(text if can_encode(text) else json.dumps(json.loads(text)))
 
 
-def say(text: str) -> None:
+def print_error(text: str) -> None:
     """Print text to standard error, escaped as by `print_text`."""
-    typer.echo(printable(text), err=True)
+    typer.echo(escape_control_characters(text), err=True)
 
 
 def print_figures(found: Mapping[str, Any], *, as_json: bool) -> None:
@@ -71,7 +71,7 @@ def _print_rich(renderable: Any) -> None:
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
             for segment in console.render(renderable, options):
-                text = segment.text if segment.control else printable(segment.text)
+                text = segment.text if segment.control else escape_control_characters(segment.text)
                 yield Segment(text, segment.style, segment.control)
 
     Console(width=None if sys.stdout.isatty() else 120).print(Escaped())

@@ -17,20 +17,20 @@ from trimtab.cli.options import (
     TaskName,
     Weight,
     WithoutMeter,
-    adaptation,
     refuse_adapt,
     require_folder,
+    settings_to_adapt,
 )
-from trimtab.cli.output import print_json, print_text, say
+from trimtab.cli.output import print_error, print_json, print_text
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
 
 def doctor(as_json: Json = False) -> None:
     """Check the devices, libraries and meters of this machine, and print installation hints for missing parts."""
-    from trimtab.experiments.doctor import examine
+    from trimtab.experiments.doctor import diagnose
 
-    findings = examine()
+    findings = diagnose()
     if as_json:
         print_json({"schema": 1, "name": "doctor", "rows": [vars(f) for f in findings]})
         return
@@ -107,7 +107,7 @@ def plan(
     """Choose settings for a task and explain the choices."""
     from trimtab.core.objective import Budget, Objective
     from trimtab.core.serialization import to_json, write_result
-    from trimtab.experiments.plan_source import decided
+    from trimtab.experiments.plan_source import plan_with_profile
 
     require_folder(out)
     if explain and as_json:
@@ -133,14 +133,14 @@ def plan(
         asked = {"ranks": ranks, "link": link, "engine": engine, "device": device}
         _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
         return
-    wanted = adaptation(adapt)
+    wanted = settings_to_adapt(adapt)
     how: dict[str, Any] = {"device": device, "adapt": wanted}
     if is_here:
         from trimtab.api import Metering  # imports torch, which planning from a recorded profile does not need
 
         how["metering"] = Metering(energy_watts, without=without_meter)
     with ProgressBar() as progress:
-        found = decided(task, limits, weights, progress=progress, **how)
+        found = plan_with_profile(task, limits, weights, progress=progress, **how)
     try:
         if out is not None:
             write_result(out, to_json(found.plan, indent=1))
@@ -159,7 +159,7 @@ def _plan_ranks(
     as_json: bool,
     explain: bool,
 ) -> None:
-    from trimtab.experiments.rank_plan_output import RankPlanOptions, rank_page, said
+    from trimtab.experiments.rank_plan_output import RankPlanOptions, configuration_line, rank_page
 
     asked = RankPlanOptions(**options)
     if task.endswith(".json") or explain:
@@ -180,4 +180,4 @@ def _plan_ranks(
     finally:
         print_json(found.plan) if as_json else print_text(found.text(beside))
     if as_json and beside is not None:
-        say(said(beside))
+        print_error(configuration_line(beside))

@@ -9,7 +9,7 @@ from typing import NoReturn
 _UNWRITTEN = 120  # Python's own exit status if standard output could not be written
 
 
-def leave(end: BaseException) -> NoReturn:
+def exit_rank(end: BaseException) -> NoReturn:
     """End the process with the status that the interpreter would use for this exception, skipping exit handlers."""
     code = _status(end)
     for stream in (sys.stdout, sys.stderr):

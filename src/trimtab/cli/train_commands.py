@@ -29,14 +29,14 @@ from trimtab.cli.options import (
     TaskName,
     Track,
     TrialBatchSize,
-    adaptation,
     intensity,
     kept_in,
     refuse_adapt,
     refuse_memory,
     require_record,
+    settings_to_adapt,
 )
-from trimtab.cli.output import print_figures, say
+from trimtab.cli.output import print_error, print_figures
 
 
 def train(
@@ -73,14 +73,14 @@ def train(
     from trimtab.core.objective import Budget
     from trimtab.core.validation import one_of
     from trimtab.distributed.launch import launch
-    from trimtab.distributed.process_group import place, process_group
+    from trimtab.distributed.process_group import job_position, process_group
     from trimtab.experiments.task_ranks import ranks_of_job, task_of_rank
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
     from trimtab.experiments.train_record import require_trackers
     from trimtab.runtime.nonfinite import POLICIES
     from trimtab.tasks import load_task
 
-    here, limits = place(), Budget(memory)
+    here, limits = job_position(), Budget(memory)
     one_of("--nonfinite", nonfinite, POLICIES)
     grid = intensity(carbon, carbon_kind) if carbon or not when_clean else None
     loaded = load_task(task).shortened(batch_size=batch_size, judged_batches=judged)
@@ -114,7 +114,7 @@ def train(
             file=plan_file,
             kept=kept,
             budget=limits,
-            adapt=adaptation(adapt),
+            adapt=settings_to_adapt(adapt),
             dry_runs=dry_runs,
         )
         found = train_or_tell(
@@ -122,7 +122,7 @@ def train(
             steps,
             made,
             hours,
-            say,
+            print_error,
             checkpoints=kept,
             seed=seed,
             record=record,

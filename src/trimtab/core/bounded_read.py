@@ -38,7 +38,7 @@ def open_regular(path: str | Path, expected: str, *, limit: int) -> BinaryIO:
         # Without O_NONBLOCK, opening a pipe waits for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # A NUL in the path raises ValueError.
-        raise unreadable(path, error, expected) from None
+        raise unreadable_error(path, error, expected) from None
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -63,7 +63,7 @@ def read_bytes(path: str | Path, expected: str, *, limit: int) -> bytes:
         try:
             content = file.read(limit + 1)  # The file may grow, or the system may not know its size.
         except OSError as error:
-            raise unreadable(path, error, expected) from None
+            raise unreadable_error(path, error, expected) from None
     if len(content) > limit:
         raise too_large(path, len(content), expected, limit)
     return content
@@ -94,7 +94,7 @@ def too_large(path: str | Path, size: int, expected: str, limit: int) -> FormatE
     )
 
 
-def unreadable(path: str | Path, error: Exception, expected: str) -> FormatError:
+def unreadable_error(path: str | Path, error: Exception, expected: str) -> FormatError:
     """Return the error for a file that cannot be opened or read."""
     reason = getattr(error, "strerror", None) or str(error)
     return FormatError(str(path), got=f"an unreadable file ({reason})", expected=expected, code="file.unreadable")

@@ -157,7 +157,7 @@ def carbon_of(parts: Iterable[tuple[float, Energy]], intensity: Intensity) -> Ca
     return Carbon(math.fsum(grams), intensity.kind, Provenance.ESTIMATED if estimated else Provenance.MEASURED)
 
 
-def added(parts: Iterable[Carbon]) -> Carbon:
+def sum_carbon(parts: Iterable[Carbon]) -> Carbon:
     """Return the sum of several carbon figures.
 
     Raises:

@@ -65,12 +65,12 @@ class Energy:
         return f"{format_joules(self.joules)}, {self.provenance} ({', '.join(self.sources)})"
 
 
-def absent(reason: str, seconds: float = 0.0) -> Energy:
+def absent_energy(reason: str, seconds: float = 0.0) -> Energy:
     """Return the energy of an interval without a measurement."""
     return Energy(seconds, None, Provenance.ABSENT, (), reason)
 
 
-def summed(parts: Iterable[Energy], *, in_turn: bool = False) -> Energy:
+def sum_energy(parts: Iterable[Energy], *, in_turn: bool = False) -> Energy:
     """Return the sum of several energies: absent if any is absent, else estimated if any is estimated.
 
     Args:
@@ -81,9 +81,9 @@ def summed(parts: Iterable[Energy], *, in_turn: bool = False) -> Energy:
     seconds = [part.seconds for part in found]
     whole_s = math.fsum(seconds) if in_turn else max(seconds, default=0.0)
     if missing := [part.reason for part in found if part.joules is None]:
-        return absent("; ".join(dict.fromkeys(missing)), whole_s)
+        return absent_energy("; ".join(dict.fromkeys(missing)), whole_s)
     if not found:
-        return absent("no energy was measured")
+        return absent_energy("no energy was measured")
     estimated = any(part.provenance is Provenance.ESTIMATED for part in found)
     sources = tuple(dict.fromkeys(source for part in found for source in part.sources))
     joules = math.fsum(part.joules or 0.0 for part in found)

@@ -11,12 +11,12 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return text with control characters written as escapes, because a terminal would interpret them."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), encodable(text))
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), to_encodable(text))
 
 
-def encodable(text: str) -> str:
+def to_encodable(text: str) -> str:
     """Return text that UTF-8 can encode; undecodable bytes of a file name become `\\udcff`."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 

@@ -82,7 +82,7 @@ def check_schedule(schedule: Schedule, num_stages: int) -> None:
         )
 
 
-def written(schedule: Schedule) -> str:
+def to_notation(schedule: Schedule) -> str:
     """Return the notation of a schedule."""
     return " ".join(_written(schedule))
 
@@ -97,7 +97,7 @@ def _written(schedule: Schedule) -> Iterator[str]:
         if isinstance(part, KeptBlock):
             run.append(part)
         elif part is not None:
-            yield f"({written(part.parts)})"
+            yield f"({to_notation(part.parts)})"
 
 
 def read_schedule(text: str) -> Schedule:

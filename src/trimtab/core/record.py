@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from trimtab.core.append_only_file import AppendOnlyFile, not_written, sync
-from trimtab.core.bounded_read import LINE_BYTES, RECORD_BYTES, open_regular, too_large, unreadable
+from trimtab.core.bounded_read import LINE_BYTES, RECORD_BYTES, open_regular, too_large, unreadable_error
 from trimtab.core.errors import FormatError, RecordExistsError
 from trimtab.core.record_lines import (
     BRIEF,
@@ -27,7 +27,7 @@ from trimtab.core.record_lines import (
     Line,
     RunRecord,
     StepRecord,
-    encoded,
+    encode_line,
     parsed,
 )
 from trimtab.core.serialization import to_jsonable
@@ -180,7 +180,7 @@ class RecordWriter:
             FormatError: it would be the first line of a run in a foreign file.
         """
         self._begin()
-        self._file.write(encoded(line))
+        self._file.write(encode_line(line))
 
     def flush(self) -> None:
         """Write buffered lines to the operating system.
@@ -348,7 +348,7 @@ def _next_line(path: str | Path, file: BinaryIO) -> bytes:
     try:
         line = file.readline(LINE_BYTES + 1)
     except OSError as error:
-        raise unreadable(path, error, "a run's record") from None
+        raise unreadable_error(path, error, "a run's record") from None
     if len(line) > LINE_BYTES:
         raise too_large(path, len(line), "a line of a record", LINE_BYTES)
     return line

@@ -138,7 +138,7 @@ class RunRecord:
     end: End | None = None
 
 
-def encoded(line: Line) -> bytes:
+def encode_line(line: Line) -> bytes:
     """Return a record line as JSON bytes."""
     data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
     return (json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n").encode()

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from trimtab.core.append_only_file import write_over
 from trimtab.core.bounded_read import JSON_BYTES, read_bytes, read_text
 from trimtab.core.errors import FormatError
-from trimtab.core.printable import encodable
+from trimtab.core.printable import to_encodable
 
 T = TypeVar("T")
 # Errors of creating or replacing a file that do not concern the target itself: a folder that is not writable, or a
@@ -42,11 +42,11 @@ def to_jsonable(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {encodable(str(k)): to_jsonable(v) for k, v in value.items()}
+        return {to_encodable(str(k)): to_jsonable(v) for k, v in value.items()}
     if isinstance(value, tuple | list):
         return [to_jsonable(v) for v in value]
     if isinstance(value, str):
-        return encodable(value)
+        return to_encodable(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value
@@ -92,7 +92,7 @@ def write_whole(path: str | Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written; its content is unchanged.
     """
-    write_over(Path(path), encodable(text).encode())
+    write_over(Path(path), to_encodable(text).encode())
 
 
 def write_result(path: Path, text: str) -> None:
@@ -106,9 +106,9 @@ def write_result(path: Path, text: str) -> None:
     own = _own_output(path)
     if own is not None:
         with open(own, "w", encoding="utf-8", closefd=False) as stream:
-            stream.write(encodable(text))
+            stream.write(to_encodable(text))
     elif is_stream(path):
-        path.write_text(encodable(text), encoding="utf-8")
+        path.write_text(to_encodable(text), encoding="utf-8")
     else:
         _written_over(path.resolve(), text)  # A symbolic link is kept; its target is replaced.
 
@@ -122,7 +122,7 @@ def _written_over(path: Path, text: str) -> None:
             raise
         held = read_bytes(path, "a result to replace", limit=JSON_BYTES)
         try:
-            path.write_bytes(encodable(text).encode())
+            path.write_bytes(to_encodable(text).encode())
         except OSError:
             path.write_bytes(held)
             raise

@@ -26,7 +26,7 @@ def number(
     return float(value)
 
 
-def figure(field: str, value: object) -> float:
+def float_value(field: str, value: object) -> float:
     """Return a float, which may be infinite or NaN, from a number or a one-element array or tensor."""
     alone = _alone(value)
     if isinstance(alone, bool) or not isinstance(alone, Real):

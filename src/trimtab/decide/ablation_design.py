@@ -30,7 +30,7 @@ def changes_of(plan: Plan, reference: Reference) -> tuple[str, ...]:
     return tuple(name for name, choice in plan.choices() if choice.value != loop[name] and name not in _BELONGS)
 
 
-def reduced(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
+def with_only(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
     """Return a plan with only the given changes; all other choices keep the loop's value.
 
     Raises:
@@ -124,7 +124,7 @@ def plans_of(plan: Plan, design: AblationDesign, reference: Reference) -> tuple[
     plans, refusals = {}, {}
     for name, kept in design.arms.items():
         try:
-            plans[name] = reduced(plan, kept, reference)
+            plans[name] = with_only(plan, kept, reference)
         except TrimtabError as error:
             refusals[name] = str(error)
     return plans, refusals

@@ -10,7 +10,7 @@ from typing import Any
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.stateful import Load, Stateful, loading_parts, require_keys
-from trimtab.decide.batch_size_policy import NoiseEstimate, PolicyInput, decide, gain, most
+from trimtab.decide.batch_size_policy import NoiseEstimate, PolicyInput, decide, gain, largest_k
 from trimtab.decide.gradient_noise_scale import NoiseAverage, WindowNoise
 from trimtab.decide.overhead_budget import PATIENCE, OverheadBudget
 from trimtab.decide.step_time_model import WindowTimes
@@ -38,7 +38,7 @@ class BatchSizeDecider(Stateful):
         self, rule: BatchRule, unit: int, micro_batch_samples: float, num_ranks: int, note: Note, *, normalises: bool
     ) -> None:
         self._rule, self._unit, self._note = rule, unit, note
-        self.k = self._base_k = min(-(-rule.k // unit) * unit, most(rule, unit))
+        self.k = self._base_k = min(-(-rule.k // unit) * unit, largest_k(rule, unit))
         self._cuts = rule.policy == "throughput_per_memory"
         self._first = PolicyInput(self.k, unit, micro_batch_samples, num_ranks, normalises=normalises)
         self._average, self.times = NoiseAverage(), WindowTimes()
@@ -191,7 +191,7 @@ class BatchSizeDecider(Stateful):
             batches: loader batches per step in the checkpoint.
             base: loader batches per step at the start of the saved run.
         """
-        self.k, self._base_k = (min(n * self._unit, most(self._rule, self._unit)) for n in (batches, base))
+        self.k, self._base_k = (min(n * self._unit, largest_k(self._rule, self._unit)) for n in (batches, base))
         if self.num_batches != batches:
             before = batches * self._unit
             why = (

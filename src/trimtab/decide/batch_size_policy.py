@@ -154,7 +154,7 @@ def _decide_in_doubt(rule: BatchRule, standing: PolicyInput, doubt: Note) -> Bat
     return BatchSizeDecision(standing.k, f"unchanged: {doubt.text}", wanted, doubt.code)
 
 
-def most(rule: BatchRule, unit: int) -> int:
+def largest_k(rule: BatchRule, unit: int) -> int:
     """Return the largest allowed k: `k_max` in whole loader batches, at least one."""
     return max(1, rule.k_max // unit) * unit
 
@@ -189,7 +189,7 @@ def gain(rule: BatchRule, standing: PolicyInput, base_k: int) -> float | None:
     """
     if rule.policy != "goodput":
         return None
-    if most(rule, standing.unit) == standing.unit:  # there is no alternative
+    if largest_k(rule, standing.unit) == standing.unit:  # there is no alternative
         return 0.0
     if _missing(rule, standing) is not None:
         return None
@@ -219,7 +219,7 @@ def _saved(rule: BatchRule, standing: PolicyInput, scale: float, base_k: int) ->
     def cost(k: int) -> float:
         return standing.relative_time(k, scale)
 
-    best = min(range(unit, most(rule, unit) + 1, unit), key=cost)
+    best = min(range(unit, largest_k(rule, unit) + 1, unit), key=cost)
     return best, 1 - cost(best) / cost(base_k)
 
 
@@ -259,8 +259,8 @@ def _goodput(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     rows = standing.micro_batch_samples * standing.num_ranks
     wanted = goodput_k(scale, rows, times, normalises=standing.normalises)
     unit = standing.unit
-    below = max(unit, math.floor(min(wanted, most(rule, standing.unit)) / unit) * unit)
-    best = min((below, min(below + unit, most(rule, standing.unit))), key=cost)
+    below = max(unit, math.floor(min(wanted, largest_k(rule, standing.unit)) / unit) * unit)
+    best = min((below, min(below + unit, largest_k(rule, standing.unit))), key=cost)
     # The gain is measured at the final k, because each step on the way may gain less than the hysteresis.
     gain = cost(standing.k) / cost(best) - 1
     k = _stepped(best, standing) if gain > HYSTERESIS else standing.k
@@ -293,7 +293,7 @@ def _paper(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     k = min(rule.k_max, max(1, math.ceil(min(wanted, rule.k_max))))
     if rule.allowed:
         k = next((each for each in sorted(rule.allowed) if each >= k), max(rule.allowed))
-    in_units = min(most(rule, standing.unit), -(-k // standing.unit) * standing.unit)
+    in_units = min(largest_k(rule, standing.unit), -(-k // standing.unit) * standing.unit)
     return in_units, wanted, f"gradient variance {sigma2:.3g} per micro-batch: k = {wanted:.3g}"
 
 
@@ -304,7 +304,7 @@ def _sigma2(standing: PolicyInput) -> float:
 
 def _rounded(rule: BatchRule, standing: PolicyInput, wanted: float) -> int:
     """Return `wanted` rounded up within bounds; the current k if a 1 % smaller or larger value rounds to it."""
-    highest, unit = most(rule, standing.unit), standing.unit
+    highest, unit = largest_k(rule, standing.unit), standing.unit
 
     def whole(value: float) -> int:
         return min(highest, math.ceil(min(max(value, 1.0), float(highest)) / unit) * unit)

@@ -88,7 +88,7 @@ class TrainingJob:
         number("job.waiting_watts", self.waiting_watts, low=0)
 
 
-def draws(job: TrainingJob, now_s: float, stretches: Sequence[TrainingPeriod]) -> tuple[PowerDraw, ...]:
+def power_draws(job: TrainingJob, now_s: float, stretches: Sequence[TrainingPeriod]) -> tuple[PowerDraw, ...]:
     """Return the draws of a job from now to its end: waiting, training and pauses."""
     found = [PowerDraw(now_s, stretches[0].begin_s, job.waiting_watts)]
     found += [PowerDraw(each.begin_s, each.end_s, job.watts) for each in stretches]

@@ -12,7 +12,7 @@ from trimtab.core.carbon import Intensity
 from trimtab.core.datetimes import format_moment
 from trimtab.core.units import format_grams, format_seconds
 from trimtab.core.validation import number
-from trimtab.decide.carbon_job import TrainingJob, TrainingPeriod, draws, grams_of
+from trimtab.decide.carbon_job import TrainingJob, TrainingPeriod, grams_of, power_draws
 from trimtab.decide.carbon_pause_schedule import TIE, best_stretches
 from trimtab.decide.carbon_sensitivity import Downside, downsides
 from trimtab.decide.carbon_time_axis import IntensitySteps, hours_of, microseconds
@@ -139,7 +139,7 @@ def _least(
     for stretches in (_delayed(hours, job), best_stretches(hours, job)):
         if stretches is None:
             continue
-        found_g = grams_of(draws(job, plain.now_s, stretches), forecast)
+        found_g = grams_of(power_draws(job, plain.now_s, stretches), forecast)
         most_g = min(most_g, found_g)
         if found_g < best_g and best_g - found_g >= least * start_now_g:
             best, best_g = stretches, found_g
@@ -150,7 +150,7 @@ def _least(
         enough = f"{100 * least:.2g}% of the emissions" if least > TIE else "emissions"
         text = f"no other schedule saves {enough}{most}{unknown}"
         return replace(plain, reason=text, code="carbon.no_saving")
-    taken, at_once = (draws(job, plain.now_s, each) for each in (best, plain.stretches))
+    taken, at_once = (power_draws(job, plain.now_s, each) for each in (best, plain.stretches))
     doubt = downsides(taken, at_once, forecast, plain.now_s, end_s)
     reason = _what(best, plain.now_s) + unknown
     return CarbonSchedule(
@@ -177,7 +177,7 @@ def _delayed(hours: IntensitySteps, job: TrainingJob) -> tuple[TrainingPeriod, .
 def _known(forecast: Intensity | None, job: TrainingJob, at_once: TrainingPeriod) -> float | None:
     if forecast is None or not forecast.steps[0][0] <= at_once.begin_s < at_once.end_s <= forecast.until_s:
         return None
-    return grams_of(draws(job, at_once.begin_s, (at_once,)), forecast)
+    return grams_of(power_draws(job, at_once.begin_s, (at_once,)), forecast)
 
 
 def _what(stretches: Sequence[TrainingPeriod], now_s: float) -> str:

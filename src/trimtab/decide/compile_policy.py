@@ -17,8 +17,8 @@ from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import BUT_MODE, CostModel
-from trimtab.decide.micro_batch_sizes import halvings, is_in_chunks
-from trimtab.decide.trial_statistics import figures, speed_ratio
+from trimtab.decide.micro_batch_sizes import is_in_chunks, sizes_to_consider
+from trimtab.decide.trial_statistics import speed_in_words, speed_ratio
 
 # Fraction of a run that measuring may take; least seconds of compilation for a model that is not tiny.
 MEASURING, COMPILING_S = 0.01, 20.0
@@ -51,7 +51,7 @@ def compile_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate,
     """
     if compiling_refusal(profile, fastest):
         return (fastest,)
-    mode, recorded = to_compile(profile, fastest), unpaid(profile, CUDA_GRAPHS) is None
+    mode, recorded = to_compile(profile, fastest), reason_not_to_compile(profile, CUDA_GRAPHS) is None
     ways: tuple[Compiled, ...] = (CUDA_GRAPHS, COMPILED_GRAPHS) if recorded else (True,)
     return fastest, *(replace(mode, compiled=way) for way in ways)
 
@@ -154,12 +154,14 @@ def _recorded_s(profile: Profile) -> float | None:
 
     None if capture did not pay.
     """
-    if unpaid(profile, CUDA_GRAPHS) is not None:
+    if reason_not_to_compile(profile, CUDA_GRAPHS) is not None:
         return None
     model, limit = CostModel(profile), profile.limits(profile.budget).memory_bytes
     tried = next(trial.candidate for trial in profile.stage("graphs") if trial.candidate.compiled == CUDA_GRAPHS)
     chunks = {None, *(trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s)}
-    sizes = [replace(tried, micro_batch=rows, loss_chunk=chunk) for rows in halvings(profile) for chunk in chunks]
+    sizes = [
+        replace(tried, micro_batch=rows, loss_chunk=chunk) for rows in sizes_to_consider(profile) for chunk in chunks
+    ]
     found = [each for each in sizes if is_in_chunks(profile, each) and (limit is None or model.is_within(each, limit))]
     return min((model.predict(each).step_s or math.inf for each in found), default=None)
 
@@ -176,7 +178,7 @@ def stage_of(value: Compiled) -> str:
     return "graphs" if value == CUDA_GRAPHS else "compile"
 
 
-def unpaid(profile: Profile, value: Compiled) -> Note | None:
+def reason_not_to_compile(profile: Profile, value: Compiled) -> Note | None:
     """Return the reason why a way to run the model did not pay in its trial, or None.
 
     Compared with the plain model, and with the captured uncompiled model if tried in the same phase.
@@ -193,7 +195,11 @@ def unpaid(profile: Profile, value: Compiled) -> Note | None:
 
 def _unpaid(profile: Profile, ours: Trial, rival: Trial) -> Note | None:
     speed, way = speed_ratio(ours, rival), ours.candidate.compiled
-    compared = f"{figures(speed)} of {rival.candidate.describe()}" if rival.candidate.compiled else figures(speed)
+    compared = (
+        f"{speed_in_words(speed)} of {rival.candidate.describe()}"
+        if rival.candidate.compiled
+        else speed_in_words(speed)
+    )
     if is_recorded(way) and speed.low <= 1:
         return Note("trial.no_gain", f"not significantly faster: {compared}")
     if profile.total_steps is None and not is_by_compiler(way):
@@ -212,7 +218,7 @@ def tried(profile: Profile) -> tuple[Trial, ...]:
     return tuple(trial for trial in found if trial.candidate.compiled and not trial.control)
 
 
-def paying(profile: Profile, mode: Candidate | None = None) -> tuple[Compiled, ...]:
+def paying_modes(profile: Profile, mode: Candidate | None = None) -> tuple[Compiled, ...]:
     """Return the ways to run the model that were tried and pay, except the plain model.
 
     Args:
@@ -221,4 +227,4 @@ def paying(profile: Profile, mode: Candidate | None = None) -> tuple[Compiled, .
     """
     found = (trial.candidate for trial in tried(profile))
     ways = dict.fromkeys(each.compiled for each in found if mode is None or each.alike(mode, *BUT_MODE))
-    return tuple(way for way in ways if unpaid(profile, way) is None)
+    return tuple(way for way in ways if reason_not_to_compile(profile, way) is None)

@@ -203,7 +203,10 @@ class CostModel:
         return sum(self._saved.get((name, getattr(candidate, name)), 0.0) for name in names)
 
     def _recomputing(self, candidate: Candidate) -> float | None:
-        found, longer = self._profile.recomputable_of(candidate), recompute_candidates.longer(self._profile, candidate)
+        found, longer = (
+            self._profile.recomputable_of(candidate),
+            recompute_candidates.recompute_time_fraction(self._profile, candidate),
+        )
         plain = self._relative(replace(candidate, recompute=None))
         measured = None if found is None else self._relative(found.candidate)
         return None if plain is None or measured is None or longer is None else plain + longer * measured
@@ -346,7 +349,7 @@ class CostModel:
         if candidate.recompute is not None:
             found, longer = (
                 self._profile.recomputable_of(candidate),
-                recompute_candidates.longer(self._profile, candidate),
+                recompute_candidates.recompute_time_fraction(self._profile, candidate),
             )
             plain = self._by_roofline(replace(candidate, recompute=None))
             return None if found is None or plain is None or longer is None else plain + longer * found.step_s

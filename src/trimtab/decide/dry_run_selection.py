@@ -108,7 +108,7 @@ def by_default(plan: Plan) -> Plan | None:
     )
 
 
-def settled(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> Plan:
+def plan_for_gradients(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> Plan:
     """Return the plan to use for sending gradients: the changed plan if measurably better.
 
     Args:

@@ -12,13 +12,20 @@ from trimtab.core.plan import UNCHANGED, Rejected, Scalar
 from trimtab.core.plan_note import Note
 from trimtab.core.profile import ALONE, SLICED, Candidate, Profile, Trial, is_final
 from trimtab.decide import search
-from trimtab.decide.compile_policy import stage_of, unpaid
+from trimtab.decide.compile_policy import reason_not_to_compile, stage_of
 from trimtab.decide.cost_model import PredictedCost
 from trimtab.decide.recompute_candidates import in_words
 from trimtab.decide.search_space import WORTH_A_RUN, WORTH_FUSING, PricedCandidate, fusing_share
 from trimtab.decide.selection import FinalOutcome
 from trimtab.decide.statistics import Interval, is_gain, resolution
-from trimtab.decide.trial_statistics import control_interval, figures, resolves, saved, speed_ratio, unfit
+from trimtab.decide.trial_statistics import (
+    control_interval,
+    reason_unfit,
+    resolution_in_words,
+    saved_memory_fraction,
+    speed_in_words,
+    speed_ratio,
+)
 
 _APART = "the optimizer step alone"
 _BY_PARTS = "predicted to be best from trials of the single settings"
@@ -131,7 +138,9 @@ class Explanations:
         if not self.winner.compiled or rival is None or ours is None or not rival.block_s:
             return None
         changed = ours.candidate.differences(rival.candidate)
-        text = f"{ours.candidate.describe()}: {figures(speed_ratio(ours, rival))} of {rival.candidate.describe()}"
+        text = (
+            f"{ours.candidate.describe()}: {speed_in_words(speed_ratio(ours, rival))} of {rival.candidate.describe()}"
+        )
         return Note("trial.faster", text) if name in changed and len(changed) > 1 else None
 
     def _recomputed(self) -> Note:
@@ -167,8 +176,10 @@ class Explanations:
 
     def _worth(self, speed: Interval, rival: Trial, name: str) -> Note:
         ours = self._own(rival.stage)
-        less = 0.0 if ours is None or None in (ours.peak_bytes, rival.peak_bytes) else saved(ours, rival)
-        text = f"{figures(speed)} of {_value(rival.candidate, name)}"
+        less = (
+            0.0 if ours is None or None in (ours.peak_bytes, rival.peak_bytes) else saved_memory_fraction(ours, rival)
+        )
+        text = f"{speed_in_words(speed)} of {_value(rival.candidate, name)}"
         if ours is not None and (times := self._times_energy(ours, rival)):
             text += f", {times} the energy"
         if less >= 0.05:
@@ -181,7 +192,7 @@ class Explanations:
         """Return a trial's speed in words, with its energy if energy is weighed."""
         ours = self._own(trial.stage)
         times = None if ours is None else self._times_energy(trial, ours)
-        return figures(speed) + (f", {times} the energy" if times else "")
+        return speed_in_words(speed) + (f", {times} the energy" if times else "")
 
     def _times_energy(self, ours: Trial, theirs: Trial) -> str | None:
         if self.profile.objective.energy == 0 or not (ours.energy_j and theirs.energy_j):
@@ -195,7 +206,7 @@ class Explanations:
         if ours is None or ours is trials[0]:
             return Note("trace.less_memory", "less peak memory, by its trace")
         share = f"{100 * fusing_share(self.profile):.2g}% of a whole step"
-        return Note("trial.faster", f"{_APART}: {figures(speed_ratio(ours, trials[0]))}, which saves {share}")
+        return Note("trial.faster", f"{_APART}: {speed_in_words(speed_ratio(ours, trials[0]))}, which saves {share}")
 
     def _kept(self, name: str) -> Note:
         others = list(self._others(name))
@@ -216,7 +227,7 @@ class Explanations:
         control = None if self.outcome is None else self.outcome.control
         resolved = resolution(control)
         if not math.isfinite(resolved):
-            return _unchanged(Note("trial.no_control", resolves(control)))
+            return _unchanged(Note("trial.no_control", resolution_in_words(control)))
         speeds = [speed for trial in in_final if (speed := self._speed_of(trial)) is not None]
         if all(speed.mean - 1 <= resolved for speed in speeds):
             text = f"no alternative gained more than {100 * resolved:.2g}%, the resolution of the A/A control"
@@ -229,12 +240,12 @@ class Explanations:
         for each in self.profile.refused_by_proof:
             if each.setting == name and (each.value == value or name == "micro_batch"):
                 return Note(each.code, each.reason)
-        if trial.is_whole and (refusal := unfit(self.profile, trial, self.budget)) is not None:
+        if trial.is_whole and (refusal := reason_unfit(self.profile, trial, self.budget)) is not None:
             return refusal
         if (failure := trial.failure) is not None:
             return failure
         speed = self._speed_of(trial)
-        if _is_another_way(name, trial) and (refusal := unpaid(self.profile, trial.candidate.compiled)):
+        if _is_another_way(name, trial) and (refusal := reason_not_to_compile(self.profile, trial.candidate.compiled)):
             return refusal
         if speed is None:
             return Note("trial.not_compared", "not compared with the chosen value")
@@ -249,7 +260,7 @@ class Explanations:
             return Note("trial.slower", f"slower: {measured}")
         if control is None:
             return Note("predicted.worse", f"not predicted to be best: {measured}")
-        return Note("trial.no_gain", f"no gain: {measured}; {resolves(control)}")
+        return Note("trial.no_gain", f"no gain: {measured}; {resolution_in_words(control)}")
 
     def _others(self, name: str) -> Iterator[Trial]:
         """Yield trials of alternative values of a setting, the most similar to the winner first."""

@@ -70,7 +70,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
     The smoothed loss is non-finite, or exceeds its minimum by half the minimum's absolute value.
     """
-    smooth = smoothed(losses)
+    smooth = exponential_average(losses)
     if not smooth or not math.isfinite(smooth[-1]):
         return bool(smooth)
     lowest = min(smooth)
@@ -87,7 +87,7 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     finite = [point for point in points if math.isfinite(point.loss)]
     if len(finite) < _FIRST:
         return RateChoice(1.0, "unchanged: the range test diverged at once", code="range_test.diverged")
-    smooth = smoothed([point.loss for point in finite])
+    smooth = exponential_average([point.loss for point in finite])
     lowest = min(range(len(smooth)), key=smooth.__getitem__)
     edge = finite[lowest].scale
     fallen = _fallen_at(finite)
@@ -141,7 +141,7 @@ def _fall(losses: Sequence[float], lowest: int) -> tuple[float, float]:
     changes = [after - before for before, after in itertools.pairwise(until)]
     step = statistics.stdev(changes) / math.sqrt(2)
     spread = step * math.sqrt((1 - SMOOTHING) / (1 + SMOOTHING) + 1 / _FIRST)
-    fall = math.fsum(losses[:_FIRST]) / _FIRST - smoothed(losses)[lowest]
+    fall = math.fsum(losses[:_FIRST]) / _FIRST - exponential_average(losses)[lowest]
     rounding = 1e-9 * max(map(abs, until))
     return fall, max(NOISE * spread, rounding)
 
@@ -164,7 +164,7 @@ def _fallen_at(points: Sequence[RatePoint]) -> float:
     return float(points[at - 1].scale * (points[at].scale / points[at - 1].scale) ** share)
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
+def exponential_average(losses: Sequence[float]) -> list[float]:
     """Return the exponential moving average with bias correction, as in Adam."""
     out: list[float] = []
     mean = 0.0

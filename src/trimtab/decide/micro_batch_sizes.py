@@ -5,7 +5,7 @@ from __future__ import annotations
 from trimtab.core.profile import Candidate, Profile
 
 
-def halvings(profile: Profile) -> tuple[int, ...]:
+def sizes_to_consider(profile: Profile) -> tuple[int, ...]:
     """Return the micro-batch sizes to consider, the largest first: the batch size and its repeated halves.
 
     Includes the micro-batch size of a loop that accumulates; if splitting changes the gradient, no other.

@@ -39,7 +39,7 @@ class GradientCommunication:
         return self.cost.total_s + self.cast_s
 
 
-def replicated(plan: Plan, num_ranks: int, why: str = "") -> Plan:
+def for_replicas(plan: Plan, num_ranks: int, why: str = "") -> Plan:
     """Return a plan, made for one rank's part of a batch, for ranks with a full replica of the model.
 
     A plan with a ZeRO stage is returned unchanged.
@@ -58,8 +58,8 @@ def replicated(plan: Plan, num_ranks: int, why: str = "") -> Plan:
     return replace(single, num_ranks=num_ranks, zero_stage=stage)
 
 
-def alone(plan: Plan) -> Plan:
-    """Return a multi-rank plan as a single-process plan, the inverse of `replicated`."""
+def for_one_process(plan: Plan) -> Plan:
+    """Return a multi-rank plan as a single-process plan, the inverse of `for_replicas`."""
     kept: dict[str, Any] = {"zero_stage": None, **KEPT}
     kept = {
         name: Choice(value, "a single process", _MARKS[name], code="ranks.one_process") for name, value in kept.items()
@@ -67,7 +67,7 @@ def alone(plan: Plan) -> Plan:
     return replace(plan, num_ranks=1, **kept)
 
 
-def sending(plan: Plan, calibration: LinkCalibration, shape: StepShape) -> Plan:
+def with_fastest_communication(plan: Plan, calibration: LinkCalibration, shape: StepShape) -> Plan:
     """Return the plan with the fastest predicted way to send gradients, if the saving justifies a change.
 
     Args:

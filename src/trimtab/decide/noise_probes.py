@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.stateful import Load, Stateful, require_keys
-from trimtab.decide.batch_size_policy import NoiseEstimate, PolicyInput, could_save, is_known_well, most
+from trimtab.decide.batch_size_policy import NoiseEstimate, PolicyInput, could_save, is_known_well, largest_k
 from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.decide.step_time_model import WindowTimes
 
@@ -56,8 +56,8 @@ class ProbeSelection(Stateful):
     ) -> None:
         self._rule, self._unit, self._account, self._times = rule, unit, account, times
         self._may_split, self._shows_one = may_split, shows_one
-        self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
-        self.timed = max(2, min(_TIMED, most(rule, unit) // unit))
+        self._may_double = rule.policy != "fixed" and largest_k(rule, unit) > unit
+        self.timed = max(2, min(_TIMED, largest_k(rule, unit) // unit))
         self._fits_from, self._unfit = 0, _UNFIT
         # loader batches of the last exploring step; step from which another is allowed
         self._explored = self._explores_at = 0
@@ -150,7 +150,7 @@ class ProbeSelection(Stateful):
     def _many(self, k: int) -> int:
         """Return the loader batches of the next exploring step: twice those of the last, up to `k_max`."""
         wanted = max(2 * self._explored, 2 * (k // self._unit), _FIRST_EXPLORED)
-        return min(most(self._rule, self._unit) // self._unit, wanted)
+        return min(largest_k(self._rule, self._unit) // self._unit, wanted)
 
     def _lacks_times(self, k: int) -> bool:
         """Return True if only a step of more loader batches can show the time of a batch.

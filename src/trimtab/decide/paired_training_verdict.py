@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.decide.learning_rate import falls_clearly, smoothed
+from trimtab.decide.learning_rate import exponential_average, falls_clearly
 from trimtab.decide.statistics import Interval, is_gain, ratio_interval, resolution
 
 
@@ -28,11 +28,11 @@ class ShortRun:
     @property
     def ended_at(self) -> float:
         """Final smoothed loss."""
-        return smoothed(self.losses)[-1] if self.losses else math.nan
+        return exponential_average(self.losses)[-1] if self.losses else math.nan
 
     def steps_to(self, target: float) -> float:
         """Return the steps until the smoothed loss is at the target for two steps in a row; inf if never."""
-        smooth = smoothed(self.losses)
+        smooth = exponential_average(self.losses)
         for index, loss in enumerate(smooth):
             if loss <= target and smooth[min(index + 1, len(smooth) - 1)] <= target:
                 if index == 0:
@@ -108,7 +108,7 @@ def is_lost(pair: ShortPair) -> bool:
     return not falls_clearly(pair.stands.losses) or not pair.time > 1 or not pair.stays
 
 
-def judge(pairs: Sequence[ShortPair], rival: str) -> PairedTrainingVerdict:
+def judge_rival(pairs: Sequence[ShortPair], rival: str) -> PairedTrainingVerdict:
     """Return the verdict on a rival.
 
     Args:

@@ -43,7 +43,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
     """
     _refuse_unknown(profile, objective)
     limits = profile.limits(budget)
-    return _plan(profile, search_space.points(profile, limits), objective, limits)
+    return _plan(profile, search_space.priced_candidates(profile, limits), objective, limits)
 
 
 def chosen_candidate(profile: Profile, objective: Objective, budget: Budget) -> Candidate | None:
@@ -51,7 +51,7 @@ def chosen_candidate(profile: Profile, objective: Objective, budget: Budget) -> 
     try:
         _refuse_unknown(profile, objective)
         limits = profile.limits(budget)
-        return _decide(profile, search_space.points(profile, limits), objective, limits).winner
+        return _decide(profile, search_space.priced_candidates(profile, limits), objective, limits).winner
     except (InfeasibleError, ValueGivenError):
         return None
 
@@ -82,7 +82,7 @@ def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple
     """
     _refuse_unknown(profile, objective)
     budget = profile.limits(budget)
-    found = search_space.points(profile, budget)
+    found = search_space.priced_candidates(profile, budget)
     sizes = sorted({point.candidate.micro_batch for point in found if point.refusal is None}, reverse=True)
     if not sizes:
         raise _infeasible(profile, found, budget)
@@ -189,7 +189,7 @@ def _decide(
         raise _infeasible(profile, found, budget)
     unit = next((p for p in found if p.candidate == profile.reference_candidate), fitting[0])
     scores = {point.candidate: search_space.score(point, objective, unit) for point in fitting}
-    simplest = search_space.simplest(fitting, scores, profile.reference_candidate)
+    simplest = search_space.simplest_candidate(fitting, scores, profile.reference_candidate)
     stays = unit.candidate == profile.reference_candidate and unit in fitting
     best = (
         unit.candidate
@@ -238,7 +238,7 @@ def _outcome(
     A later final ran only because no candidate of the earlier finals fitted, which may differ under new limits. If no
     final decides, returns None and the candidates of all finals.
     """
-    for name in selection.standing(profile):
+    for name in selection.deciding_finals(profile):
         outcome = selection.decide(profile, name, objective, budget)
         if outcome is not None:
             return outcome, {trial.candidate for trial in profile.stage(name)}
@@ -246,7 +246,7 @@ def _outcome(
 
 
 def _infeasible(profile: Profile, found: Sequence[PricedCandidate], budget: Budget) -> InfeasibleError:
-    near, rounds = search_space.nearest(found, budget), profile.finals
+    near, rounds = search_space.nearest_refused(found, budget), profile.finals
     if near is None and budget.energy is not None and any(trial.block_s for trial in profile.trials):
         why = profile.meter.reason if profile.meter.is_absent else "the meter failed in every trial"
         return InfeasibleError(

@@ -20,7 +20,7 @@ def steps_shards_fused(optimizer: str) -> bool:
     return optimizer != "SGD"
 
 
-def taken(profile: Profile, engine: str, stage: int) -> Profile:
+def profile_for_stage(profile: Profile, engine: str, stage: int) -> Profile:
     """Return the part of a profile that is compatible with an engine's ZeRO stage.
 
     CUDA graphs are single-process. Shards have no memory layout and, with torch's SGD, no fused step; DeepSpeed casts

@@ -20,7 +20,7 @@ BUSY, WORTH_ANOTHER_LOOK = 0.1, 1.05
 MULTIPLE = 64  # Matrix units and their kernels are fastest at sizes that are multiples of this.
 
 
-def padded(words: int) -> int:
+def padded_vocabulary(words: int) -> int:
     """Return the vocabulary size rounded up to a multiple of `MULTIPLE`."""
     return -(-words // MULTIPLE) * MULTIPLE
 
@@ -119,6 +119,7 @@ def _vocabulary(profile: Profile, chosen: MeasuredCost | None) -> Iterator[Note]
         words, share = logits[1], f"{100 * saves_s / chosen.step_s:.1f}%"
         yield Note(
             "vocabulary.unpadded",
-            f"The vocabulary has {words:,} entries. Pad it to {padded(words):,}, a multiple of {MULTIPLE}: the matrix "
+            f"The vocabulary has {words:,} entries. Pad it to {padded_vocabulary(words):,}, a multiple of {MULTIPLE}: "
+            "the matrix "
             f"products of the head were then faster by {share} of a step, timed on a few hundred tokens.",
         )

@@ -15,7 +15,7 @@ from trimtab.core.recompute_schedule import (
     Schedule,
     kept_in,
     schedule_of,
-    written,
+    to_notation,
 )
 from trimtab.decide.recompute_cost import keep_all, predict, sqrt_segments
 
@@ -41,7 +41,7 @@ def peak_bytes(profile: Profile, candidate: Candidate) -> int | None:
     return None if chain is None else chain.held_bytes + predict(chain.stages, _whole(chain, candidate)).peak_bytes
 
 
-def longer(profile: Profile, candidate: Candidate) -> float | None:
+def recompute_time_fraction(profile: Profile, candidate: Candidate) -> float | None:
     """Return the recomputed time of a candidate, as a fraction of the step in which its blocks were measured."""
     found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
     if found is None or chain is None:
@@ -75,11 +75,11 @@ def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: fl
 @functools.lru_cache(maxsize=1024)
 def _schedules(chain: BlockChain, limit_bytes: int | None, known: tuple[str, ...]) -> tuple[str, ...]:
     stages, number = chain.stages, len(chain.stages) - 1
-    found = [EVERY_BLOCK, written(sqrt_segments(number, [stage.is_linked for stage in stages[: number - 1]]))]
+    found = [EVERY_BLOCK, to_notation(sqrt_segments(number, [stage.is_linked for stage in stages[: number - 1]]))]
     if all(stage.part is not None for stage in stages[:-1]):
-        found.append(written(tuple(KeptBlock(index, in_part=True) for index in range(number))))
+        found.append(to_notation(tuple(KeptBlock(index, in_part=True) for index in range(number))))
     best = None if limit_bytes is None else _optimal(chain, limit_bytes)
-    found += [*known] if best is None else [written(best[:-1]), *known]
+    found += [*known] if best is None else [to_notation(best[:-1]), *known]
     by_schedule = {schedule_of(each, number): each for each in reversed(found)}
     return tuple(text for schedule, text in by_schedule.items() if schedule != keep_all(number))
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from trimtab.core.block_costs import BlockChain, BlockCost
-from trimtab.core.recompute_schedule import KeptBlock, Part, RecomputedSegment, Schedule, stages_of, written
+from trimtab.core.recompute_schedule import KeptBlock, Part, RecomputedSegment, Schedule, stages_of, to_notation
 from trimtab.decide.recompute_cost import backward_need, keep_all, kept_bytes, predict
 
 # The limit is divided into SLOTS slots of bytes, and sizes are rounded up to slots. The table is solved for SLACKS
@@ -65,7 +65,7 @@ def by_shares(chain: BlockChain) -> tuple[str, ...]:
     """Return the optimal schedules, as text, for the fractions `SHARES` of the memory without recomputation."""
     whole = chain.held_bytes + predict(chain.stages, keep_all(len(chain.stages))).peak_bytes
     found = (optimal(chain.stages, math.floor(share * whole) - chain.held_bytes) for share in SHARES)
-    return tuple(dict.fromkeys(written(schedule[:-1]) for schedule in found if schedule is not None))
+    return tuple(dict.fromkeys(to_notation(schedule[:-1]) for schedule in found if schedule is not None))
 
 
 class _Table:

@@ -31,9 +31,9 @@ from trimtab.core.plan_note import Note
 from trimtab.core.profile import ALONE, FINAL, SLICED, Candidate, Profile, is_final
 from trimtab.decide import compile_policy
 from trimtab.decide.cost_model import BUT_MODE, CostModel
-from trimtab.decide.micro_batch_sizes import halvings, head_tokens
-from trimtab.decide.search_space import WORTH_A_RUN, lightest, points, put_first
-from trimtab.decide.trial_statistics import WORTH_SAVING, over_budget, unfit
+from trimtab.decide.micro_batch_sizes import head_tokens, sizes_to_consider
+from trimtab.decide.search_space import WORTH_A_RUN, lightest, priced_candidates, put_first
+from trimtab.decide.trial_statistics import WORTH_SAVING, over_budget, reason_unfit
 
 # Page faults with a smaller promised saving are ignored.
 WORTH_RETAINING = 0.02
@@ -191,7 +191,7 @@ def next_recomputables(
     is_asked = budget.memory_bytes is not None or objective.memory > 0 or always
     if not is_asked or (stage is not None and not is_final(stage.name)):
         return ()
-    known = points(profile, budget)
+    known = priced_candidates(profile, budget)
     found = [p for p in known if not (p.has_failed or p.candidate.compiled or p.candidate.recompute)]
     fitting = [point for point in found if point.refusal is None]
     if not found or (profile.over_time_budget and fitting):
@@ -214,10 +214,10 @@ def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Searc
     rounds = profile.finals
     last = [trial for trial in profile.stage(rounds[-1]) if not trial.control] if rounds else []
     was_refuted = any(profile.refutation_of(trial.candidate) for trial in last)
-    if not was_refuted and any(unfit(profile, trial, budget) is None for trial in last):
+    if not was_refuted and any(reason_unfit(profile, trial, budget) is None for trial in last):
         return None
     reference = profile.reference_candidate
-    failed = {t.candidate for name in rounds for t in profile.stage(name) if unfit(profile, t, budget)}
+    failed = {t.candidate for name in rounds for t in profile.stage(name) if reason_unfit(profile, t, budget)}
     found = [c for c in put_first(profile, objective, budget) if c not in failed]
     if was_refuted and {trial.candidate for trial in last}.issuperset(found):
         return None  # The last final decides without the refuted candidate.
@@ -258,7 +258,7 @@ def _modes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     model, limit = CostModel(profile), budget.memory_bytes
 
     def fitting(candidate: Candidate) -> Candidate:
-        sizes = (replace(candidate, micro_batch=rows) for rows in halvings(profile))
+        sizes = (replace(candidate, micro_batch=rows) for rows in sizes_to_consider(profile))
         return next((c for c in sizes if limit is None or model.may_fit(c, limit)), candidate)
 
     return tuple(map(fitting, mode_candidates(profile)))
@@ -284,7 +284,7 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     limit that otherwise requires small micro-batches. Sizes beyond the device's memory are not run.
     """
     first, memory = compile_policy.to_record(profile, _fastest(profile)), profile.device.memory_bytes
-    model, larger = CostModel(profile), (replace(first, micro_batch=rows) for rows in halvings(profile))
+    model, larger = CostModel(profile), (replace(first, micro_batch=rows) for rows in sizes_to_consider(profile))
     for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
         if chunks := chunk_candidates(profile, candidate):
             return candidate, *chunks, *_small_chunk(profile, first, chunks)
@@ -322,7 +322,7 @@ def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     Includes a larger size tried with the loss head or possibly allowed by a limit.
     """
     first = _fastest(profile)
-    sizes = [rows for rows in halvings(profile) if rows < first.micro_batch]
+    sizes = [rows for rows in sizes_to_consider(profile) if rows < first.micro_batch]
     few = bool(profile.ran("modes")) and _is_told(profile, budget)
     head = (trial.candidate.micro_batch for trial in profile.stage("head")[:1] if trial.block_s)
     larger = [rows for rows in head if rows > first.micro_batch] or _larger(profile, first, budget)
@@ -335,7 +335,7 @@ def _larger(profile: Profile, first: Candidate, budget: Budget) -> list[int]:
     if profile.reference.accumulate == 1:
         return []
     model, limit = CostModel(profile), budget.memory_bytes or _MOST_BYTES
-    fit = [rows for rows in halvings(profile) if model.may_fit(replace(first, micro_batch=rows), limit)]
+    fit = [rows for rows in sizes_to_consider(profile) if model.may_fit(replace(first, micro_batch=rows), limit)]
     return [rows for rows in fit if rows > first.micro_batch][:1]
 
 

@@ -11,9 +11,9 @@ from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.plan_note import Note
 from trimtab.core.profile import SLICED, Candidate, Profile, is_final
 from trimtab.decide import recompute_candidates
-from trimtab.decide.compile_policy import paying, tried
+from trimtab.decide.compile_policy import paying_modes, tried
 from trimtab.decide.cost_model import CostModel, PredictedCost
-from trimtab.decide.micro_batch_sizes import halvings, is_in_chunks
+from trimtab.decide.micro_batch_sizes import is_in_chunks, sizes_to_consider
 from trimtab.decide.statistics import is_gain
 from trimtab.decide.trial_statistics import (
     FREE_SPEED,
@@ -21,8 +21,8 @@ from trimtab.decide.trial_statistics import (
     control_interval,
     over_budget,
     over_own_peak,
+    reason_unfit,
     speed_ratio,
-    unfit,
     unknown_energy,
 )
 
@@ -53,7 +53,7 @@ class PricedCandidate:
     has_failed: bool = False
 
 
-def points(profile: Profile, budget: Budget) -> tuple[PricedCandidate, ...]:
+def priced_candidates(profile: Profile, budget: Budget) -> tuple[PricedCandidate, ...]:
     """Return all candidates with known time."""
     model, reference = CostModel(profile), profile.reference_candidate
     tried = (trial.candidate for trial in profile.trials if trial.candidate.recompute is not None)
@@ -75,15 +75,15 @@ def _is_told(profile: Profile, reference: Candidate) -> bool:
 
 def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Candidate]:
     chunks = {trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s}
-    fused = {profile.reference_candidate.fused_optimizer} if not fuses(profile) else {True}
+    fused = {profile.reference_candidate.fused_optimizer} if not fused_step_is_faster(profile) else {True}
     if not profile.trials:  # without trials, candidates come from the traces
         chunks = {traced.candidate.loss_chunk for traced in profile.traces}
         fused = {traced.candidate.fused_optimizer for traced in profile.traces}
     for mode in model.modes:
-        compiles = (False, *paying(profile, mode))
+        compiles = (False, *paying_modes(profile, mode))
         for allocator in sorted({mode.allocator, "keep"}, reverse=True):
             for chunk in sorted({None, *chunks}, key=lambda value: value or math.inf, reverse=True):
-                for rows, is_fused, compiled in itertools.product(halvings(profile), fused, compiles):
+                for rows, is_fused, compiled in itertools.product(sizes_to_consider(profile), fused, compiles):
                     part = replace(mode, micro_batch=rows, fused_optimizer=is_fused)
                     part = replace(part, allocator=allocator, loss_chunk=chunk, compiled=compiled)
                     if not is_in_chunks(profile, part):
@@ -93,7 +93,7 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
                         yield replace(part, recompute=schedule)
 
 
-def fuses(profile: Profile) -> bool:
+def fused_step_is_faster(profile: Profile) -> bool:
     """Return True if a fused optimizer step is significantly faster, by a sufficient fraction of a whole step."""
     trials = [trial for trial in profile.stage("optimizer") if not trial.control]
     if profile.is_refuted("fused_optimizer", True) or len(trials) < 2 or not all(trial.block_s for trial in trials):
@@ -105,7 +105,7 @@ def fuses(profile: Profile) -> bool:
 
 def fusing_share(profile: Profile) -> float:
     """Return the saving of a fused step as a fraction of the fastest whole step that was tried and pays."""
-    model, ways = CostModel(profile), paying(profile)
+    model, ways = CostModel(profile), paying_modes(profile)
     also = (trial.candidate for trial in tried(profile) if trial.block_s and trial.candidate.compiled in ways)
     return model.saves("fused_optimizer", True) / (model.fastest(also) or 1.0)
 
@@ -115,7 +115,7 @@ def _refusal(profile: Profile, candidate: Candidate, cost: PredictedCost, budget
         return died
     final = [t for t in profile.trials if is_final(t.stage) and t.candidate == candidate and not t.control]
     if final:
-        return unfit(profile, final[-1], budget)
+        return reason_unfit(profile, final[-1], budget)
     if budget.memory_bytes is not None and cost.peak_bytes is None:
         return Note("memory.unknown", "the peak memory is unknown: neither measured nor traced")
     if unknown := unknown_energy(cost.energy_j, budget):
@@ -137,14 +137,14 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
 
     Empty if no candidate is predicted to be better; the nearest candidate if none meets the budget.
     """
-    found = points(profile, budget)
+    found = priced_candidates(profile, budget)
     reference = next((p for p in found if p.candidate == profile.reference_candidate), None)
     fitting = [point for point in found if point.refusal is None]
     if not fitting:
-        near = nearest(found, budget)
+        near = nearest_refused(found, budget)
         return () if near is None or near == reference else (near.candidate,)
     scores = {point.candidate: score(point, objective, reference or fitting[0]) for point in fitting}
-    best = simplest(fitting, scores, profile.reference_candidate)
+    best = simplest_candidate(fitting, scores, profile.reference_candidate)
     stays = reference is not None and reference.refusal is None
     chosen = [] if stays and reference and not is_worth_a_change(best, reference, objective) else [best]
     lightest = _lightest(_of_told_sizes(fitting, best, profile), best)
@@ -158,7 +158,7 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
 
 def lightest(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """Return the fitting candidate with the least predicted memory; empty if none fits."""
-    fitting = [point for point in points(profile, budget) if point.refusal is None]
+    fitting = [point for point in priced_candidates(profile, budget) if point.refusal is None]
     light = min(fitting, key=lambda point: point.cost.peak_bytes or math.inf, default=None)
     return () if light is None else (light.candidate,)
 
@@ -198,7 +198,7 @@ def _of_sizes_that_ran(
     safe = [point for point in fitting if point.candidate.micro_batch <= ran]
     if not chosen or not safe or chosen[0].candidate.micro_batch <= ran:
         return []
-    return [simplest(safe, {p.candidate: scores[p.candidate] for p in safe}, profile.reference_candidate)]
+    return [simplest_candidate(safe, {p.candidate: scores[p.candidate] for p in safe}, profile.reference_candidate)]
 
 
 def score(point: PricedCandidate, objective: Objective, reference: PricedCandidate) -> float:
@@ -212,7 +212,7 @@ def score(point: PricedCandidate, objective: Objective, reference: PricedCandida
     return objective.score(ours, theirs)
 
 
-def nearest(found: Sequence[PricedCandidate], budget: Budget) -> PricedCandidate | None:
+def nearest_refused(found: Sequence[PricedCandidate], budget: Budget) -> PricedCandidate | None:
     """Return the refused point with the least excess over a limit, without failures; ties go to the fastest."""
     known = [p for p in found if budget.memory_bytes is None or p.cost.peak_bytes is not None]
     known = [p for p in known if unknown_energy(p.cost.energy_j, budget) is None]
@@ -289,7 +289,7 @@ def is_worth_a_change(best: PricedCandidate, reference: PricedCandidate, objecti
     return score(best, objective, reference) < WORTH_A_RUN * score(reference, objective, reference)
 
 
-def simplest(
+def simplest_candidate(
     fitting: Sequence[PricedCandidate], scores: Mapping[Candidate, float], reference: Candidate
 ) -> PricedCandidate:
     """Return the point with the fewest changes among those nearly as good as the best."""

@@ -9,7 +9,14 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain
-from trimtab.decide.trial_statistics import control_interval, is_free, score_ratio, speed_ratio, unfit, unknown_energy
+from trimtab.decide.trial_statistics import (
+    control_interval,
+    is_free,
+    reason_unfit,
+    score_ratio,
+    speed_ratio,
+    unknown_energy,
+)
 
 _UNREAD = Note(
     "energy.not_read", "the energy of the unchanged loop was not measured, so no energy can be compared with it"
@@ -42,7 +49,7 @@ class FinalOutcome:
         return speed_ratio(self.winner, self.reference)
 
 
-def standing(profile: Profile) -> tuple[str, ...]:
+def deciding_finals(profile: Profile) -> tuple[str, ...]:
     """Return the deciding finals: those without a refuted candidate, or all if every final has one."""
     names = profile.finals
     unrefuted = [n for n in names if not any(profile.refutation_of(t.candidate) for t in profile.stage(n))]
@@ -109,7 +116,7 @@ def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objectiv
         budget: limits.
         objective: set for rivals, whose energy must be known if weighed; None for the reference.
     """
-    known = unfit(profile, trial, budget)
+    known = reason_unfit(profile, trial, budget)
     if known is None and objective is not None:
         known = unknown_energy(trial.energy_j, Budget(), objective)
     return profile.error_of(trial.candidate) or known

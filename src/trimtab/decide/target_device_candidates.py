@@ -40,7 +40,7 @@ def traced_for(profile: Profile, trace: Trace) -> Profile:
         return replace(profile, traces=(*profile.traces, *traces))
 
     profile = traced(profile, modes(profile))
-    for candidate in chunks(profile):
+    for candidate in chunks_to_trace(profile):
         profile = traced(profile, [candidate])
     return profile
 
@@ -102,7 +102,7 @@ def modes(profile: Profile) -> list[Candidate]:
     return [_fused(profile, mode) for mode in found]
 
 
-def chunks(profile: Profile) -> tuple[Candidate, ...]:
+def chunks_to_trace(profile: Profile) -> tuple[Candidate, ...]:
     """Return the chunked loss heads to trace for the fastest precision on a target device.
 
     Only the largest chunks, which read the head's weights least often, if memory is not weighed and the whole batch
@@ -128,7 +128,7 @@ def recorded_candidates(profile: Profile) -> Iterator[tuple[Candidate, ...]]:
         yield tuple(replace(chunked, precision=precision) for precision in RECORDED)
 
 
-def recorded(profile: Profile) -> Trace:
+def recorded_traces(profile: Profile) -> Trace:
     """Return a function that looks up recorded CUDA traces in the profile."""
 
     def trace(candidates: Sequence[Candidate]) -> list[TracedCandidate]:

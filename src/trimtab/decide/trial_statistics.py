@@ -83,14 +83,14 @@ def control_interval(profile: Profile, stage: str, objective: Objective | None =
     return speed_ratio(control, trials[0])
 
 
-def resolves(control: Interval | None) -> str:
+def resolution_in_words(control: Interval | None) -> str:
     """Return the resolution of an A/A control in words."""
     if not math.isfinite(resolution(control)):
         return "without an A/A control no gain is significant"
     return f"the A/A control resolves gains above {100 * resolution(control):.2g}%"
 
 
-def figures(speed: Interval) -> str:
+def speed_in_words(speed: Interval) -> str:
     """Return a speed ratio in words."""
     if not math.isfinite(speed.high):
         return f"{speed.mean:.3g}x the speed (n={speed.n})"
@@ -114,7 +114,7 @@ def is_behind(ours: Sequence[float], theirs: Sequence[float], *, is_lighter: boo
     return not is_lighter or speed.mean < CLEARLY_SLOWER
 
 
-def unfit(profile: Profile, trial: Trial, budget: Budget) -> Note | None:
+def reason_unfit(profile: Profile, trial: Trial, budget: Budget) -> Note | None:
     """Return the reason why a trial of whole steps cannot be chosen, or None.
 
     If the meter failed in this trial, energy uses the power of the same settings in a different trial.
@@ -169,9 +169,9 @@ def is_free(ours: Trial, theirs: Trial) -> bool:
         return False
     speed = speed_ratio(ours, theirs)
     is_as_fast = speed.n >= MIN_PAIRS_FOR_VERDICT and speed.low >= FREE_SPEED
-    return is_as_fast and saved(ours, theirs) >= WORTH_SAVING
+    return is_as_fast and saved_memory_fraction(ours, theirs) >= WORTH_SAVING
 
 
-def saved(ours: Trial, theirs: Trial) -> float:
+def saved_memory_fraction(ours: Trial, theirs: Trial) -> float:
     """Return the saved fraction of the other trial's peak memory."""
     return 1 - (ours.peak_bytes or 0) / (theirs.peak_bytes or 1)

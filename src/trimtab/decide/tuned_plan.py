@@ -29,7 +29,7 @@ _UNCLIPPED = "not tried: a range test is too short for rare outliers"
 _LONGEST_RISE = 0.3
 
 
-def tried(plan: Plan) -> tuple[str, ...]:
+def tried_settings(plan: Plan) -> tuple[str, ...]:
     """Return the training settings that were tried, kept or not, by their names in `adapt`."""
     shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.rejected)}
     found = {
@@ -135,13 +135,13 @@ def adapt_schedule(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, se
     return replace(_searched(stands, search_s), schedule=won)
 
 
-def _kept(unchanged: Choice, rejected: Scalar, verdict: PairedTrainingVerdict) -> Choice:
+def _kept(unchanged: Choice, value: Scalar, verdict: PairedTrainingVerdict) -> Choice:
     """Return the unchanged setting with the verdict on its rejected alternative."""
-    rejected = (Rejected(rejected, verdict.reason, verdict.code),)
+    rejected = (Rejected(value, verdict.reason, verdict.code),)
     return replace(unchanged, reason=verdict.reason, rejected=rejected, code=verdict.code)
 
 
-def within(budget: Budget, rival: Plan, verdict: PairedTrainingVerdict) -> PairedTrainingVerdict:
+def within_limits(budget: Budget, rival: Plan, verdict: PairedTrainingVerdict) -> PairedTrainingVerdict:
     """Return the verdict, with no gain if the rival's measured step exceeds a hard limit.
 
     Energy assumes the plan's power.

@@ -23,9 +23,9 @@ from trimtab.core.rank_peak_memory import WAYS, RankPeakMemory, Way
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.communication_cost import WindowCost
 from trimtab.decide.dry_run_selection import CompletedDryRuns, saying_missed
-from trimtab.decide.multi_rank_plan import WORTH, sending, ways_to_send
+from trimtab.decide.multi_rank_plan import WORTH, ways_to_send, with_fastest_communication
 from trimtab.decide.planner import choose_each
-from trimtab.decide.rank_profile import at_stage, taken
+from trimtab.decide.rank_profile import at_stage, profile_for_stage
 from trimtab.decide.search_space import WORTH_A_RUN
 
 _MARKS = Plan.effects()
@@ -215,7 +215,7 @@ def _within(profile: Profile, traces: Sequence[RankPeakMemory], job: _Job, way: 
     Raises:
         InfeasibleError: there is none.
     """
-    there = at_stage(taken(profile, job.engine, way[0]), [trace for trace in traces if trace.way == way])
+    there = at_stage(profile_for_stage(profile, job.engine, way[0]), [trace for trace in traces if trace.way == way])
     margin, memory = held_with(profile.device.kind, way), profile.budget.memory_bytes
     beyond = job.rehearsed.beyond_bytes(way)
     limits: list[int | None] = [None if memory is None else math.floor(memory / (1 + margin))]
@@ -300,7 +300,7 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
     if ran is not None:
         plan = replace(plan, **{name: getattr(ran.plan, name) for name in ("reduce_dtype", "bucket_bytes")})
     elif job.engine == "torch" and not job.rehearsed.as_usual:
-        plan = sending(plan, job.calibration, shape)
+        plan = with_fastest_communication(plan, job.calibration, shape)
     cost = _as_sent(plan, job.calibration, shape)
     measured = None if ran is None or ran.refusal else MeasuredCost(ran.window_s, ran.peak_bytes)
     bare = replace(plan, baseline=None, measured=measured, verified=None, front=(), stands_between=None)

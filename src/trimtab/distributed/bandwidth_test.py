@@ -14,7 +14,7 @@ from torch import Tensor
 from trimtab.core.interconnect import LinkCalibration
 from trimtab.decide.collectives import fit
 from trimtab.distributed.ddp import mean_in_bf16
-from trimtab.distributed.process_group import backends, slowest
+from trimtab.distributed.process_group import backends, max_over_ranks
 
 # Bytes of the timed all-reduces, from latency-bound to bandwidth-bound.
 _SIZES = tuple(2**power for power in (12, 16, 19, 21, 23))
@@ -31,13 +31,13 @@ def calibrate(device: torch.device) -> LinkCalibration:
     points = []
     for size in _SIZES:
         sent = torch.zeros(size // 4, device=device)
-        points.append((float(size), slowest(_seconds(partial(dist.all_reduce, sent), device))))
+        points.append((float(size), max_over_ranks(_seconds(partial(dist.all_reduce, sent), device))))
         if points[-1][1] > _LONGEST_S and len(points) >= 3:
             break
     ranks = dist.get_world_size()
     name = backends()[device.type]
     found = fit(points, ranks, f"{name} of {ranks} ranks", scatters=name != "gloo")
-    cast_s = slowest(_cast_seconds(device)) / _CAST_BYTES
+    cast_s = max_over_ranks(_cast_seconds(device)) / _CAST_BYTES
     return LinkCalibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
 
 
@@ -62,8 +62,8 @@ def _hook_seconds(device: torch.device) -> float:
     """Return the overhead of the plan's bf16 communication hook for a small bucket, relative to a plain all-reduce."""
     whole = torch.zeros(_SIZES[0] // 4, device=device)
     sent = whole.bfloat16()
-    hooked_s = slowest(_seconds(lambda: mean_in_bf16(whole).wait(), device))
-    return max(0.0, hooked_s - slowest(_seconds(lambda: _reduced(sent), device)))
+    hooked_s = max_over_ranks(_seconds(lambda: mean_in_bf16(whole).wait(), device))
+    return max(0.0, hooked_s - max_over_ranks(_seconds(lambda: _reduced(sent), device)))
 
 
 def _reduced(sent: Tensor) -> None:
@@ -73,17 +73,17 @@ def _reduced(sent: Tensor) -> None:
 def _overlap(device: torch.device, size: int) -> float:
     """Return the fraction of an all-reduce hidden by a computation of similar duration; minimum over ranks."""
     sent, factor = torch.zeros(size // 4, device=device), torch.full((_SIDE, _SIDE), 1e-3, device=device)
-    sending_s = slowest(_seconds(lambda: dist.all_reduce(sent), device))
-    once_s = slowest(_seconds(lambda: _computes(factor, 1), device))
+    sending_s = max_over_ranks(_seconds(lambda: dist.all_reduce(sent), device))
+    once_s = max_over_ranks(_seconds(lambda: _computes(factor, 1), device))
     count = max(1, round(sending_s / once_s))
-    computing_s = slowest(_seconds(lambda: _computes(factor, count), device))
+    computing_s = max_over_ranks(_seconds(lambda: _computes(factor, count), device))
 
     def both() -> None:
         work = dist.all_reduce(sent, async_op=True)
         _computes(factor, count)
         work.wait()
 
-    together_s = slowest(_seconds(both, device))
+    together_s = max_over_ranks(_seconds(both, device))
     hidden_s = sending_s + computing_s - together_s
     return min(1.0, max(0.0, hidden_s / min(sending_s, computing_s)))
 

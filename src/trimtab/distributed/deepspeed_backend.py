@@ -21,7 +21,7 @@ from trimtab.core.errors import DependencyError, LoopError
 from trimtab.core.plan import Plan
 from trimtab.decide.deepspeed_config import config_of
 from trimtab.distributed.ddp import broadcast_buffers
-from trimtab.distributed.deepspeed_state import clean, put_state, take
+from trimtab.distributed.deepspeed_state import gather_full_state, put_state, restore_plain_model
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.runtime.precision import MixedPrecision
 from trimtab.runtime.used_parameters import AllParametersCheck
@@ -154,12 +154,12 @@ class DeepSpeedZero:
             self.exchange.failed(error)
             self.exchange.close()
             return
-        full, states = take(self._zero, [each for whole in self._whole for each in whole])
+        full, states = gather_full_state(self._zero, [each for whole in self._whole for each in whole])
         with _quiet():
             self._engine.destroy()
         for hook in (self._engine.module_forward_pre_hook, self._engine.module_forward_post_hook):
             hook.remove()
-        clean(self.model, full)
+        restore_plain_model(self.model, full)
         nn.functional.linear = self._linear
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = whole

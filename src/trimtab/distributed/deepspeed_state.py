@@ -35,7 +35,7 @@ def _own_part(parameter: Any, whole: Tensor) -> Tensor:
     return padded.narrow(0, size * dist.get_rank(), size)
 
 
-def take(zero: Any, parameters: list[Tensor]) -> tuple[dict[Tensor, Tensor], State]:
+def gather_full_state(zero: Any, parameters: list[Tensor]) -> tuple[dict[Tensor, Tensor], State]:
     """Return full parameters and their full optimizer state; a collective."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -53,7 +53,7 @@ def take(zero: Any, parameters: list[Tensor]) -> tuple[dict[Tensor, Tensor], Sta
     return full, states
 
 
-def clean(model: nn.Module, full: dict[Tensor, Tensor]) -> None:
+def restore_plain_model(model: nn.Module, full: dict[Tensor, Tensor]) -> None:
     """Turn a destroyed engine's model back into a plain torch model, with the same parameter objects."""
     for parameter, value in full.items():
         parameter.data = value.to(parameter.dtype)

@@ -26,13 +26,13 @@ from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.errors import RankError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
-from trimtab.decide.dry_run_selection import by_default, settled
+from trimtab.decide.dry_run_selection import by_default, plan_for_gradients
 from trimtab.decide.interleaving import turns
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
-from trimtab.distributed.dry_run_on_copies import DryRun, DryRunOutOfMemory, rehearsing
+from trimtab.distributed.dry_run_on_copies import DryRun, DryRunOutOfMemory, dry_run_of
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.model_copies import copied_together
-from trimtab.distributed.process_group import slowest, time_limit_s, words_of_all
+from trimtab.distributed.process_group import max_over_ranks, time_limit_s, words_of_all
 from trimtab.distributed.sequence_numbers import num_sent
 from trimtab.distributed.zero_stage_inputs import RankLoop
 from trimtab.measure.loop_state import unchanged_by
@@ -109,7 +109,7 @@ class DryRuns:
         arms = {"plan": plan} if usual is None else {"plan": plan, "usual": usual, "control": usual}
         found = self._together(lambda: self._rehearsed(arms, counts_memory=counts_memory))
         gc.collect()  # An error holds its frames, and the frames hold the run's tensors.
-        took_s = slowest(time.perf_counter() - start)
+        took_s = max_over_ranks(time.perf_counter() - start)
         if isinstance(found, _Failure):
             return DryRunResult(plan, refusal=found.text, took_s=took_s, code=found.code)
         return replace(found, took_s=took_s)
@@ -120,7 +120,7 @@ class DryRuns:
         slower = None if plan.predicted is None else statistics.median(block_s["plan"]) / plan.predicted.step_s
         kept, of = plan, "plan"
         if "usual" in arms:
-            kept = settled(plan, arms["usual"], (block_s["plan"], block_s["usual"], block_s["control"]))
+            kept = plan_for_gradients(plan, arms["usual"], (block_s["plan"], block_s["usual"], block_s["control"]))
             of = "usual" if by_default(kept) is None else "plan"
         return DryRunResult(kept, tuple(block_s[of]), self._peaks(kept) if counts_memory else (), slower)
 
@@ -144,7 +144,7 @@ class DryRuns:
                     held = runs.get(id(arms[name]))
                     block_s[name].append(held.block_s() if held else self._block_s(arms[name]))
                     last = name
-                spent_s = slowest(time.perf_counter() - begin)
+                spent_s = max_over_ranks(time.perf_counter() - begin)
                 if lap + 1 >= least and spent_s * (lap + 2) / (lap + 1) > _LONGEST_S:
                     break
         return block_s
@@ -161,7 +161,7 @@ class DryRuns:
         return (max(found),) if run.is_accelerated else found
 
     def _running(self, plan: Plan) -> contextlib.AbstractContextManager[DryRun]:
-        return rehearsing(plan, self._copied, self._clip_norm, self._batching)
+        return dry_run_of(plan, self._copied, self._clip_norm, self._batching)
 
     def _together(self, make: Callable[[], T]) -> T | _Failure:
         """Return the result of `make` on all ranks, or a failure, the same on all ranks.

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from trimtab.core.plan import KEEP_BATCH, KEEP_LEARNING_RATE, KEEP_SCHEDULE, KEEP_WARMUP, Plan
 from trimtab.distributed.backend_selection import backend_of
-from trimtab.distributed.process_group import slowest, total
+from trimtab.distributed.process_group import max_over_ranks, total
 from trimtab.distributed.zero_stage_inputs import RankLoop
 from trimtab.measure.peak_memory import alive_between_steps, peak_bytes
-from trimtab.measure.sharded_norms import local
+from trimtab.measure.sharded_norms import local_shard
 from trimtab.measure.timing import time_call
 from trimtab.runtime.backend import Backend
 from trimtab.runtime.batch import tensors_in
@@ -35,7 +35,7 @@ class DryRunOutOfMemory(Exception):
 
 
 @contextlib.contextmanager
-def rehearsing(
+def dry_run_of(
     plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | None, batching: BatchSplitting = BY_CONTAINERS
 ) -> Iterator[DryRun]:
     """Run a plan on copies inside the block, as `trimtab.start` would; a collective.
@@ -90,13 +90,13 @@ class DryRun:
         while windows < _WARM_WINDOWS or (self._run.applied_steps == 0 and windows < _MOST_WARM):
             self._window()
             windows += 1
-        once_s = slowest(time_call(self._window, self._device))
+        once_s = max_over_ranks(time_call(self._window, self._device))
         self._windows = max(1, min(_MOST_WINDOWS, math.ceil(_BLOCK_S / once_s)))
 
     def block_s(self) -> float:
         """Return the seconds per step over a block of steps; maximum over ranks. Ranks begin together."""
         total(0.0)
-        return slowest(time_call(self._window, self._device, self._windows))
+        return max_over_ranks(time_call(self._window, self._device, self._windows))
 
     def peak_bytes(self, beside_bytes: int) -> int:
         """Return the peak memory of a step, maximum over ranks.
@@ -107,7 +107,7 @@ class DryRun:
         drop_gradients(self._loop[1])  # The count must include memory that is freed during the step.
         counted = peak_bytes(self._window, self._device, self._alive)
         own = counted - beside_bytes if self.is_accelerated else counted + self._kept_bytes()
-        return int(slowest(float(own)))
+        return int(max_over_ranks(float(own)))
 
     def _window(self) -> None:
         _, _, loss_fn, batch = self._loop
@@ -118,7 +118,7 @@ class DryRun:
 
     def _alive(self) -> Iterator[Tensor]:
         model, optimizer, _, batch = self._loop
-        yield from map(local, alive_between_steps(model, optimizer))
+        yield from map(local_shard, alive_between_steps(model, optimizer))
         yield from tensors_in(batch)
 
     def _kept_bytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from trimtab.distributed.heartbeat import HeartbeatTimeout, awaited, beating, say
+from trimtab.distributed.heartbeat import HeartbeatTimeout, await_value, send_heartbeats, write_value
 from trimtab.distributed.launched_rank import rank_lost
 from trimtab.distributed.process_group import from_first, job_store, time_limit_s
 
@@ -36,14 +36,14 @@ def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
         return json.dumps([own, *(_word_of(store, each, keys[each], limit_s) for each in range(1, len(keys)))])
 
     if rank:
-        with beating(store, keys[rank], limit_s):
+        with send_heartbeats(store, keys[rank], limit_s):
             own = make()
-        say(store, keys[rank], own, readers=1)
+        write_value(store, keys[rank], own, readers=1)
     return list(json.loads(from_first(all_said, topic)))
 
 
 def _word_of(store: Store, rank: int, key: str, limit_s: float) -> str:
     try:
-        return awaited(store, key, limit_s)
+        return await_value(store, key, limit_s)
     except HeartbeatTimeout as silence:
         raise rank_lost(rank, str(silence)) from silence

@@ -25,7 +25,7 @@ class HeartbeatTimeout(Exception):
 
 
 @contextlib.contextmanager
-def beating(store: Store, key: str, limit_s: float) -> Iterator[None]:
+def send_heartbeats(store: Store, key: str, limit_s: float) -> Iterator[None]:
     """Increment a heartbeat counter while the block runs, several times per time limit.
 
     Args:
@@ -49,7 +49,7 @@ def beating(store: Store, key: str, limit_s: float) -> Iterator[None]:
         thread.join(limit_s)
 
 
-def awaited(store: Store, key: str, limit_s: float) -> str:
+def await_value(store: Store, key: str, limit_s: float) -> str:
     """Return the value of a key, waiting as long as its writer sends heartbeats.
 
     Args:
@@ -96,7 +96,7 @@ def _look(store: Store, key: str, news: queue.SimpleQueue[str | RuntimeError | N
         news.put(error)
 
 
-def say(store: Store, key: str, text: str, readers: int) -> None:
+def write_value(store: Store, key: str, text: str, readers: int) -> None:
     """Write a value for a number of readers, and delete earlier values that all readers have fetched."""
     store.set(key, text)
     before = _written.get(store, [])

@@ -32,16 +32,16 @@ class RankPlacement:
     quotas: Mapping[str, float] = field(default_factory=dict)
 
 
-def crowded() -> str:
+def oversubscribed_resource() -> str:
     """Return the oversubscribed resource, "cores" or "devices", or ""; a collective."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return shared([_own()])
+        return resource_of_placements([_own()])
     seats: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seats, _own())
-    return shared(seats)
+    return resource_of_placements(seats)
 
 
-def shared(seats: Sequence[RankPlacement]) -> str:
+def resource_of_placements(seats: Sequence[RankPlacement]) -> str:
     """Return the oversubscribed resource for these placements: "cores", "devices", or ""."""
     nodes = {seat.node: [each for each in seats if each.node == seat.node] for seat in seats}
     if any(seat.device for seat in seats):

@@ -15,7 +15,7 @@ from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.dry_run_selection import MOST_REHEARSALS, CompletedDryRuns, by_default, saying_unrehearsed
-from trimtab.decide.multi_rank_plan import replicated, sending
+from trimtab.decide.multi_rank_plan import for_replicas, with_fastest_communication
 from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.dry_run import DryRuns
 from trimtab.distributed.process_group import from_first
@@ -72,7 +72,7 @@ def plan_together(
         if isinstance(found, StageMeasurements):
             shares.append(found)
             return _TO_CHOOSE
-        return to_json(replace(found, plan=replicated(found.plan, ranks, found.kept)))
+        return to_json(replace(found, plan=for_replicas(found.plan, ranks, found.kept)))
 
     text = from_first(made)
     if text == _TO_CHOOSE:
@@ -86,7 +86,7 @@ def plan_together(
     calibration = _timed(device)
     if not isinstance(calibration, LinkCalibration):
         return _as_by_default(found.plan, calibration)
-    plan = sending(found.plan, calibration, found.shape)
+    plan = with_fastest_communication(found.plan, calibration, found.shape)
     usual = by_default(plan)
     return plan if usual is None or rehearsal is None else _worth_it(plan, usual, rehearsal())
 
@@ -172,7 +172,7 @@ def _timed(device: torch.device) -> LinkCalibration | str:
 def _chosen(share: StageMeasurements, ranks: int, calibration: LinkCalibration | str) -> Plan:
     if isinstance(calibration, LinkCalibration):
         return share.plan(ranks, calibration)
-    return _as_by_default(replicated(of_replicas(share.profile, calibration), ranks, calibration), calibration)
+    return _as_by_default(for_replicas(of_replicas(share.profile, calibration), ranks, calibration), calibration)
 
 
 def _as_by_default(plan: Plan, why: str) -> Plan:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trimtab.core import validation
 from trimtab.core.errors import RankError, ValueGivenError
-from trimtab.distributed.heartbeat import HeartbeatTimeout, awaited, beating, last_words, say
+from trimtab.distributed.heartbeat import HeartbeatTimeout, await_value, last_words, send_heartbeats, write_value
 from trimtab.distributed.launched_rank import rank_lost, ranks_failed
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class JobPosition:
     local_rank: int = 0
 
 
-def place(environment: Mapping[str, str] | None = None) -> JobPosition:
+def job_position(environment: Mapping[str, str] | None = None) -> JobPosition:
     """Return the position of this process from launcher variables; rank 0 of 1 without a launcher.
 
     Raises:
@@ -79,7 +79,7 @@ def process_group(timeout_s: float | None = None) -> Iterator[JobPosition]:
     Args:
         timeout_s: seconds after which an awaited rank counts as dead; default: 60, or the value of the enclosing block.
     """
-    found = place()
+    found = job_position()
     limit_s = time_limit_s() if timeout_s is None else validation.number("timeout_s", timeout_s, low=0, open_low=True)
     if found.num_ranks == 1 or dist.is_initialized():
         with limited_to(limit_s):
@@ -228,7 +228,7 @@ def total(value: float) -> float:
     return float(found)
 
 
-def slowest(seconds: float) -> float:
+def max_over_ranks(seconds: float) -> float:
     """Return the maximum of a number over ranks; a collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return seconds
@@ -273,15 +273,15 @@ def from_first(make: Callable[[], str], topic: str = "") -> str:
     store, key = job_store(), f"trimtab/from_first/{topic or next(_numbers)}"
     if dist.get_rank() == 0:
         try:
-            with _apart(), beating(store, key, time_limit_s()):
+            with _apart(), send_heartbeats(store, key, time_limit_s()):
                 made = make()
         except BaseException as error:
             last_words(store, key, f"!{type(error).__name__}: {error}", dist.get_world_size() - 1)
             raise
-        say(store, key, "=" + made, dist.get_world_size() - 1)
+        write_value(store, key, "=" + made, dist.get_world_size() - 1)
         return made
     try:
-        found = awaited(store, key, time_limit_s())
+        found = await_value(store, key, time_limit_s())
     except HeartbeatTimeout as silence:
         lost = rank_lost(0, str(silence))
         raise (lost if dist.get_rank() == 1 else lost.echoed()) from silence

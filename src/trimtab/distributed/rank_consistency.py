@@ -62,8 +62,10 @@ def require_alike(
         more = f" and {len(unlike) - _MOST_FIELDS} more" if len(unlike) > _MOST_FIELDS else ""
         listed = ", ".join(unlike[:_MOST_FIELDS]) + more
         texts_of_first = [found.get(unlike[0], "absent") for found in each]
-        given = f"differences in {listed}; {told(unlike[0], texts_of_first)}"
-        problem = f"The {what} of the {len(each)} ranks differ in {listed}: {told(unlike[0], texts_of_first)}."
+        given = f"differences in {listed}; {differing_texts(unlike[0], texts_of_first)}"
+        problem = (
+            f"The {what} of the {len(each)} ranks differ in {listed}: {differing_texts(unlike[0], texts_of_first)}."
+        )
         raise error(field, got=given, expected=expected, problem=problem, hint=hint, code=DIFFER)
 
 
@@ -205,7 +207,7 @@ def _split(text: str) -> Sequence[str]:
     return text.split("\0") if text else []
 
 
-def told(name: str, texts: Sequence[str]) -> str:
+def differing_texts(name: str, texts: Sequence[str]) -> str:
     """Return the texts different from the most frequent text, with their ranks, in words."""
     usual = Counter(texts).most_common(1)[0][0]
     odd = "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts) if text != usual)

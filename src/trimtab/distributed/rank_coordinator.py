@@ -18,7 +18,7 @@ from trimtab.distributed.coordinator import BlockLength, Coordinator, M, T
 from trimtab.distributed.gather_with_heartbeat import words_at_work
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.launched_rank import ranks_failed
-from trimtab.distributed.oversubscription import crowded
+from trimtab.distributed.oversubscription import oversubscribed_resource
 from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
 
 # Larger than the difference between any two seeds of paired runs.
@@ -55,7 +55,7 @@ class RankCoordinator(Coordinator):
         self._entered, self._attempts = 0, 0
         self._refused: UsageError | None = None
         with self._exchange.explaining():
-            self.crowded = crowded()
+            self.crowded = oversubscribed_resource()
 
     def each(self, figure: float) -> list[float]:
         """Return a number of every rank, by rank; a collective."""

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trimtab.core.energy_reading import OTHER_RANKS, Energy, MeterFacts, Provenance, absent
-from trimtab.distributed.process_group import place
+from trimtab.core.energy_reading import OTHER_RANKS, Energy, MeterFacts, Provenance, absent_energy
+from trimtab.distributed.process_group import job_position
 from trimtab.measure.cpu_affinity import node
 from trimtab.measure.energy_meter import Meter
 from trimtab.measure.meter_selection import Metering, ReadCounters, find_meter, reads_alone, uuid_of, with_idle
@@ -53,12 +53,12 @@ class RankMeter:
             total: returns the sum of a number over ranks; a collective.
         """
         if self.job.is_absent:  # the same on all ranks, so no rank waits in the collective
-            return absent(self.job.reason, own.seconds)
+            return absent_energy(self.job.reason, own.seconds)
         part = 0.0 if not self.is_reader else math.nan if own.joules is None else own.joules
         joules = total(part)
         if math.isfinite(joules) and joules > 0:
             return Energy(own.seconds, joules, self.job.provenance, self.job.sources)
-        return absent(
+        return absent_energy(
             own.reason if self.is_reader and own.reason else "another rank's energy meter failed", own.seconds
         )
 
@@ -72,7 +72,7 @@ def meter_of_rank(device: torch.device, metering: Metering | None = None, *, idl
         idle: measure idle power during a second in which all ranks do nothing.
     """
     metering = metering or Metering()
-    seats = _of_ranks(MeterPlacement(node(), place().local_rank, _name(device)))
+    seats = _of_ranks(MeterPlacement(node(), job_position().local_rank, _name(device)))
     reads = reads_alone(device) if len(seats) == 1 else reads_of(seats, dist.get_rank(), metering)
     found = find_meter(device, metering, reads=reads)
     found = with_idle(found) if idle else found

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
-from trimtab.calibrate.candidate_traces import Batches, Sizes, applied, at_two_sizes, has_two_sizes
+from trimtab.calibrate.candidate_traces import Batches, Sizes, apply_candidate, at_two_sizes, has_two_sizes
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.profile import Candidate
@@ -115,7 +115,7 @@ def trace_ways(
     def of(way: Way) -> RankPeakMemory:
         fuses = way[0] < 2 or steps_shards_fused(type(optimizer).__name__)
         own = candidate if fuses else replace(candidate, fused_optimizer=False)
-        with applied(model, optimizer, own):
+        with apply_candidate(model, optimizer, own):
             return RankPeakMemory(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
 
     return tuple(map(of, ways))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.distributed.process_group import is_apart
-from trimtab.distributed.rank_consistency import DIFFER, dataset_facts, text_of, told
+from trimtab.distributed.rank_consistency import DIFFER, dataset_facts, differing_texts, text_of
 from trimtab.measure.dataloader_state import is_stateful
 from trimtab.runtime.batch import iterate
 from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
@@ -197,10 +197,10 @@ def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
         if len(set(texts)) > 1:
             raise BatchError(
                 "loader",
-                got=f"differences in {name}; {told(name, texts)}",
+                got=f"differences in {name}; {differing_texts(name, texts)}",
                 expected="the same dataset in the same order on all ranks",
                 problem=f"The ranks' loaders differ, so some samples would be missed and others repeated: "
-                f"{told(name, texts)}.",
+                f"{differing_texts(name, texts)}.",
                 hint="Use the same dataset and seed on all ranks: "
                 "DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
                 code=DIFFER,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from trimtab.core.serialization import to_jsonable
 from trimtab.decide.carbon_remaining_work import RemainingWork
 from trimtab.decide.carbon_schedule import CarbonSchedule, when_to_train
-from trimtab.experiments.sleep_until import Clock, heeded, wait_until
+from trimtab.experiments.sleep_until import Clock, catch_signals, wait_until
 from trimtab.experiments.train import Note
 from trimtab.experiments.train_summary import TrainingPart
 from trimtab.integrations.carbon_intensity import IntensitySource, forecast_or_reason
@@ -51,7 +51,7 @@ class ScheduledTraining:
         }
 
 
-def decided(wish: CarbonRequest, work: RemainingWork, done: int, now_s: float) -> CarbonSchedule:
+def schedule_of_rest(wish: CarbonRequest, work: RemainingWork, done: int, now_s: float) -> CarbonSchedule:
     """Return the schedule of the remaining work after `done` steps; without a forecast, start now."""
     forecast, reason = forecast_or_reason(wish.source, now_s)
     how = {} if forecast is not None else {"unknown": reason}
@@ -76,7 +76,7 @@ def train_when_clean(
     """
     parts, decisions, waited_s = [], [], 0.0
     while True:
-        found = decided(wish, work, done, clock.now())
+        found = schedule_of_rest(wish, work, done, clock.now())
         say(found.describe())
         waited_s += (here_s := wait_until(found.stretches[0].begin_s, clock))
         train_next = partial(train, notes=[_note(wish, work, done, found, here_s)], is_first=not parts)
@@ -93,7 +93,7 @@ def _stretch(train: Callable[..., TrainingPart], found: CarbonSchedule, clock: C
     """Train the first time window of a decision; the last window ends only with the last step."""
     if len(found.stretches) == 1:
         return train(is_over=lambda: False)
-    with heeded() as signals:  # A signal during start-up or saving would otherwise have no handler.
+    with catch_signals() as signals:  # A signal during start-up or saving would otherwise have no handler.
         return train(is_over=lambda: signals.came is not None or clock.now() >= found.stretches[0].end_s)
 
 

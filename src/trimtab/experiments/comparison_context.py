@@ -13,7 +13,7 @@ from trimtab.distributed.rank_coordinator import RankCoordinator
 
 
 @contextlib.contextmanager
-def together() -> Iterator[Coordinator]:
+def comparison_ranks() -> Iterator[Coordinator]:
     """Yield the ranks of the job, or a single process; an error on any rank is raised on all ranks.
 
     Raises:

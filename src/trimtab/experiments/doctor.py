@@ -27,7 +27,7 @@ class DiagnosisLine:
     detail: str
 
 
-def examine() -> tuple[DiagnosisLine, ...]:
+def diagnose() -> tuple[DiagnosisLine, ...]:
     """Return all findings; takes a second or two to time the CPU's peak FLOP/s."""
     return tuple(_findings())
 

@@ -34,7 +34,7 @@ from trimtab.measure.timing import time_call
 from trimtab.runtime.activation_checkpoint import use_plan
 from trimtab.runtime.batch_splitting import BY_CONTAINERS
 from trimtab.runtime.compiled_call import is_compiled
-from trimtab.tasks.placement import ahead, placed
+from trimtab.tasks.placement import place_data, prefetch
 from trimtab.tasks.task import Task, TaskData
 
 ROUNDS = 8
@@ -93,7 +93,9 @@ class _TimedLoop:
         with together.entering():
             self._loop = make(self._watch.watched_task(), device)
         together.draw_apart(0)
-        self._batches = self._watch.drawn(ahead(shard(data.batches(0, task.batch_size)), device))  # As in a paired run.
+        self._batches = self._watch.drawn(
+            prefetch(shard(data.batches(0, task.batch_size)), device)
+        )  # As in a paired run.
         self._is_compiled = is_compiled(self._loop.model)
         self._laps: list[TimedRound] = []
         self._step(max(_WARM_STEPS, settling_steps(self._loop)))
@@ -203,7 +205,7 @@ def measure_gain(
         progress: receives progress messages.
         together: the ranks of the job.
     """
-    outside, data = ProcessState.capture(), placed(data, device)[0]
+    outside, data = ProcessState.capture(), place_data(data, device)[0]
     arms: list[_TimedLoop] = []
     is_over = False
     try:

@@ -31,7 +31,7 @@ def folder_of(command: str, task: str, out: Path | None) -> Path:
     Raises:
         FormatError: the path is a file.
     """
-    folder = out or Path("runs") / f"{command}-{named(task)}"
+    folder = out or Path("runs") / f"{command}-{folder_name(task)}"
     if folder.exists() and not folder.is_dir():
         raise FormatError(
             "--out", problem=f"{folder} is a file.", hint="Name a folder, new or existing.", code="folder.is_file"
@@ -39,12 +39,12 @@ def folder_of(command: str, task: str, out: Path | None) -> Path:
     return folder
 
 
-def named(task: str) -> str:
+def folder_name(task: str) -> str:
     """Return a task's name as a folder name."""
     return task.replace(":", "-").replace("/", "-")
 
 
-def claim(
+def claim_folder(
     out: Path,
     task: Task,
     data: TaskData,

@@ -21,6 +21,6 @@ class PhaseResult:
     schema: int = PAGE_SCHEMA
 
 
-def merged(pages: Sequence[PhaseResult]) -> PhaseResult:
+def merge_results(pages: Sequence[PhaseResult]) -> PhaseResult:
     """Return the pages merged into a single page."""
     return PhaseResult(tuple(g for page in pages for g in page.gains), tuple(t for page in pages for t in page.thirds))

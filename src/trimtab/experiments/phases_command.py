@@ -15,14 +15,14 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import read_json
-from trimtab.decide.multi_rank_plan import replicated
+from trimtab.decide.multi_rank_plan import for_replicas
 from trimtab.distributed.coordinator import Coordinator
 from trimtab.distributed.launch import launch
-from trimtab.distributed.process_group import place, process_group
+from trimtab.distributed.process_group import job_position, process_group
 from trimtab.experiments.comparison.comparison_result import Comparison
-from trimtab.experiments.comparison_context import together
+from trimtab.experiments.comparison_context import comparison_ranks
 from trimtab.experiments.gain_timing import measure_gain
-from trimtab.experiments.phase_result import PhaseResult, merged
+from trimtab.experiments.phase_result import PhaseResult, merge_results
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.task_plans import given_plan, make_plans
 from trimtab.experiments.task_ranks import job_plans, ranks_of_job, refuse_on_ranks, require_same_task, task_of_rank
@@ -109,7 +109,7 @@ def _recorded(path: Path) -> PhaseResult:
 
 def phases_of(asked: PhasesRequest) -> PhaseResult | None:
     """Return the gains of all sources by phase; None if another process returns them."""
-    given, here, recorded = asked.given(), place(), asked.recorded()
+    given, here, recorded = asked.given(), job_position(), asked.recorded()
     tasks = {source: load_task(source) for source in asked.sources if source not in recorded}
     asked.require_tasks(tasks)
     num_ranks = ranks_of_job(asked.ranks)
@@ -119,13 +119,13 @@ def phases_of(asked: PhasesRequest) -> PhaseResult | None:
     if num_ranks > here.num_ranks and tasks:
         launch(sys.argv[1:], num_ranks)
         return None
-    with process_group(), ProgressBar() as progress, together() as ranks:
+    with process_group(), ProgressBar() as progress, comparison_ranks() as ranks:
         told = progress if here.rank == 0 else silent
         pages = [
             recorded[source] if source in recorded else _measured(tasks[source], asked, given, told, ranks)
             for source in asked.sources
         ]
-    return merged(pages) if here.rank == 0 else None
+    return merge_results(pages) if here.rank == 0 else None
 
 
 def _measured(
@@ -150,7 +150,7 @@ def _plan(
     """Return the equivalent plan to measure, on all ranks."""
     number = ranks.num_ranks
     if given is not None:
-        return given_plan(task_of_rank(task, number), replicated(given, number), number).plans["equivalent"]
+        return given_plan(task_of_rank(task, number), for_replicas(given, number), number).plans["equivalent"]
     if number > 1:
         return job_plans(task, budget, Objective(), progress, ranks).plans["equivalent"]
     return make_plans(task, data, device, adapt=(), strong=False, budget=budget, progress=progress).plans["equivalent"]

@@ -33,7 +33,7 @@ class PlanWithProfile:
         return "\n\n".join((str(self.plan), self._considered(), self._measured()))
 
     def _considered(self) -> str:
-        found = search_space.points(self.profile, self.budget)
+        found = search_space.priced_candidates(self.profile, self.budget)
         reference = next((p for p in found if p.candidate == self.profile.reference_candidate), found[0])
         scores = {point: search_space.score(point, self.objective, reference) for point in found}
         ranked = sorted(found, key=lambda point: (point.refusal is not None, scores[point]))
@@ -53,7 +53,7 @@ class PlanWithProfile:
         return profile_text(self.profile) if self.profile.trials else "No measurements: the plan is for another device."
 
 
-def decided(
+def plan_with_profile(
     task: str,
     budget: Budget,
     objective: Objective,

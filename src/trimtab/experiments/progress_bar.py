@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from trimtab.core.printable import printable
+from trimtab.core.printable import escape_control_characters
 
 _REDRAW_S = 0.1
 
@@ -35,7 +35,10 @@ class ProgressBar:
             return
         self._drawn_at = now
         self._bar.update(
-            self._task, description=printable(text), total=None if share is None else 1.0, completed=share or 0.0
+            self._task,
+            description=escape_control_characters(text),
+            total=None if share is None else 1.0,
+            completed=share or 0.0,
         )
         self._bar.start()  # No effect if already started.
         self._bar.refresh()

@@ -77,7 +77,7 @@ class RankPlanResult:
         """
         lines = [str(self.plan), "", stages_text(self.stages)]
         if self.config is not None:
-            lines.append(said(beside) if beside else f"DeepSpeed configuration: {_as_json(self.config)}")
+            lines.append(configuration_line(beside) if beside else f"DeepSpeed configuration: {_as_json(self.config)}")
         return "\n".join(lines)
 
     def beside(self, out: Path | None) -> Path | None:
@@ -130,7 +130,7 @@ def _check_precision(task: Task) -> None:
         )
 
 
-def said(beside: Path) -> str:
+def configuration_line(beside: Path) -> str:
     """Return the line with the path of the configuration."""
     return f"DeepSpeed configuration: {beside}"
 

@@ -12,7 +12,7 @@ from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.stateful import require_keys
 from trimtab.distributed.sharded_loader import shard
-from trimtab.tasks.placement import ahead
+from trimtab.tasks.placement import prefetch
 from trimtab.tasks.task import TaskData
 
 
@@ -38,7 +38,7 @@ class ResumableBatches:
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch."""
         whole = self._data.batches(self._seed, self._batch_size, begin=self._drawn)
-        for batch in ahead(shard(itertools.islice(whole, max(0, self._steps - self._drawn))), self._device):
+        for batch in prefetch(shard(itertools.islice(whole, max(0, self._steps - self._drawn))), self._device):
             self._drawn += 1  # Counted when taken, because batches are also prefetched.
             yield batch
 

@@ -30,7 +30,7 @@ class Clock:
 
 
 @contextlib.contextmanager
-def heeded() -> Iterator[Signals]:
+def catch_signals() -> Iterator[Signals]:
     """Catch termination signals inside the block, where no run may handle them; act on a signal at its end.
 
     Raises:
@@ -58,7 +58,7 @@ def wait_until(moment_s: float, clock: Clock) -> float:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    with heeded() as signals:
+    with catch_signals() as signals:
         while (left_s := moment_s - clock.now()) > 0 and signals.came is None:
             clock.sleep(min(left_s, SLICE_S))
     return clock.now() - begun_s

@@ -13,8 +13,8 @@ from trimtab import api
 from trimtab.api import FREED, Metering, default_rule, profile
 from trimtab.calibrate.candidate_traces import MIN_SAMPLES
 from trimtab.calibrate.training_loop import TrainingLoop
-from trimtab.calibrate.training_settings_search import TRAINED, RunLength, adapted, require_rate
-from trimtab.core.energy_reading import Energy, summed
+from trimtab.calibrate.training_settings_search import TRAINED, RunLength, require_rate, tune_plan
+from trimtab.core.energy_reading import Energy, sum_energy
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
@@ -142,7 +142,7 @@ def make_plans(
         searched = (subject, base, adapt, batches, progress, _length(task, data), limits.budget)
         plans["tuned"], spent = meter.counted(lambda: _freed(*searched))
         energy["tuned"] = (
-            summed((energy["equivalent"], spent), in_turn=True) if TRAINED & set(adapt) else energy["equivalent"]
+            sum_energy((energy["equivalent"], spent), in_turn=True) if TRAINED & set(adapt) else energy["equivalent"]
         )
     if strong and task.strong is not None:
         made, energy["strong"] = meter.counted(lambda: _for_strong(task, device, subject.batch, limits))
@@ -221,7 +221,7 @@ def _freed(
     budget: Budget,
 ) -> Plan:
     """Return the tuned plan: settings found by training first, then the batch size."""
-    plan = adapted(subject, base, adapt, batches, progress, length, budget) if TRAINED & set(adapt) else base
+    plan = tune_plan(subject, base, adapt, batches, progress, length, budget) if TRAINED & set(adapt) else base
     return plan.freed(default_rule(plan), FREED) if "batch" in adapt else plan
 
 

@@ -19,7 +19,7 @@ from trimtab.decide.rank_profile import of_any_rank
 from trimtab.distributed.coordinator import Coordinator
 from trimtab.distributed.dry_run import DryRuns
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
-from trimtab.distributed.process_group import place
+from trimtab.distributed.process_group import job_position
 from trimtab.distributed.rank_consistency import digest, optimizer_facts, require_same_over_job
 from trimtab.distributed.zero_stage_inputs import ADAPTS, RankLoop, StageMeasurements, of_replicas, share_of
 from trimtab.experiments.task_plans import PLANNING_SEED, Plans, loop_of, make_plans, profile_here
@@ -33,7 +33,7 @@ def ranks_of_job(asked: int) -> int:
     Raises:
         ValueGivenError: the requested number differs from the launcher's world size.
     """
-    here = place().num_ranks
+    here = job_position().num_ranks
     if here > 1 and asked not in (1, here):
         raise ValueGivenError(
             "--ranks",
@@ -68,7 +68,7 @@ def require_same_task(task: Task, data: TaskData) -> None:
     Raises:
         ValueGivenError: on every rank, with the differences and the ranks.
     """
-    if place().num_ranks == 1:
+    if job_position().num_ranks == 1:
         return
     own = {"samples": data.num_samples, "source": data.source.sha256, "values": digest(data.columns)}
     held_out = [each for batch in data.held_out for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
@@ -110,7 +110,7 @@ def plan_on_ranks(
         RankError: on all other ranks, if rank 0 could not make a plan.
     """
     device = device_here()
-    weights, ranks = objective or Objective(), place().num_ranks
+    weights, ranks = objective or Objective(), job_position().num_ranks
 
     def plans_of(each: Task) -> Plans:
         how = {"adapt": adapt, "strong": False, "budget": budget, "objective": weights, "progress": progress}

@@ -19,7 +19,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.core.record import Header
 from trimtab.core.serialization import to_jsonable
-from trimtab.distributed.process_group import place, total
+from trimtab.distributed.process_group import job_position, total
 from trimtab.distributed.rank_energy import meter_of_rank
 from trimtab.experiments.loss_term_counter import CountedTerms
 from trimtab.experiments.resumable_batches import ResumableBatches
@@ -31,7 +31,7 @@ from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.run import Run
-from trimtab.tasks.placement import device_here, placed
+from trimtab.tasks.placement import device_here, place_data
 from trimtab.tasks.task import Task
 
 Note = tuple[str, Mapping[str, Any]]
@@ -74,12 +74,12 @@ class TrainingOptions:
         return self.record is not None and not self.record.exists()
 
     def __post_init__(self) -> None:
-        rows = -(-self.task.batch_size // place().num_ranks)
+        rows = -(-self.task.batch_size // job_position().num_ranks)
         if self.plan.batch_size != rows:
             raise FormatError(
                 "plan.batch_size",
                 got=f"{self.plan.batch_size} samples per step and rank",
-                expected=f"{rows}, as in {self.task.name} on {place().num_ranks} rank(s)",
+                expected=f"{rows}, as in {self.task.name} on {job_position().num_ranks} rank(s)",
                 hint="Make a plan for this batch size and number of ranks, or remove --plan.",
                 code="plan.batch_differs",
             )
@@ -114,7 +114,7 @@ def train_part(
     device = device_here()
     loaded = task.load_data()
     require_same_task(task, loaded)
-    data, where = placed(loaded, device)
+    data, where = place_data(loaded, device)
     torch.manual_seed(asked.seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)

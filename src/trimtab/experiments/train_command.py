@@ -14,9 +14,9 @@ from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import read_json
 from trimtab.decide.carbon_remaining_work import RemainingWork, power_of, step_seconds
-from trimtab.decide.multi_rank_plan import replicated
-from trimtab.distributed.process_group import place
-from trimtab.experiments.carbon_aware_training import CarbonRequest, decided, train_when_clean
+from trimtab.decide.multi_rank_plan import for_replicas
+from trimtab.distributed.process_group import job_position
+from trimtab.experiments.carbon_aware_training import CarbonRequest, schedule_of_rest, train_when_clean
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.sleep_until import Clock
 from trimtab.experiments.task_ranks import plan_on_ranks
@@ -76,7 +76,7 @@ def plan_of_run(
         ValueGivenError: planning options were given for a run with a saved plan, or the number of ranks differs.
     """
     if file is not None:
-        return replicated(read_json(Plan, file), place().num_ranks)
+        return for_replicas(read_json(Plan, file), job_position().num_ranks)
     saved = None if kept is None else kept.saved_plan()
     if kept is not None and saved is not None and not _is_of_other_ranks(saved, kept):
         _refuse_planning(budget, adapt)
@@ -92,7 +92,7 @@ def _is_of_other_ranks(saved: Plan, kept: Checkpoints) -> bool:
     Raises:
         ValueGivenError: the change was not accepted.
     """
-    here = place().num_ranks
+    here = job_position().num_ranks
     if saved.num_ranks == here:
         return False
     if not {"ranks", "plan"} <= set(kept.accepts):
@@ -137,7 +137,7 @@ def train_or_tell(
     """
     if hours is not None and hours.is_dry:
         plan = make_plan() if hours.takes_s is None else None
-        return outlook(task, steps, plan, options.get("checkpoints"), hours)
+        return carbon_outlook(task, steps, plan, options.get("checkpoints"), hours)
     asked = TrainingOptions(task, make_plan(), steps, **options)
     return train_now(asked) if hours is None else train_clean(asked, hours, say)
 
@@ -171,7 +171,7 @@ def train_now(asked: TrainingOptions) -> dict[str, Any]:
         return train_whole(asked, progress)
 
 
-def outlook(
+def carbon_outlook(
     task: Task, steps: int, plan: Plan | None, kept: Checkpoints | None, hours: LowCarbonOptions
 ) -> dict[str, Any]:
     """Return the schedule of a run: remaining work, power and time windows.
@@ -187,7 +187,7 @@ def outlook(
             hint="Raise --steps.",
             code="run.complete",
         )
-    found = decided(hours.wish, work, done, Clock().now())
+    found = schedule_of_rest(hours.wish, work, done, Clock().now())
     stretches = [f"{format_moment(begin_s)} to {format_moment(end_s)}" for begin_s, end_s in found.stretches]
     by = {"task": task.name, "by": format_moment(hours.wish.deadline_s), "forecast": hours.wish.source.name}
     said = {**by, **work.describe(done), "when": found.describe(), "stretches": ", ".join(stretches)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.record import Header, RecordWriter
-from trimtab.distributed.process_group import place
+from trimtab.distributed.process_group import job_position
 from trimtab.integrations.trackers import tracker_named
 from trimtab.integrations.tracking import TrackedRecord
 
@@ -36,7 +36,7 @@ def record_of(path: Path | None, header: Header, tracks: Sequence[str], *, conti
     Raises:
         FormatError: the file exists already or cannot be written.
     """
-    if path is None or place().rank:
+    if path is None or job_position().rank:
         return None
     try:
         if tracks:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.core.carbon import Carbon, Intensity, added, carbon_of
+from trimtab.core.carbon import Carbon, Intensity, carbon_of, sum_carbon
 from trimtab.core.choice import Choice
-from trimtab.core.energy_reading import Energy, Provenance, summed
+from trimtab.core.energy_reading import Energy, Provenance, sum_energy
 from trimtab.core.errors import ValueGivenError
-from trimtab.distributed.process_group import place
+from trimtab.distributed.process_group import job_position
 from trimtab.tasks.task import DataSource, Task
 
 
@@ -57,12 +57,12 @@ def figures_of(task: Task, steps: int, parts: Sequence[TrainingPart]) -> dict[st
     """
     first, last = parts[0], parts[-1]
     seconds = math.fsum(part.seconds for part in parts)
-    energy = last.energy if len(parts) == 1 else summed([part.energy for part in parts], in_turn=True)
+    energy = last.energy if len(parts) == 1 else sum_energy([part.energy for part in parts], in_turn=True)
     found = {
         "task": task.name,
         "steps": steps,
         "rows": steps * task.batch_size,
-        "ranks": place().num_ranks,
+        "ranks": job_position().num_ranks,
         **({"resumed_at_rows": first.samples_before} if first.samples_before else {}),
         "train_s": round(seconds, 3),
         f"{task.terms}_per_s": round(math.fsum(part.terms for part in parts) / seconds, 1),
@@ -85,7 +85,7 @@ def _name_beside(metric: str, found: Mapping[str, Any]) -> str:
 def _carbon_figures(parts: Sequence[Carbon]) -> dict[str, Any]:
     if not parts:
         return {}
-    found = added(parts)
+    found = sum_carbon(parts)
     return {"carbon": found.describe(), "carbon_g": found.grams, "carbon_kind": found.kind}
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.trainer_rules import STAGES, require_shared, started
+from trimtab.integrations.trainer_rules import STAGES, require_shared, start_in_process_group
 from trimtab.runtime.run import Run
 
 
@@ -72,7 +72,9 @@ def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan
     is_wrapped = accelerator.num_processes > 1 and inner is not model
     require_shared(plan, accelerator.num_processes, (None,) if is_wrapped else STAGES)
     _refuse_windows(accelerator, plan)
-    run = started(model if is_wrapped else inner.to(accelerator.device), _inner(optimizer), plan, **running)
+    run = start_in_process_group(
+        model if is_wrapped else inner.to(accelerator.device), _inner(optimizer), plan, **running
+    )
     if (num_batches := accelerator.gradient_accumulation_steps) > 1:
         run.of_batches(num_batches)
     return run

@@ -17,7 +17,7 @@ from trimtab.core.bounded_read import CSV_BYTES, read_bytes
 from trimtab.core.carbon import KINDS, Intensity, constant, of_csv
 from trimtab.core.datetimes import format_moment
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
-from trimtab.integrations.http_json import missing
+from trimtab.integrations.http_json import forecast_error
 
 MOST_FILE_BYTES = CSV_BYTES
 LITTLE_S = 1e-3  # Tolerance for equal times, in seconds.
@@ -87,7 +87,9 @@ class CsvIntensity:
             ) from None
         except FormatError as error:
             if error.code == "file.unreadable":
-                raise missing(f"The carbon intensity file cannot be read: {error}", "intensity.unreadable") from None
+                raise forecast_error(
+                    f"The carbon intensity file cannot be read: {error}", "intensity.unreadable"
+                ) from None
             raise
         found = of_csv(text, self.kind)
         period_s = min(after[0] - before[0] for before, after in itertools.pairwise(found.steps))
@@ -144,7 +146,7 @@ def known_around(now_s: float, kind: str, steps: Iterable[tuple[float, float]], 
     """
     found = list(steps)
     if not found:
-        raise missing("The forecast is empty.", "intensity.empty")
+        raise forecast_error("The forecast is empty.", "intensity.empty")
     whole = Intensity(kind, tuple(found), found[-1][0] + period_s)  # Validates all steps before they are selected.
     holes = [at for at, (a, b) in enumerate(itertools.pairwise(found), 1) if b[0] - a[0] > period_s + LITTLE_S]
     for begin, end in itertools.pairwise([0, *holes, len(found)]):
@@ -152,7 +154,7 @@ def known_around(now_s: float, kind: str, steps: Iterable[tuple[float, float]], 
         if part[0][0] <= now_s < part[-1][0] + period_s:
             return Intensity(kind, tuple(part), whole.until_s if end == len(found) else part[-1][0] + period_s)
     known = f"{format_moment(found[0][0])} to {format_moment(whole.until_s)}"
-    raise missing(f"The forecast, from {known}, does not cover {format_moment(now_s)}.", "intensity.not_current")
+    raise forecast_error(f"The forecast, from {known}, does not cover {format_moment(now_s)}.", "intensity.not_current")
 
 
 def _name(source: IntensitySource) -> str:

@@ -29,7 +29,7 @@ from trimtab.core.carbon import Intensity
 from trimtab.core.datetimes import time_of
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.integrations.carbon_intensity import IntensitySource, known_around, named
-from trimtab.integrations.http_json import HINT, TIMEOUT_S, json_of, missing
+from trimtab.integrations.http_json import HINT, TIMEOUT_S, forecast_error, json_of
 
 G_PER_KWH_OF_LB_PER_MWH = 453.59237 / 1000  # A pound is 453.59237 g by definition.
 MOST_G = 1e6  # Upper bound for plausible values; the worst fuels emit a few thousand g/kWh.
@@ -184,7 +184,7 @@ def _is_number(text: str) -> bool:
 def _secret(name: str) -> str:
     found = os.environ.get(name, "").strip()
     if not found:
-        raise missing(f"The environment variable {name} is not set.", "token.missing")
+        raise forecast_error(f"The environment variable {name} is not set.", "token.missing")
     return found
 
 

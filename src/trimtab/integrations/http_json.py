@@ -50,7 +50,7 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
             code="token.invalid",
         )
     if os.environ.get("TRIMTAB_OFFLINE") == "1":
-        raise missing("TRIMTAB_OFFLINE=1 forbids requests to web services.", "intensity.offline")
+        raise forecast_error("TRIMTAB_OFFLINE=1 forbids requests to web services.", "intensity.offline")
     handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
     if is_here:
         handlers.append(urllib.request.ProxyHandler({}))
@@ -62,13 +62,13 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
         raise
     except urllib.error.HTTPError as error:
         error.close()
-        raise missing(f"{host} answered with HTTP status {error.code}.", "intensity.http_status") from None
+        raise forecast_error(f"{host} answered with HTTP status {error.code}.", "intensity.http_status") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise _unanswered(host, error, timeout_s) from None
     return _parsed(body, host)
 
 
-def missing(problem: str, code: str) -> DataMissingError:
+def forecast_error(problem: str, code: str) -> DataMissingError:
     """Return the error for an unavailable forecast."""
     return DataMissingError("intensity", problem=problem, hint=HINT, code=code)
 
@@ -107,8 +107,8 @@ def _unanswered(host: str, error: Exception, timeout_s: float) -> DataMissingErr
     reason = getattr(error, "reason", error)  # The cause of a URLError.
     reason = reason if isinstance(reason, Exception) else error
     if isinstance(reason, TimeoutError):
-        return missing(f"{host} did not answer within {timeout_s:g} s.", "intensity.timeout")
-    return missing(f"The request to {host} failed with {type(reason).__name__}.", "intensity.unreachable")
+        return forecast_error(f"{host} did not answer within {timeout_s:g} s.", "intensity.timeout")
+    return forecast_error(f"The request to {host} failed with {type(reason).__name__}.", "intensity.unreachable")
 
 
 def _parsed(body: bytes, host: str) -> object:

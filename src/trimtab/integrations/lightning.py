@@ -26,12 +26,12 @@ from trimtab.core.plan import Plan
 from trimtab.integrations.ignored_labels import counts_nothing
 from trimtab.integrations.join_batches import WindowBatches
 from trimtab.integrations.trainer_rules import (
-    accumulating,
+    accumulation_arguments,
     checked_plan,
     refuse_both,
     refuse_running,
     require_shared,
-    started,
+    start_in_process_group,
 )
 from trimtab.integrations.zero_loss import zero_loss
 from trimtab.losses import Summed
@@ -242,12 +242,12 @@ class TrimtabStrategy(SingleDeviceStrategy):
             how = ({"total_steps": int(steps)} if steps != float("inf") else {}) | self._planning
 
             def make(example: Any, num_batches: int) -> Plan:
-                return make_plan(module, optimizer, loss_fn, example, **accumulating(how, num_batches))
+                return make_plan(module, optimizer, loss_fn, example, **accumulation_arguments(how, num_batches))
 
             with _unlogged(module):
                 plan = self._window.planned(batches, make)
             self.plan = checked_plan(plan, _HOST)
-        self.run = started(module, optimizer, self.plan, **self._running)
+        self.run = start_in_process_group(module, optimizer, self.plan, **self._running)
         return self.run
 
     def _hold(self) -> None:
@@ -356,4 +356,4 @@ def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, pl
             hint=_PRECISION,
             code="trainer.decided_by_plan",
         )
-    return started(model.to(fabric.device), optimizer, plan, **running)
+    return start_in_process_group(model.to(fabric.device), optimizer, plan, **running)

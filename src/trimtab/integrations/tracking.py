@@ -18,7 +18,7 @@ import torch.distributed as dist
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import End, Event, Header, Line, RecordWriter, StepRecord
-from trimtab.distributed.process_group import place
+from trimtab.distributed.process_group import job_position
 from trimtab.integrations.tracked_values import parameters, row
 from trimtab.integrations.trackers import CUT_OFF, Tracker
 
@@ -211,7 +211,7 @@ def _checked(trackers: object) -> tuple[Tracker, ...]:
 
 def _rank() -> int:
     """Return this process's rank in its process group, or as set by a launcher."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else place().rank
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else job_position().rank
 
 
 def _without_secrets(text: str) -> str:

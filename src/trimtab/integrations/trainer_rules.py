@@ -25,7 +25,7 @@ _LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "opt
 _LEFT |= {"weight_decay": None}
 
 
-def accumulating(planning: Mapping[str, Any], num_batches: int) -> dict[str, Any]:
+def accumulation_arguments(planning: Mapping[str, Any], num_batches: int) -> dict[str, Any]:
     """Return arguments of `trimtab.plan` for an example that joins the `num_batches` batches of an accumulated step.
 
     A number of batches in the user's own `reference` takes precedence.
@@ -104,7 +104,7 @@ def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int
     )
 
 
-def started(
+def start_in_process_group(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, limit_s: float = LIMIT_S, **running: Any
 ) -> Run:
     """Return a run in the trainer's process group.

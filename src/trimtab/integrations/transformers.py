@@ -33,12 +33,12 @@ from trimtab.integrations.ignored_labels import (
 )
 from trimtab.integrations.join_batches import WindowBatches
 from trimtab.integrations.trainer_rules import (
-    accumulating,
+    accumulation_arguments,
     checked_plan,
     refuse_both,
     refuse_running,
     require_shared,
-    started,
+    start_in_process_group,
 )
 from trimtab.losses import Summed
 from trimtab.runtime.run import Run
@@ -214,7 +214,7 @@ class TrimtabTrainer(Trainer):
         if is_mean:
             running = {"out_of_memory": "stop"} | running
         limit_s = float(self.args.ddp_timeout)
-        self.trimtab_run = run = started(self.model, self.optimizer.optimizer, plan, limit_s, **running)
+        self.trimtab_run = run = start_in_process_group(self.model, self.optimizer.optimizer, plan, limit_s, **running)
         self._use(StepsRun(run, self.optimizer))
         return run
 
@@ -224,7 +224,7 @@ class TrimtabTrainer(Trainer):
         def make(example: Any, num_batches: int) -> Plan:
             # Planning may try other numbers of samples, and trace shapes only.
             self._labels = WindowLabels([example], is_known=False)
-            asked = accumulating(how, num_batches)
+            asked = accumulation_arguments(how, num_batches)
             return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **asked)
 
         return self._checked(self._window.planned(batches, make, is_alone=self._num_ranks == 1))

@@ -23,7 +23,7 @@ from trimtab.losses import mean_of
 from trimtab.measure.block_graph import BlockGraph
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import Prepare, as_it_is
-from trimtab.measure.operator_workspace import CallMemory, OperatorCall, WorkspaceTooLarge, measured
+from trimtab.measure.operator_workspace import CallMemory, OperatorCall, WorkspaceTooLarge, measure_calls
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, cannot_trace
 from trimtab.measure.storage_tracker import StorageTracker
 
@@ -280,7 +280,7 @@ class _Pass:
 
     def count_scratch(self) -> None:
         """Measure the operators with workspace by running each once."""
-        self._taken = measured(call for call, *_ in self._seen.calls)
+        self._taken = measure_calls(call for call, *_ in self._seen.calls)
 
     def _most(self) -> list[int]:
         """Return the bytes held after each event, including operator workspace."""

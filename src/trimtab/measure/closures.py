@@ -18,7 +18,7 @@ _DEPTH = 4  # a loss, a function called by it, that method's owner, an attribute
 _MOST_ITEMS = 1000  # a longer container is training data
 
 
-def reached(user: Any, kind: type[T]) -> Iterator[T]:
+def reachable_instances(user: Any, kind: type[T]) -> Iterator[T]:
     """Yield the instances of a class reachable from a function, object or tuple. Yielded objects are not entered."""
     seen, pending = set[int](), [(user, 0)]
     while pending:

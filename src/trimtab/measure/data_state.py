@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from trimtab.measure.dataloader_state import borrowed, has_lasting_workers, is_stateful
+from trimtab.measure.dataloader_state import draw_and_restore_loader, has_lasting_workers, is_stateful
 from trimtab.measure.object_snapshots import ContainerSnapshot, TensorSnapshot, is_container
 
 # Limits: objects in total, items of a container, distance from the root.
@@ -113,7 +113,7 @@ class DataState:
             self.one_shot = f"{path} (persistent workers that have started)"
             return
         if not depth and is_stateful(value) and not isinstance(value, DataLoader):
-            return  # `borrowed` restores it through `load_state_dict`
+            return  # `draw_and_restore_loader` restores it through `load_state_dict`
         held = getattr(value, "__dict__", None)
         if type(held) is dict:
             self._undo.append(functools.partial(_rename, held, dict(held)))
@@ -169,14 +169,14 @@ class DataState:
 
 
 @contextlib.contextmanager
-def undisturbed(data: Any) -> Iterator[Any]:
-    """Yield an object to draw from in place of `data`, as `borrowed` does; on exit the data are restored.
+def draw_and_restore_data(data: Any) -> Iterator[Any]:
+    """Yield an object to draw from in place of `data`, as `draw_and_restore_loader` does; on exit, restore the data.
 
     An iterator cannot be restored and has advanced.
     """
     state = None if isinstance(data, Iterator) else DataState(data)
     try:
-        with borrowed(data) as lent:
+        with draw_and_restore_loader(data) as lent:
             yield lent
     finally:
         if state is not None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 
 @contextlib.contextmanager
-def borrowed(data: Any) -> Iterator[Any]:
+def draw_and_restore_loader(data: Any) -> Iterator[Any]:
     """Yield an object to draw from in place of `data`; on exit, restore the loader's torch generators and position.
 
     Covered generators are the `generator` attributes of the loader, its samplers and batch sampler. A loader with

@@ -22,7 +22,7 @@ _stance: Any = None
 
 
 @contextlib.contextmanager
-def eagerly() -> Iterator[None]:
+def run_compiled_eagerly() -> Iterator[None]:
     """Run compiled code in eager mode inside the context, in the whole process.
 
     A model that is first called inside the context is compiled at a later call.

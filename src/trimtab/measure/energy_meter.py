@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from trimtab.core import validation
-from trimtab.core.energy_reading import WINDOW_S, Energy, Provenance, absent, summed
+from trimtab.core.energy_reading import WINDOW_S, Energy, Provenance, absent_energy, sum_energy
 
 # Maximum fraction of a clock's seconds in intervals too short for the meter; these are excluded from joules and
 # seconds.
@@ -191,7 +191,7 @@ class EnergyClock:
     def lap(self) -> Energy:
         """Return the energy from the start or last lap to the last reading, and start a new interval there."""
         if self._begun is None:
-            return absent(self._last.lost or "the energy clock is paused")
+            return absent_energy(self._last.lost or "the energy clock is paused")
         found, self._begun = self._close(self._begun), self._last.anew
         self._last = self._begun
         return found
@@ -209,8 +209,8 @@ class EnergyClock:
         known_s = 0.0 if whole is None else whole.seconds
         is_lost = whole is not None and whole.joules is None
         if not is_lost and short_s > _SHORT * (known_s + short_s):
-            return absent(self._too_short(short_s), known_s + short_s)
-        return whole or absent("the meter was not read")
+            return absent_energy(self._too_short(short_s), known_s + short_s)
+        return whole or absent_energy("the meter was not read")
 
     def _close(self, begun: _Reading) -> Energy:
         """Add the interval up to the last reading to the total, and return its energy."""
@@ -223,11 +223,11 @@ class EnergyClock:
         last, meter = self._last, self._meter
         seconds = last.at_s - begun.at_s
         if not seconds > 0:
-            return absent("the interval has a length of 0 s"), True
+            return absent_energy("the interval has a length of 0 s"), True
         if begun.joules is None or last.joules is None or last.lost:
-            return absent(last.lost or begun.lost, seconds), False
+            return absent_energy(last.lost or begun.lost, seconds), False
         if meter.provenance is Provenance.MEASURED and seconds < self._window_s:
-            return absent(self._too_short(seconds), seconds), True
+            return absent_energy(self._too_short(seconds), seconds), True
         return _counted(last.joules - begun.joules, seconds, meter), False
 
     def _with(self, stretch: tuple[Energy, bool]) -> tuple[Energy | None, float]:
@@ -235,7 +235,7 @@ class EnergyClock:
         found, is_short = stretch
         if is_short:
             return self._whole, self._short_s + found.seconds
-        return found if self._whole is None else summed((self._whole, found), in_turn=True), self._short_s
+        return found if self._whole is None else sum_energy((self._whole, found), in_turn=True), self._short_s
 
     def _too_short(self, seconds: float) -> str:
         return f"{seconds:.2g} s were in intervals of less than {self._window_s:g} s, which are too short for the meter"
@@ -257,9 +257,9 @@ class EnergyClock:
 
 def _counted(joules: float, seconds: float, meter: Meter) -> Energy:
     if joules == 0:
-        return absent(f"{', '.join(meter.sources)} did not increase in {seconds:.3g} s", seconds)
+        return absent_energy(f"{', '.join(meter.sources)} did not increase in {seconds:.3g} s", seconds)
     if not 0 < joules < math.inf:
-        return absent(
+        return absent_energy(
             f"{', '.join(meter.sources)} increased by {joules:g} J in {seconds:.3g} s, which is not a valid energy",
             seconds,
         )

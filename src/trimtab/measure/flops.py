@@ -18,7 +18,7 @@ from torch.utils.flop_counter import (
 )
 
 from trimtab.measure import chunked_loss
-from trimtab.measure.dispatch_mode import eagerly
+from trimtab.measure.dispatch_mode import run_compiled_eagerly
 
 
 def count_flops(function: Callable[[], object]) -> float | None:
@@ -32,7 +32,7 @@ def count_flops(function: Callable[[], object]) -> float | None:
     try:
         counter = FlopCounterMode(display=False, custom_mapping=_own_formulas() | _chunked_loss())
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-        with eagerly(), counter:
+        with run_compiled_eagerly(), counter:
             function()
     except (NotImplementedError, AssertionError):
         return None

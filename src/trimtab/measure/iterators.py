@@ -126,7 +126,7 @@ def _arguments_of(text: str) -> Any:
         return None
 
 
-def copied(iterator: Any) -> Any:
+def copy_iterator(iterator: Any) -> Any:
     """Return an independent copy of an iterator, including inner iterators.
 
     Raises:
@@ -144,7 +144,7 @@ def copied(iterator: Any) -> Any:
 def _copied_part(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_copied_part, value))
-    return copied(value) if has_position(value) else value
+    return copy_iterator(value) if has_position(value) else value
 
 
 def _copied_state(value: Any) -> Any:
@@ -154,21 +154,21 @@ def _copied_state(value: Any) -> Any:
     return list(value) if type(value) is list else _copied_part(value)
 
 
-def inside(value: Any) -> list[Any]:
+def iterators_in(value: Any) -> list[Any]:
     """Return the iterators in a value: the value itself, the items of a tuple, or the owner of a bound `__next__`."""
     if has_position(value):
         return [value]
     if type(value) is tuple and len(value) <= _MOST:
-        return [each for item in value for each in inside(item)]
+        return [each for item in value for each in iterators_in(item)]
     return [value.__self__] if isinstance(value, _BOUND) and has_position(value.__self__) else []
 
 
-def exchanged(value: Any, old: Any, new: Any) -> Any:
-    """Return the value with iterator `old` replaced by `new`, in the forms known to `inside`."""
+def replace_iterator(value: Any, old: Any, new: Any) -> Any:
+    """Return the value with iterator `old` replaced by `new`, in the forms known to `iterators_in`."""
     if value is old:
         return new
     if type(value) is tuple:
-        return tuple(exchanged(each, old, new) for each in value)
+        return tuple(replace_iterator(each, old, new) for each in value)
     return getattr(new, value.__name__) if isinstance(value, _BOUND) and value.__self__ is old else value
 
 
@@ -187,7 +187,7 @@ class IteratorSnapshot:
         self.held_by: list[Callable[[Any, Any], None]] = []
         self.get: Callable[[], Any] | None = None
         try:
-            self._copy = copied(iterator)
+            self._copy = copy_iterator(iterator)
         except (TypeError, ValueError, AttributeError):
             self._copy = None
 
@@ -208,7 +208,7 @@ class IteratorSnapshot:
         """Bind a copy at the saved position to each variable. Must run before the variables are restored."""
         if not self.is_restorable or position(self.owner) == self._position:
             return
-        fresh = copied(self._copy)
+        fresh = copy_iterator(self._copy)
         for exchange in self.held_by:
             exchange(self.owner, fresh)
         self.owner = fresh

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.measure.generators import NUMPYS, PYTHONS, GeneratorSnapshot, is_generator, same_state
-from trimtab.measure.iterators import IteratorSnapshot, has_position, inside
+from trimtab.measure.iterators import IteratorSnapshot, has_position, iterators_in
 from trimtab.measure.object_paths import ChangeKind, ObjectPath, ReachableObject
 from trimtab.measure.object_snapshots import (
     MISSING,
@@ -171,7 +171,7 @@ class LoopState:
         known = {held.key: held for held, _ in self._iterators}
         for other, _ in self._others:
             if isinstance(other, VariableSnapshot):
-                for index, each in enumerate(inside(other.value)):
+                for index, each in enumerate(iterators_in(other.value)):
                     if (held := known.get(id(each))) is not None:
                         held.held_by.append(other.exchange)
                         held.get = held.get or functools.partial(_inside_of, other.get, index)
@@ -180,7 +180,7 @@ class LoopState:
             if not isinstance(items, dict | list) or isinstance(container.container, set | bytearray):
                 continue
             for key, item in items.items() if isinstance(items, dict) else enumerate(items):
-                for index, each in enumerate(inside(item)):
+                for index, each in enumerate(iterators_in(item)):
                     if (held := known.get(id(each))) is not None:
                         held.held_by.append(functools.partial(container.exchange, key))
                         held.get = held.get or functools.partial(_inside_of, container.reader(key), index)
@@ -330,7 +330,7 @@ def _is_lost(held: IteratorSnapshot) -> bool:
 
 def _inside_of(get: Callable[[], Any], index: int) -> Any:
     """Return the iterator at `index` inside a variable's value, or `MISSING`."""
-    found = inside(get())
+    found = iterators_in(get())
     return found[index] if index < len(found) else MISSING
 
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from trimtab.measure.iterators import exchanged, has_position, inside
+from trimtab.measure.iterators import has_position, iterators_in, replace_iterator
 
 _ROOTS_OF_CONTAINERS = (OrderedDict, dict, list, set, deque, bytearray)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -190,7 +190,7 @@ class ContainerSnapshot:
 
     def exchange(self, key: Any, old: Any, new: Any) -> None:
         """Replace iterator `old` by `new` in the snapshot's item at `key` (the index, for a list)."""
-        self.items[key] = exchanged(self.items[key], old, new)
+        self.items[key] = replace_iterator(self.items[key], old, new)
 
     def restore(self) -> None:
         """Restore the items if they differ."""
@@ -246,7 +246,7 @@ class VariableSnapshot:
 
     def exchange(self, old: Any, new: Any) -> None:
         """Replace iterator `old` by `new` in the snapshot's value."""
-        self.value = exchanged(self.value, old, new)
+        self.value = replace_iterator(self.value, old, new)
 
     def restore(self) -> None:
         """Set the variable to the saved object."""
@@ -309,8 +309,8 @@ def same_value(left: Any, right: Any, depth: int = 0) -> bool:
     if isinstance(left, set):
         return bool(left == right)
     # Iterators have their own snapshots, which compare the positions.
-    if (found := inside(left)) and all(map(has_position, inside(right))):
-        return len(found) == len(inside(right))
+    if (found := iterators_in(left)) and all(map(has_position, iterators_in(right))):
+        return len(found) == len(iterators_in(right))
     if hasattr(left, "__func__") and hasattr(left, "__self__"):  # each attribute access creates a new bound method
         return left.__func__ is right.__func__ and left.__self__ is right.__self__
     return False

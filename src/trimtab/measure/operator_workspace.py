@@ -100,7 +100,7 @@ def _like(value: Any) -> Any:
     return _Like(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
-def measured(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemory]:
+def measure_calls(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemory]:
     """Return the memory of each call. Only the tensors of a single call are allocated at a time.
 
     Raises:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from trimtab.losses import parts_of
 from trimtab.measure.blocks import find_parts
 from trimtab.measure.overhead_timer import stamp
-from trimtab.measure.recompute_listeners import listening
+from trimtab.measure.recompute_listeners import listen_to_recomputation
 from trimtab.measure.step_timer import seconds_between, wait_for
 
 Label = tuple[str, str]  # phase, and class of module or ""
@@ -59,7 +59,7 @@ class StepClock:
         with contextlib.ExitStack() as stack:
             for handle in self._hooks(model, parts=parts):
                 stack.callback(handle.remove)
-            stack.enter_context(listening(lambda: self.phase("recompute")))
+            stack.enter_context(listen_to_recomputation(lambda: self.phase("recompute")))
             self._is_on = True
             stack.callback(setattr, self, "_is_on", False)
             self._read()

@@ -32,7 +32,7 @@ from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trimtab.measure.generators import is_generator
-from trimtab.measure.iterators import has_position, inside, is_positioned, parts_of
+from trimtab.measure.iterators import has_position, is_positioned, iterators_in, parts_of
 from trimtab.measure.object_paths import ChangeKind, ObjectPath, ReachableObject
 from trimtab.measure.object_snapshots import MISSING, is_container
 from trimtab.measure.raw_memory import MEMORY, bytes_of, is_raw_memory
@@ -331,7 +331,7 @@ class ObjectWalk:
             positional = {f"argument {index}": each for index, each in enumerate(value.args)}
             self._parts(value.func, positional | value.keywords, place)
             # An iterator argument is restored by replacing the arguments.
-            if inside((value.args, *value.keywords.values())):
+            if iterators_in((value.args, *value.keywords.values())):
                 here = ObjectPath("arguments", ChangeKind.CLOSURE, depth=place.depth + 1)
                 get, put = functools.partial(getattr, value, "args"), functools.partial(put_arguments, value)
                 self._binding(get, put, here, True)
@@ -378,7 +378,7 @@ class ObjectWalk:
             self._variable(function, (id(space), variable), get, put, at(variable))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._push(default, at("default argument"), True)
-        if inside(function.__defaults__):
+        if iterators_in(function.__defaults__):
             get = functools.partial(getattr, function, "__defaults__")
             self._binding(get, functools.partial(setattr, function, "__defaults__"), at("default arguments"), True)
         if function.__kwdefaults__:

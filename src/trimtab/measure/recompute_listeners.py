@@ -10,7 +10,7 @@ _listeners: list[Listener] = []
 
 
 @contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listen_to_recomputation(listener: Listener) -> Iterator[None]:
     """Run every recomputation inside the block within the context manager returned by `listener`."""
     _listeners.append(listener)
     try:

@@ -145,7 +145,7 @@ class PartialNorms:
 
     def take(self) -> Tensor:
         """Return the squared norm of the current gradients as a scalar tensor."""
-        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        gradients = [local_shard(p.grad) for p in self._parameters if p.grad is not None]
         if not gradients:
             return torch.zeros(())
         with self.spent.span(gradients[0].device):
@@ -163,7 +163,7 @@ def has_replicas(parameter: Any) -> bool:
     return mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size())
 
 
-def local(gradient: Any) -> Tensor:
+def local_shard(gradient: Any) -> Tensor:
     """Return the gradient, or this rank's shard of a DTensor."""
     shard: Tensor = gradient.to_local() if is_shard(gradient) else gradient
     return shard

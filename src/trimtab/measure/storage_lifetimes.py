@@ -16,7 +16,7 @@ from trimtab.core.errors import ModelError
 from trimtab.core.operator_costs import Seen
 from trimtab.core.step_memory import PARTS, BlockMemory, MemorySample, StepMemory
 from trimtab.losses import mean_of
-from trimtab.measure.operator_workspace import CallMemory, OperatorCall, WorkspaceTooLarge, measured
+from trimtab.measure.operator_workspace import CallMemory, OperatorCall, WorkspaceTooLarge, measure_calls
 from trimtab.measure.storage_tracker import StorageTracker
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -151,7 +151,7 @@ class TracedStep:
     def scratch(self) -> dict[OperatorCall, CallMemory]:
         """Return the workspace of each operator with workspace, by running it."""
         try:
-            return measured(call for call, *_ in self._seen.calls)
+            return measure_calls(call for call, *_ in self._seen.calls)
         except WorkspaceTooLarge:
             raise
         except Exception as error:  # real tensors are used, so memory may run out

@@ -22,7 +22,7 @@ from trimtab.core.recompute_schedule import KeptBlock, Part, RecomputedSegment, 
 from trimtab.measure.block_graph import Arguments, same_arguments
 from trimtab.measure.blocks import find_blocks
 from trimtab.runtime.forward_state import RecomputedForwards
-from trimtab.runtime.recomputed_function import keeps_activations, recomputed
+from trimtab.runtime.recomputed_function import keeps_activations, recompute_call
 
 _PART = "_trimtab_part"
 # Attribute names under which DistributedDataParallel and torch.compile hold the wrapped model.
@@ -250,7 +250,7 @@ class _Alone:
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the block's output."""
-        return recomputed(forward, self._forwards, args, kwargs, in_part=self._in_part)
+        return recompute_call(forward, self._forwards, args, kwargs, in_part=self._in_part)
 
 
 def _segments(segment: RecomputedSegment) -> Iterator[tuple[int, ...]]:
@@ -293,7 +293,7 @@ class _Head:
         self.forget()
         if keeps_activations():
             return forward(*args, **kwargs)
-        made = recomputed(self._run, self._forwards[self._stages], (self._parts, *args), kwargs)
+        made = recompute_call(self._run, self._forwards[self._stages], (self._parts, *args), kwargs)
         self.left = list(self._modules.values())[1:]
         self.made, self._given, self._under = made, (args[1:], kwargs), _ambient()
         return made
@@ -328,7 +328,7 @@ class _Head:
     def _of(self, part: Part) -> Callable[..., Any]:
         if isinstance(part, RecomputedSegment):
             forwards = self._forwards[tuple(part.stages)]
-            return lambda *args, **kwargs: recomputed(self._run, forwards, (part.parts, *args), kwargs)
+            return lambda *args, **kwargs: recompute_call(self._run, forwards, (part.parts, *args), kwargs)
         return self._plain[part.index]
 
 

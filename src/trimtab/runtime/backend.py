@@ -104,7 +104,7 @@ class TorchBackend:
         Returns:
             Gradient norm before clipping; None if unneeded.
         """
-        return gradient_clipping.finish(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
+        return gradient_clipping.scale_and_clip(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
 
     def step(self, precision: MixedPrecision) -> bool:
         """Step the optimizer; return True if it stepped."""

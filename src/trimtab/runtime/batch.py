@@ -43,7 +43,7 @@ def samples_at(batch: Batch, indices: Sequence[int]) -> Batch:
     Raises:
         BatchError: the samples of the batch are unknown, or it cannot be split.
     """
-    reading = of_batch.read(batch)
+    reading = of_batch.read_sample_count(batch)
     if reading.samples is None or not reading.is_splittable:
         raise not_splittable(reading.reason)
 
@@ -117,7 +117,7 @@ def _moved(leaf: Any, device: torch.device) -> Any:
         ) from error
 
 
-def fresh(batch: Batch, inner: NestedLists | None = None, contents: BatchContents | None = None) -> Batch:
+def with_new_containers(batch: Batch, inner: NestedLists | None = None, contents: BatchContents | None = None) -> Batch:
     """Return the same tensors in new containers, so that a loss may remove items from its batch.
 
     Immutable containers of tensors are returned as they are.
@@ -162,7 +162,7 @@ def _unchanged(leaf: Any) -> Any:
     return leaf.copy() if type(leaf) is list else leaf
 
 
-def copied(batch: Batch) -> Batch:
+def deep_copy(batch: Batch) -> Batch:
     """Return a deep copy of a batch: tensors, arrays, and objects that can be copied."""
     return _map(batch, _copy)
 

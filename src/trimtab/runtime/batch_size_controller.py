@@ -25,7 +25,7 @@ from trimtab.runtime import compiled_call
 from trimtab.runtime.batch_size_validation import check_rule, require_alike
 from trimtab.runtime.checkpoint_hooks import CheckpointHooks, NoCheckpoints, WindowDecision
 from trimtab.runtime.fixed_batch_size import FixedBatchSize
-from trimtab.runtime.lr_schedule import RateFollower, normalises
+from trimtab.runtime.lr_schedule import RateFollower, is_scale_invariant
 from trimtab.runtime.metadata_exchange import MetadataExchange
 from trimtab.runtime.split_conditions import keeps_maths
 from trimtab.runtime.window import Window
@@ -116,7 +116,7 @@ class BatchSizeController(Stateful):
         self._measures = not self._cuts  # The policy "throughput_per_memory" needs no measurements.
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
         # A collective that all ranks must reach before one of them may raise.
-        divides = normalises(optimizer)
+        divides = is_scale_invariant(optimizer)
         facts = {"whether the batch can be split": may_split, "compilation": is_compiled, "kind of optimizer": divides}
         require_alike(exchange, facts)
         check_rule(plan, may_split=may_split)

@@ -45,7 +45,7 @@ class BatchSplitting:
         Raises:
             BatchError: the batch has no samples, or `count` raised or returned something else than a positive int.
         """
-        reading = of_batch.read(batch)
+        reading = of_batch.read_sample_count(batch)
         if self.count is not None:
             samples = self._counted(self.count, batch)
             if reading.samples != samples:
@@ -168,7 +168,7 @@ def _require_splittable(batch: Any, samples: int) -> None:
     """Raise `BatchError` if the containers of a batch do not show which parts belong to which sample."""
     if of_batch.quick_samples(batch) == samples:
         return
-    reading = of_batch.read(batch)
+    reading = of_batch.read_sample_count(batch)
     if reading.samples != samples or not reading.is_splittable:
         raise not_splittable(reading.reason or f"its tensors have {reading.samples} samples, not {samples}")
 

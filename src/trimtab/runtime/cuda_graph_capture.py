@@ -80,7 +80,7 @@ class CapturedGraphs:
         self.parameters = tuple(p for p in model.parameters() if p.requires_grad)
         leaves, spec = tree_flatten((args, kwargs))
         copies = [copy_in_place(each) if isinstance(each, Tensor) else each for each in leaves]
-        self._inputs = [written(each) for each in copies if isinstance(each, Tensor)]
+        self._inputs = [without_expanded_dimensions(each) for each in copies if isinstance(each, Tensor)]
         self._device = self._inputs[0].device
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self.pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside.pool
@@ -119,7 +119,7 @@ class CapturedGraphs:
     def launch(self, tensors: Sequence[Tensor], token: ReplayToken) -> Any:
         """Replay the forward on new input tensors and return its output."""
         for ours, theirs in zip(self._inputs, tensors, strict=True):
-            ours.copy_(written(theirs), non_blocking=True)
+            ours.copy_(without_expanded_dimensions(theirs), non_blocking=True)
         found = iter(_Replay.apply(self, token, *self.parameters))  # type: ignore[no-untyped-call]
         return tree_unflatten([None if is_none else next(found) for is_none in self._is_none], self._spec)
 
@@ -176,11 +176,11 @@ def copy_in_place(tensor: Tensor) -> Tensor:
     if found.untyped_storage().nbytes() > _MOST_GAPS * tensor.nbytes:
         return tensor.detach().clone()
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    written(found).copy_(written(tensor.detach()))
+    without_expanded_dimensions(found).copy_(without_expanded_dimensions(tensor.detach()))
     return found
 
 
-def written(tensor: Tensor) -> Tensor:
+def without_expanded_dimensions(tensor: Tensor) -> Tensor:
     """Return a view without expanded (stride 0) dimensions, which cannot be written to."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:

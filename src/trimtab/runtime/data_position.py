@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.core import validation
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.stateful import Load, Stateful, require_keys
-from trimtab.measure.dataloader_state import borrowed, generators_of, has_lasting_workers, is_stateful
+from trimtab.measure.dataloader_state import draw_and_restore_loader, generators_of, has_lasting_workers, is_stateful
 from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
 from trimtab.runtime.batch import holds_nan, iterate
 from trimtab.runtime.uneven_inputs import EmptyBatch
@@ -80,7 +80,7 @@ class DataPosition(Stateful):
         if self._saved is None:
             if self._is_open:
                 self.over()
-            if innermost(loader) is not innermost(self._loader):
+            if innermost_loader(loader) is not innermost_loader(self._loader):
                 self._forget()
             self._loader = loader  # Set at once, because a checkpoint may be saved before the first draw.
         self._handled = sys.exception()
@@ -94,7 +94,7 @@ class DataPosition(Stateful):
             own = _epoch_of(loader)
             if None not in (own, saved["epoch"]) and (saved["begun"] is not None or own == 0):
                 # Between two epochs, the loop may have called `set_epoch` already.
-                innermost(loader).set_epoch(saved["epoch"])
+                innermost_loader(loader).set_epoch(saved["epoch"])
         if saved is not None and saved["begun"] is not None:
             batches = self._continued(loader, saved)
         else:
@@ -197,7 +197,7 @@ class DataPosition(Stateful):
             return None
         back = _loading(loader, _random_of(loader), "here")
         try:
-            with borrowed(loader) as lent:
+            with draw_and_restore_loader(loader) as lent:
                 _loading(loader, begun, "state.data.begun")()
                 return next((batch for batch in iterate("loader", lent) if _is_fit(batch)), None)
         finally:
@@ -277,11 +277,11 @@ def _is_fit(batch: Any) -> bool:
 
 def _is_stream(loader: Any) -> bool:
     """Return True for a stream: an iterator without length, whose next epoch draws the batches left by the previous."""
-    inner = innermost(loader)
+    inner = innermost_loader(loader)
     return isinstance(inner, Iterator) and length_of(inner) is None
 
 
-def innermost(loader: Any) -> Any:
+def innermost_loader(loader: Any) -> Any:
     """Return the innermost loader of wrappers that hold a loader as `wrapped`."""
     seen = set[int]()
     while id(loader) not in seen and getattr(loader, "wrapped", None) is not None:
@@ -296,7 +296,7 @@ def require_state_kept(loader: Any) -> None:
     New workers after a resume would have different random states and another sample order. Loaders with
     `load_state_dict` restore their own states.
     """
-    if has_lasting_workers(innermost(loader)) and not is_stateful(loader):
+    if has_lasting_workers(innermost_loader(loader)) and not is_stateful(loader):
         raise ValueGivenError(
             "loader",
             problem="A DataLoader with persistent_workers=True cannot be resumed exactly, because its workers keep "
@@ -317,13 +317,13 @@ def length_of(loader: Any) -> int | None:
 
 def _lengths_of(loader: Any) -> dict[str, int]:
     """Return the number of batches and of samples in the data set, as far as they are known."""
-    told = {"batches": loader, "rows": getattr(innermost(loader), "dataset", None)}
+    told = {"batches": loader, "rows": getattr(innermost_loader(loader), "dataset", None)}
     return {name: number for name, each in told.items() if (number := length_of(each)) is not None}
 
 
 def _epoch_of(loader: Any) -> int | None:
     """Return the epoch number that an Accelerate loader shuffles by; None for other loaders."""
-    inner = innermost(loader)
+    inner = innermost_loader(loader)
     number = getattr(inner, "iteration", None) if callable(getattr(inner, "set_epoch", None)) else None
     return number if isinstance(number, int) else None
 

@@ -16,7 +16,7 @@ from trimtab.core.errors import ModelError
 Dropper = tuple[nn.Module, str]
 
 
-def droppers(model: nn.Module) -> tuple[Dropper, ...]:
+def dropout_modules(model: nn.Module) -> tuple[Dropper, ...]:
     """Return all modules with a positive dropout probability, each with the attribute name."""
     return tuple((module, name) for module in model.modules() for name in _probabilities(module))
 
@@ -36,7 +36,7 @@ def use_dropout(model: nn.Module, probability: float) -> Callable[[], None]:
     Raises:
         ModelError: the model has no active dropout.
     """
-    found = [(module, name, getattr(module, name)) for module, name in droppers(model)]
+    found = [(module, name, getattr(module, name)) for module, name in dropout_modules(model)]
     if not found:
         raise ModelError(
             "model",

@@ -147,7 +147,7 @@ class RecomputedForwards:
             elif isinstance(held, ContainerSnapshot) and id(held.container) in own | tables:
                 continue  # Names of modules, recorded at every forward.
             elif isinstance(held, Replayed) and len(holds) < _MOST_LOOKED_AT and _is_small(held):
-                key, hold = holding(held, watch.holder_of(held))
+                key, hold = state_recorder(held, watch.holder_of(held))
                 holds[key] = hold
         return _ComparedObjects(holds, tensors[:_MOST_LOOKED_AT])
 
@@ -167,7 +167,7 @@ class RecomputedForwards:
             if isinstance(held, TensorSnapshot) and id(held.tensor) in own:
                 continue  # Buffers.
             if isinstance(held, Replayed) and _is_small(held):
-                key, hold = holding(held, watch.holder_of(held))
+                key, hold = state_recorder(held, watch.holder_of(held))
                 if key not in seen.holds:
                     seen.holds[key] = hold
                     found.append(held)
@@ -293,7 +293,7 @@ def _is_small(held: Replayed) -> bool:
     return not isinstance(held, ContainerSnapshot) or len(held.items) <= _MOST_ITEMS
 
 
-def holding(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Replayed | None]]:
+def state_recorder(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Replayed | None]]:
     """Return a key for a recorded object, and a function that records the current state of the object or its
     replacement."""
     if holder is None or isinstance(held, VariableSnapshot):

@@ -32,7 +32,7 @@ def norm(optimizer: torch.optim.Optimizer) -> Tensor:
     return squared_norm(grads).sqrt() if any(grad.is_sparse for grad in grads) else get_total_norm(grads)
 
 
-def finish(
+def scale_and_clip(
     optimizer: torch.optim.Optimizer, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False
 ) -> Tensor | None:
     """Multiply the gradients by `factor` and the clip coefficient `min(1, clip_norm / (norm + 1e-6))` at once.

@@ -126,7 +126,7 @@ class GradientSync:
         if left := self._missing():
             raise self._unreduced([self._name(i) for i in left])
         if unused:
-            by_all = set.intersection(*(unpacked(each) for each in answer()))
+            by_all = set.intersection(*(unpack_indices(each) for each in answer()))
             for index in by_all.intersection(unused):
                 self._parameter(index).grad = None
 
@@ -189,7 +189,7 @@ class GradientSync:
 
     def _tell(self, unused: Sequence[int]) -> Callable[[], Gathered]:
         """Send the indices of parameters without gradient on this rank."""
-        return self._exchange.ask(packed(unused, len(self._reduced)))
+        return self._exchange.ask(pack_indices(unused, len(self._reduced)))
 
     def _require_none_outside(self) -> None:
         """Raise `RankError` for a gradient unknown to DDP, of a parameter unfrozen after wrapping."""
@@ -254,7 +254,7 @@ def _num_collectives(model: DistributedDataParallel) -> int | None:
         return None
 
 
-def packed(indices: Sequence[int], number: int) -> Figures:
+def pack_indices(indices: Sequence[int], number: int) -> Figures:
     """Return a bit mask of `indices` below `number`, packed into floats."""
     masks = [0] * -(-number // _BITS)
     for index in indices:
@@ -262,7 +262,7 @@ def packed(indices: Sequence[int], number: int) -> Figures:
     return masks
 
 
-def unpacked(figures: Figures) -> set[int]:
+def unpack_indices(figures: Figures) -> set[int]:
     """Return the indices of a packed bit mask."""
     return {
         place * _BITS + bit for place, figure in enumerate(figures) for bit in range(_BITS) if int(figure) >> bit & 1

@@ -14,7 +14,7 @@ from trimtab.core.plan import Plan
 from trimtab.runtime.compiled_call import is_compiled
 from trimtab.runtime.user_hooks import (
     GradientHook,
-    described,
+    describe_hook,
     gradient_hooks,
     in_words,
     is_users,
@@ -44,7 +44,7 @@ class ForwardHookCollector(TorchFunctionMode):
         if (kind := _ON_TENSORS.get(func)) is not None:
             hook = args[1] if len(args) > 1 else (kwargs or {}).get("hook")
             if is_users(hook):
-                self.found.append(described(hook, kind, "a tensor created in the forward"))
+                self.found.append(describe_hook(hook, kind, "a tensor created in the forward"))
         return func(*args, **(kwargs or {}))
 
 

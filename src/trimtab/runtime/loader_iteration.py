@@ -77,7 +77,7 @@ class LoaderIteration(RunView):
     def evaluated(self, value: float, name: str = "metric") -> None:
         """Record the result of an evaluation, equal on every rank; it may meet the `Stop` condition."""
         self._require_open()
-        value = validation.figure("run.evaluated", value)
+        value = validation.float_value("run.evaluated", value)
         self._stopping.evaluated(value)
         if self._recorder is not None:
             self._recorder.evaluation(self.consumed_samples, name, value)

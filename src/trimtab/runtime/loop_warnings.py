@@ -182,7 +182,7 @@ def warn_of_own_functions(loss: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def explain_backward_errors() -> Iterator[None]:
     """Convert known errors of a backward pass into errors with an explanation.
 
     Raises:

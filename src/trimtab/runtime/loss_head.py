@@ -43,7 +43,7 @@ def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[dict[LossHead, int]]:
+def count_head_tokens(model: nn.Module) -> Iterator[dict[LossHead, int]]:
     """Count the feature vectors passed to each loss head within the block, over all calls."""
     seen: dict[LossHead, int] = {}
 

@@ -62,7 +62,7 @@ def applied_rate(optimizer: torch.optim.Optimizer, factor: float) -> float | Non
     return None if own is None else own * factor
 
 
-def normalises(optimizer: torch.optim.Optimizer) -> bool:
+def is_scale_invariant(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the step size is independent of the gradient's scale, as in Adam; assumed for all but SGD."""
     return not isinstance(getattr(optimizer, "optim", optimizer), torch.optim.SGD | torch.optim.ASGD)
 
@@ -88,7 +88,7 @@ class RateFollower(Stateful):
     def for_optimizer(cls, rule: str, optimizer: torch.optim.Optimizer) -> RateFollower:
         """Return the follower for a rule; "auto" selects "linear" for SGD and "sqrt" for all other optimizers."""
         if rule == "auto":
-            rule = "sqrt" if normalises(optimizer) else "linear"
+            rule = "sqrt" if is_scale_invariant(optimizer) else "linear"
         return cls(rule)
 
     def factor(self, ratio: float, decided: float) -> float:

@@ -28,7 +28,7 @@ from trimtab.measure.sharded_norms import (
     is_flat_sharded,
     is_shard,
     is_sharded,
-    local,
+    local_shard,
     shows_reductions,
 )
 
@@ -211,7 +211,9 @@ class NoiseMonitor:
         return torch.stack([part.double() for part in parts])
 
     def _norm2(self) -> Tensor:
-        return squared_norm([local(p.grad) for p in _SteppedParameters(self._optimizer) if p.grad is not None]).double()
+        return squared_norm(
+            [local_shard(p.grad) for p in _SteppedParameters(self._optimizer) if p.grad is not None]
+        ).double()
 
 
 def _norms_of(model: nn.Module, optimizer: Optimizer) -> GradientNorms | ShardedNorms | PartialNorms:

@@ -20,7 +20,7 @@ from trimtab.runtime.optimizer_self_test import fused_difference
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-def whole(model: nn.Module, modules: Iterable[nn.Module] = ()) -> nn.Module:
+def with_auxiliary_modules(model: nn.Module, modules: Iterable[nn.Module] = ()) -> nn.Module:
     """Return the model, or a container of the model and the auxiliary modules trained with it."""
     others = nn.ModuleList(modules)
     if not others:
@@ -103,7 +103,7 @@ def check_ownership(
         raise needs_closure(optimizer)
     if failure := closure_failure(optimizer):
         raise needs_closure(optimizer, failure)
-    trained = whole(model, modules)
+    trained = with_auxiliary_modules(model, modules)
     if not any(p.requires_grad for p in trained.parameters()):
         raise ModelError(
             "model",

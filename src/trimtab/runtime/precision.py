@@ -45,7 +45,7 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
     return _AS_IT_IS if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def wider(device: torch.device) -> str:
+def fp16_replacement(device: torch.device) -> str:
     """Return the replacement for fp16 after repeated overflows: bf16 if the device supports it natively, else fp32."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -127,7 +127,7 @@ class MixedPrecision(Stateful):
 
     def leave_fp16(self, name: str | None = None) -> None:
         """Switch to bf16 or fp32 for the rest of the run."""
-        self.name, self._scaler, self._scale = name or wider(self._device), None, None
+        self.name, self._scaler, self._scale = name or fp16_replacement(self._device), None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the precision's name and the scaler's state."""

@@ -43,7 +43,7 @@ def keeps_activations() -> bool:
     return not torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0
 
 
-def recomputed(
+def recompute_call(
     function: Callable[..., Any], forwards: RecomputedForwards, args: Any, kwargs: Any, *, in_part: bool = False
 ) -> Any:
     """Call a function with activation checkpointing and return its result.

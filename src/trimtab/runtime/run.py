@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.stopping_rule import Stop
-from trimtab.losses import as_loss, detached, require_unscaled
+from trimtab.losses import as_loss, detach_auxiliary, require_unscaled
 from trimtab.runtime import gradient_clipping, optimizers
 from trimtab.runtime.apply_plan import apply_plan, lay_out, require_free
 from trimtab.runtime.backend import Backend, UserBackend, may_retry
@@ -33,7 +33,7 @@ from trimtab.runtime.loop_warnings import (
     LeftoverGradientChanges,
     LeftoverStep,
     UnequalBatches,
-    explained,
+    explain_backward_errors,
     warn_of_own_functions,
 )
 from trimtab.runtime.lr_schedule import applied_rate, rate_factor, require_rates, scaled_rates
@@ -93,7 +93,7 @@ class Run(LoaderIteration, ResumableRun):
         self._consumed = TrainingProgress(plan, total_samples, total_tokens, exchange)
         self._voids = NonFinitePolicy("continue" if on_trial else nonfinite, self.note, is_alone=not exchange.has_peers)
         require_free(model)
-        trained = optimizers.whole(model, modules)
+        trained = optimizers.with_auxiliary_modules(model, modules)
         self._hooks = HookChecks(trained, plan, self._clip_norm, nonfinite, out_of_memory)
         self.plan, self._recorder = for_model(plan, model), recorder
         self._keeper = keeper or NoCheckpoints()
@@ -153,7 +153,7 @@ class Run(LoaderIteration, ResumableRun):
         rows = self._order.micro_batch_samples
         self._hooks.require_mean(self._order.window, count)
         if rows:  # Padding micro-batches, which only join other ranks' collectives, have no auxiliary value.
-            self._auxiliary.append(None if auxiliary is None else detached(auxiliary))
+            self._auxiliary.append(None if auxiliary is None else detach_auxiliary(auxiliary))
         # Comes before the weights: computing them may need an exchange between ranks.
         self._backend.begin_backward(loss)
         weighted = self._precision.scaled(self._weights.weigh(loss, count, rows))
@@ -161,7 +161,7 @@ class Run(LoaderIteration, ResumableRun):
             self._tell()
         self._control.backward_begins()
         self._gradients.backward_begins()
-        with explained():
+        with explain_backward_errors():
             self._backend.backward(weighted)
         self._gradients.backward_done()
         self._order.backward_done()

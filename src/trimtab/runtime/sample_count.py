@@ -88,7 +88,7 @@ _TEXTS = _CountAgreement(True)
 _ROWS = _CountAgreement(True, row_lists=1)
 
 
-def read(batch: Any) -> SampleCount:
+def read_sample_count(batch: Any) -> SampleCount:
     """Return the number of samples of a batch, and whether the batch can be split."""
     if samples := quick_samples(batch):
         return SampleCount(samples, is_splittable=True)
@@ -189,7 +189,7 @@ def is_sequence(value: Any) -> bool:
     )
 
 
-def parts(value: Any) -> list[Any]:
+def container_parts(value: Any) -> list[Any]:
     """Return the parts of a container."""
     if isinstance(value, Mapping):
         return list(value.values())
@@ -275,7 +275,7 @@ def _possible(value: Any) -> _PossibleCounts:
         found = leaf_samples(value)
         return _PossibleCounts(None if found is None else {found})
     if is_record(value):
-        return _common(parts(value))
+        return _common(container_parts(value))
     if not is_sequence(value):
         return _PossibleCounts(set())
     columns = _common(value)
@@ -337,7 +337,7 @@ def _fit(value: Any, samples: int, *, is_root: bool = False) -> _CountAgreement:
             return _NO
         return _TENSOR if isinstance(value, np.ndarray) else _TEXTS if isinstance(value, tuple) else _FIRM
     if is_record(value):
-        return _combined(parts(value), samples)
+        return _combined(container_parts(value), samples)
     return _fit_sequence(value, samples, is_root=is_root) if is_sequence(value) else _NO
 
 
@@ -464,7 +464,7 @@ def _signature(value: Any) -> Any:
     if isinstance(value, Mapping):
         return type(value), tuple((key, _signature(item)) for key, item in value.items())
     if is_record(value) or is_sequence(value):
-        return type(value), tuple(dict.fromkeys(map(_signature, parts(value))))
+        return type(value), tuple(dict.fromkeys(map(_signature, container_parts(value))))
     return type(value)
 
 

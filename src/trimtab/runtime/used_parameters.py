@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import RankError
 from trimtab.measure.sharded_norms import is_sharded_itself
-from trimtab.runtime.gradient_sync import UNREDUCED, listed, packed, unpacked
+from trimtab.runtime.gradient_sync import UNREDUCED, listed, pack_indices, unpack_indices
 from trimtab.runtime.metadata_exchange import MetadataExchange
 
 # In the first windows, ranks also compare before each collective, so that different layers raise instead of hanging.
@@ -81,7 +81,7 @@ class ReachedParameters:
         groups = range(len(self.names)) if groups is None else groups
         reached = {group for group, leaf in zip(groups, self._leaves, strict=True) if id(leaf) in ahead}
         unreached = [index for index, group in enumerate(groups) if group not in reached]
-        each = [unpacked(figures) for figures in exchange.share(packed(unreached, len(self.names)))]
+        each = [unpack_indices(figures) for figures in exchange.share(pack_indices(unreached, len(self.names)))]
         if unlike := each[0].union(*each) - each[0].intersection(*each):
             raise self.error(sorted(unlike), UNLIKE, hint)
 
@@ -146,7 +146,10 @@ class AllParametersCheck:
         unreached = self._reached.unreached()
         self._reached.reset()
         self._windows += 1
-        each = [unpacked(figures) for figures in self._exchange.share(packed(unreached, len(self._reached.names)))]
+        each = [
+            unpack_indices(figures)
+            for figures in self._exchange.share(pack_indices(unreached, len(self._reached.names)))
+        ]
         if any(each):
             rank = next(rank for rank, indices in enumerate(each) if indices)
             found = f"No micro-batch of the step used these parameters on rank {rank}"
@@ -265,9 +268,9 @@ class ShardedParameterUse:
         unreached, blocks = self._reached.unreached(), self._blocks
         self._reached.reset()
         self._blocks = []
-        own = [zlib.crc32(repr(blocks).encode()), *packed(unreached, len(self._held))]
+        own = [zlib.crc32(repr(blocks).encode()), *pack_indices(unreached, len(self._held))]
         said = self._exchange.share(own)
-        each = [unpacked(figures[1:]) for figures in said]
+        each = [unpack_indices(figures[1:]) for figures in said]
         by_none, by_some = set.intersection(*each), set.union(*each)
         if len({figures[0] for figures in said}) > 1 or (by_none != by_some and not self._fills):
             unlike = sorted(by_some - by_none) or unreached or list(range(len(self._held)))

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from trimtab.core.compile_mode import is_recorded
 from trimtab.core.errors import ModelError, OptimizerError
 from trimtab.core.plan import Plan
-from trimtab.measure.closures import reached
+from trimtab.measure.closures import reachable_instances
 from trimtab.runtime.nonfinite import BEFORE_THE_STEP
 
 _WRAPPERS = "trimtab", "deepspeed"  # Packages whose hooks are part of running a model.
@@ -74,17 +74,17 @@ def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
     found: list[GradientHook] = []
     for name, parameter in model.named_parameters():
         for attribute, kind in _BY_PARAMETER:
-            hooks = users(getattr(parameter, attribute, None))
-            found += [described(hook, kind, name, vars(parameter).values()) for hook in hooks]
+            hooks = user_hooks_of(getattr(parameter, attribute, None))
+            found += [describe_hook(hook, kind, name, vars(parameter).values()) for hook in hooks]
         if in_backward := vars(parameter).get("_in_backward_optimizers"):
             function = "torch.distributed.optim._apply_optimizer_in_backward"
             found.append(GradientHook("post-accumulate-grad hook", name, function, tuple(in_backward)))
     for name, module in model.named_modules():
         for attribute, kind in _BY_MODULE:
-            found += [described(hook, kind, name) for hook in users(getattr(module, attribute, None))]
+            found += [describe_hook(hook, kind, name) for hook in user_hooks_of(getattr(module, attribute, None))]
     for attribute, kind in _EVERY_MODULE:
-        hooks = users(getattr(nn.modules.module, attribute, None))
-        found += [described(hook, kind, "every module") for hook in hooks]
+        hooks = user_hooks_of(getattr(nn.modules.module, attribute, None))
+        found += [describe_hook(hook, kind, "every module") for hook in hooks]
     return tuple(found)
 
 
@@ -228,13 +228,13 @@ def require_plannable(hooks: tuple[GradientHook, ...]) -> None:
         raise steps_in_backward("optimizer", stepped, in_words(hooks))
 
 
-def described(hook: Any, kind: str, owner: str, attributes: Iterable[Any] = ()) -> GradientHook:
+def describe_hook(hook: Any, kind: str, owner: str, attributes: Iterable[Any] = ()) -> GradientHook:
     """Return the description of a hook; attributes of its owner are searched for optimizers."""
-    optimizers = tuple(reached((hook, *attributes), Optimizer))
+    optimizers = tuple(reachable_instances((hook, *attributes), Optimizer))
     return GradientHook(kind, owner, _name(hook), optimizers)
 
 
-def users(hooks: Mapping[int, Any] | None) -> Iterator[Any]:
+def user_hooks_of(hooks: Mapping[int, Any] | None) -> Iterator[Any]:
     """Yield the user-registered hooks, without hooks of wrappers such as DDP."""
     return filter(is_users, () if hooks is None else list(hooks.values()))
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.core.errors import LoopError, LossError
-from trimtab.runtime.batch import BatchContents, contents_of, fresh, holds_nan, to_device, versions_of
+from trimtab.runtime.batch import BatchContents, contents_of, holds_nan, to_device, versions_of, with_new_containers
 from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
 from trimtab.runtime.nested_lists import NestedLists
 
@@ -161,7 +161,7 @@ class Window:
         for _ in range(self._num_padding):
             left -= 1
             self._loop.begin_micro_batch(self, 0, of_next=False, last=left == 0)
-            yield to_device(fresh(self._padding), self._device)
+            yield to_device(with_new_containers(self._padding), self._device)
             self._loop.end_micro_batch(self)
         sizes = zip(self._batch_size, self._micro_batches, strict=True)
         if self._inner_lists is not None:
@@ -179,7 +179,7 @@ class Window:
 
     def _given(self, micro: Any, contents: BatchContents | None) -> Any:
         """Return the micro-batch on the device, in new containers."""
-        given = fresh(micro, self._inner_lists, contents)
+        given = with_new_containers(micro, self._inner_lists, contents)
         is_there = contents is not None and contents.are_on(self._device)
         return given if is_there else to_device(given, self._device)
 

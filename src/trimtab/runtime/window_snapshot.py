@@ -21,7 +21,7 @@ from trimtab.measure.object_snapshots import (
     checksum,
 )
 from trimtab.measure.raw_memory import MemorySnapshot
-from trimtab.runtime.forward_state import Replayed, holding, is_traced
+from trimtab.runtime.forward_state import Replayed, is_traced, state_recorder
 
 _LARGE = 2**20  # Bytes of a buffer that is copied only after it changed.
 _SMALL = 2**16  # Bytes of a tensor that later watched windows copy.
@@ -128,7 +128,7 @@ class WindowSnapshot:
             elif isinstance(held, Replayed):
                 is_own = isinstance(held, ContainerSnapshot) and id(held.container) in own
                 if not is_own and not (watch.is_of_loss(held) and _is_plain(change, held)):
-                    key, hold = holding(held, watch.holder_of(held))
+                    key, hold = state_recorder(held, watch.holder_of(held))
                     if key not in self._holds:
                         self._holds[key] = hold
                         self._held.append(held)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Context manager: evaluation mode without gradients. Restores the training mode of every module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -23,7 +23,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def beside(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def on_device_of_model(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the batch on the device of the model's parameters."""
     parameter = next(model.parameters(), None)
     return batch if parameter is None else tuple(column.to(parameter.device) for column in batch)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trimtab.tasks.evaluation import beside, evaluating
+from trimtab.tasks.evaluation import evaluation_mode, on_device_of_model
 from trimtab.tasks.sample_draws import SampleDraws
 from trimtab.tasks.task import Batch, Metric
 
@@ -31,9 +31,9 @@ def mean_cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor], *, label_
 def accuracy(model: nn.Module, batches: Sequence[Batch]) -> float:
     """Return the top-1 accuracy as a fraction from 0 to 1."""
     hits = total = 0
-    with evaluating(model):
+    with evaluation_mode(model):
         for batch in batches:
-            images, labels = beside(model, batch)
+            images, labels = on_device_of_model(model, batch)
             hits += int((model(images).argmax(dim=1) == labels).sum())
             total += len(labels)
     return hits / total

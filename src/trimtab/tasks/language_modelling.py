@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.losses import Summed
-from trimtab.tasks.evaluation import beside, evaluating
+from trimtab.tasks.evaluation import evaluation_mode, on_device_of_model
 from trimtab.tasks.task import Batch, Metric
 
 
@@ -36,9 +36,9 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Summed:
 def mean_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
     """Return the loss in nats per token, averaged over all tokens of all batches."""
     loss, count = 0.0, 0
-    with evaluating(model):
+    with evaluation_mode(model):
         for batch in batches:
-            found = next_token_loss(model, beside(model, batch))
+            found = next_token_loss(model, on_device_of_model(model, batch))
             loss += float(found.loss_sum)
             count += int(found.count)
     return loss / count

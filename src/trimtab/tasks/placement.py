@@ -54,7 +54,7 @@ def placement_of(data: TaskData, device: torch.device) -> Choice:
     return placement(num_bytes, device.type, free, augments=data.augment is not None)
 
 
-def placed(data: TaskData, device: torch.device) -> tuple[TaskData, Choice]:
+def place_data(data: TaskData, device: torch.device) -> tuple[TaskData, Choice]:
     """Move the columns of `data` to their placement and return the data and the choice.
 
     Batches are identical for both placements. Augmented batches may differ by rounding, because a GPU may fuse two
@@ -66,7 +66,7 @@ def placed(data: TaskData, device: torch.device) -> tuple[TaskData, Choice]:
     return replace(data, columns=tuple(column.to(device) for column in data.columns)), choice
 
 
-def ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+def prefetch(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Prefetch batches: on CUDA, copy the next batch from pinned memory while the current batch is used.
 
     Draws a batch ahead of the consumer. Passes batches unchanged if they are already on the GPU, are not tuples of

@@ -66,7 +66,7 @@ class Metric:
         Raises:
             ValueGivenError: `value` is not a number.
         """
-        return validation.figure(f"metric {self.name}", value)
+        return validation.float_value(f"metric {self.name}", value)
 
     def check(self, found: object) -> float:
         """Convert a result of `evaluate` to a float and validate it for the unit.

@@ -18,7 +18,7 @@ from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
-from trimtab.core.recompute_schedule import KeptBlock, written
+from trimtab.core.recompute_schedule import KeptBlock, to_notation
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide import search
 from trimtab.decide.planner import choose
@@ -95,7 +95,7 @@ def test_peaks_are_those_that_are_counted(micro_batch):
     limited = optimal(chain.stages, int(0.8 * whole))
     assert limited is not None
     for schedule in (keep_all(L + 1), in_part, limited):
-        candidate = Candidate("fp32", "keep", False, micro_batch, recompute=written(schedule[:-1]))
+        candidate = Candidate("fp32", "keep", False, micro_batch, recompute=to_notation(schedule[:-1]))
         with subject.start(candidate) as run:
             run.train_step(run.window(subject.batch), subject.loss_fn)
             subject.optimizer.zero_grad(set_to_none=True)
@@ -149,7 +149,7 @@ def test_blocks_with_batch_statistics_may_be_kept_in_part():
     chain = found.whole.at(512)
     assert all(stage.part is not None for stage in chain.stages[:-1])
     schedule = (*(KeptBlock(index, in_part=True) for index in range(L)), KeptBlock(L))
-    with subject.start(Candidate("fp32", "keep", False, 512, recompute=written(schedule[:-1]))) as run:
+    with subject.start(Candidate("fp32", "keep", False, 512, recompute=to_notation(schedule[:-1]))) as run:
 
         def step():
             run.train_step(run.window(subject.batch), subject.loss_fn)

@@ -16,7 +16,7 @@ from trimtab.calibrate.target_device import profile_elsewhere
 from trimtab.core.errors import InfeasibleError, ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.profile import Candidate
-from trimtab.decide.target_device_candidates import recorded, recorded_candidates, traced_for
+from trimtab.decide.target_device_candidates import recorded_candidates, recorded_traces, traced_for
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import trace_step
 from trimtab.tasks.language_modelling import next_token_loss
@@ -64,7 +64,7 @@ def test_a_recorded_profile_has_the_traces_that_would_be_made(device):
     bare = replace(live, traces=())
     found = [each for wanted in recorded_candidates(bare) for each in trace_elsewhere(*loop(), wanted)]
     kept = replace(bare, target_device_traces=tuple(found))
-    again = traced_for(kept.for_device(live.device), recorded(kept))
+    again = traced_for(kept.for_device(live.device), recorded_traces(kept))
     assert [each.candidate for each in again.traces] == [each.candidate for each in live.traces]
     for ours, theirs in zip(again.traces, live.traces, strict=True):
         assert (ours.whole, ours.sliced) == (theirs.whole, theirs.sliced)

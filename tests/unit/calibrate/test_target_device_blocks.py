@@ -23,7 +23,7 @@ from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.recompute_candidates import peak_bytes
 from trimtab.decide.recompute_cost import keep_all, predict
 from trimtab.decide.roofline import seconds_of, step_seconds
-from trimtab.decide.target_device_candidates import recorded, recorded_blocks, traced_for, with_blocks
+from trimtab.decide.target_device_candidates import recorded_blocks, recorded_traces, traced_for, with_blocks
 from trimtab.measure import fake_cuda
 from trimtab.measure.fake_cuda import FakeCudaMode
 from trimtab.measure.memory_trace import trace_peaks
@@ -195,7 +195,7 @@ def test_a_recorded_profile_says_what_a_plan_of_the_loop_says():
     assert live.recomputables
     kept = from_json(Profile, to_json(trimtab.profile(*normalised(), num_blocks=3, traces=True)))
     there = replace(replace(kept, over_time_budget=True).for_device(L4), budget=budget)
-    again = with_blocks(traced_for(there, recorded(kept)), recorded_blocks(kept))
+    again = with_blocks(traced_for(there, recorded_traces(kept)), recorded_blocks(kept))
     assert again.recomputables == live.recomputables
     assert any(peak_bytes(again, each.candidate) for each in again.recomputables)
 

@@ -71,10 +71,10 @@ def test_nothing_is_run_that_is_too_large(monkeypatch):
     call = operator_workspace.OperatorCall(operator, (like, like), structure)
     monkeypatch.setattr(operator_workspace, "MOST_BYTES", 3 * 2 * 64 * 64 - 1)
     with raises(operator_workspace.WorkspaceTooLarge, code="model.operator_too_large", field="model"):
-        operator_workspace.measured([call])
+        operator_workspace.measure_calls([call])
     assert ran == []
     monkeypatch.setattr(operator_workspace, "MOST_BYTES", 3 * 2 * 64 * 64)
-    assert call in operator_workspace.measured([call])
+    assert call in operator_workspace.measure_calls([call])
     assert len(ran) > 0
 
 
@@ -83,7 +83,7 @@ def test_products_of_batches_in_half_precision_reorder_what_lies_otherwise():
     half = tuple(each.bfloat16() for each in single)
     assert operator_workspace.call_of(torch.ops.aten.bmm.default, single, {}) is None
     call = operator_workspace.call_of(torch.ops.aten.bmm.default, half, {})
-    taken = operator_workspace.measured([call])[call]
+    taken = operator_workspace.measure_calls([call])[call]
     assert taken.result_bytes == (2 * 8 * 32 * 32,)
     if "avx512" in torch.backends.cpu.get_cpu_capability().lower():
         assert taken.scratch_bytes > 0

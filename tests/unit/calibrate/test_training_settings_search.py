@@ -24,7 +24,7 @@ from trimtab.core.objective import Budget
 from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.decide.learning_rate import RatePoint
 from trimtab.decide.paired_training_verdict import PairedTrainingVerdict, ShortPair, ShortRun
-from trimtab.decide.tuned_plan import adapt_optimizer, within
+from trimtab.decide.tuned_plan import adapt_optimizer, within_limits
 from trimtab.measure.state_digest import fingerprint
 
 ROWS = 4
@@ -140,9 +140,9 @@ def planned(
 
     monkeypatch.setattr(training_settings_search, "short_race", short)
     monkeypatch.setattr(training_settings_search, "range_test", ranged)
-    monkeypatch.setattr(training_settings_search, "judge", lambda pairs, rival: verdict)
+    monkeypatch.setattr(training_settings_search, "judge_rival", lambda pairs, rival: verdict)
     length = training_settings_search.RunLength(run_steps)
-    return training_settings_search.adapted(its, STANDS, adapt, batches(60), lambda text: None, length), [
+    return training_settings_search.tune_plan(its, STANDS, adapt, batches(60), lambda text: None, length), [
         tested,
         *raced,
     ]
@@ -325,7 +325,7 @@ def test_where_the_range_test_keeps_the_rate_no_schedule_is_raced(monkeypatch):
     monkeypatch.setattr(
         training_settings_search, "range_test", lambda *_: tuple(RatePoint(1.3**i, 5.0 + i) for i in range(20))
     )
-    found = training_settings_search.adapted(
+    found = training_settings_search.tune_plan(
         subject(), STANDS, ("learning_rate", "schedule"), batches(), lambda text: None
     )
     assert found.schedule.value == "user"
@@ -424,7 +424,7 @@ def test_dropout_that_nothing_needs_is_dropped(monkeypatch):
 )
 def test_where_no_race_could_tell_dropout_is_kept_and_why(monkeypatch, make, data, passes, said):
     monkeypatch.setattr(training_settings_search, "short_race", lambda *_, **__: pytest.fail("raced"))
-    found = training_settings_search.adapted(
+    found = training_settings_search.tune_plan(
         subject(make), STANDS, ("dropout",), data, lambda text: None, training_settings_search.RunLength(passes=passes)
     )
     assert (found.dropout.value, found.plan_kind) == (None, "equivalent")
@@ -464,10 +464,10 @@ def test_pairs_of_few_batches_that_are_not_shuffled_differ_in_their_order(monkey
 def test_a_rival_whose_step_breaks_a_limit_does_not_win():
     plan = replace(STANDS, measured=MeasuredCost(0.095, 100, energy_j=1.0))
     won = PairedTrainingVerdict(True, "sooner", 1.3)
-    assert within(Budget(), plan, won) is won
-    assert within(Budget(time=0.13), plan, won) is won
+    assert within_limits(Budget(), plan, won) is won
+    assert within_limits(Budget(time=0.13), plan, won) is won
     for limit in (Budget(time=0.1), Budget(energy=1.2)):
-        found = within(limit, plan, won)
+        found = within_limits(limit, plan, won)
         assert not found.is_gain
         assert "over the budget" in found.reason
         assert adapt_optimizer(plan, replace(plan, optimizer=MUON.optimizer), found, 1.0).optimizer.value == "user"

@@ -8,7 +8,7 @@ from torch import nn
 
 from trimtab.calibrate import vocab_padding
 from trimtab.calibrate.vocab_padding import padding_saves_s
-from trimtab.decide.recommendations import padded
+from trimtab.decide.recommendations import padded_vocabulary
 
 WORDS = 5_000
 MODEL = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))
@@ -59,4 +59,4 @@ def test_no_memory_is_no_advice(monkeypatch):
 
 
 def test_rounding_up():
-    assert [padded(n) for n in (50_257, 50_304, 1)] == [50_304, 50_304, 64]
+    assert [padded_vocabulary(n) for n in (50_257, 50_304, 1)] == [50_304, 50_304, 64]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import trimtab
 from trimtab.checkpoint import atomic_directory, manager, rank_checkpoints, state_files
-from trimtab.checkpoint.atomic_directory import committed
+from trimtab.checkpoint.atomic_directory import committed_folders
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.compatibility import MUST_MATCH, class_of, device_of
 from trimtab.checkpoint.manifest import manifest_of
@@ -108,7 +108,7 @@ def test_what_says_what_no_run_does_is_put_aside_and_the_one_before_gone_on_from
 
 
 def test_the_last_two_are_kept(saved):
-    assert [each.name for each in committed(saved)] == ["step-4", "step-3"]
+    assert [each.name for each in committed_folders(saved)] == ["step-4", "step-3"]
     assert (saved / "latest").read_text() == "step-4\n"
 
 
@@ -212,9 +212,9 @@ def test_other_data_are_refused_or_accepted_and_written_down(saved, tmp_path):
         Loop(saved, accepts=("data",)).train(6, batches=[*BATCHES, BATCHES[0]], record=record)
     (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed_data")
     assert event.detail["changed"] == {"data": "3 batches -> 4 batches"}
-    assert manifest_of(committed(saved)[0]).about["accepted"] == {"data": "3 batches -> 4 batches"}
+    assert manifest_of(committed_folders(saved)[0]).about["accepted"] == {"data": "3 batches -> 4 batches"}
     Loop(saved).train(7, batches=[*BATCHES, BATCHES[0]])
-    assert manifest_of(committed(saved)[0]).about["accepted"] == {"data": "3 batches -> 4 batches"}
+    assert manifest_of(committed_folders(saved)[0]).about["accepted"] == {"data": "3 batches -> 4 batches"}
 
 
 def test_another_number_of_rows_is_refused_though_there_are_as_many_batches(tmp_path):
@@ -228,14 +228,14 @@ def test_another_number_of_rows_is_refused_though_there_are_as_many_batches(tmp_
 
 @pytest.mark.parametrize("name", [name for name in MUST_MATCH if name != "ranks"])  # whose files it then is without
 def test_each_change_of_the_world_is_refused_by_name_or_accepted_and_written_down(saved, name):
-    folder = committed(saved)[0]
+    folder = committed_folders(saved)[0]
     about = manifest_of(folder).about
     (folder / "manifest.json").unlink()
-    atomic_directory.seal(folder, about | {"world": about["world"] | {name: "another"}})
+    atomic_directory.write_manifest(folder, about | {"world": about["world"] | {name: "another"}})
     with raises(ValueGivenError, code=f"resume.{name}_differs", field=f"resume: {name}"):
         Loop(saved).start()
     Loop(saved, accepts=(name,)).train(6)
-    assert manifest_of(committed(saved)[0]).about["accepted"][name].startswith("another -> ")
+    assert manifest_of(committed_folders(saved)[0]).about["accepted"][name].startswith("another -> ")
 
 
 def test_the_plan_it_was_saved_with_is_at_hand(saved, tmp_path):
@@ -304,11 +304,11 @@ def test_a_start_that_is_refused_holds_no_state(saved, monkeypatch):
     loop.optimizer = torch.optim.RMSprop(loop.model.parameters())
     with raises(ValueGivenError, code="resume.optimizer_differs", field="resume: optimizer"):
         loop.start()
-    assert once.take(committed(saved)[0]) is None
+    assert once.take(committed_folders(saved)[0]) is None
 
 
 def test_nothing_whole_is_no_reason_to_begin_anew(saved):
-    for each in committed(saved):
+    for each in committed_folders(saved):
         (each / "state.json").write_text("{}")
     with raises(FormatError, code="checkpoint.all_damaged"):
         Loop(saved).start()
@@ -326,7 +326,7 @@ def full(*_, **__):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_that_fails_stops_the_run_or_is_told_each_time(saved, monkeypatch, background):
-    monkeypatch.setattr(atomic_directory, "seal", full)
+    monkeypatch.setattr(atomic_directory, "write_manifest", full)
     with raises(OSError, code="checkpoint.not_saved"):
         Loop(saved, background=background).train(8)
     with pytest.warns(RuntimeWarning, match=r"\b[5-8]\b.*No space left") as told:
@@ -418,7 +418,7 @@ def test_what_cannot_be_written_is_refused_as_the_run_starts(tmp_path, value, co
     loop = Loop(tmp_path / "run", also={"mine": Said(value)})
     with raises(FormatError, code=code, field="state['also']['mine']['it']"):
         loop.start()
-    assert committed(tmp_path / "run") == []
+    assert committed_folders(tmp_path / "run") == []
     loop = Loop(tmp_path / "run")
     loop.optimizer.param_groups[0]["names"] = {"a set"}
     with raises(FormatError, code="state.unsupported_type", field="state['optimizer']['param_groups'][0]['names']"):
@@ -436,7 +436,7 @@ def test_what_has_nothing_to_say_before_the_first_step_is_asked_at_the_save(tmp_
     with Loop(tmp_path / "run", also={"mine": late}).start() as run:
         late.value = 1
         run.checkpoint()
-    assert [each.name for each in committed(tmp_path / "run")] == ["step-0"]
+    assert [each.name for each in committed_folders(tmp_path / "run")] == ["step-0"]
 
 
 def test_a_loader_is_not_asked_for_its_place_before_it_is_drawn_from(tmp_path):
@@ -543,7 +543,7 @@ def test_a_signal_saves_the_run_where_its_window_is_over_and_ends_it(tmp_path, n
     assert came[:-1] == (["mine"] if number == signal.SIGTERM else [])
     assert ended.type is (SystemExit if number == signal.SIGTERM else KeyboardInterrupt)
     assert getattr(ended.value, "code", None) in (None, 128 + signal.SIGTERM)
-    assert [each.name for each in committed(tmp_path / "run")] == ["step-4"]
+    assert [each.name for each in committed_folders(tmp_path / "run")] == ["step-4"]
     assert Loop(tmp_path / "run").train(7) == Loop(tmp_path / "other").train(7)[4:]
 
 
@@ -588,16 +588,16 @@ def test_a_save_that_failed_is_not_taken_for_one(saved, monkeypatch):
             run.train_step(window, loss_fn)
             if run.num_windows == 5:
                 break
-        monkeypatch.setattr(atomic_directory, "seal", full)
+        monkeypatch.setattr(atomic_directory, "write_manifest", full)
         with pytest.warns(RuntimeWarning, match=r"\b5\b.*No space left"):
             run.checkpoint()
         monkeypatch.undo()
         run.checkpoint()
-    assert [each.name for each in committed(saved)] == ["step-5", "step-4"]
+    assert [each.name for each in committed_folders(saved)] == ["step-5", "step-4"]
 
 
 def test_a_record_has_its_end_where_the_last_save_failed(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_directory, "seal", full)
+    monkeypatch.setattr(atomic_directory, "write_manifest", full)
     with (
         trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it")) as record,
         raises(OSError, code="checkpoint.not_saved"),
@@ -661,7 +661,7 @@ def test_a_signal_after_the_last_window_ends_the_run_where_it_closes(tmp_path):
 
 
 def test_a_signal_ends_a_run_that_warns_whatever_becomes_of_the_last_save(saved, monkeypatch):
-    monkeypatch.setattr(atomic_directory, "seal", full)
+    monkeypatch.setattr(atomic_directory, "write_manifest", full)
 
     def interrupted(model, batch):
         signal.raise_signal(signal.SIGTERM)
@@ -720,7 +720,7 @@ def test_a_copy_of_a_checkpoint_and_a_link_are_the_user_s(saved):
     shutil.copytree(saved / "step-4", saved / "best")
     (saved / "step-2").symlink_to(saved / "best")
     Loop(saved).train(9)
-    assert sorted(each.name for each in committed(saved)) == ["best", "step-2", "step-8", "step-9"]
+    assert sorted(each.name for each in committed_folders(saved)) == ["best", "step-2", "step-8", "step-9"]
     assert not list(saved.glob("*.tmp-*"))
 
 
@@ -774,13 +774,13 @@ def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_deleted(saved, monk
     ):
         loop.train(5, record=record)
     assert len([each for each in told if "step-3" in str(each.message)]) == 1
-    assert [each.name for each in committed(saved)] == ["step-5", "step-4", "step-3"]
+    assert [each.name for each in committed_folders(saved)] == ["step-5", "step-4", "step-3"]
     (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "checkpoint")
     assert (event.detail["windows"], event.detail["is_saved"]) == (5, True)
     assert event.detail["code"] == "checkpoint.not_deleted"
     with raises(SaveError, code="checkpoint.not_deleted"):
         Loop(saved, background=background).train(6)
-    assert committed(saved)[0].name == "step-6"
+    assert committed_folders(saved)[0].name == "step-6"
 
 
 def test_a_checkpoint_is_saved_though_its_name_cannot_be_brought_to_disk(saved, monkeypatch):
@@ -801,7 +801,7 @@ def test_a_checkpoint_is_saved_though_its_name_cannot_be_brought_to_disk(saved, 
                 run.checkpoint()
             run.checkpoint()
             break
-    assert [each.name for each in committed(saved)] == ["step-5", "step-4", "step-3"]
+    assert [each.name for each in committed_folders(saved)] == ["step-5", "step-4", "step-3"]
 
 
 def test_a_run_closes_on_a_disk_that_takes_no_more_writes(saved, monkeypatch):
@@ -844,7 +844,7 @@ def test_what_was_written_just_now_is_not_read_again(saved, monkeypatch):
         monkeypatch.setattr(atomic_directory, "verify", None)
         for window in run.windows(BATCHES):
             run.train_step(window, loss_fn)
-    assert len(committed(saved)) == 2
+    assert len(committed_folders(saved)) == 2
 
 
 def test_nothing_is_changed_where_the_decisions_cannot_be_written(saved, monkeypatch):
@@ -915,7 +915,7 @@ def test_another_gpu_is_refused_or_accepted_and_written_down(tmp_path, monkeypat
     assert (refused.value.got, refused.value.expected) == ("cuda (Card B)", "cuda (Card A)")
     assert 'accepts=("device",)' in refused.value.hint
     Loop(tmp_path / "run", accepts=("device",)).train(5)
-    about = manifest_of(committed(tmp_path / "run")[0]).about
+    about = manifest_of(committed_folders(tmp_path / "run")[0]).about
     assert about["accepted"] == {"device": "cuda (Card A) -> cuda (Card B)"}
     assert about["world"]["device"] == "cuda (Card B)"
 

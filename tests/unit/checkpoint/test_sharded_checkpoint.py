@@ -11,7 +11,7 @@ from torch import nn
 
 from trimtab.checkpoint import shard_files
 from trimtab.checkpoint.rank_checkpoints import require_kept
-from trimtab.checkpoint.sharded_checkpoint import ShardedState, WithoutParameters, merged
+from trimtab.checkpoint.sharded_checkpoint import ShardedState, WithoutParameters, merge_shards
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.plan import Plan
 
@@ -103,7 +103,7 @@ def test_a_model_of_another_type_is_refused(tmp_path, monkeypatch):
         name: SimpleNamespace(size=each.shape, properties=SimpleNamespace(dtype=each.dtype))
         for name, each in shards.tensors().items()
     }
-    monkeypatch.setattr(shard_files, "written", lambda folder: files)
+    monkeypatch.setattr(shard_files, "stored_tensors", lambda folder: files)
     ShardedState(model, optimizer, tmp_path).loading(shards.state_dict())
     other, its = loop()
     other[2].double()
@@ -114,18 +114,18 @@ def test_a_model_of_another_type_is_refused(tmp_path, monkeypatch):
 def test_what_ranks_said_of_their_shards_is_put_together():
     one, other = ({"group": 0, "tensors": []}, {"group": 1, "tensors": ["exp_avg"]})
     first = {"groups": [{"lr": 1}], "members": {"a": one}, "others": {"a": {"k": 1}}}
-    found = merged(iter([first, {"groups": [{"lr": 1}], "members": {"b": other}, "others": {"b": {"k": 2}}}]))
+    found = merge_shards(iter([first, {"groups": [{"lr": 1}], "members": {"b": other}, "others": {"b": {"k": 2}}}]))
     assert found == {"groups": [{"lr": 1}], "members": {"a": one, "b": other}, "others": {"a": {"k": 1}, "b": {"k": 2}}}
     with raises(FormatError, code="shards.inconsistent", field="state.shards"):
-        merged(iter([first, {"groups": [], "members": {"a": other}, "others": {}}]))
+        merge_shards(iter([first, {"groups": [], "members": {"a": other}, "others": {}}]))
 
 
 def test_files_that_are_no_shards_are_named(tmp_path):
     (tmp_path / "tensors.safetensors").write_bytes(b"not looked at")
-    assert dict(shard_files.written(tmp_path)) == {}
+    assert dict(shard_files.stored_tensors(tmp_path)) == {}
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"no shard")
     with raises(FormatError, code="shards.unreadable"):
-        shard_files.written(tmp_path)
+        shard_files.stored_tensors(tmp_path)
 
 
 def test_shards_are_not_written_beside_the_training():

@@ -15,7 +15,7 @@ from saving import gone_on_from, loaded, save
 from test_tensor_packing import BITS, BOMBS, TYPES, assert_same, header
 
 from trimtab.checkpoint import atomic_directory, checksums, verified_read
-from trimtab.checkpoint.atomic_directory import newest_good, seal, verify
+from trimtab.checkpoint.atomic_directory import newest_good, verify, write_manifest
 from trimtab.checkpoint.checksums import FileBuffer
 from trimtab.checkpoint.manifest import NAME
 from trimtab.checkpoint.state_file_names import TENSORS, TREE
@@ -27,7 +27,7 @@ from trimtab.core.errors import DamagedError, FormatError
 def folder_of(path, state, step=1):
     path.mkdir()
     write_state(path, state)
-    seal(path, {"step": step})
+    write_manifest(path, {"step": step})
     return path
 
 
@@ -41,7 +41,7 @@ def forged(folder, content):
     """Put a file of tensors into a folder, as one who can write there does."""
     (folder / TENSORS).write_bytes(content)
     (folder / NAME).unlink()
-    seal(folder, {"step": 1})
+    write_manifest(folder, {"step": 1})
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raising import raises
 
-from trimtab.core.carbon import Carbon, Intensity, added, carbon_of, constant, of_csv
-from trimtab.core.energy_reading import Energy, Provenance, absent
+from trimtab.core.carbon import Carbon, Intensity, carbon_of, constant, of_csv, sum_carbon
+from trimtab.core.energy_reading import Energy, Provenance, absent_energy
 from trimtab.core.errors import FormatError, ValueGivenError
 
 KWH = 3.6e6
@@ -64,7 +64,7 @@ def test_hours_of_which_nothing_is_known_are_refused(begin_s, seconds):
 
 
 def test_what_is_not_measured_has_no_carbon():
-    found = carbon_of([(MIDNIGHT, used(KWH, 60)), (MIDNIGHT, absent("no meter", 60))], constant(100, "average"))
+    found = carbon_of([(MIDNIGHT, used(KWH, 60)), (MIDNIGHT, absent_energy("no meter", 60))], constant(100, "average"))
     assert (found.grams, found.reason) == (None, "no meter")
     assert carbon_of([], constant(100, "average")).grams is None
 
@@ -73,17 +73,17 @@ def test_what_is_estimated_stays_so():
     parts = [(MIDNIGHT, used(KWH, 60)), (MIDNIGHT, used(KWH, 60, Provenance.ESTIMATED))]
     found = carbon_of(parts, constant(100, "average"))
     assert (found.grams, found.provenance) == (200.0, Provenance.ESTIMATED)
-    assert "400 g" in added([found, found]).describe()
-    assert added([found, found]).provenance == Provenance.ESTIMATED
+    assert "400 g" in sum_carbon([found, found]).describe()
+    assert sum_carbon([found, found]).provenance == Provenance.ESTIMATED
 
 
 def test_average_and_marginal_are_never_added():
     one, other = (Carbon(1.0, kind, Provenance.MEASURED) for kind in ("average", "marginal"))
-    assert added([one, one]).grams == 2.0
+    assert sum_carbon([one, one]).grams == 2.0
     for parts in ([one, other], []):
         with raises(ValueGivenError, code="value.invalid", field="carbon"):
-            added(parts)
-    assert added([one, Carbon(None, "average", Provenance.ABSENT, "no meter")]).grams is None
+            sum_carbon(parts)
+    assert sum_carbon([one, Carbon(None, "average", Provenance.ABSENT, "no meter")]).grams is None
 
 
 @pytest.mark.parametrize("kind", ["", "mean", None])

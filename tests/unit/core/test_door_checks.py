@@ -99,14 +99,14 @@ class One:
 
 @pytest.mark.parametrize("value", [2, 2.0, Fraction(2), One(2.0), One(2, ()), np.float32(2), np.ones(1) * 2])
 def test_a_figure_is_of_one_element(value):
-    found = validation.figure("x", value)
+    found = validation.float_value("x", value)
     assert found == 2
     assert type(found) is float
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, np.float32("inf"), One(math.nan)])
 def test_a_figure_may_be_no_finite_number(value):
-    assert not math.isfinite(validation.figure("x", value))
+    assert not math.isfinite(validation.float_value("x", value))
 
 
 REFUSED = [True, "1", None, 1j, [1.0], One(1.0, (2,)), One(True), One("1"), np.str_("1"), np.array("1"), np.bool_(True)]
@@ -115,4 +115,4 @@ REFUSED = [True, "1", None, 1j, [1.0], One(1.0, (2,)), One(True), One("1"), np.s
 @pytest.mark.parametrize("value", [*REFUSED, np.complex64(1), np.ones(2)])
 def test_what_is_no_figure_is_refused_and_how_to_make_one_is_said(value):
     with raises(ValueGivenError, code="value.invalid", field="x"):
-        validation.figure("x", value)
+        validation.float_value("x", value)

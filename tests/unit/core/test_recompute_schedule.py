@@ -17,7 +17,7 @@ from trimtab.core.recompute_schedule import (
     read_schedule,
     schedule_of,
     stages_of,
-    written,
+    to_notation,
 )
 
 WRITTEN = {
@@ -40,12 +40,12 @@ WRITTEN = {
 @pytest.mark.parametrize("text", [text for text in WRITTEN if text != "0 (1 2) ~3 4"])
 def test_what_is_written_is_read(text):
     assert read_schedule(text) == WRITTEN[text]
-    assert written(WRITTEN[text]) == text
+    assert to_notation(WRITTEN[text]) == text
 
 
 def test_a_run_in_a_segment_is_one_too():
     assert read_schedule("0 (1 2) ~3 4") == WRITTEN["0 (1 2) ~3 4"]
-    assert written(WRITTEN["0 (1 2) ~3 4"]) == "0 (1-2) ~3 4"
+    assert to_notation(WRITTEN["0 (1 2) ~3 4"]) == "0 (1-2) ~3 4"
 
 
 @st.composite
@@ -75,10 +75,10 @@ def schedules(draw):
 def test_any_schedule_is_written_and_read(schedule):
     number = len(list(kept_in(schedule)))
     check_schedule(schedule, number)
-    assert read_schedule(written(schedule)) == schedule
+    assert read_schedule(to_notation(schedule)) == schedule
     assert [index for part in schedule for index in stages_of(part)] == list(range(number))
-    assert schedule_of(written(schedule), number) == schedule
-    check_recompute(written(schedule), number)
+    assert schedule_of(to_notation(schedule), number) == schedule
+    check_recompute(to_notation(schedule), number)
 
 
 @pytest.mark.parametrize("text", ["", "()", "(0", "0)", "0 (1", "a", "0,1", "~", "-1", "0 ~(1)", "0 1x"])
@@ -100,7 +100,7 @@ def test_what_no_model_has_is_refused_before_it_is_counted(text):
 def test_a_block_in_many_segments_is_one_block(depth):
     schedule = schedule_of("(" * depth + "0" + ")" * depth, 1)
     assert schedule[0].stages == range(1)
-    check_recompute(written(schedule), 0)
+    check_recompute(to_notation(schedule), 0)
 
 
 @pytest.mark.parametrize(

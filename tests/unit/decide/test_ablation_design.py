@@ -15,7 +15,15 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import Choice, Effect, MeasuredCost
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
-from trimtab.decide.ablation_design import PLAN, UNCHANGED, AblationDesign, changes_of, plans_of, power_of_all, reduced
+from trimtab.decide.ablation_design import (
+    PLAN,
+    UNCHANGED,
+    AblationDesign,
+    changes_of,
+    plans_of,
+    power_of_all,
+    with_only,
+)
 
 PLAIN = Reference("fp32")
 VALUES = {
@@ -36,7 +44,7 @@ def test_a_reduced_plan_has_the_changes_that_it_keeps_and_no_others(names, data)
     plan = Plan.fixed(32, **{name: VALUES[name] for name in names})
     assert set(changes_of(plan, PLAIN)) == names
     kept = data.draw(st.sets(st.sampled_from(sorted(names)))) if names else set()
-    found = reduced(plan, kept, PLAIN)
+    found = with_only(plan, kept, PLAIN)
     assert set(changes_of(found, PLAIN)) == kept
     assert all(getattr(found, name) == getattr(plan, name) for name in kept)
     assert set(found.changes) == kept
@@ -48,7 +56,7 @@ def test_a_change_is_what_differs_from_the_loop_whatever_the_plan_calls_it():
     assert plan.changes == ("precision", "fused_optimizer", "clip_norm")
     assert changes_of(plan, half) == ("fused_optimizer",)
     assert changes_of(Plan.fixed(32), half) == ("precision", "clip_norm")
-    back = reduced(Plan.fixed(32), (), half)
+    back = with_only(Plan.fixed(32), (), half)
     assert (back.precision.value, back.clip_norm.value, back.plan_kind) == ("bf16", 1.0, "equivalent")
 
 
@@ -56,17 +64,17 @@ def test_a_step_that_the_loop_fuses_itself_is_no_change():
     own = replace(Plan.fixed(32).fused_optimizer, value=True)
     plan = replace(Plan.fixed(32, precision="bf16"), fused_optimizer=own)
     assert changes_of(plan, PLAIN) == ("precision",)
-    assert reduced(plan, (), PLAIN).fused_optimizer.value is True
+    assert with_only(plan, (), PLAIN).fused_optimizer.value is True
 
 
 def test_what_belongs_to_a_change_goes_with_it():
     plan = Plan.fixed(32, batch_rule=BatchRule("goodput"))
     plan = plan.recomputing("(0) 1", ("a", "b"), "memory")
     assert changes_of(plan, PLAIN) == ("recompute", "batch_policy")
-    without = reduced(plan, (), PLAIN)
+    without = with_only(plan, (), PLAIN)
     assert (without.recompute_blocks, without.batch_rule) == ((), None)
-    assert reduced(plan, ("recompute",), PLAIN).recompute_blocks == ("a", "b")
-    assert reduced(plan, ("batch_policy",), PLAIN).batch_rule == plan.batch_rule
+    assert with_only(plan, ("recompute",), PLAIN).recompute_blocks == ("a", "b")
+    assert with_only(plan, ("batch_policy",), PLAIN).batch_rule == plan.batch_rule
 
 
 def test_a_warm_up_is_a_part_of_its_schedule():
@@ -96,7 +104,7 @@ def test_what_was_measured_of_the_whole_plan_is_not_said_of_a_part():
     plan = replace(
         Plan.fixed(32, precision="bf16"), predicted=MeasuredCost(1.0), measured=MeasuredCost(1.0), verified=(1.1, 1.2)
     )
-    found = reduced(plan, (), PLAIN)
+    found = with_only(plan, (), PLAIN)
     assert (found.predicted, found.measured, found.verified) == (None, None, None)
 
 
@@ -135,5 +143,5 @@ def test_a_change_that_needs_another_says_so():
 def test_a_micro_batch_that_changes_the_maths_keeps_its_mark():
     plan = replace(Plan.fixed(32, micro_batch=8, precision="bf16"), check=None)
     refused = replace(plan, micro_batch=Choice(8, "asked for", Effect.TRAINING, changed=True))
-    assert reduced(refused, ("micro_batch",), PLAIN).plan_kind == "tuned"
-    assert reduced(refused, ("precision",), PLAIN).plan_kind == "equivalent"
+    assert with_only(refused, ("micro_batch",), PLAIN).plan_kind == "tuned"
+    assert with_only(refused, ("precision",), PLAIN).plan_kind == "equivalent"

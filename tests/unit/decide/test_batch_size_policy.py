@@ -19,7 +19,7 @@ from trimtab.decide.batch_size_policy import (
     PolicyInput,
     decide,
     gain,
-    most,
+    largest_k,
     throughput_per_memory,
 )
 from trimtab.decide.goodput import StepTimes
@@ -58,13 +58,13 @@ def standings(draw):
 @given(standings(), st.sampled_from(POLICIES), st.integers(1, 128))
 def test_k_stays_in_its_bounds(standing, policy, k_max):
     rule = rule_of(policy, k_max)
-    standing = replace(standing, k=min(standing.k, most(rule, standing.unit)))
+    standing = replace(standing, k=min(standing.k, largest_k(rule, standing.unit)))
     k = decide(rule, standing).k
     if policy == "throughput_per_memory":  # a batch is cut: there are no whole ones to keep to
         assert 1 <= k <= k_max
         return
     assert k % standing.unit == 0
-    assert 1 <= k <= most(rule, standing.unit)
+    assert 1 <= k <= largest_k(rule, standing.unit)
     if policy != "paper":
         assert k <= 2 * standing.k
         assert k >= standing.k / 2
@@ -170,7 +170,7 @@ def test_micro_batches_that_no_noise_asks_for_are_given_up():
 @given(standings(), st.sampled_from(["goodput", "norm_test"]), st.integers(1, 128), positive)
 def test_uncertain_figures_move_k_less_than_certain_ones(standing, policy, k_max, error):
     rule = rule_of(policy, k_max)
-    standing = replace(standing, k=min(standing.k, most(rule, standing.unit)))
+    standing = replace(standing, k=min(standing.k, largest_k(rule, standing.unit)))
     unsure = replace(standing, noise=replace(standing.noise, norm2_error=error))
     assume(unsure.noise.relative_error > MOST_ERROR)
     k = decide(rule, unsure).k

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.carbon import Intensity, constant, of_csv
 from trimtab.core.errors import ValueGivenError
-from trimtab.decide.carbon_job import PauseCost, TrainingJob, TrainingPeriod, draws, grams_of
+from trimtab.decide.carbon_job import PauseCost, TrainingJob, TrainingPeriod, grams_of, power_draws
 from trimtab.decide.carbon_schedule import when_to_train
 from trimtab.decide.carbon_sensitivity import downsides
 from trimtab.decide.carbon_time_axis import MOST_MOMENTS, moments_to_pause
@@ -388,7 +388,7 @@ def test_whatever_the_forecast_it_keeps_its_word(levels, step_s, offset, work_s,
         assert all(end - begin >= stretch_s - 1e-5 for begin, end in found.stretches)
     assert found.grams < found.start_now_g
     assert found.saved_share >= least_saving - 1e-9
-    assert found.grams == grams_of(draws(job, now_s, found.stretches), forecast)
+    assert found.grams == grams_of(power_draws(job, now_s, found.stretches), forecast)
     assert found.start_now_g == pytest.approx(work_s * 500 / 3.6e6 * forecast.mean(now_s, now_s + work_s))
     worst = found.downsides[-1]
     assert worst.extra_g >= max(0.0, -found.saved_g) - 1e-9
@@ -401,7 +401,7 @@ def test_no_hours_within_the_range_are_worse_than_the_worst(case, which, other):
     last = min(deadline, sum(steps))
     ways = list(itertools.islice(everything(steps, job, last), 50))
     stretches = [TrainingPeriod(NOW + begin, NOW + end) for begin, end in ways[which % len(ways)]]
-    taken, at_once = (draws(job, NOW, each) for each in (stretches, [TrainingPeriod(NOW, NOW + job.seconds)]))
+    taken, at_once = (power_draws(job, NOW, each) for each in (stretches, [TrainingPeriod(NOW, NOW + job.seconds)]))
     worst = downsides(taken, at_once, forecast, NOW, NOW + last)[-1]
     used = [g for at, g in zip(itertools.accumulate(steps, initial=0), levels, strict=False) if at < last]
     truth = trace([min(max(g, min(used)), max(used)) for g in other], 1.0)

@@ -14,9 +14,9 @@ from trimtab.core.plan import Plan, SplitCheck
 from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.compile_policy import COMPILING_S, is_promising
 from trimtab.decide.cost_model import CostModel
-from trimtab.decide.multi_rank_plan import replicated
+from trimtab.decide.multi_rank_plan import for_replicas
 from trimtab.decide.planner import choose
-from trimtab.decide.rank_profile import taken
+from trimtab.decide.rank_profile import profile_for_stage
 
 PEAKS = {"fp32": 1e10, "tf32": 1e11, "bf16": 2e11, "fp16": 2e11}
 GPU = DeviceSpec("an accelerator", "cuda", 2**36, PEAKS, 1e12, "made up")
@@ -307,11 +307,11 @@ def test_of_modes_that_wait_alike_the_layout_of_the_units_is_recorded():
 def test_of_ranks_nothing_is_launched_at_once():
     profile = measured(Machine(step_of=steps_of(graphs=0.2, both=0.1)), total_steps=10_000, **WAITS)
     for stage in (0, 1, 2):
-        found = [trial.candidate.compiled for trial in taken(profile, "torch", stage).trials]
+        found = [trial.candidate.compiled for trial in profile_for_stage(profile, "torch", stage).trials]
         assert not {CUDA_GRAPHS, COMPILED_GRAPHS} & set(found)
     recorded = measured(Machine(step_of=steps_of(graphs=0.2)), **WAITS)
     for plan, way in ((plan_of(profile), True), (plan_of(recorded), False)):
-        shared = replicated(plan, 2)
+        shared = for_replicas(plan, 2)
         assert (shared.num_ranks, shared.compiled.value) == (2, way)
         assert shared.compiled.code == "graphs.removed"
 

@@ -14,7 +14,7 @@ from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.cost_model import CONVOLUTIONS, MARGIN, CostModel
-from trimtab.decide.search_space import points
+from trimtab.decide.search_space import priced_candidates
 
 REFERENCE = Candidate("fp32", "keep", False, 64)
 MEMORY = Objective(time=1, memory=1)
@@ -31,7 +31,7 @@ def test_a_machine_that_adds_up_is_predicted_exactly(speed, fused_speed, split_s
     """But for what a faster kernel scales: the machine's precision speeds up the head's share too."""
     machine = Machine(speed=speed, fused_speed=fused_speed, split_s=split_s, head_speed=head_speed)
     profile = measured(machine, faults_per_step=3e5, fault_s=1e-6, **HEAD)
-    for point in points(profile, Budget()):
+    for point in priced_candidates(profile, Budget()):
         own = replace(point.candidate, allocator="retain")
         if point.candidate == own:
             assert point.cost.step_s == pytest.approx(machine.step_s("", own), rel=1e-6)
@@ -42,7 +42,7 @@ def test_a_machine_that_adds_up_is_predicted_exactly(speed, fused_speed, split_s
 def test_a_chunk_of_all_of_a_micro_batch_is_no_choice():
     """It makes its logits at once, whatever was traced of chunks of larger ones."""
     profile = measured(Machine(head_speed={2048: 2.0, 1024: 2.0}), **HEAD)
-    found = [point.candidate for point in points(profile, Budget())]
+    found = [point.candidate for point in priced_candidates(profile, Budget())]
     tokens = {rows: rows * HEAD["head_tokens"] // profile.loop.batch_size for rows in {c.micro_batch for c in found}}
     chunked = {rows: {c.loss_chunk for c in found if c.micro_batch == rows} for rows in tokens}
     for rows, chunks in chunked.items():
@@ -103,8 +103,10 @@ def test_one_block_that_was_disturbed_moves_no_prediction(stage):
     first = next(trial for trial in profile.stage(stage) if not trial.control)
     slow = replace(first, block_s=(first.block_s[0], 8 * first.block_s[1], *first.block_s[2:]))
     disturbed = replace(profile, trials=tuple(slow if trial is first else trial for trial in profile.trials))
-    told = {point.candidate: point.cost.step_s for point in points(profile, Budget())}
-    assert {point.candidate: point.cost.step_s for point in points(disturbed, Budget())} == pytest.approx(told)
+    told = {point.candidate: point.cost.step_s for point in priced_candidates(profile, Budget())}
+    assert {point.candidate: point.cost.step_s for point in priced_candidates(disturbed, Budget())} == pytest.approx(
+        told
+    )
 
 
 def test_what_was_never_tried_has_no_cost():
@@ -176,7 +178,7 @@ def test_the_unit_of_time_is_the_trials(unit, noise, seed):
         profile,
         trials=tuple(replace(t, block_s=tuple(unit * s for s in t.block_s)) for t in profile.trials),
     )
-    for ours, theirs in zip(points(profile, Budget()), points(scaled, Budget()), strict=True):
+    for ours, theirs in zip(priced_candidates(profile, Budget()), priced_candidates(scaled, Budget()), strict=True):
         assert theirs.cost.step_s == pytest.approx(unit * ours.cost.step_s)
         assert theirs.cost.peak_bytes == ours.cost.peak_bytes
 

@@ -13,8 +13,8 @@ from trimtab.core.errors import InfeasibleError
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
-from trimtab.decide.dry_run_selection import CompletedDryRuns, by_default, settled, way_of
-from trimtab.decide.multi_rank_plan import sending
+from trimtab.decide.dry_run_selection import CompletedDryRuns, by_default, plan_for_gradients, way_of
+from trimtab.decide.multi_rank_plan import with_fastest_communication
 from trimtab.decide.zero_stage import StageCost, choose_stage
 from trimtab.experiments.zero_stage_values import stage_figures
 
@@ -44,7 +44,7 @@ def costs(found) -> dict[tuple[int, bool], StageCost]:
 
 def wanted() -> Plan:
     shape = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
-    return sending(Plan.fixed(16, num_ranks=2, zero_stage=0), SLOW, shape)
+    return with_fastest_communication(Plan.fixed(16, num_ranks=2, zero_stage=0), SLOW, shape)
 
 
 def test_a_plan_that_changes_nothing_of_what_is_sent_has_no_other():
@@ -56,7 +56,7 @@ def test_a_plan_that_changes_nothing_of_what_is_sent_has_no_other():
 
 def test_what_is_measurably_faster_is_kept_and_says_by_how_much():
     plan = wanted()
-    kept = settled(plan, by_default(plan), [[0.8] * 7, EVEN, EVEN])
+    kept = plan_for_gradients(plan, by_default(plan), [[0.8] * 7, EVEN, EVEN])
     assert kept.reduce_dtype.value == "bf16"
     assert kept.reduce_dtype.code == "dry_run.faster"
     assert all(figure in kept.reduce_dtype.reason for figure in ("7 pairs", "1.25x the speed of fp32"))
@@ -77,7 +77,7 @@ NOT_WORTH_IT, NOTHING = "dry_run.small_gain", "dry_run.not_significant"
 )
 def test_what_is_not_is_sent_as_by_default_for_that_reason(theirs, control, code):
     plan = wanted()
-    kept = settled(plan, by_default(plan), [theirs, EVEN[: len(theirs)], control[: len(theirs)]])
+    kept = plan_for_gradients(plan, by_default(plan), [theirs, EVEN[: len(theirs)], control[: len(theirs)]])
     assert (kept.reduce_dtype.value, kept.bucket_bytes.value, kept.changes) == ("fp32", None, ("zero_stage",))
     assert kept.reduce_dtype.code == code
     assert kept.reduce_dtype.rejected[0].value == "bf16"
@@ -87,7 +87,7 @@ def test_what_is_not_is_sent_as_by_default_for_that_reason(theirs, control, code
 @pytest.mark.parametrize("pairs", [1, 2, 4, 5])
 def test_an_interval_is_said_where_a_verdict_can_be_reached(pairs):
     plan = wanted()
-    kept = settled(plan, by_default(plan), [[0.5] * pairs, EVEN[:pairs], EVEN[:pairs]])
+    kept = plan_for_gradients(plan, by_default(plan), [[0.5] * pairs, EVEN[:pairs], EVEN[:pairs]])
     assert f"{pairs} pairs of blocks" in kept.reduce_dtype.reason
     assert ("95%" in kept.reduce_dtype.reason) == (pairs == 5)
     assert "inf" not in kept.reduce_dtype.reason

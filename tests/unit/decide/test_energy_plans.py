@@ -104,7 +104,7 @@ def test_a_limit_on_joules_is_kept():
 def test_a_limit_on_joules_is_met_by_nobody_whose_joules_are_not_known():
     with pytest.raises(InfeasibleError):
         planned(Machine(), budget=Budget(energy=1e6), can_retain=False)
-    found = search_space.points(measured(Machine(), can_retain=False), Budget(energy=1e6))
+    found = search_space.priced_candidates(measured(Machine(), can_retain=False), Budget(energy=1e6))
     assert {point.refusal.code for point in found} == {"energy.unknown"}
 
 
@@ -244,7 +244,7 @@ def test_the_control_of_a_final_holds_the_noise_of_watts_too():
 
 def test_the_front_has_who_takes_least_energy_where_that_counts():
     profile = measured(machine(), objective=BY_BOTH, can_retain=False)
-    found = search_space.points(profile, Budget())
+    found = search_space.priced_candidates(profile, Budget())
     flat, whole = search_space.front(found), search_space.front(found, with_energy=True)
     assert set(flat) <= set(whole)
     assert min(found, key=lambda p: p.cost.energy_j) in whole
@@ -258,7 +258,7 @@ def test_the_front_has_who_takes_least_energy_where_that_counts():
 
 
 def test_what_is_not_known_is_on_no_front_that_it_counts_for():
-    found = search_space.points(measured(machine(), objective=BY_BOTH, can_retain=False), Budget())
+    found = search_space.priced_candidates(measured(machine(), objective=BY_BOTH, can_retain=False), Budget())
     known = [point for point in found if point.refusal is None][:3]
     cost = replace(known[0].cost, energy_j=None, peak_bytes=1, step_s=1e-9)  # unbeaten, were it known
     unknown = replace(known[0], cost=cost)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.decide.learning_rate import SAFETY, RatePoint, choose_rate, has_diverged, smoothed, typical_norm
+from trimtab.decide.learning_rate import SAFETY, RatePoint, choose_rate, exponential_average, has_diverged, typical_norm
 
 STEPS, WIDEST = 60, 300.0
 SCALES = [WIDEST ** (i / (STEPS - 1)) for i in range(STEPS)]
@@ -192,10 +192,10 @@ def test_a_negative_loss_that_falls_has_not_diverged():
 
 
 def test_smoothing_is_corrected_for_its_start():
-    assert smoothed([3.0]) == [pytest.approx(3.0)]
-    assert smoothed([5.0] * 7) == [pytest.approx(5.0)] * 7
-    assert smoothed([0.0, 9.0])[1] == pytest.approx(5.0)  # (0.8 * 0 + 9) / 1.8
-    assert smoothed([]) == []
+    assert exponential_average([3.0]) == [pytest.approx(3.0)]
+    assert exponential_average([5.0] * 7) == [pytest.approx(5.0)] * 7
+    assert exponential_average([0.0, 9.0])[1] == pytest.approx(5.0)  # (0.8 * 0 + 9) / 1.8
+    assert exponential_average([]) == []
 
 
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf])), max_size=STEPS))
@@ -225,5 +225,5 @@ def test_a_choice_tells_the_norm_at_it():
 
 def test_a_choice_tells_how_many_steps_the_rate_rose_for():
     points = curve(30.0)
-    smooth = smoothed([point.loss for point in points])
+    smooth = exponential_average([point.loss for point in points])
     assert choose_rate(points).rising_steps == smooth.index(min(smooth))

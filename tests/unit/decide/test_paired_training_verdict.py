@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 
 from trimtab.core.plan import KEEP_DROPOUT, KEEP_SCHEDULE, Choice, Effect, MeasuredCost, Plan, Rejected
 from trimtab.decide.learning_rate import RateChoice
-from trimtab.decide.paired_training_verdict import PairedTrainingVerdict, ShortPair, ShortRun, is_lost, judge
+from trimtab.decide.paired_training_verdict import PairedTrainingVerdict, ShortPair, ShortRun, is_lost, judge_rival
 from trimtab.decide.statistics import is_gain, ratio_interval
-from trimtab.decide.tuned_plan import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule, tried
+from trimtab.decide.tuned_plan import (
+    adapt_dropout,
+    adapt_learning_rate,
+    adapt_optimizer,
+    adapt_schedule,
+    tried_settings,
+)
 
 STEPS = 60
 
@@ -72,12 +78,12 @@ def test_a_rival_that_is_the_plan_itself_never_wins(seed):
         same = ShortRun(losses[0], 1.0)
         assert ShortPair(same, same).samples == 1
         pairs.append(ShortPair(same, same, ShortRun(losses[1], 1.0)))
-    assert not judge(pairs, "itself").is_gain
+    assert not judge_rival(pairs, "itself").is_gain
 
 
 def test_a_clear_gain_is_kept_with_its_figures():
     pairs = [pair(2.0, 1.1, jitter) for jitter in (1.0, 1.01, 0.99, 1.02, 0.98)]
-    found = judge(pairs, "Muon")
+    found = judge_rival(pairs, "Muon")
     assert found.is_gain
     assert found.step_ratio == pytest.approx(1.1)
     assert found.code == "paired_run.gain"
@@ -87,18 +93,18 @@ def test_a_clear_gain_is_kept_with_its_figures():
 
 
 def test_what_the_loop_against_itself_is_apart_is_no_gain():
-    found = judge([pair(1.6, 1.1, jitter) for jitter in (1.0, 2.0, 0.5, 2.0, 0.5)], "Muon")
+    found = judge_rival([pair(1.6, 1.1, jitter) for jitter in (1.0, 2.0, 0.5, 2.0, 0.5)], "Muon")
     assert not found.is_gain
     assert found.code == "paired_run.below_control"
 
 
 def test_pairs_that_differ_too_much_are_not_clear_of_chance():
-    found = judge([pair(speed) for speed in (1.35, 9.0, 1.35, 9.0, 1.35)], "Muon")
+    found = judge_rival([pair(speed) for speed in (1.35, 9.0, 1.35, 9.0, 1.35)], "Muon")
     assert not found.is_gain
     assert found.code == "paired_run.not_significant"
-    found = judge([replace(pair(1.4), again=None)] * 5, "Muon")
+    found = judge_rival([replace(pair(1.4), again=None)] * 5, "Muon")
     assert not found.is_gain  # without a control nothing can be told
-    assert not judge([pair(3.0)] * 4, "Muon").is_gain  # nor from four pairs
+    assert not judge_rival([pair(3.0)] * 4, "Muon").is_gain  # nor from four pairs
 
 
 def test_the_loop_against_itself_is_held_against_the_rival():
@@ -109,10 +115,10 @@ def test_the_loop_against_itself_is_held_against_the_rival():
     dearer = replace(above, again=replace(above.again, step_s=2.0))
     assert dearer.control == pytest.approx(2 * above.control)
     pairs = [replace(pair(2.0), again=falling(5 * factor)) for factor in (0.95, 1.0, 1.05, 0.97, 1.03)]
-    assert judge(pairs, "Muon").is_gain
+    assert judge_rival(pairs, "Muon").is_gain
     for broken in (falling(20), ShortRun((math.nan,) * STEPS, 1.0)):  # where the rival never was, and no number
         assert replace(pair(), again=broken).control is None
-        found = judge([*[pair()] * 4, replace(pair(), again=broken)], "Muon")
+        found = judge_rival([*[pair()] * 4, replace(pair(), again=broken)], "Muon")
         assert (found.is_gain, found.code) == (False, "paired_run.no_control")
 
 
@@ -122,7 +128,7 @@ def test_a_rival_that_goes_through_a_plateau_is_kept():
     raced = json.loads((Path(__file__).parent / "muon_race.json").read_text(encoding="utf-8"))
     runs = [{name: ShortRun(tuple(run["losses"]), run["step_s"]) for name, run in each.items()} for each in raced]
     pairs = [ShortPair(**each) for each in runs]
-    found = judge(pairs, "Muon")
+    found = judge_rival(pairs, "Muon")
     assert found.is_gain
     assert "2.36x (1.99 to 2.79) less time" in found.reason
     common = [max(each.stands.ended_at, each.again.ended_at) for each in pairs]
@@ -147,7 +153,7 @@ def test_a_noisier_training_that_learns_no_sooner_is_hardly_ever_kept(decay, noi
             pairs.append(ShortPair(*runs))
         if not is_lost(pairs[-1]):
             clear += ratio_interval([each.time for each in pairs]).low > 1
-            kept += judge(pairs, "noise").is_gain
+            kept += judge_rival(pairs, "noise").is_gain
     assert clear > 3
     assert kept <= 4
 
@@ -168,7 +174,7 @@ def test_a_noisier_training_that_learns_no_sooner_is_hardly_ever_kept(decay, noi
 )
 def test_a_lost_pair_ends_the_race_and_is_the_reason(last, code, figures):
     assert is_lost(last)
-    found = judge([pair(), last], "Muon")
+    found = judge_rival([pair(), last], "Muon")
     assert not found.is_gain
     assert found.code == code
     assert all(figure in found.reason for figure in figures)
@@ -208,12 +214,15 @@ def test_a_rival_that_lost_leaves_the_plan_and_its_reason():
 @pytest.mark.parametrize("won", [True, False])
 def test_what_was_tried_is_told_whether_it_was_kept_or_not(won):
     verdict, plan = PairedTrainingVerdict(won, "so"), Plan.fixed(8)
-    assert tried(plan) == ()
+    assert tried_settings(plan) == ()
     rated = adapt_learning_rate(plan, RateChoice(4.0, "a third of 12x"), 1.0)
-    assert tried(rated) == ("learning_rate",)
+    assert tried_settings(rated) == ("learning_rate",)
     line = replace(KEEP_SCHEDULE, value="warmup_linear", changed=True)
-    assert tried(adapt_schedule(rated, replace(rated, schedule=line), verdict, 1.0)) == ("learning_rate", "schedule")
+    assert tried_settings(adapt_schedule(rated, replace(rated, schedule=line), verdict, 1.0)) == (
+        "learning_rate",
+        "schedule",
+    )
     none = replace(plan, dropout=replace(KEEP_DROPOUT, value=0.0, changed=True))
-    assert tried(adapt_dropout(plan, none, verdict, 1.0)) == ("dropout",)
-    assert tried(replace(plan, dropout=replace(KEEP_DROPOUT, reason="not raced: it repeats its data"))) == ()
-    assert tried(adapt_optimizer(*planned(), verdict, 1.0))[-1] == "optimizer"
+    assert tried_settings(adapt_dropout(plan, none, verdict, 1.0)) == ("dropout",)
+    assert tried_settings(replace(plan, dropout=replace(KEEP_DROPOUT, reason="not raced: it repeats its data"))) == ()
+    assert tried_settings(adapt_optimizer(*planned(), verdict, 1.0))[-1] == "optimizer"

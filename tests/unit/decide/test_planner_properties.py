@@ -15,7 +15,7 @@ from trimtab.core.plan import Plan, SplitCheck
 from trimtab.core.profile import Candidate, Profile
 from trimtab.core.serialization import from_json, to_json
 from trimtab.decide.planner import choose
-from trimtab.decide.search_space import WORTH_A_RUN, points
+from trimtab.decide.search_space import WORTH_A_RUN, priced_candidates
 from trimtab.decide.trial_statistics import FREE_SPEED
 
 REFUSED = SplitCheck(False, "a module computes over the batch")
@@ -131,7 +131,7 @@ def test_a_dominated_plan_is_never_chosen(machine, facts, limit, memory):
         return Cost(machine.step_s("", candidate), machine.peak_bytes(candidate))
 
     ours, unit = cost(candidate_of(plan)), cost(profile.reference_candidate)
-    for candidate in (point.candidate for point in points(profile, budget) if point.refusal is None):
+    for candidate in (point.candidate for point in priced_candidates(profile, budget) if point.refusal is None):
         found = cost(candidate)
         if found.time_s <= ours.time_s and found.memory_bytes <= ours.memory_bytes:
             assert objective.score(found, unit) >= WORTH_A_RUN**2 * objective.score(ours, unit), candidate.describe()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from simulated_machine import CPU, Machine, measured
 
-from trimtab.decide.rank_profile import taken
+from trimtab.decide.rank_profile import profile_for_stage
 
 
 def told(optimizer: str):
@@ -24,7 +24,7 @@ def told(optimizer: str):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_shards_of_a_device_that_is_not_here_have_no_fused_step_of_sgd(optimizer, fused, stage):
     profile = told(optimizer)
-    found = taken(profile, "torch", stage)
+    found = profile_for_stage(profile, "torch", stage)
     assert [each.candidate for each in found.traces] == [
         replace(each.candidate, fused_optimizer=fused) for each in profile.traces
     ]
@@ -33,4 +33,4 @@ def test_shards_of_a_device_that_is_not_here_have_no_fused_step_of_sgd(optimizer
 @pytest.mark.parametrize("stage", [0, 1])
 def test_replicas_of_one_do(stage):
     profile = told("SGD")
-    assert taken(profile, "torch", stage).traces == profile.traces
+    assert profile_for_stage(profile, "torch", stage).traces == profile.traces

@@ -11,7 +11,7 @@ from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.selection import FinalOutcome, decide
-from trimtab.decide.trial_statistics import control_interval, is_free, speed_ratio, unfit
+from trimtab.decide.trial_statistics import control_interval, is_free, reason_unfit, speed_ratio
 
 REFERENCE = Candidate("fp32", "keep", False, 64)
 HALF = replace(REFERENCE, precision="bf16")
@@ -127,7 +127,7 @@ def test_why_a_trial_cannot_be_chosen():
     whole, budget = micro(32, 0.4, 50), Budget(memory=100 * MIB, time=0.5)
 
     def why(found: Trial) -> Note | None:
-        return unfit(profile_of(found), found, budget)
+        return reason_unfit(profile_of(found), found, budget)
 
     assert why(whole) is None
     assert why(replace(whole, error="RuntimeError: no")) == Note("trial.failed", "RuntimeError: no")

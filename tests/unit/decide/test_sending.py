@@ -11,7 +11,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.interconnect import Link, LinkCalibration
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
-from trimtab.decide.multi_rank_plan import WORTH, replicated, sending, ways_to_send
+from trimtab.decide.multi_rank_plan import WORTH, for_replicas, ways_to_send, with_fastest_communication
 
 SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
 
@@ -24,23 +24,23 @@ def calibration(
 
 
 def plan(ranks: int = 2) -> Plan:
-    return replicated(Plan.fixed(16, 8), ranks)
+    return for_replicas(Plan.fixed(16, 8), ranks)
 
 
 def test_one_process_shares_nothing_and_a_plan_that_says_how_stays_so():
-    assert replicated(Plan.fixed(8), 1) == Plan.fixed(8)
+    assert for_replicas(Plan.fixed(8), 1) == Plan.fixed(8)
     shared = Plan.fixed(8, num_ranks=2, zero_stage=3)
-    assert replicated(shared, 2) == shared
+    assert for_replicas(shared, 2) == shared
 
 
 def test_on_a_fast_link_nothing_is_changed():
-    found = sending(plan(), calibration(1e-6, 1e11), SHAPE)
+    found = with_fastest_communication(plan(), calibration(1e-6, 1e11), SHAPE)
     assert found.changes == ("micro_batch",)
     assert found.reduce_dtype.code == "predicted.no_gain"
 
 
 def test_on_a_slow_link_half_of_the_bytes_are_sent():
-    found = sending(plan(), calibration(1e-6, 1e8), SHAPE)
+    found = with_fastest_communication(plan(), calibration(1e-6, 1e8), SHAPE)
     assert (found.reduce_dtype.value, found.reduce_dtype.changed) == ("bf16", True)
     assert found.plan_kind == "equivalent"
     assert found.reduce_dtype.code == "predicted.best"
@@ -48,13 +48,16 @@ def test_on_a_slow_link_half_of_the_bytes_are_sent():
 
 
 def test_where_casting_takes_as_long_as_sending_it_is_not_done():
-    assert sending(plan(), calibration(1e-6, 1e8, cast_s_per_byte=1e-7), SHAPE).reduce_dtype.value == "fp32"
+    assert (
+        with_fastest_communication(plan(), calibration(1e-6, 1e8, cast_s_per_byte=1e-7), SHAPE).reduce_dtype.value
+        == "fp32"
+    )
 
 
 def test_where_gradients_are_few_a_hook_takes_longer_than_what_it_saves():
     few = StepShape(0.001, 0.003, 0.0005, (2**13,) * 10, (1.0,) * 10)  # 80 KiB: 1.6 ms at 5e7 bytes/s, of 10
-    assert sending(plan(), calibration(1e-6, 5e7), few).reduce_dtype.value == "bf16"
-    assert sending(plan(), calibration(1e-6, 5e7, hook_s=0.0005), few).reduce_dtype.value == "fp32"
+    assert with_fastest_communication(plan(), calibration(1e-6, 5e7), few).reduce_dtype.value == "bf16"
+    assert with_fastest_communication(plan(), calibration(1e-6, 5e7, hook_s=0.0005), few).reduce_dtype.value == "fp32"
 
 
 def test_a_hook_is_called_for_each_bucket_and_shards_have_none():
@@ -72,7 +75,7 @@ def test_a_hook_takes_no_less_than_nothing():
 
 
 def test_where_a_hop_takes_long_gradients_are_sent_together():
-    found = sending(plan(), calibration(0.05, 1e10), SHAPE)
+    found = with_fastest_communication(plan(), calibration(0.05, 1e10), SHAPE)
     assert found.bucket_bytes.value == 2**27
     assert {loser.value for loser in found.bucket_bytes.rejected} == {None, 2**20, 2**22}
 
@@ -86,7 +89,7 @@ def test_where_a_hop_takes_long_gradients_are_sent_together():
 )
 def test_a_change_is_predicted_to_be_worth_it_and_nothing_considered_is_faster(latency, speed, cast, overlap, ranks):
     known = calibration(latency, speed, cast, overlap)
-    found, ways = sending(plan(ranks), known, SHAPE), ways_to_send(plan(ranks), known, SHAPE)
+    found, ways = with_fastest_communication(plan(ranks), known, SHAPE), ways_to_send(plan(ranks), known, SHAPE)
     chosen = ways[found.reduce_dtype.value, found.bucket_bytes.value]
     usual, fastest = ways["fp32", None], min(way.total_s for way in ways.values())
     if chosen is usual:
@@ -104,7 +107,7 @@ def test_shards_are_sent_in_two_types_each_cast_as_often_as_it_is_reduced(stage,
     assert set(ways) == {("fp32", None), ("bf16", None)}
     assert ways["bf16", None].cast_s == pytest.approx(casts * 1e-9 * 8 * 2**20)
     assert ways["bf16", None].cost.communication_s < ways["fp32", None].cost.communication_s
-    found = sending(plan, calibration(1e-6, 1e8), SHAPE)
+    found = with_fastest_communication(plan, calibration(1e-6, 1e8), SHAPE)
     assert (found.reduce_dtype.value, found.bucket_bytes) == ("bf16", plan.bucket_bytes)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trimtab.core.energy_reading import Energy, MeterFacts, Provenance, absent
+from trimtab.core.energy_reading import Energy, MeterFacts, Provenance, absent_energy
 from trimtab.distributed import rank_energy
 from trimtab.distributed.process_group import JobPosition
 from trimtab.distributed.rank_energy import MeterPlacement, RankMeter, meter_of_rank, reads_of
@@ -31,7 +31,7 @@ def reduced(parts: list[tuple[Energy, bool]], job: MeterFacts = MEASURED) -> lis
 
 
 def test_ranks_of_one_machine_add_up_to_what_one_of_them_read():
-    first, second = reduced([(OWN, True), (absent("another rank reads it", 2.0), False)])
+    first, second = reduced([(OWN, True), (absent_energy("another rank reads it", 2.0), False)])
     assert (first.joules, first.provenance, first.sources) == (30.0, Provenance.MEASURED, OWN.sources)
     assert second == first
 
@@ -41,14 +41,14 @@ def test_ranks_of_several_devices_add_theirs():
 
 
 def test_a_rank_whose_meter_was_lost_makes_all_unknown():
-    first, second = reduced([(OWN, True), (absent("the GPU is lost", 2.0), True)])
+    first, second = reduced([(OWN, True), (absent_energy("the GPU is lost", 2.0), True)])
     assert (first.joules, second.joules) == (None, None)
     assert (first.reason, second.reason) == ("another rank's energy meter failed", "the GPU is lost")
 
 
 def test_estimates_stay_estimates_also_where_they_are_another_ranks():
     own = Energy(2.0, 30.0, Provenance.ESTIMATED, ("15 W, as given",))
-    found = reduced([(own, True), (absent("another rank reads it", 2.0), False)], ESTIMATED)
+    found = reduced([(own, True), (absent_energy("another rank reads it", 2.0), False)], ESTIMATED)
     assert [each.provenance for each in found] == [Provenance.ESTIMATED] * 2
 
 
@@ -59,7 +59,7 @@ def test_a_sum_that_is_none_is_absent(figure):
 
 def test_where_no_rank_has_a_meter_nothing_is_asked():
     none = MeterFacts(Provenance.ABSENT, reason="no driver")
-    found = RankMeter(OTHERS, none, none).of_all(absent("", 2.0), None)
+    found = RankMeter(OTHERS, none, none).of_all(absent_energy("", 2.0), None)
     assert (found.joules, found.reason, found.seconds) == (None, "no driver", 2.0)
 
 
@@ -153,7 +153,7 @@ def test_a_gpu_without_a_name_is_still_one(monkeypatch):
 
 def test_a_launched_rank_sits_where_it_was_put(monkeypatch):
     seats = []
-    monkeypatch.setattr(rank_energy, "place", lambda: JobPosition(3, 4, 1))
+    monkeypatch.setattr(rank_energy, "job_position", lambda: JobPosition(3, 4, 1))
     monkeypatch.setattr(rank_energy, "_of_ranks", lambda own: seats.append(own) or [own])
     meter_of_rank(torch.device("cpu"), Metering(watts=5))
     assert (seats[0].local_rank, seats[0].device) == (1, "")

@@ -35,7 +35,7 @@ def asked_of_all(ranks: RankCommunication) -> list[object]:
 
 def test_a_hosts_checkpoints_wait_as_long_as_its_runs_do(limits, monkeypatch):
     monkeypatch.setattr(trainer_rules, "start", lambda *_: RankCommunication(SimpleNamespace(num_ranks=1)))
-    assert asked_of_all(trainer_rules.started(None, None, None)) == ["there", ["word"], 1]
+    assert asked_of_all(trainer_rules.start_in_process_group(None, None, None)) == ["there", ["word"], 1]
     assert limits == [trainer_rules.LIMIT_S] * 3
     assert time_limit_s() == TIMEOUT_S
 

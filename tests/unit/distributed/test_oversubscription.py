@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 
 from trimtab.distributed import oversubscription
-from trimtab.distributed.oversubscription import RankPlacement, crowded, shared
+from trimtab.distributed.oversubscription import RankPlacement, oversubscribed_resource, resource_of_placements
 
 FOUR = (0, 1, 2, 3)
 
@@ -33,27 +33,27 @@ def seats(*cores: tuple[int, ...], threads: int = 1, **others) -> list[RankPlace
     ],
 )
 def test_threads_are_held_against_the_cores_they_are_bound_to(cores, threads, said):
-    assert shared(seats(*cores, threads=threads)) == said
+    assert resource_of_placements(seats(*cores, threads=threads)) == said
 
 
 def test_ranks_of_several_nodes_share_no_cores():
-    assert shared([RankPlacement("a", (0,), 1), RankPlacement("b", (0,), 1)]) == ""
-    assert shared([RankPlacement("a", FOUR, 1), RankPlacement("b", (0,), 2)]) == "cores"
+    assert resource_of_placements([RankPlacement("a", (0,), 1), RankPlacement("b", (0,), 1)]) == ""
+    assert resource_of_placements([RankPlacement("a", FOUR, 1), RankPlacement("b", (0,), 2)]) == "cores"
 
 
 def test_a_quota_is_of_all_that_are_under_it():
-    assert shared(seats(FOUR, FOUR, quotas={"pod": 2.0})) == ""
-    assert shared(seats(FOUR, FOUR, quotas={"pod": 1.5})) == "cores"
+    assert resource_of_placements(seats(FOUR, FOUR, quotas={"pod": 2.0})) == ""
+    assert resource_of_placements(seats(FOUR, FOUR, quotas={"pod": 1.5})) == "cores"
     one, other = (RankPlacement("a", FOUR, 1, quotas={name: 1.0, "above": 2.0}) for name in ("one", "other"))
-    assert shared([one, other]) == ""
-    assert shared([one, one]) == "cores"
+    assert resource_of_placements([one, other]) == ""
+    assert resource_of_placements([one, one]) == "cores"
 
 
 def test_devices_are_told_apart_by_their_own_names():
     one, other = (RankPlacement("a", (0,), 8, device=name) for name in ("GPU-1", "GPU-2"))
-    assert shared([one, other]) == ""
-    assert shared([one, one]) == "devices"
-    assert shared([one, RankPlacement("b", (0,), 8, device="GPU-1")]) == ""
+    assert resource_of_placements([one, other]) == ""
+    assert resource_of_placements([one, one]) == "devices"
+    assert resource_of_placements([one, RankPlacement("b", (0,), 8, device="GPU-1")]) == ""
 
 
 def test_one_process_says_what_it_has(monkeypatch):
@@ -62,7 +62,7 @@ def test_one_process_says_what_it_has(monkeypatch):
     monkeypatch.setattr(oversubscription, "quotas", lambda: {"pod": 2.0})
     for threads, said in ((2, ""), (3, "cores")):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert crowded() == said
+        assert oversubscribed_resource() == said
 
 
 RANK = """

@@ -13,7 +13,7 @@ from trimtab.core.errors import UsageError, ValueGivenError
 from trimtab.distributed import process_group as group_module
 from trimtab.distributed.error_propagation import ErrorStore
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.process_group import JobPosition, place, process_group
+from trimtab.distributed.process_group import JobPosition, job_position, process_group
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ from trimtab.distributed.process_group import JobPosition, place, process_group
     ],
 )
 def test_launchers_are_known_by_their_variables(variables, found):
-    assert place(variables) == found
+    assert job_position(variables) == found
 
 
 def test_a_variable_that_is_no_number_is_named():
     with raises(UsageError, code="ranks.environment", field="WORLD_SIZE"):
-        place({"RANK": "0", "WORLD_SIZE": "two"})
+        job_position({"RANK": "0", "WORLD_SIZE": "two"})
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_variable_that_is_no_number_is_named():
 )
 def test_a_rank_that_the_job_does_not_have_is_refused(variables, field):
     with pytest.raises(ValueGivenError) as caught:
-        place(variables)
+        job_position(variables)
     assert (caught.value.field, caught.value.code) == (field, "ranks.environment")
 
 

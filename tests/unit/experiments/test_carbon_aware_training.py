@@ -11,7 +11,7 @@ import torch
 from clean_day import HOUR, LEVELS, NOW, STEP_S, STEPS, Day, Hourly
 from raising import raises
 
-from trimtab.checkpoint.atomic_directory import committed
+from trimtab.checkpoint.atomic_directory import committed_folders
 from trimtab.core.errors import FormatError
 from trimtab.core.record import read_record
 from trimtab.experiments.carbon_aware_training import CarbonRequest
@@ -142,7 +142,7 @@ def test_a_signal_while_it_waits_ends_it_and_nothing_is_lost(day, plain, tmp_pat
     assert getattr(left.value, "code", None) == code
     assert signal.getsignal(number) is handler
     assert len(day.losses) == 6
-    assert [each.name for each in committed(tmp_path / "kept")] == ["step-6"]
+    assert [each.name for each in committed_folders(tmp_path / "kept")] == ["step-6"]
     assert read_record(tmp_path / "run.jsonl").end.reason == "interrupted"
     day.asleep = lambda: None
     found = day.train(Hourly(), tmp_path / "kept", record=tmp_path / "run.jsonl")
@@ -170,7 +170,7 @@ def test_a_signal_while_a_stretch_is_made_ready_ends_it_after_a_window(day, plai
     day.making = lambda: len(day.models) == 2 and signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit, match="143"):
         day.train(Hourly(), tmp_path / "kept")
-    assert [each.name for each in committed(tmp_path / "kept")] == ["step-7", "step-6"]
+    assert [each.name for each in committed_folders(tmp_path / "kept")] == ["step-7", "step-6"]
     day.train(Hourly(), tmp_path / "kept")
     same(day, plain)
 

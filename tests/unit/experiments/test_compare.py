@@ -402,8 +402,8 @@ def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
 
 
 def test_data_is_placed_once_for_all_races(folder, monkeypatch):
-    placed, given = race_folder.placed, []
-    monkeypatch.setattr(race_folder, "placed", lambda *args: given.append(args) or placed(*args))
+    placed, given = race_folder.place_data, []
+    monkeypatch.setattr(race_folder, "place_data", lambda *args: given.append(args) or placed(*args))
     for race in folder.glob("race-*"):
         shutil.rmtree(race)
     assert run(folder).num_pairs == 2

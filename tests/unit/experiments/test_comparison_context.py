@@ -24,10 +24,10 @@ from trimtab.experiments.comparison.comparison_headline import headline
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison.comparison_summary import summarise
 from trimtab.experiments.comparison.rank_caveats import RankConditions, rank_notes
-from trimtab.experiments.comparison_context import together
-from trimtab.experiments.output_folder import claim
+from trimtab.experiments.comparison_context import comparison_ranks
+from trimtab.experiments.output_folder import claim_folder
 from trimtab.experiments.paired_runs.inspect_arm import _mean, measure_arm
-from trimtab.experiments.report.comparison_report import byline
+from trimtab.experiments.report.comparison_report import details_line
 from trimtab.experiments.task_plans import Plans, given_plan
 from trimtab.experiments.task_ranks import ranks_of_job, refuse_on_ranks, task_of_rank
 
@@ -60,7 +60,7 @@ def test_a_block_without_steps_decides_nothing():
 
 
 def test_one_process_agrees_with_itself(tmp_path):
-    with together() as alone:
+    with comparison_ranks() as alone:
         assert alone is ALONE
     assert (ALONE.each(3.0), ALONE.in_turn(lambda: 5)) == ([3.0], 5)
     path = tmp_path / "facts.json"
@@ -130,7 +130,7 @@ def test_settings_that_ask_for_more_are_refused_too(tmp_path):
 
 
 def claimed(folder, num_ranks: int = 1, plan: Plan | None = None) -> None:
-    claim(folder, tiny, load_data(), {"quick": True}, Budget(), Objective(), plan, num_ranks)
+    claim_folder(folder, tiny, load_data(), {"quick": True}, Budget(), Objective(), plan, num_ranks)
 
 
 def test_a_plan_that_was_written_before_it_had_a_choice_more_is_the_same_plan(tmp_path):
@@ -178,7 +178,7 @@ def test_a_report_of_ranks_says_so_first():
     assert sentence in found.headline.sentence
     assert RankConditions(2, "cores").warning in found.headline.sentence
     assert "cores" in RankConditions(2, "cores").warning
-    assert "on 2 ranks" in byline(found)
+    assert "on 2 ranks" in details_line(found)
     assert any("DistributedDataParallel" in note for note in found.notes)
     assert RankConditions(2, "cores").warning in found.notes
     roomy = comparison(RankConditions(2))
@@ -189,7 +189,7 @@ def test_a_report_of_ranks_says_so_first():
 def test_a_report_of_one_process_says_nothing_of_ranks():
     found = comparison(RankConditions())
     assert found.num_ranks == 1
-    assert "rank" not in " ".join((found.headline.sentence, byline(found), *found.notes))
+    assert "rank" not in " ".join((found.headline.sentence, details_line(found), *found.notes))
     assert headline((), (), PLANS.plans["equivalent"], {}).sentence == "Nothing was measured."
 
 

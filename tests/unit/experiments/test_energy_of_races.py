@@ -12,7 +12,7 @@ import torch
 from race_records import record
 from tiny_task import BATCH_SIZE, load_data, task
 
-from trimtab.core.energy_reading import Energy, MeterFacts, PowerLimit, Provenance, absent
+from trimtab.core.energy_reading import Energy, MeterFacts, PowerLimit, Provenance, absent_energy
 from trimtab.core.record import End, Evaluation, Event, RunRecord, read_record, write_record
 from trimtab.core.serialization import to_jsonable
 from trimtab.decide.statistics import Interval, ratio_interval
@@ -230,7 +230,7 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
         (Energy(60.0, 900.0, Provenance.MEASURED, MEASURED.sources), True),
         (Energy(60.0, 900.0, Provenance.ESTIMATED, ("15 W, as given",)), False),
         (Energy(60.0, 900.0, Provenance.MEASURED, ("nvml gpu 0",)), False),
-        (absent("its meter was lost"), False),
+        (absent_energy("its meter was lost"), False),
     ],
 )
 def test_joules_of_planning_are_those_of_the_meter_of_the_races(spent, is_told):
@@ -308,7 +308,7 @@ def test_a_meter_that_fails_is_no_arms_error_and_a_step_that_does_is_no_meters(m
         own, rival = race(entries, task, load_data(), 0, CPU, meter=meter)
         assert own.end.reason == "budget"
         assert {event.detail["energy_j"] is not None for event in own.events} == {counts}
-        assert "ZeroDivisionError" in comparison_statistics.failed(rival)
+        assert "ZeroDivisionError" in comparison_statistics.error_of_run(rival)
         assert len(rival.events) == 1
 
 

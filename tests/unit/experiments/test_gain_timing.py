@@ -77,7 +77,7 @@ def test_batches_are_copied_ahead_as_in_a_race(monkeypatch):
         sent.append(device)
         return iter(batches)
 
-    monkeypatch.setattr(gain_module, "ahead", watched)
+    monkeypatch.setattr(gain_module, "prefetch", watched)
     measured()
     assert sent == [CPU, CPU]
 

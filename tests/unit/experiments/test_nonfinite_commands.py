@@ -99,10 +99,10 @@ def test_a_race_of_non_finite_arms_has_no_verdict_and_says_why(cause):
         {name: comparison_statistics.failed_with(found, name) for name in ("reference", "equivalent_plan")},
     )
     assert verdict.kind == "no verdict"
-    assert comparison_statistics.failed(found[0]["equivalent_plan"])[:40] in verdict.sentence
+    assert comparison_statistics.error_of_run(found[0]["equivalent_plan"])[:40] in verdict.sentence
     alone = headline([], [], PLAN, {"reference": comparison_statistics.failed_with(found, "reference")})
     assert alone.kind == "no verdict"
-    assert comparison_statistics.failed(found[0]["reference"])[:40] in alone.sentence
+    assert comparison_statistics.error_of_run(found[0]["reference"])[:40] in alone.sentence
 
 
 def test_arms_that_are_only_timed_are_checked_too():

@@ -24,7 +24,7 @@ from trimtab.core.record import Header, RunRecord, read_record, write_record
 from trimtab.decide.interleaving import turns
 from trimtab.distributed.coordinator import Coordinator
 from trimtab.experiments.baselines.reference import ReferenceLoop
-from trimtab.experiments.comparison.comparison_statistics import failed
+from trimtab.experiments.comparison.comparison_statistics import error_of_run
 from trimtab.experiments.paired_runs import paired_run as race_module
 from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop, settling_steps
@@ -487,7 +487,7 @@ def test_an_arm_that_diverges_where_it_was_to_end_has_failed_all_the_same(clock,
     its = scripted(clock, [0.1, math.nan])
     (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), rows), its=its, cap_s=cap_s)
     assert [e.samples for e in found.evaluations] == [50, 100]
-    assert (found.end.reason, failed(found)) == ("diverged", "its held-out metric was not finite")
+    assert (found.end.reason, error_of_run(found)) == ("diverged", "its held-out metric was not finite")
 
 
 def test_an_arm_with_longer_steps_is_evaluated_when_it_is_past_due(clock):

@@ -50,7 +50,7 @@ from trimtab.experiments.report import (
 )
 from trimtab.experiments.report.comparison_report import document, sections
 from trimtab.experiments.report.document import Bullets, Picture, Section
-from trimtab.experiments.report.figures import curve_band, curves, draw, forest
+from trimtab.experiments.report.figures import curve_band, curves, draw, ratio_figure
 from trimtab.experiments.report.html import html_page
 from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.markdown import markdown_page
@@ -498,7 +498,7 @@ def test_every_arm_is_shown_with_its_figures() -> None:
         assert row.source in text
         assert formatting.size(row.peak_bytes) in text
         assert f"{100 * (row.mfu or 0):.1f}% / {100 * (row.hfu or 0):.1f}%" in text
-        shown = formatting.spread(row.step_s, formatting.seconds)
+        shown = formatting.median_and_range(row.step_s, formatting.seconds)
         assert shown in text
         assert float(shown.split()[0]) == pytest.approx(1e3 * statistics.median(row.step_s), abs=0.51)
 
@@ -513,7 +513,7 @@ def test_tiers_are_never_in_one_table_of_ratios_or_one_forest() -> None:
             assert not [row for row in shown.rows if any(other in str(cell) for cell in row)]
         assert (
             f"tier {'tuned' if plan_kind == 'equivalent' else 'equivalent'}"
-            not in forest(case, plan_kind).svg.split("</title>")[1]
+            not in ratio_figure(case, plan_kind).svg.split("</title>")[1]
         )
 
 

@@ -21,7 +21,7 @@ from trimtab.experiments.scaling import scaling_bench as scale_bench
 from trimtab.experiments.scaling.scale import ScaleSettings, scale
 from trimtab.experiments.scaling.scaling_bench import JobSettings
 from trimtab.experiments.scaling.scaling_job import run_job
-from trimtab.experiments.scaling.scaling_plans import JobPlan, fitted, predicted_bytes, refuse_other_maths
+from trimtab.experiments.scaling.scaling_plans import JobPlan, fit_plan_to_ranks, predicted_bytes, refuse_other_maths
 from trimtab.measure import allocator
 
 SHORT = JobSettings(blocks=2, block_s=0.01)
@@ -119,14 +119,14 @@ def test_where_no_plan_meets_the_limit_the_plain_loop_is_timed_all_the_same(tmp_
 
 def test_a_given_plan_runs_on_each_number_of_ranks_with_its_settings():
     plan = replace(Plan.fixed(16, 8, num_ranks=2, zero_stage=2), predicted=MeasuredCost(0.1, 1000))
-    assert fitted(plan, 16, 2) is plan
-    one, four, wide = (fitted(plan, rows, ranks) for rows, ranks in ((16, 1), (16, 4), (32, 2)))
+    assert fit_plan_to_ranks(plan, 16, 2) is plan
+    one, four, wide = (fit_plan_to_ranks(plan, rows, ranks) for rows, ranks in ((16, 1), (16, 4), (32, 2)))
     assert (one.num_ranks, one.zero_stage.value, one.micro_batch.value) == (1, None, 8)
     assert (four.num_ranks, four.zero_stage.value, four.micro_batch.value) == (4, 2, 8)
     assert (wide.batch_size, wide.micro_batch.value, wide.num_micro_batches) == (32, 8, 4)
     assert {each.predicted for each in (one, four, wide)} == {None}
-    assert fitted(Plan.fixed(16), 32, 1).num_micro_batches == 1  # a batch that was whole stays so
-    assert fitted(Plan.fixed(16), 32, 2).zero_stage.value == 0
+    assert fit_plan_to_ranks(Plan.fixed(16), 32, 1).num_micro_batches == 1  # a batch that was whole stays so
+    assert fit_plan_to_ranks(Plan.fixed(16), 32, 2).zero_stage.value == 0
     with raises(ValueGivenError, code="plan.not_equivalent", field="--plan"):
         refuse_other_maths(Plan.fixed(16, learning_rate_scale=2.0))
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import trimtab
-from trimtab.measure.dispatch_mode import EagerDispatchMode, eagerly
+from trimtab.measure.dispatch_mode import EagerDispatchMode, run_compiled_eagerly
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.flops import count_flops
 from trimtab.measure.softmax_detector import SoftmaxDetector
@@ -92,7 +92,7 @@ def test_what_is_compiled_stays_so(look):
 
 
 def test_torchs_own_mode_does_not():
-    """Should this fail one day, torch has mended it, and `eagerly` is not needed any more."""
+    """Should this fail one day, torch has mended it, and `run_compiled_eagerly` is not needed any more."""
     kind, x = fresh(), torch.randn(4, 8)
     model, counting = compiled(kind)
     with FlopCounterMode(display=False):
@@ -114,7 +114,7 @@ def test_threads_that_look_at_once_leave_it_as_it_was():
     kind, x = fresh(), torch.randn(4, 8)
     model, counting = compiled(kind)
     model(x)
-    one, other = eagerly(), eagerly()
+    one, other = run_compiled_eagerly(), run_compiled_eagerly()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)  # not in the order of their entering, as threads may leave

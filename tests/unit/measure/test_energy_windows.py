@@ -11,7 +11,7 @@ import torch
 from meter_machine import Clock, Gpu, Library, Tree
 from raising import raises
 
-from trimtab.core.energy_reading import Energy, Provenance, absent, summed
+from trimtab.core.energy_reading import Energy, Provenance, absent_energy, sum_energy
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.measure import meter_selection
@@ -234,13 +234,13 @@ def measured(joules: float, seconds: float = 1.0, kind: Provenance = Provenance.
 
 
 def test_sums_are_absent_or_estimated_as_soon_as_a_part_is():
-    assert summed([measured(1.0), measured(2.0, 3.0)]).joules == 3.0
-    assert summed([measured(1.0), measured(2.0, 3.0)]).seconds == 3.0
-    assert summed([measured(1.0), measured(2.0, 3.0)], in_turn=True).seconds == 4.0
-    assert summed([measured(1.0), measured(1.0, kind=Provenance.ESTIMATED)]).provenance is Provenance.ESTIMATED
-    found = summed([measured(1.0), absent("no meter")])
+    assert sum_energy([measured(1.0), measured(2.0, 3.0)]).joules == 3.0
+    assert sum_energy([measured(1.0), measured(2.0, 3.0)]).seconds == 3.0
+    assert sum_energy([measured(1.0), measured(2.0, 3.0)], in_turn=True).seconds == 4.0
+    assert sum_energy([measured(1.0), measured(1.0, kind=Provenance.ESTIMATED)]).provenance is Provenance.ESTIMATED
+    found = sum_energy([measured(1.0), absent_energy("no meter")])
     assert (found.joules, found.reason) == (None, "no meter")
-    assert summed([]).joules is None
+    assert sum_energy([]).joules is None
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_an_operator_that_cannot_be_run_cannot_be_traced_with_what_it_takes(monk
     def fails(calls):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("trimtab.measure.storage_lifetimes.measured", fails)
+    monkeypatch.setattr("trimtab.measure.storage_lifetimes.measure_calls", fails)
     model, optimizer, batch = loop()
     with raises(ModelError, code="model.not_traceable", field="model"):
         trace_step(model, optimizer, loss_fn, batch, counts_scratch=True)

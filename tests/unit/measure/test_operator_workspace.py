@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimtab.measure import operator_workspace
-from trimtab.measure.operator_workspace import call_of, measured
+from trimtab.measure.operator_workspace import call_of, measure_calls
 
 
 @pytest.fixture
@@ -29,18 +29,18 @@ def softmax(rows: int):
 
 
 def test_calls_that_are_alike_are_counted_once_over_all_traces(counts):
-    first = measured([softmax(3), softmax(3)])
-    assert measured([softmax(3)]) == first
+    first = measure_calls([softmax(3), softmax(3)])
+    assert measure_calls([softmax(3)]) == first
     assert len(counts) == 1
-    measured([softmax(4)])
+    measure_calls([softmax(4)])
     assert len(counts) == 2
 
 
 def test_in_another_mode_of_the_process_they_are_counted_anew(counts):
-    measured([softmax(3)])
+    measure_calls([softmax(3)])
     torch.use_deterministic_algorithms(True)
     try:
-        measured([softmax(3)])
+        measure_calls([softmax(3)])
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(counts) == 2

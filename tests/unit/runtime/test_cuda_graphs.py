@@ -17,7 +17,7 @@ from trimtab.core.plan import Plan
 from trimtab.measure.dispatch_mode import EagerDispatchMode
 from trimtab.runtime import cuda_graph_capture
 from trimtab.runtime.compiled_call import is_compiled
-from trimtab.runtime.cuda_graph_capture import UncapturableModel, copy_in_place, written
+from trimtab.runtime.cuda_graph_capture import UncapturableModel, copy_in_place, without_expanded_dimensions
 from trimtab.runtime.cuda_graphs import LAUNCHES_FROM, MOST_KINDS, GraphReplayer
 
 
@@ -513,8 +513,8 @@ def test_copies_of_inputs_keep_their_strides_and_are_written_to(tensor):
     assert torch.equal(found, tensor)
     assert found.data_ptr() != tensor.data_ptr() or not tensor.numel()
     other = copy_in_place(tensor)  # of the same strides, as of the same kind of call
-    written(other).zero_()
-    written(found).copy_(written(other))
+    without_expanded_dimensions(other).zero_()
+    without_expanded_dimensions(found).copy_(without_expanded_dimensions(other))
     assert not found.any()
 
 

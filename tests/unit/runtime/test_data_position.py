@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.distributed.sharded_loader import shard
-from trimtab.runtime.data_position import DataPosition, innermost, require_state_kept
+from trimtab.runtime.data_position import DataPosition, innermost_loader, require_state_kept
 from trimtab.runtime.uneven_inputs import EmptyBatch
 
 
@@ -252,7 +252,7 @@ def dealt_twice(**options):
 def test_workers_that_stay_are_found_through_all_that_deal_a_loader_out():
     loaders = dealt_twice(num_workers=1, persistent_workers=True)
     for each in loaders:
-        assert innermost(each) is loaders[0]
+        assert innermost_loader(each) is loaders[0]
         with raises(ValueGivenError, code="loader.persistent_workers", field="loader"):
             require_state_kept(each)
     for each in dealt_twice(num_workers=1):
@@ -269,7 +269,7 @@ def test_rows_of_data_are_counted_through_all_that_deal_a_loader_out():
 def test_a_loader_that_holds_itself_has_an_end():
     loader = Stateful()
     loader.wrapped = loader
-    assert innermost(loader) is loader
+    assert innermost_loader(loader) is loader
 
 
 def test_a_batch_is_drawn_anew_with_the_loaders_place_saved_and_put_back_once():

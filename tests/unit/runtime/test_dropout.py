@@ -9,7 +9,7 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.runtime.dropout import droppers, use_dropout
+from trimtab.runtime.dropout import dropout_modules, use_dropout
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
 
@@ -22,7 +22,7 @@ class Own(nn.Module):
 
 
 def probabilities(model: nn.Module) -> list[float]:
-    return [getattr(module, name) for module, name in droppers(model)]
+    return [getattr(module, name) for module, name in dropout_modules(model)]
 
 
 def test_all_that_drops_is_found_and_nothing_else():

@@ -11,7 +11,7 @@ import trimtab
 from trimtab.core.errors import ModelError
 from trimtab.losses import Summed
 from trimtab.nn import LossHead
-from trimtab.runtime.loss_head import loss_heads, watched
+from trimtab.runtime.loss_head import count_head_tokens, loss_heads
 
 
 class TwoHeads(nn.Module):
@@ -76,7 +76,7 @@ def test_a_shared_head_is_one():
 
 def test_what_heads_are_given_is_noted_and_nothing_stays():
     model, _, batch = loop()
-    with watched(model) as seen:
+    with count_head_tokens(model) as seen:
         watched_loss = loss_fn(model, batch)
         loss_fn(model, batch)
     assert seen == {model.first: 16, model.second: 16}
@@ -86,6 +86,6 @@ def test_what_heads_are_given_is_noted_and_nothing_stays():
 
 def test_a_failing_loss_leaves_nothing_either():
     model, _, _ = loop()
-    with pytest.raises(RuntimeError, match="mine"), watched(model):
+    with pytest.raises(RuntimeError, match="mine"), count_head_tokens(model):
         raise RuntimeError("mine")
     assert "loss" not in vars(model.first)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.runtime.lr_schedule import RateFollower, normalises
+from trimtab.runtime.lr_schedule import RateFollower, is_scale_invariant
 
 
 def level_after(follower, ratio, windows, decided=None):
@@ -84,4 +84,4 @@ class Sharded:
     ],
 )
 def test_all_but_sgd_divide_by_their_gradients_size(make, expected):
-    assert normalises(make(nn.Linear(2, 2).parameters(), lr=0.1)) is expected
+    assert is_scale_invariant(make(nn.Linear(2, 2).parameters(), lr=0.1)) is expected

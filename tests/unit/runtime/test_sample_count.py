@@ -19,9 +19,9 @@ from transformers import BatchEncoding
 import trimtab
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Plan
-from trimtab.runtime.batch import copied, fresh, tensors_in, to_device, versions_of
+from trimtab.runtime.batch import deep_copy, tensors_in, to_device, versions_of, with_new_containers
 from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
-from trimtab.runtime.sample_count import read
+from trimtab.runtime.sample_count import read_sample_count
 
 
 def rows(*shape: int) -> torch.Tensor:
@@ -91,8 +91,8 @@ KNOWN = {
 
 @pytest.mark.parametrize(("batch", "samples"), KNOWN.values(), ids=KNOWN)
 def test_samples_that_every_leaf_agrees_on_are_counted_and_split(batch, samples):
-    assert read(batch).samples == samples
-    assert read(batch).is_splittable
+    assert read_sample_count(batch).samples == samples
+    assert read_sample_count(batch).is_splittable
     pieces = list(BY_CONTAINERS.slices(batch, samples, 1))
     assert [size for _, size in pieces] == [1] * samples
     assert all(type(piece) is type(batch) for piece, _ in pieces)
@@ -147,7 +147,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("batch", UNKNOWN.values(), ids=UNKNOWN)
 def test_samples_that_nothing_confirms_are_unknown_and_the_reason_is_given(batch):
-    reading = read(batch)
+    reading = read_sample_count(batch)
     assert (reading.samples, reading.is_splittable) == (None, False)
     assert reading.reason
     assert reading.code.startswith("samples.")
@@ -180,7 +180,7 @@ WHOLE = {
 @pytest.mark.parametrize(("make", "samples"), WHOLE.values(), ids=WHOLE)
 def test_known_samples_that_cannot_be_sliced_go_whole(make, samples):
     batch = make()
-    assert (read(batch).samples, read(batch).is_splittable) == (samples, False)
+    assert (read_sample_count(batch).samples, read_sample_count(batch).is_splittable) == (samples, False)
     assert next(BY_CONTAINERS.slices(batch, samples, samples))[0] is batch
     with pytest.raises(BatchError) as caught:
         next(BY_CONTAINERS.slices(batch, samples, 1))
@@ -283,7 +283,7 @@ CONTAINERS = {
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
 def test_fresh_containers_hold_the_same_tensors(make):
     batch = make()
-    given = fresh(batch)
+    given = with_new_containers(batch)
     assert type(given) is type(batch)
     assert given["x"] is batch["x"]
     given.pop("x")
@@ -293,18 +293,18 @@ def test_fresh_containers_hold_the_same_tensors(make):
 
 def test_nested_containers_are_fresh_and_tuples_of_tensors_stay():
     inner = {"names": ["a"]}
-    given = fresh((inner, [rows(2)]))
+    given = with_new_containers((inner, [rows(2)]))
     given[0]["names"].append("b")
     given[0].pop("names")
     given[1].clear()
     assert inner == {"names": ["a"]}
     pair = rows(2), rows(2)
-    assert fresh(pair) is pair
+    assert with_new_containers(pair) is pair
 
 
 def test_a_dataclass_is_fresh_too():
     batch = Example({"x": rows(2)}, [1, 2])
-    given = fresh(batch)
+    given = with_new_containers(batch)
     given.x.pop("x")
     given.y = None
     assert list(batch.x) == ["x"]
@@ -320,7 +320,7 @@ def test_copies_share_no_memory():
         "nested": jagged(2, 3),
         "needs": rows(2).requires_grad_(),
     }
-    given = copied(batch)
+    given = deep_copy(batch)
     given["x"].zero_()
     given["y"] += 1
     given["graph"].x.zero_()
@@ -370,14 +370,14 @@ def calls_of(function):
 @pytest.mark.parametrize("make", [LONG[name] for name in LONG if "levels" not in name])
 def test_the_items_of_a_long_list_are_not_looked_at_one_by_one(make):
     def step():
-        assert read(batch) == (number, True, "", "")
+        assert read_sample_count(batch) == (number, True, "", "")
         assert to_device(batch, torch.device("cpu")) is batch
         assert versions_of(batch)[0] == 0
 
     found = []
     for number in (1024, 4096):
         batch = {"x": rows(number, 2), "long": make(number)}
-        assert fresh(batch)["long"] == batch["long"]
+        assert with_new_containers(batch)["long"] == batch["long"]
         found.append(calls_of(step))
     assert found[1] <= found[0] + 50 < 1024
 
@@ -389,7 +389,7 @@ def test_a_tensor_among_the_items_of_a_long_list_is_found(make, wrap):
     batch[333] = wrap(rows(3))
     assert len(list(tensors_in(batch))) == 1
     assert {each.device.type for each in tensors_in(to_device(batch, torch.device("meta")))} == {"meta"}
-    assert next(tensors_in(fresh(batch))) is next(tensors_in(batch))
+    assert next(tensors_in(with_new_containers(batch))) is next(tensors_in(batch))
 
 
 @pytest.mark.parametrize("inner", [["a"] * 3, {"a": 1}, [["a"]], [{"a": [1]}], ({"a": 1},)], ids=str)
@@ -401,14 +401,14 @@ def test_containers_in_long_lists_are_fresh(inner):
                 yield from containers(item)
 
     batch = [copy.deepcopy(inner) for _ in range(600)]
-    given = fresh(batch)
+    given = with_new_containers(batch)
     assert given == batch
     assert not set(containers(given)) & set(containers(batch))
 
 
 def test_a_list_of_sparse_samples_is_split_between_them():
     batch = rows(3, 2), [torch.eye(4).to_sparse()] * 3
-    assert read(batch) == (3, True, "", "")
+    assert read_sample_count(batch) == (3, True, "", "")
     assert [len(part[1]) for part, _ in BY_CONTAINERS.slices(batch, 3, 2)] == [2, 1]
 
 

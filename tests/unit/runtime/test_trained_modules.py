@@ -17,7 +17,7 @@ from trimtab.core.errors import ModelError, OptimizerError, UsageError, ValueGiv
 from trimtab.core.plan import Plan
 from trimtab.decide.planner import choose
 from trimtab.measure.state_digest import fingerprint
-from trimtab.runtime.optimizers import whole
+from trimtab.runtime.optimizers import with_auxiliary_modules
 
 ROWS = 8
 
@@ -106,7 +106,7 @@ def plain(make, make_optimizer=OPTIMIZERS["adamw"], clip_norm=None, count=4):
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([*model.parameters(), *criterion.parameters()], clip_norm)
         optimizer.step()
-    return whole(model, (criterion,))
+    return with_auxiliary_modules(model, (criterion,))
 
 
 def same(one, other):
@@ -123,7 +123,7 @@ def test_a_criterion_is_trained_as_in_the_plain_loop(make, make_optimizer, clip_
     with trimtab.start(model, optimizer, plan, modules=[criterion], clip_norm=clip_norm) as run:
         for window in run.windows(batches()):
             run.train_step(window, loss_of(criterion))
-    assert same(whole(model, (criterion,)), plain(make, make_optimizer, clip_norm))
+    assert same(with_auxiliary_modules(model, (criterion,)), plain(make, make_optimizer, clip_norm))
     assert not same(criterion, make())
 
 
@@ -133,12 +133,12 @@ def test_a_split_batch_trains_it_too(make):
     with trimtab.start(model, optimizer, Plan.fixed(ROWS, 3), modules=[criterion]) as run:
         for window in run.windows(batches()):
             run.train_step(window, loss_of(criterion))
-    assert same(whole(model, (criterion,)), plain(make))
+    assert same(with_auxiliary_modules(model, (criterion,)), plain(make))
 
 
 def test_planning_leaves_it_as_it_was_and_counts_it():
     model, criterion, optimizer = loop(Weighted)
-    trained = whole(model, (criterion,))
+    trained = with_auxiliary_modules(model, (criterion,))
     for parameter in trained.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = fingerprint(trained, optimizer)
@@ -195,7 +195,7 @@ def test_a_window_that_ran_out_of_memory_is_repeated_from_its_start(make):
     ):
         run.train_step(run.window(batches()[0]), loss_fn)
     if make is ArcHead:
-        assert same(whole(model, (criterion,)), plain(make, count=1))
+        assert same(with_auxiliary_modules(model, (criterion,)), plain(make, count=1))
     else:  # two halves have moved the buffer, and the attempt that failed has not
         once, twice = Weighted(), Weighted()
         features = Backbone()(batches()[0][0])
@@ -214,7 +214,7 @@ def test_checkpoints_hold_it(tmp_path):
                 run.train_step(window, loss_of(criterion))
                 if run.num_windows == until:
                     break
-        return whole(model, (criterion,))
+        return with_auxiliary_modules(model, (criterion,))
 
     train(tmp_path / "run", 2)
     assert same(train(tmp_path / "run", 4), plain(Weighted))

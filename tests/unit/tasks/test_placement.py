@@ -13,7 +13,7 @@ from benchmarks.paper.cifar10 import augment
 from trimtab.core.plan import Effect
 from trimtab.tasks import DataSource, TaskData
 from trimtab.tasks import placement as placement_module
-from trimtab.tasks.placement import ahead, placed, placement
+from trimtab.tasks.placement import place_data, placement, prefetch
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_rows_augmented_on_the_device_are_the_hosts_to_rounding():
 
 def test_on_a_processor_nothing_is_moved():
     given = data()
-    kept, choice = placed(given, CPU)
+    kept, choice = place_data(given, CPU)
     assert kept is given
     assert choice.value == "host"
 
@@ -101,7 +101,7 @@ def test_on_a_processor_batches_are_drawn_as_they_are_asked_for():
             drawn.append(batch)
             yield batch
 
-    taken = list(itertools.islice(ahead(noted(), CPU), 3))
+    taken = list(itertools.islice(prefetch(noted(), CPU), 3))
     assert len(drawn) == 3
     assert all(one is other for one, other in zip(taken, drawn, strict=True))
 
@@ -116,6 +116,6 @@ def test_on_a_gpu_the_next_batch_is_sent_before_one_is_trained_on(monkeypatch):
 
     monkeypatch.setattr(placement_module, "_sent", sent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    for batch in ahead(iter("abc"), torch.device("cuda")):
+    for batch in prefetch(iter("abc"), torch.device("cuda")):
         log.append(f"trained {batch}")
     assert log == ["sent a", "sent b", "trained a", "sent c", "trained b", "sent None", "trained c"]

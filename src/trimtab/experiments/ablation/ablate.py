@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from trimtab.checkpoint.run_lock import opened
+from trimtab.checkpoint.run_lock import lock_run_folder
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
@@ -26,12 +26,12 @@ from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.ablation.ablation_summary import AblationRuns, nothing_to_ablate, summarise
 from trimtab.experiments.baselines.loop import MakeLoop
 from trimtab.experiments.baselines.reference import ReferenceLoop
-from trimtab.experiments.output_folder import claim
+from trimtab.experiments.output_folder import claim_folder
 from trimtab.experiments.paired_runs.custom_step_check import check_step
 from trimtab.experiments.paired_runs.paired_run import PairedArm
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.paired_runs.results_folder import ResultsFolder, read_back, reference_s
-from trimtab.experiments.paired_runs.run_length import lengths, seeds_in_time
+from trimtab.experiments.paired_runs.run_length import seeds_in_time, short_arm_lengths
 from trimtab.experiments.task_plans import Plans, make_plans, require_fits
 from trimtab.tasks.placement import device_here, placement_of
 from trimtab.tasks.task import Task
@@ -105,7 +105,7 @@ def ablate(
     begun, budget = time.perf_counter(), budget or Budget()
     if plan is not None:
         require_fits(task, plan)
-    with opened(out, "--out"):
+    with lock_run_folder(out, "--out"):
         return _ablated(task, out, settings, command, budget, plan, progress, begun)
 
 
@@ -123,7 +123,7 @@ def _ablated(
     progress(f"loading the data of {task.name}")
     device, data = device_here(), task.load_data()
     fixed = {name: value for name, value in asdict(settings).items() if not name.endswith("_seeds")}
-    claim(out, task, data, {"ablation": fixed}, budget, Objective(), plan)
+    claim_folder(out, task, data, {"ablation": fixed}, budget, Objective(), plan)
     kept = ResultsFolder(out, task, data, device, progress)
     done = sum(kept.of_race(seed, brief=settings.is_brief(seed)).exists() for seed in range(settings.num_seeds))
     if done:
@@ -163,8 +163,8 @@ def _raced(
     for seed in seeds_in_time(settings.num_seeds, quick=settings.quick, begun=begun):
         is_brief = settings.is_brief(seed)
         how = {"quick": settings.quick, "brief": is_brief, "dear": kept.device.type == "cuda"}
-        rows, own_s = lengths(task, step_s, **how), _step_within(plans, step_s, dear=how["dear"])
-        within = lengths(task, own_s, **how).few
+        rows, own_s = short_arm_lengths(task, step_s, **how), _step_within(plans, step_s, dear=how["dear"])
+        within = short_arm_lengths(task, own_s, **how).few
         within = within if within < task.budget_samples else rows.few
         few = _brief_rows(design, makes, rows.few, within) if is_brief else dict.fromkeys(makes, task.budget_samples)
         entries = _entries(task, design, makes, few, rows.control)

@@ -31,7 +31,7 @@ from trimtab.experiments.comparison.comparison_result import Ratio, RatioRow, Ve
 from trimtab.experiments.comparison.comparison_statistics import (
     Races,
     as_ratio,
-    failed,
+    error_of_run,
     failures,
     is_brief,
     throughput_ratios,
@@ -39,10 +39,10 @@ from trimtab.experiments.comparison.comparison_statistics import (
 from trimtab.experiments.comparison.ratio_rows import (
     SAME_PEAK,
     by_rows,
-    counted,
     difference,
     memory_verdict,
     quality_row,
+    ratio_of_counts,
     unless_failed,
 )
 from trimtab.experiments.comparison.verdicts import (
@@ -113,7 +113,7 @@ class AblationMeasurements:
             verdict = unless_failed(speed_verdict(ratio, control, *names), self.races, arm, against)
             yield RatioRow(THROUGHPUT, arm, against, plan_kind, ratio, verdict)
         if arm in self.peaks and against in self.peaks:
-            peaks = counted(self.peaks[arm] / self.peaks[against])
+            peaks = ratio_of_counts(self.peaks[arm] / self.peaks[against])
             verdict = unless_failed(memory_verdict(peaks, names[1]), self.races, arm, against)
             yield RatioRow(MEMORY, arm, against, plan_kind, peaks, verdict)
         how = (self.metric, self.higher_is_better, self.unit)
@@ -161,7 +161,7 @@ class AblationMeasurements:
         if all(arm in self.peaks for arm in (*beside, *alone)):
             value = math.prod((self.peaks[arm] / self.peaks[against]) ** power for arm, against, power in terms)
             verdict = unless_failed(_memory_interaction(value, what), self.races, *_arms(terms))
-            yield ChangeEffect(change.name, INTERACTION, MEMORY, plan_kind, counted(value), verdict, **rest)
+            yield ChangeEffect(change.name, INTERACTION, MEMORY, plan_kind, ratio_of_counts(value), verdict, **rest)
         if (found := self._further(beside, alone)) is not None:
             verdict = unless_failed(quality_interaction(found, what), self.races, *_arms(terms))
             yield ChangeEffect(change.name, INTERACTION, QUALITY, plan_kind, found, verdict, **rest)
@@ -185,7 +185,7 @@ class AblationMeasurements:
 
     def _ends(self, records: Sequence[RunRecord]) -> list[float]:
         """Return the metric of all arms at the last common evaluation; [] if an arm was only timed or failed."""
-        if any(is_brief(record) or failed(record) for record in records):
+        if any(is_brief(record) or error_of_run(record) for record in records):
             return []
         values = [by_rows(record, self.metric) for record in records]
         common = set[int].intersection(*map(set, values)) if values else set()

@@ -15,7 +15,7 @@ from trimtab.experiments.ablation.ablation_result import (
     ChangeEffect,
 )
 from trimtab.experiments.comparison.comparison_result import RatioRow, Verdict
-from trimtab.experiments.comparison.verdicts import figures, quality_figures
+from trimtab.experiments.comparison.verdicts import quality_figures, ratio_in_words
 
 NOTHING = Verdict("no gain", "The plan changes nothing, so there is nothing to ablate.", "plan.no_changes")
 
@@ -90,7 +90,7 @@ def _ends(quality: RatioRow | None, unit: str) -> str:
 
 
 def _whole(row: RatioRow, many: str) -> str:
-    found = figures(row.ratio)
+    found = ratio_in_words(row.ratio)
     return {
         "gain": f"{many}: {found} the throughput of the reference.",
         "harm": f"{many}: slower, {found} the throughput of the reference.",
@@ -111,7 +111,7 @@ def _dearest(changes: Sequence[AblatedChange], effects: Sequence[ChangeEffect], 
         first = gains[0].ratio
         is_most = whole.verdict.kind == "gain" and first.mean**2 > whole.ratio.mean
         which = "Most of the gain is from" if is_most else "The largest gain in the plan is from"
-        said = f"{which} {says[gains[0].change]}: {figures(first)} the speed of the plan without this change."
+        said = f"{which} {says[gains[0].change]}: {ratio_in_words(first)} the speed of the plan without this change."
     harms = [says[e.change] for e in within if e.verdict.kind == "harm"]
     return f"{said} The plan is faster without {' and without '.join(harms)}.".strip() if harms else said
 
@@ -122,7 +122,9 @@ def _together(changes: Sequence[AblatedChange], effects: Sequence[ChangeEffect],
     found = _interactions(effects, THROUGHPUT)
     seen = []
     for kind in ("more", "less"):
-        named = [f"{says[e.change]} by {figures(e.ratio)}" for e in found if e.verdict.kind == f"{kind} together"]
+        named = [
+            f"{says[e.change]} by {ratio_in_words(e.ratio)}" for e in found if e.verdict.kind == f"{kind} together"
+        ]
         seen += [f"Changes with {kind} throughput gain in the plan than alone: {', '.join(named)}."] if named else []
     if not seen and found and all(e.verdict.kind == "none found" for e in found):
         none = "No change has a significantly different throughput gain in the plan than alone"

@@ -62,7 +62,7 @@ class AblationRuns:
         """Reason for missing figures by arm: it could not be built, or failed in all paired runs."""
         raced = {name for race in self.races.values() for name in race}
         errors = {
-            name: [comparison_statistics.failed(race[name]) for race in self.races.values() if name in race]
+            name: [comparison_statistics.error_of_run(race[name]) for race in self.races.values() if name in race]
             for name in raced
         }
         return {name: found[0] for name, found in errors.items() if all(found)} | dict(self.refusals)
@@ -174,7 +174,7 @@ def _refusals(raced: AblationRuns, change: str) -> dict[str, str]:
 
 def _arm(name: str, label: str, task: Task, raced: AblationRuns) -> AblatedArm:
     records = [race[name] for _, race in sorted(raced.races.items()) if name in race]
-    ran = [record for record in records if not comparison_statistics.failed(record)]
+    ran = [record for record in records if not comparison_statistics.error_of_run(record)]
     curves = [
         comparison_statistics.curve(record, task.metric.name)
         for record in ran
@@ -215,7 +215,7 @@ def _notes(raced: AblationRuns, changes: Sequence[AblatedChange], effects: Seque
             f"{timed} effects have separate 95% intervals: of the effects without a true difference, about one in "
             "twenty appears significant by chance."
         )
-    return found + noted.sources(races) + noted.spread(Plans({"equivalent": raced.plan}), races)
+    return found + noted.sources(races) + noted.missing_variance(Plans({"equivalent": raced.plan}), races)
 
 
 def _limits(raced: AblationRuns, change: AblatedChange) -> Iterator[str]:

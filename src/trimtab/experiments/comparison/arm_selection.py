@@ -16,7 +16,7 @@ from trimtab.experiments.comparison.compare_options import CompareOptions
 from trimtab.experiments.paired_runs.paired_run import PairedArm
 from trimtab.experiments.paired_runs.peer_arms import HAND_TUNED
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop, TunedRecipePlanLoop
-from trimtab.experiments.paired_runs.run_length import lengths
+from trimtab.experiments.paired_runs.run_length import short_arm_lengths
 from trimtab.experiments.task_plans import Plans
 from trimtab.tasks.task import Task
 
@@ -55,7 +55,7 @@ class ArmSelection:
         self._rows, self._brief, self._dear, self._num_ranks = task.budget_samples, brief, dear, num_ranks
         baseline = self._plans["equivalent"].baseline
         step_s = step_s or (baseline.step_s if baseline else 1.0)
-        self._few, self._control = lengths(task, step_s, quick=settings.quick, brief=brief, dear=dear)
+        self._few, self._control = short_arm_lengths(task, step_s, quick=settings.quick, brief=brief, dear=dear)
         self._too_long = "" if self._rows / task.batch_size * step_s < _LONG_RACE_S else _TOO_LONG
 
     def entries(self) -> list[PairedArm]:
@@ -109,7 +109,7 @@ class ArmSelection:
         if not self._dear or plan.measured is None:
             return self._few
         how = {"quick": self._settings.quick, "brief": self._brief, "dear": self._dear}
-        return lengths(self._task, plan.measured.step_s, **how).few
+        return short_arm_lengths(self._task, plan.measured.step_s, **how).few
 
     def _entry(
         self, name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", short: int = 0

@@ -8,7 +8,7 @@ from trimtab.calibrate.training_settings_search import RACED
 from trimtab.core.plan import Plan
 from trimtab.core.units import format_seconds
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval
-from trimtab.decide.tuned_plan import tried
+from trimtab.decide.tuned_plan import tried_settings
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import TargetRow
 from trimtab.experiments.task_plans import Plans
@@ -37,7 +37,7 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: compari
             "All arms were only timed for a few steps: times to target and the final metric were not measured."
         )
     found += _given(plans) + _planned(task) + _horizon(races) + _only_timed(task, races) + _rates(task, races)
-    return found + _unlike_trials(plans, races) + sources(races) + spread(plans, races)
+    return found + _unlike_trials(plans, races) + sources(races) + missing_variance(plans, races)
 
 
 def _given(plans: Plans) -> list[str]:
@@ -73,7 +73,7 @@ def _unlike_trials(plans: Plans, races: comparison_statistics.Races) -> list[str
 
 def _search(freed: Plan) -> str:
     """Return the search methods of a tuned plan, or ""."""
-    found = set(tried(freed))
+    found = set(tried_settings(freed))
     said = ["a learning-rate range test"] if "learning_rate" in found else []
     return " and ".join([*said, *(["short test trainings"] if found & RACED else [])])
 
@@ -140,7 +140,7 @@ def sources(races: comparison_statistics.Races) -> list[str]:
     return [f"The paired runs used different versions of trimtab's source code: {', '.join(each)} of {len(races)}."]
 
 
-def spread(plans: Plans, races: comparison_statistics.Races) -> list[str]:
+def missing_variance(plans: Plans, races: comparison_statistics.Races) -> list[str]:
     """Return the variance missing from the intervals; nothing below two pairs."""
     what = "planning and tuning" if "tuned" in plans.plans else "planning"
     sentence = f"One plan was used for all {len(races)} seeds, so the intervals exclude the variance of {what}."

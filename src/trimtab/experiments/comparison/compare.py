@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from trimtab.api import Metering
-from trimtab.checkpoint.run_lock import opened
+from trimtab.checkpoint.run_lock import lock_run_folder
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
@@ -27,7 +27,7 @@ from trimtab.core.progress import Progress, silent
 from trimtab.core.record import RunRecord
 from trimtab.core.serialization import read_json, to_json, to_jsonable, write_whole
 from trimtab.core.step_memory import StepMemory
-from trimtab.decide.multi_rank_plan import replicated
+from trimtab.decide.multi_rank_plan import for_replicas
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.experiments.comparison.arm_selection import ArmSelection
 from trimtab.experiments.comparison.compare_options import CompareOptions
@@ -37,7 +37,7 @@ from trimtab.experiments.comparison.energy_rows import METER
 from trimtab.experiments.comparison.rank_caveats import RankConditions
 from trimtab.experiments.gain_timing import gain_in
 from trimtab.experiments.memory_timeline import step_memory
-from trimtab.experiments.output_folder import claim
+from trimtab.experiments.output_folder import claim_folder
 from trimtab.experiments.paired_runs.custom_step_check import check_step
 from trimtab.experiments.paired_runs.paired_run import PairedArm
 from trimtab.experiments.paired_runs.paired_run_meter import race_meter
@@ -109,9 +109,9 @@ def _compared(
     require_same_task(task, data)
 
     def claimed() -> Plans | None:
-        given = None if plan is None else given_plan(task_of_rank(task, ranks), replicated(plan, ranks), ranks)
-        held.enter_context(opened(out, "--out"))
-        claim(out, task, data, asdict(settings), budget or Budget(), objective or Objective(), plan, ranks)
+        given = None if plan is None else given_plan(task_of_rank(task, ranks), for_replicas(plan, ranks), ranks)
+        held.enter_context(lock_run_folder(out, "--out"))
+        claim_folder(out, task, data, asdict(settings), budget or Budget(), objective or Objective(), plan, ranks)
         return given
 
     given = together.made(Plans, claimed)

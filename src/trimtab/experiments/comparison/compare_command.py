@@ -14,11 +14,11 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.serialization import read_json
 from trimtab.distributed.launch import launch
-from trimtab.distributed.process_group import place, process_group
+from trimtab.distributed.process_group import job_position, process_group
 from trimtab.experiments.comparison.compare import compare
 from trimtab.experiments.comparison.compare_options import USUAL_ADAPT, CompareOptions
 from trimtab.experiments.comparison.comparison_result import Comparison
-from trimtab.experiments.comparison_context import together
+from trimtab.experiments.comparison_context import comparison_ranks
 from trimtab.experiments.output_folder import folder_of
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.task_ranks import ranks_of_job, refuse_on_ranks
@@ -104,7 +104,7 @@ class CompareRequest:
         return True if self.against is not None else self.peers
 
 
-def compared(asked: CompareRequest, command: str) -> Comparison | None:
+def run_comparison(asked: CompareRequest, command: str) -> Comparison | None:
     """Run a comparison in this process, as a rank of a launcher's job, or start ranks.
 
     Args:
@@ -115,7 +115,7 @@ def compared(asked: CompareRequest, command: str) -> Comparison | None:
         The comparison; None if another process writes the report.
     """
     metering = Metering(asked.energy_watts)
-    given, budget, here, task = asked.given(), Budget(asked.memory), place(), load_task(asked.task)
+    given, budget, here, task = asked.given(), Budget(asked.memory), job_position(), load_task(asked.task)
     num_ranks = ranks_of_job(asked.ranks)
     if num_ranks > 1:
         refuse_on_ranks(task, num_ranks, adapts=bool(asked.adapt), peers=asked.races_peers)
@@ -123,7 +123,7 @@ def compared(asked: CompareRequest, command: str) -> Comparison | None:
     if num_ranks > here.num_ranks:
         launch(sys.argv[1:], num_ranks)
         return None
-    with process_group(), ProgressBar() as progress, together() as ranks:
+    with process_group(), ProgressBar() as progress, comparison_ranks() as ranks:
         told = progress if here.rank == 0 else silent
         found = compare(
             task,

@@ -15,7 +15,7 @@ from trimtab.experiments.comparison.comparison_result import (
     limit_in_words,
     limits_of,
 )
-from trimtab.experiments.comparison.verdicts import figures
+from trimtab.experiments.comparison.verdicts import ratio_in_words
 
 
 def headline(
@@ -54,7 +54,7 @@ def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
 def _same_maths(row: RatioRow | None, plan: Plan) -> Verdict:
     if row is None:
         return Verdict(NO_VERDICT, "", "speed.not_measured")
-    found = figures(row.ratio)
+    found = ratio_in_words(row.ratio)
     advice = "the plan recommends no change" if not plan.changes else "the difference is not significant"
     sentences = {
         "gain": f"The equivalent plan has {found} the throughput of the reference.",

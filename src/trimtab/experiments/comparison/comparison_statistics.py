@@ -21,20 +21,20 @@ ALIKE = 0.02  # Tolerance of equal sample counts: steps of several batches can e
 Pair = tuple[RunRecord, RunRecord]
 
 
-def paired(races: Races, arm: str, against: str) -> list[Pair]:
+def paired_records(races: Races, arm: str, against: str) -> list[Pair]:
     """Return the (arm, against) records of every seed without an error in either, by seed.
 
     `failures` describes the seeds left out.
     """
-    return [pair for pair in _both(races, arm, against) if not any(map(failed, pair))]
+    return [pair for pair in _both(races, arm, against) if not any(map(error_of_run, pair))]
 
 
 def to_the_end(races: Races, arm: str, against: str) -> list[Pair]:
     """Return the pairs of full runs without a failure in either arm."""
-    return [pair for pair in whole(races, arm, against) if not any(map(failed, pair))]
+    return [pair for pair in full_pairs(races, arm, against) if not any(map(error_of_run, pair))]
 
 
-def whole(races: Races, arm: str, against: str) -> list[Pair]:
+def full_pairs(races: Races, arm: str, against: str) -> list[Pair]:
     """Return the pairs of full runs (not only timed for a few steps), including pairs with a failed arm."""
     return [pair for pair in _both(races, arm, against) if not any(map(is_brief, pair))]
 
@@ -53,13 +53,13 @@ def failures(races: Races, *arms: str) -> str:
 
 def failed_in(races: Races, arm: str) -> str:
     """Return a phrase such as `in 1 of 5 runs` for an arm that failed, or ""."""
-    errors = [failed(race[arm]) for race in races.values() if arm in race]
+    errors = [error_of_run(race[arm]) for race in races.values() if arm in race]
     return f"in {sum(map(bool, errors))} of {len(errors)} runs" if any(errors) else ""
 
 
 def failed_with(races: Races, arm: str) -> str:
     """Return a phrase such as `in 1 of 5 runs (the loss is nan)` with an arm's first error, or ""."""
-    errors = [text for race in races.values() if arm in race and (text := failed(race[arm]))]
+    errors = [text for race in races.values() if arm in race and (text := error_of_run(race[arm]))]
     return f"{failed_in(races, arm)} ({errors[0]:.200})" if errors else ""
 
 
@@ -68,7 +68,7 @@ def is_brief(record: RunRecord) -> bool:
     return bool(record.header.detail.get(BRIEF))
 
 
-def failed(record: RunRecord) -> str:
+def error_of_run(record: RunRecord) -> str:
     """Return the error that ended an arm's run, including a non-finite metric, or ""."""
     if record.end is None:
         return ""
@@ -126,7 +126,7 @@ def cpu_ratios(races: Races, arm: str, against: str) -> list[float]:
 def energy_ratios(races: Races, arm: str, against: str) -> list[float]:
     """Return, per seed, the ratio of joules per sample of `arm` to `against` over rounds measured for both."""
     found = []
-    for pair in paired(races, arm, against):
+    for pair in paired_records(races, arm, against):
         laps = zip(*_common(*map(blocks, pair)), strict=True)
         known = [lap for lap in laps if all(math.isfinite(block.energy_j) for block in lap)]
         ours, theirs = (_rate([lap[side] for lap in known], "energy_j") for side in (0, 1))
@@ -149,7 +149,7 @@ def step_seconds(record: RunRecord, samples_per_step: int) -> float:
 
 
 def _ratios(races: Races, arm: str, against: str, clock: str) -> list[float]:
-    pairs = (_common(blocks(ours), blocks(theirs)) for ours, theirs in paired(races, arm, against))
+    pairs = (_common(blocks(ours), blocks(theirs)) for ours, theirs in paired_records(races, arm, against))
     rates = [(_rate(ours, clock), _rate(theirs, clock)) for ours, theirs in pairs]
     return [ours / theirs for ours, theirs in rates if ours > 0 and theirs > 0]
 
@@ -207,10 +207,12 @@ def time_to_target(record: RunRecord, metric: str, target: float, higher_is_bett
     takes the time of that evaluation. The last evaluation alone does not count, because no later evaluation confirms
     it.
     """
-    return crossing(curve(record, metric), target, higher_is_better)
+    return time_of_crossing(curve(record, metric), target, higher_is_better)
 
 
-def crossing(points: Sequence[tuple[int, float, float]], target: float, higher_is_better: bool) -> tuple[float, bool]:
+def time_of_crossing(
+    points: Sequence[tuple[int, float, float]], target: float, higher_is_better: bool
+) -> tuple[float, bool]:
     """Return (seconds, left-censored) for a curve of (samples, seconds, metric), like `time_to_target`."""
     met = [is_beyond(value, target, higher_is_better) for _, _, value in points]
     for i, (_, seconds, value) in enumerate(points):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from trimtab.core.energy_reading import MeterFacts
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval
-from trimtab.decide.tuned_plan import tried
+from trimtab.decide.tuned_plan import tried_settings
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics, utilisation
 from trimtab.experiments.comparison.arms import ARMS, PLAN_ARMS, PLAN_LOOPS, ArmKind, with_baselines
@@ -125,8 +125,8 @@ def _arm(
     kind = _kinds(task, num_ranks)[name]
     is_freed = name == PLAN_ARMS["tuned"] and "tuned" in plans.plans
     all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
-    errors = [text for record in all_records.values() if (text := comparison_statistics.failed(record))]
-    records = {seed: record for seed, record in all_records.items() if not comparison_statistics.failed(record)}
+    errors = [text for record in all_records.values() if (text := comparison_statistics.error_of_run(record))]
+    records = {seed: record for seed, record in all_records.items() if not comparison_statistics.error_of_run(record)}
     step_s = tuple(comparison_statistics.step_seconds(record, task.batch_size) for record in records.values())
     terms = task.batch_size * _terms_per_sample(task, facts)
     whole = {seed: record for seed, record in records.items() if not comparison_statistics.is_brief(record)}
@@ -165,7 +165,7 @@ def _arm(
 
 def _freed_label(plan: Plan) -> str:
     """Return the label of a tuned plan, naming the settings tried."""
-    words = (name.replace("_", " ") for name in tried(plan))
+    words = (name.replace("_", " ") for name in tried_settings(plan))
     return f"trimtab, tuned plan ({' and '.join(words) or 'nothing tuned'})"
 
 

@@ -14,7 +14,7 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_int
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.ratio_rows import row_unless_failed
-from trimtab.experiments.comparison.verdicts import clear_side, figures, too_few, without_control
+from trimtab.experiments.comparison.verdicts import clear_side, ratio_in_words, too_few, without_control
 
 # Key in a header's detail: the description of the energy meter.
 METER = "meter"
@@ -121,11 +121,11 @@ def energy_row(
 
 def energy_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
     """Return gain, harm or no gain; no verdict below five pairs of the ratio or of the A/A control."""
-    found = f"{arm} takes {figures(ratio)} the energy of {against}"
+    found = f"{arm} takes {ratio_in_words(ratio)} the energy of {against}"
     if comparison_statistics.bounds(ratio) is None:
         return too_few(ratio)
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
-        return without_control(control, f"{figures(ratio)} the energy")
+        return without_control(control, f"{ratio_in_words(ratio)} the energy")
     # Samples per joule are judged like samples per second: above 1 is better.
     side = clear_side(ratio.inverse, Interval(1 / control.mean, 1 / control.high, 1 / control.low, control.n))
     if isinstance(side, Verdict):

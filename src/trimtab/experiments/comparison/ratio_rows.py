@@ -176,13 +176,13 @@ def by_rows(record: RunRecord, metric: str) -> dict[int, float]:
 
 def memory_row(races: Races, arm: str, against: str, plan_kind: str, ours: int, theirs: int) -> RatioRow:
     """Return the ratio of peak memory; peaks are counted allocations, so there is no interval."""
-    ratio = counted(ours / theirs)
+    ratio = ratio_of_counts(ours / theirs)
     return row_unless_failed(
         RatioRow("peak_memory", arm, against, plan_kind, ratio, memory_verdict(ratio, against)), races
     )
 
 
-def counted(value: float) -> Ratio:
+def ratio_of_counts(value: float) -> Ratio:
     """Return a ratio of counts."""
     return Ratio(value, None, None, 1, (value,), counted=True)
 

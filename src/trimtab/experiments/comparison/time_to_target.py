@@ -14,12 +14,12 @@ from trimtab.experiments.comparison.comparison_statistics import (
     Races,
     as_ratio,
     curve,
-    failed,
+    error_of_run,
     failures,
+    full_pairs,
     given_rows,
     is_beyond,
     time_to_target,
-    whole,
 )
 from trimtab.experiments.comparison.energy_rows import joules_to
 from trimtab.experiments.comparison.verdicts import speed_verdict
@@ -107,7 +107,7 @@ def target_row(
         control: A/A interval of the reference.
         meter: energy meter of the runs; joules are reported only with a meter.
     """
-    records = whole(races, arm, against)
+    records = full_pairs(races, arm, against)
     if not records:
         return None
     charge_s = charge.seconds if charge is not None else 0.0
@@ -162,9 +162,9 @@ def _pair(
     theirs, theirs_early = time_to_target(other, metric, target, higher_is_better)
     # If the other arm failed after its crossing, its time to the crossing is the most that may count against it.
     cap_s = theirs if math.isfinite(theirs) else _not_yet_s(other, metric, target, higher_is_better)
-    was_cut = math.isinf(ours) and not failed(record) and record.end is not None and record.end.reason == "cap"
+    was_cut = math.isinf(ours) and not error_of_run(record) and record.end is not None and record.end.reason == "cap"
     cut_s = _not_yet_s(record, metric, target, higher_is_better) + charge_s if was_cut else math.inf
-    ours, theirs = (math.inf if failed(run) else seconds for run, seconds in ((record, ours), (other, theirs)))
+    ours, theirs = (math.inf if error_of_run(run) else seconds for run, seconds in ((record, ours), (other, theirs)))
     return _Pair(ours + charge_s, theirs, ours_early, theirs_early, cap_s, charge_s, cut_s)
 
 

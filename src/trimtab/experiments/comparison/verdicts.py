@@ -15,7 +15,7 @@ QUALITY = 0.5  # points of accuracy, or percent of perplexity
 _POWER = 0.90
 
 
-def figures(ratio: Ratio) -> str:
+def ratio_in_words(ratio: Ratio) -> str:
     """Return a ratio as `1.31x (95% 1.20 to 1.43, n=8)`, or the mean alone without an interval."""
     if ratio.low is None or ratio.high is None:
         return f"{ratio.mean:.2f}x"
@@ -27,7 +27,7 @@ def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str
     side = clear_side(ratio, control)
     if isinstance(side, Verdict):
         return side
-    found = figures(ratio)
+    found = ratio_in_words(ratio)
     if side > 0:
         return Verdict("gain", f"{arm} is {found} as fast as {against}", "speed.gain")
     if side < 0:
@@ -47,7 +47,7 @@ def interaction_verdict(ratio: Ratio, control: Interval | None, what: str) -> Ve
     side = clear_side(ratio, control)
     if isinstance(side, Verdict):
         return side
-    found = figures(ratio)
+    found = ratio_in_words(ratio)
     if side == 0:
         sentence = f"{what}: {found} the product of the separate effects, not significant; {_resolved(control)}"
         return Verdict("none found", sentence, "interaction.not_significant")
@@ -65,7 +65,7 @@ def clear_side(ratio: Ratio, control: Interval | None) -> int | Verdict:
         return too_few(ratio)
     low, high = ends
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
-        return without_control(control, figures(ratio))
+        return without_control(control, ratio_in_words(ratio))
     resolved = resolution(control)
     # If the control's interval excludes 1, the ratio must also be clear of that bias.
     least, most = (1.0, 1.0) if control.low <= 1 <= control.high else (min(1.0, control.low), max(1.0, control.high))
@@ -90,9 +90,9 @@ def control_verdict(ratio: Ratio, what: str = "the reference") -> Verdict:
         return too_few(ratio)
     low, high = ends
     if low <= 1 <= high:
-        sentence = f"{what} against itself: {figures(ratio)}; this interval is the resolution"
+        sentence = f"{what} against itself: {ratio_in_words(ratio)}; this interval is the resolution"
         return Verdict("no gain", sentence, "control.unbiased")
-    sentence = f"two runs of the same loop differ significantly: {figures(ratio)}"
+    sentence = f"two runs of the same loop differ significantly: {ratio_in_words(ratio)}"
     return Verdict(NO_VERDICT, sentence, "control.biased")
 
 

@@ -19,8 +19,8 @@ from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, 
 from trimtab.measure.flops import count_flops
 from trimtab.measure.peak_memory import alive_between_steps, peak_bytes, storage_bytes
 from trimtab.measure.process_state import convolves_in_tf32
-from trimtab.measure.sharded_norms import is_sharded, local
-from trimtab.tasks.placement import ahead
+from trimtab.measure.sharded_norms import is_sharded, local_shard
+from trimtab.tasks.placement import prefetch
 from trimtab.tasks.task import Task, TaskData
 
 _PHASE_STEPS = 4
@@ -55,7 +55,7 @@ def measure_arm(
     with together.entering():
         loop = make(watch.watched_task(), device)
     together.draw_apart(0)
-    batches = watch.drawn(ahead(shard(data.batches(0, task.batch_size)), device))  # As in a paired run.
+    batches = watch.drawn(prefetch(shard(data.batches(0, task.batch_size)), device))  # As in a paired run.
     is_over = False
     try:
         for _ in range(2):
@@ -135,4 +135,4 @@ def _phases(loop: Loop, batches: Iterator[Any], watch: InstrumentedLoop) -> dict
 
 def _live(loop: Loop) -> Iterator[Tensor]:
     """Yield the tensors a loop keeps alive between steps; for a sharded model, this rank's shards."""
-    yield from map(local, alive_between_steps(loop.model, loop.optimizer))
+    yield from map(local_shard, alive_between_steps(loop.model, loop.optimizer))

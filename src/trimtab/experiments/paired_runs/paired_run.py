@@ -39,7 +39,7 @@ from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, nonfinit
 from trimtab.experiments.paired_runs.run_failures import end_with
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
-from trimtab.tasks.placement import ahead
+from trimtab.tasks.placement import prefetch
 from trimtab.tasks.task import Task, TaskData
 
 _BLOCK_S = 1.0
@@ -99,7 +99,7 @@ class RunningArm:
         self.entry, self._task, self._data, self._device = entry, task, data, device
         self._seed, self._together, self._pace = seed, together, together.pace(_BLOCK_STEPS, block_s)
         torch.manual_seed(seed)
-        self._batches: Iterator[Any] = ahead(shard(data.batches(seed, task.batch_size)), device)
+        self._batches: Iterator[Any] = prefetch(shard(data.batches(seed, task.batch_size)), device)
         self._state = ProcessState.capture()
         self.rows = 0
         self.train_s = 0.0

@@ -21,7 +21,7 @@ from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.paired_runs.run_failures import end_with
 from trimtab.experiments.task_plans import Plans
 from trimtab.measure.machine import environment
-from trimtab.tasks.placement import placed
+from trimtab.tasks.placement import place_data
 from trimtab.tasks.task import Task, TaskData
 
 # The arm all other arms are compared with; a comparison needs it.
@@ -51,7 +51,7 @@ class ResultsFolder:
     @functools.cached_property
     def held(self) -> tuple[TaskData, Choice]:
         """The training data as placed for the runs (host or device), with the reason; placed once, at the first run."""
-        return placed(self._data, self.device)
+        return place_data(self._data, self.device)
 
     def plans(self, make: Callable[[], Plans]) -> Plans:
         """Return the stored plans, or make and store them."""

@@ -28,7 +28,7 @@ class RunLengths(NamedTuple):
     control: int
 
 
-def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool = False) -> RunLengths:
+def short_arm_lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool = False) -> RunLengths:
     """Return the samples of short arms, at most the task's budget.
 
     Args:

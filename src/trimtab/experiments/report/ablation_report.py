@@ -41,7 +41,7 @@ def document(ablation: Ablation) -> Document:
     return Document(
         "ablation",
         ablation.task,
-        say.honest(verdict, ablation.num_seeds) if ablation.changes else verdict,
+        say.verdict_with_enough_pairs(verdict, ablation.num_seeds) if ablation.changes else verdict,
         ablation.description,
         _byline(ablation),
         _tiles(ablation),

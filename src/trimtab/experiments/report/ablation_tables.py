@@ -142,7 +142,11 @@ def _words(setting: str, measured: str, usual: str) -> str:
 
 def _cells(row: RatioRow | ChangeEffect, ablation: Ablation) -> tuple[Cell, ...]:
     figures = say.estimate(row.ratio, say.words_of(row.metric, ablation.unit))
-    return (*figures, str(row.ratio.n), say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted))
+    return (
+        *figures,
+        str(row.ratio.n),
+        say.verdict_with_enough_pairs(row.verdict, row.ratio.n, counted=row.ratio.counted),
+    )
 
 
 def pair_table(ablation: Ablation, measured: str, plan_kind: str) -> Table:
@@ -205,9 +209,9 @@ def arm_table(ablation: Ablation) -> Table:
 def _arm_row(arm: AblatedArm) -> tuple[Cell, ...]:
     return (
         say.one_line(arm.label) + (": failed" if arm.error else ""),
-        say.spread(arm.sample_s, lambda value: say.UNMEASURED if value is None else format_seconds(value)),
+        say.median_and_range(arm.sample_s, lambda value: say.UNMEASURED if value is None else format_seconds(value)),
         say.size(arm.peak_bytes),
-        say.spread(arm.final_metric, say.metric),
+        say.median_and_range(arm.final_metric, say.metric),
     )
 
 

@@ -44,9 +44,9 @@ def document(comparison: Comparison) -> Document:
     return Document(
         "comparison",
         comparison.task,
-        say.honest(comparison.headline, comparison.num_pairs),
+        say.verdict_with_enough_pairs(comparison.headline, comparison.num_pairs),
         comparison.description,
-        byline(comparison),
+        details_line(comparison),
         key_figures(comparison),
         sections(comparison),
         partial(_draw, comparison),
@@ -59,7 +59,7 @@ def _draw(comparison: Comparison, picture: Picture) -> FigureSpec:
     return draw(picture, comparison)
 
 
-def byline(comparison: Comparison) -> str:
+def details_line(comparison: Comparison) -> str:
     """Return the line under the headline: pairs, arms, metric and date."""
     direction = "higher" if comparison.higher_is_better else "lower"
     parts = (

@@ -6,7 +6,7 @@ from trimtab.core.units import format_joules
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import tables
-from trimtab.experiments.report.tables import Table, versus
+from trimtab.experiments.report.tables import Table, arm_against_arm
 
 
 def joules(value: float | None) -> str:
@@ -39,7 +39,11 @@ def arm_energy_table(comparison: Comparison) -> Table:
     """Return the joules and watts of all arms."""
     arms = [arm for arm in comparison.arms if arm.joules]
     rows = tuple(
-        (say.arm_name(arm), say.spread(arm.joules, joules), say.spread(arm.watts, lambda w: f"{w:.3g} W"))
+        (
+            say.arm_name(arm),
+            say.median_and_range(arm.joules, joules),
+            say.median_and_range(arm.watts, lambda w: f"{w:.3g} W"),
+        )
         for arm in arms
     )
     columns = ("Arm", "Energy per batch", "Power")
@@ -56,7 +60,7 @@ def target_energy_table(comparison: Comparison) -> Table:
         (
             say.metric(row.target),
             tables.planning_counted(row),
-            f"{joules(say.middle(row.arm_j))} vs {joules(say.middle(row.against_j))}",
+            f"{joules(say.median_or_none(row.arm_j))} vs {joules(say.median_or_none(row.against_j))}",
             *(say.estimate(row.energy, say.ratio) if row.energy else (say.UNMEASURED, say.UNMEASURED)),
             str(len(row.arm_j)),
         )
@@ -68,5 +72,5 @@ def target_energy_table(comparison: Comparison) -> Table:
         "Each pair of values: the arm, the other arm; median over pairs. Below 1: the arm takes less energy. Blocks "
         "too short for the meter, up to half of an arm's time, are counted with the arm's mean power."
     )
-    groups = tuple(versus(comparison, row) for row in found)
+    groups = tuple(arm_against_arm(comparison, row) for row in found)
     return Table("Energy to target", columns, rows, "No energy to a target was measured.", note, numeric, groups=groups)

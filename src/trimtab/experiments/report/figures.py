@@ -31,7 +31,7 @@ class CurveBand:
 
 def draw(picture: Picture, comparison: Comparison) -> FigureSpec:
     """Return the drawing of a picture."""
-    of_a_tier = {"forest": forest, "curves": curves}
+    of_a_tier = {"forest": ratio_figure, "curves": curves}
     if picture.name in of_a_tier:
         return of_a_tier[picture.name](comparison, picture.plan_kind)
     return {
@@ -132,7 +132,7 @@ def _label_targets(ax: Any, targets: Sequence[float]) -> None:
             ax.annotate(say.metric(target), xytext=(4, 0), va="center", fontsize=9, **at)
 
 
-def forest(comparison: Comparison, plan_kind: str) -> FigureSpec:
+def ratio_figure(comparison: Comparison, plan_kind: str) -> FigureSpec:
     """Throughput ratios of a tier with intervals; the A/A control's interval is shaded around 1."""
     rows = [
         row
@@ -168,7 +168,7 @@ def forest(comparison: Comparison, plan_kind: str) -> FigureSpec:
 
 
 def _forest_label(row: RatioRow, comparison: Comparison) -> str:
-    return f"{say.named(comparison, row.arm, LABEL)}\nvs {say.named(comparison, row.against, LABEL)}"
+    return f"{say.label_of_arm(comparison, row.arm, LABEL)}\nvs {say.label_of_arm(comparison, row.against, LABEL)}"
 
 
 def paint_ratio(ax: Any, height: float, ratio: Ratio, role: str = "s4") -> None:

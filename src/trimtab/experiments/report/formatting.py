@@ -69,7 +69,7 @@ def share(value: float | None) -> str:
     return UNMEASURED if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
 
 
-def points(value: float) -> str:
+def signed_points(value: float) -> str:
     """Return a signed absolute difference such as `+0.12 points`."""
     return f"{value:+.3g} points" if math.isfinite(value) else UNMEASURED
 
@@ -83,23 +83,23 @@ def metric(value: float | None) -> str:
     return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e9 else f"{value:.4g}"  # 20,000 rather than 2e+04.
 
 
-def plain(value: object) -> str:
+def setting_text(value: object) -> str:
     """Return the value of a setting as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def middle(values: Sequence[float]) -> float | None:
+def median_or_none(values: Sequence[float]) -> float | None:
     """Return the median; None for no values, NaN if any value is NaN."""
     if any(math.isnan(value) for value in values):
         return math.nan
     return statistics.median(values) if values else None
 
 
-def spread(values: Sequence[float], words: Callable[[float | None], str]) -> str:
+def median_and_range(values: Sequence[float], words: Callable[[float | None], str]) -> str:
     """Return the values as `median (lowest to highest)`."""
-    text = words(middle(values))
+    text = words(median_or_none(values))
     if len(values) < 2 or any(math.isnan(value) for value in values):
         return text
     return f"{text} ({words(min(values))} to {words(max(values))})"
@@ -114,10 +114,10 @@ def words_of(measured: str, unit: str) -> Words:
     """Return the formatter of a measure: a ratio, or a difference of the held-out metric in its unit."""
     if measured != "final_metric_difference":
         return ratio
-    return relative if unit == "relative" else points
+    return relative_text if unit == "relative" else signed_points
 
 
-def relative(value: float) -> str:
+def relative_text(value: float) -> str:
     """Return a relative difference given in percent as text."""
     return percent(value / 100)
 
@@ -171,7 +171,7 @@ def raw_pairs(value: Ratio, words: Words) -> str:
     return f"{text} and {more} more in report.json" if more > 0 else text
 
 
-def honest(verdict: Verdict, n: int, *, counted: bool = False) -> Verdict:
+def verdict_with_enough_pairs(verdict: Verdict, n: int, *, counted: bool = False) -> Verdict:
     """Return the verdict, replaced by "no verdict" below the required number of pairs."""
     if counted or n >= PAIRS_FOR_A_VERDICT or verdict.kind == NO_VERDICT:
         return verdict
@@ -184,7 +184,7 @@ def arm_name(arm: Arm, limit: int = MAX_TEXT) -> str:
     return f"{label} (tier {arm.plan_kind})" if arm.plan_kind else label
 
 
-def named(comparison: Comparison, name: str, limit: int = MAX_TEXT) -> str:
+def label_of_arm(comparison: Comparison, name: str, limit: int = MAX_TEXT) -> str:
     """Return the label of the arm with this name, or the name if there is no such arm."""
     arm = comparison.arm(name)
     return arm_name(arm, limit) if arm else one_line(name, limit)
@@ -196,6 +196,6 @@ def one_line(text: object, limit: int = MAX_TEXT) -> str:
     return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
 
 
-def printable(text: str) -> str:
+def without_control_characters(text: str) -> str:
     """Return text without control characters; line breaks are kept."""
     return "\n".join("".join(c for c in line if c.isprintable()) for line in text.splitlines())

@@ -107,7 +107,7 @@ def _block(block: Block, document: Document) -> str:
         case Bullets(items):
             return _list(items)
         case Code(text):
-            return f"<pre><code>{html.escape(say.printable(text))}</code></pre>"
+            return f"<pre><code>{html.escape(say.without_control_characters(text))}</code></pre>"
 
 
 def _list(items: tuple[str, ...]) -> str:
@@ -148,16 +148,16 @@ def _rows(table: Table) -> str:
 
 
 def _group(name: str, width: int) -> str:
-    return f'<tr class="group"><th colspan="{width}" scope="rowgroup">{breakable(name)}</th></tr>'
+    return f'<tr class="group"><th colspan="{width}" scope="rowgroup">{with_line_breaks(name)}</th></tr>'
 
 
 def _cell(table: Table, column: str, cell: Cell, extra: str = "") -> str:
     kind = _kind(table, column)
     kind += " tight" if isinstance(cell, str) and len(cell) <= _TIGHT else ""
-    return labelled(column, f"{_content(cell)}{extra}", kind)
+    return labelled_cell(column, f"{_content(cell)}{extra}", kind)
 
 
-def labelled(column: str, content: str, kind: str = "text") -> str:
+def labelled_cell(column: str, content: str, kind: str = "text") -> str:
     """Return a table cell with its column label, because a narrow page shows labels instead of a head row."""
     label = escape(column).strip()
     return f'<td class="{kind}{"" if label else " bare"}" data-label="{label}"><div>{content}</div></td>'
@@ -165,11 +165,11 @@ def labelled(column: str, content: str, kind: str = "text") -> str:
 
 def _content(cell: Cell) -> str:
     if isinstance(cell, Verdict):
-        return f"{_badge(cell.kind)}<span>{breakable(cell.sentence)}</span>"
-    return breakable(cell)
+        return f"{_badge(cell.kind)}<span>{with_line_breaks(cell.sentence)}</span>"
+    return with_line_breaks(cell)
 
 
-def breakable(text: str) -> str:
+def with_line_breaks(text: str) -> str:
     """Return escaped text with line-break opportunities in long words, at separators where possible."""
     words = (_PIECE.findall(word) if len(word) > _LONG_WORD else [word] for word in say.one_line(text).split(" "))
     return " ".join("<wbr>".join(html.escape(piece) for piece in pieces) for pieces in words)

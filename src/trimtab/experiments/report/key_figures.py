@@ -34,7 +34,7 @@ def _ratio_tile(comparison: Comparison, arm: Arm, name: str) -> Tile:
     if row is None:
         return Tile(label, say.UNMEASURED, say.arm_name(arm))
     return tile_of(
-        label, row.ratio, say.words_for(row, comparison), f"against {say.named(comparison, row.against, _LABEL)}"
+        label, row.ratio, say.words_for(row, comparison), f"against {say.label_of_arm(comparison, row.against, _LABEL)}"
     )
 
 
@@ -49,7 +49,7 @@ def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
     label = f"Speed-up to {comparison.metric} {say.metric(row.target)}, planning counted"
     value, _ = tables.target_estimate(row)
     if row.ratio and not row.bound and row.reached_arm:
-        return (tile_of(label, row.ratio, say.ratio, f"against {say.named(comparison, row.against, _LABEL)}"),)
+        return (tile_of(label, row.ratio, say.ratio, f"against {say.label_of_arm(comparison, row.against, _LABEL)}"),)
     reached = f"reached by {row.reached_arm} of {row.n}, other arm {row.reached_against}"
     if row.n < say.PAIRS_FOR_A_VERDICT:
         return (Tile(label, say.NO_VERDICT, f"{value}; {reached}"),)

@@ -63,7 +63,7 @@ def _code(text: str) -> str:
     """Return a fenced block with a fence longer than any inside the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}sh\n{say.printable(text)}\n{fence}"
+    return f"{fence}sh\n{say.without_control_characters(text)}\n{fence}"
 
 
 def _table(table: Table) -> str:

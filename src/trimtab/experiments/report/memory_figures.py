@@ -25,7 +25,7 @@ def timeline(comparison: Comparison) -> FigureSpec:
     def paint(axes: Sequence[Any]) -> None:
         for ax, (name, step) in zip(axes, steps.items(), strict=True):
             _paint_step(ax, step, factor)
-            ax.set_title(say.named(comparison, name, 28), fontsize=10)
+            ax.set_title(say.label_of_arm(comparison, name, 28), fontsize=10)
             ax.set_xlabel("one step, by its allocations")
         axes[0].set_ylabel(f"held, {unit}")
 

@@ -32,14 +32,16 @@ def change_table(plan: Plan, *, changed: bool) -> Table:
 def _choice_row(name: str, choice: Choice) -> tuple[Cell, ...]:
     return (
         name.replace("_", " "),
-        say.one_line(say.plain(choice.value)),
+        say.one_line(say.setting_text(choice.value)),
         MARKS[choice.effect],
         say.one_line(choice.reason),
     )
 
 
 def _losers(choice: Choice) -> tuple[str, ...]:
-    return tuple(f"{say.one_line(say.plain(loser.value))}: {say.one_line(loser.reason)}" for loser in choice.rejected)
+    return tuple(
+        f"{say.one_line(say.setting_text(loser.value))}: {say.one_line(loser.reason)}" for loser in choice.rejected
+    )
 
 
 def plan_sentences(plan: Plan, arm: Arm | None) -> tuple[str, ...]:
@@ -61,7 +63,7 @@ def rejected_table(comparison: Comparison) -> Table:
     for plan_kind in plan_kinds(comparison.plans):
         for name, choice in comparison.plans[plan_kind].choices():
             for loser in choice.rejected:
-                row = (name.replace("_", " "), say.one_line(say.plain(loser.value)), say.one_line(loser.reason))
+                row = (name.replace("_", " "), say.one_line(say.setting_text(loser.value)), say.one_line(loser.reason))
                 found.setdefault(row, []).append(say.PLANS.get(plan_kind, plan_kind))
     rows = tuple((*row, ", ".join(dict.fromkeys(names))) for row, names in found.items())
     return Table("Rejected settings", ("Setting", "Value", "Reason", "Plan"), rows, "No setting was rejected.")
@@ -149,7 +151,7 @@ def prediction_table(comparison: Comparison) -> Table:
 
 def _prediction_row(plan_kind: str, comparison: Comparison) -> tuple[Cell, ...]:
     predicted, arm = comparison.plans[plan_kind].predicted, arm_of(comparison, plan_kind)
-    times = (predicted.step_s if predicted else None, say.middle(arm.step_s) if arm else None)
+    times = (predicted.step_s if predicted else None, say.median_or_none(arm.step_s) if arm else None)
     peaks = (predicted.peak_bytes if predicted else None, arm.peak_bytes if arm else None)
     cells = [(say.seconds(a), say.seconds(b), _error(a, b)) for a, b in (times,)]
     cells += [(say.size(a), say.size(b), _error(a, b)) for a, b in (peaks,)]
@@ -159,7 +161,11 @@ def _prediction_row(plan_kind: str, comparison: Comparison) -> tuple[Cell, ...]:
 def memory_table(comparison: Comparison) -> Table:
     """Return the bytes by part at the peak of a step."""
     rows = tuple(
-        (say.named(comparison, name), step.peak.phase, *(say.size(step.peak.bytes_by_part.get(p, 0)) for p in PARTS))
+        (
+            say.label_of_arm(comparison, name),
+            step.peak.phase,
+            *(say.size(step.peak.bytes_by_part.get(p, 0)) for p in PARTS),
+        )
         for name, step in comparison.memory.items()
     )
     note = "Traced bytes at the peak. The table of all arms has the measured peaks."
@@ -189,7 +195,7 @@ def cost_table(comparison: Comparison) -> Table:
 def _cost_row(plan_kind: str, comparison: Comparison) -> tuple[Cell, ...]:
     plan, arm, loop = comparison.plans[plan_kind], arm_of(comparison, plan_kind), comparison.arm(_loop(plan_kind))
     charged = (arm.search_s if arm else 0.0) or plan.planning_s
-    ours, theirs = (say.middle(run.step_s) if run else None for run in (arm, loop))
+    ours, theirs = (say.median_or_none(run.step_s) if run else None for run in (arm, loop))
     saved = None if ours is None or theirs is None else theirs - ours
     return (
         plan_name(plan_kind),
@@ -218,4 +224,6 @@ def _speed_verdict(key: str, comparison: Comparison) -> str:
     """Return the verdict on a plan's speed against the loop it was made for."""
     rows = [row for row in comparison.ratios if (row.arm, row.against) == (PLAN_ARMS.get(key), _loop(key))]
     row = next((row for row in rows if row.metric in ("throughput", "do_no_harm")), None)
-    return say.honest(row.shown, row.ratio.n, counted=row.ratio.counted).kind if row else say.UNMEASURED
+    return (
+        say.verdict_with_enough_pairs(row.shown, row.ratio.n, counted=row.ratio.counted).kind if row else say.UNMEASURED
+    )

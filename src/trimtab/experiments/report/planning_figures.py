@@ -108,7 +108,7 @@ def predictions(comparison: Comparison) -> FigureSpec:
 def _time(comparison: Comparison, plan_kind: str) -> _PredictionOutcome:
     predicted, arm = comparison.plans[plan_kind].predicted, plan_tables.arm_of(comparison, plan_kind)
     runs = arm.step_s if arm else ()
-    return _PredictionOutcome(predicted.step_s if predicted else None, say.middle(runs), runs)
+    return _PredictionOutcome(predicted.step_s if predicted else None, say.median_or_none(runs), runs)
 
 
 def _peak(comparison: Comparison, plan_kind: str) -> _PredictionOutcome:

@@ -13,7 +13,7 @@ from trimtab.core.record import Event, RunRecord
 from trimtab.core.record_summary import RunSummary, StepColumns, summary_of
 from trimtab.experiments.comparison.comparison_statistics import blocks, trained
 from trimtab.experiments.report import formatting as say
-from trimtab.experiments.report.html import escape, labelled, page
+from trimtab.experiments.report.html import escape, labelled_cell, page
 from trimtab.experiments.report.svg import COLOUR, few_ticks, plain_log, render
 
 _ENDS = {
@@ -117,7 +117,7 @@ def _events(record: RunSummary) -> str:
         return '<section><h2>Events</h2><p class="muted">No events were recorded.</p></section>'
     names = ("after step", "event", "details")
     told = [(str(event.step), escape(event.name), _detail(event)) for event in record.events]
-    rows = "".join(f"<tr>{''.join(map(labelled, names, cells))}</tr>" for cells in told)
+    rows = "".join(f"<tr>{''.join(map(labelled_cell, names, cells))}</tr>" for cells in told)
     head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>"
     return f'<section><h2>Events</h2><div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div></section>'
 

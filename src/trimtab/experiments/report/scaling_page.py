@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.experiments.report.html import escape, labelled, page
+from trimtab.experiments.report.html import escape, labelled_cell, page
 from trimtab.experiments.report.svg import COLOUR, render, variable
 from trimtab.experiments.scaling.scaling_result import MODES, Scaling, ScalingRow
 from trimtab.experiments.scaling.scaling_table import notes, tables
@@ -92,7 +92,7 @@ def _tables(found: Scaling) -> str:
 
 def _table(title: str, head: Sequence[str], *rows: Sequence[str]) -> str:
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(map(labelled, head, map(escape, row)))}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(labelled_cell, head, map(escape, row)))}</tr>" for row in rows)
     return (
         f'<section><h2>{title}</h2><div class="scroll"><table>'
         f"<thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div></section>"

@@ -84,19 +84,19 @@ def ratio_table(comparison: Comparison, plan_kind: str) -> Table:
         empty="No ratio was recorded.",
         note="Throughput: above 1 is better. Peak memory, energy: below 1 is better. Paired by seed; geometric mean.",
         numeric=("Estimate", "95% interval", "n"),
-        groups=tuple(versus(comparison, row) for row in rows for _ in _ratio_rows(row, comparison)),
+        groups=tuple(arm_against_arm(comparison, row) for row in rows for _ in _ratio_rows(row, comparison)),
     )
 
 
-def versus(comparison: Comparison, row: RatioRow | TargetRow) -> str:
+def arm_against_arm(comparison: Comparison, row: RatioRow | TargetRow) -> str:
     """Return the label of a comparison, "arm against arm"."""
-    return f"{say.named(comparison, row.arm)} against {say.named(comparison, row.against)}"
+    return f"{say.label_of_arm(comparison, row.arm)} against {say.label_of_arm(comparison, row.against)}"
 
 
 def _ratio_rows(row: RatioRow, comparison: Comparison) -> Iterator[tuple[Cell, ...]]:
     """Yield a ratio's row, and a second row without verdict for CPU time if recorded."""
     words, name = say.words_for(row, comparison), say.measure(row.metric, comparison)
-    verdict = say.honest(row.shown, row.ratio.n, counted=row.ratio.counted)
+    verdict = say.verdict_with_enough_pairs(row.shown, row.ratio.n, counted=row.ratio.counted)
     yield (name, *say.estimate(row.ratio, words), say.pairs(row), verdict)
     if row.cpu is not None:
         yield (f"{name}, by CPU time", *say.estimate(row.cpu, words), say.pairs(row), "")
@@ -114,7 +114,7 @@ def ratio_pairs_table(comparison: Comparison, plan_kind: str) -> Table:
         ),
         empty="No pair was recorded.",
         folded=True,
-        groups=tuple(versus(comparison, row) for row in rows),
+        groups=tuple(arm_against_arm(comparison, row) for row in rows),
     )
 
 
@@ -130,7 +130,7 @@ def target_table(comparison: Comparison, plan_kind: str) -> Table:
         "above 1: the arm is faster. A bound is shown if an arm did not reach the target in some pair, or had "
         "reached it by its first evaluation.",
         numeric=("Target", "Reached", "Time", "Speed-up", "95% interval", "n"),
-        groups=tuple(versus(comparison, row) for row in rows),
+        groups=tuple(arm_against_arm(comparison, row) for row in rows),
     )
 
 
@@ -143,11 +143,11 @@ def target_cells(row: TargetRow) -> tuple[Cell, ...]:
     value, interval = target_estimate(row)
     return (
         f"{row.reached_arm}/{row.n} vs {row.reached_against}/{row.n}",
-        f"{say.seconds(say.middle(row.arm_s))} vs {say.seconds(say.middle(row.against_s))}",
+        f"{say.seconds(say.median_or_none(row.arm_s))} vs {say.seconds(say.median_or_none(row.against_s))}",
         value,
         interval,
         str(row.n),
-        say.honest(row.verdict, row.ratio.n if row.ratio else row.n),
+        say.verdict_with_enough_pairs(row.verdict, row.ratio.n if row.ratio else row.n),
     )
 
 
@@ -170,7 +170,7 @@ def target_pairs_table(comparison: Comparison, plan_kind: str) -> Table:
         "upper bound.",
         numeric=("Target", "At first evaluation"),
         folded=True,
-        groups=tuple(versus(comparison, row) for row in rows),
+        groups=tuple(arm_against_arm(comparison, row) for row in rows),
     )
 
 
@@ -207,11 +207,11 @@ def _arm_row(arm: Arm, comparison: Comparison) -> tuple[Cell, ...]:
     return (
         f"{name}: failed" if arm.error else name,
         say.one_line(arm.precision) or "not recorded",
-        say.spread(arm.step_s, say.seconds),
-        say.rate(say.middle(arm.terms_per_s), comparison.terms),
+        say.median_and_range(arm.step_s, say.seconds),
+        say.rate(say.median_or_none(arm.terms_per_s), comparison.terms),
         say.size(arm.peak_bytes),
         _utilisation(arm),
-        say.spread(arm.final_metric, say.metric),
+        say.median_and_range(arm.final_metric, say.metric),
     )
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trimtab.checkpoint.run_lock import opened
+from trimtab.checkpoint.run_lock import lock_run_folder
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Objective
 from trimtab.core.progress import Progress
 from trimtab.core.serialization import read_json, to_json, write_whole
-from trimtab.experiments.output_folder import claim
+from trimtab.experiments.output_folder import claim_folder
 from trimtab.experiments.scaling.scaling_bench import JobSettings
 from trimtab.experiments.scaling.scaling_job import run_job
 from trimtab.experiments.scaling.scaling_plans import refuse_other_maths
@@ -82,8 +82,8 @@ def scale(task: Task, out: Path, settings: ScaleSettings, launch: Launch, progre
         InUseError: another table is being made in the folder.
     """
     _require_possible(task, settings)
-    with opened(out, "--out"):
-        take(task, out, settings.job)
+    with lock_run_folder(out, "--out"):
+        claim_scaling_folder(task, out, settings.job)
         for number in range(settings.rounds):
             order = settings.ranks if number % 2 == 0 else settings.ranks[::-1]
             for i, ranks in enumerate(order):
@@ -120,7 +120,7 @@ def one_job(task: Task, out: Path, number: int, settings: JobSettings, progress:
         write_whole(path_of(out, number, found.ranks), to_json(found, indent=1))
 
 
-def take(task: Task, out: Path, settings: JobSettings) -> None:
+def claim_scaling_folder(task: Task, out: Path, settings: JobSettings) -> None:
     """Claim the folder for this table.
 
     Raises:
@@ -129,7 +129,7 @@ def take(task: Task, out: Path, settings: JobSettings) -> None:
     out.mkdir(parents=True, exist_ok=True)
     of = (settings.budget, Objective(), settings.plan)  # These have separate keys in the settings file.
     plain = {name: value for name, value in vars(settings).items() if name not in ("budget", "plan")}
-    claim(out, task, task.load_data(), {"scaling": plain}, *of, machine=("cpu", "gpu"))
+    claim_folder(out, task, task.load_data(), {"scaling": plain}, *of, machine=("cpu", "gpu"))
 
 
 def path_of(out: Path, number: int, ranks: int) -> Path:

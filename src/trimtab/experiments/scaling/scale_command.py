@@ -12,12 +12,20 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import to_json, write_whole
 from trimtab.distributed.launch import launch
-from trimtab.distributed.process_group import from_first, is_launched, place, process_group
-from trimtab.experiments.comparison_context import together
+from trimtab.distributed.process_group import from_first, is_launched, job_position, process_group
+from trimtab.experiments.comparison_context import comparison_ranks
 from trimtab.experiments.report.scaling_page import scaling_page
 from trimtab.experiments.scaling import scaling_result as scaling
 from trimtab.experiments.scaling import scaling_table as scaling_table
-from trimtab.experiments.scaling.scale import Launch, ScaleSettings, jobs_in, next_round, one_job, scale, take
+from trimtab.experiments.scaling.scale import (
+    Launch,
+    ScaleSettings,
+    claim_scaling_folder,
+    jobs_in,
+    next_round,
+    one_job,
+    scale,
+)
 from trimtab.experiments.scaling.scaling_result import Scaling
 from trimtab.measure.machine import environment
 from trimtab.tasks import load_task
@@ -59,7 +67,7 @@ def run_scale(
     Raises:
         ValueGivenError: `asked` is not empty under a launcher, whose ranks can time only a single job.
     """
-    loaded, here = load_task(task), place()
+    loaded, here = load_task(task), job_position()
     if job is None and not is_launched():
         return _written(scale(loaded, out, settings, _again(out), progress), out, "local")
     if job is None and asked:
@@ -69,7 +77,7 @@ def run_scale(
             hint="Start the command once for each number of ranks, with the same --out.",
             code="option.conflict",
         )
-    with process_group(), together():
+    with process_group(), comparison_ranks():
         number = job
         if number is None:
             number = int(from_first(lambda: _next(loaded, out, settings, here.num_ranks)))
@@ -87,7 +95,7 @@ def _again(out: Path) -> Launch:
 
 
 def _next(task: Task, out: Path, settings: ScaleSettings, ranks: int) -> str:
-    take(task, out, settings.job)
+    claim_scaling_folder(task, out, settings.job)
     return str(next_round(out, ranks))
 
 

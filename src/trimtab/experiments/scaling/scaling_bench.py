@@ -23,8 +23,8 @@ from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.decide.interleaving import turns
-from trimtab.decide.multi_rank_plan import alone
-from trimtab.distributed.process_group import place, slowest, total
+from trimtab.decide.multi_rank_plan import for_one_process
+from trimtab.distributed.process_group import job_position, max_over_ranks, total
 from trimtab.distributed.sharded_loader import shard
 from trimtab.experiments.baselines.loop import Loop, MakeLoop
 from trimtab.experiments.baselines.reference import ReferenceLoop
@@ -157,10 +157,10 @@ class Bench:
                 code="training.nonfinite",
             )
         said = f"training became non-finite: {why}"
-        self.refused.append(RefusedRecipe(recipe, self._mode, place().num_ranks, said, nonfinite=True))
+        self.refused.append(RefusedRecipe(recipe, self._mode, job_position().num_ranks, said, nonfinite=True))
 
     def _makes(self, plan: Plan | None) -> dict[str, MakeLoop]:
-        several = place().num_ranks > 1
+        several = job_position().num_ranks > 1
         plain = ReplicaLoop if several else ReferenceLoop
         makes: dict[str, MakeLoop] = {"baseline": plain, "self": plain}
         if plan is not None:
@@ -170,7 +170,7 @@ class Bench:
         if several:
             makes["baseline alone"] = ReferenceLoop
         if several and plan is not None:
-            makes["plan alone"] = partial(PlanLoop, plan=alone(plan))
+            makes["plan alone"] = partial(PlanLoop, plan=for_one_process(plan))
         return makes
 
     def _loop(self, name: str, make: MakeLoop, outside: ProcessState) -> _SteppedLoop:
@@ -195,11 +195,11 @@ class Bench:
         loop, batches = make(self._task, self._device), self._batches()
         for _ in range(_WARM_WINDOWS):
             loop.step(batches)
-        peak = held_at_most(loop, batches, self._device, place().num_ranks)
+        peak = held_at_most(loop, batches, self._device, job_position().num_ranks)
         loop.close()
         del loop
         gc.collect()  # A loop is part of a reference cycle and would be in the next loop's count.
-        return None if peak is None else int(slowest(peak))
+        return None if peak is None else int(max_over_ranks(peak))
 
     def _timed(self, loops: dict[str, _SteppedLoop]) -> dict[str, tuple[TimedBlocks, int]]:
         """Return the blocks of all loops with their number of steps; a loop is closed after its last block."""
@@ -235,7 +235,7 @@ class Bench:
         begin = time.perf_counter()
         rows = loop.steps(windows)
         synchronize(self._device)
-        taken_s = slowest(time.perf_counter() - begin)
+        taken_s = max_over_ranks(time.perf_counter() - begin)
         loop.leave()
         return rows, taken_s
 

@@ -11,10 +11,10 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.interconnect import Link
 from trimtab.core.progress import Progress
 from trimtab.distributed.bandwidth_test import calibrate
-from trimtab.distributed.oversubscription import crowded
-from trimtab.distributed.process_group import place
+from trimtab.distributed.oversubscription import oversubscribed_resource
+from trimtab.distributed.process_group import job_position
 from trimtab.experiments.scaling.scaling_bench import Bench, JobSettings
-from trimtab.experiments.scaling.scaling_plans import JobPlan, fitted, plan_of_job, within
+from trimtab.experiments.scaling.scaling_plans import JobPlan, fit_plan_to_ranks, plan_of_job, plan_within_limit
 from trimtab.experiments.scaling.scaling_result import RefusedRecipe, ScalingJob, TimedArm
 from trimtab.experiments.task_ranks import require_same_task, task_of_rank
 from trimtab.measure.machine import environment
@@ -32,7 +32,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         settings: options of the job.
         progress: receives progress messages.
     """
-    here, data = place(), task.load_data()
+    here, data = job_position(), task.load_data()
     require_same_task(task, data)
     device = device_here()
     arms: list[TimedArm] = []
@@ -48,7 +48,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         refused += [] if found.plan is not None else [RefusedRecipe("plan", mode, here.num_ranks, found.refusal)]
     # Once per number of ranks, because a slow link takes seconds.
     link = _link(device) if here.num_ranks > 1 and not number else None
-    shared = crowded()
+    shared = oversubscribed_resource()
     if here.rank:
         return None
     how = {"threads": torch.get_num_threads(), "device": device.type, "refused": tuple(refused)}
@@ -65,9 +65,9 @@ def _planned(
     progress: Progress,
 ) -> JobPlan:
     if settings.plan is not None:
-        return JobPlan(fitted(settings.plan, share.batch_size, place().num_ranks))
+        return JobPlan(fit_plan_to_ranks(settings.plan, share.batch_size, job_position().num_ranks))
     if settings.budget.memory_bytes is not None:
-        return within(settings.budget, whole, share.batch_size, folder, progress)
+        return plan_within_limit(settings.budget, whole, share.batch_size, folder, progress)
     return plan_of_job(share, data, device, folder)
 
 

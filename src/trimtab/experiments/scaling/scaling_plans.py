@@ -15,9 +15,9 @@ from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import from_json, read_json, to_json, write_whole
-from trimtab.decide.multi_rank_plan import alone, replicated
+from trimtab.decide.multi_rank_plan import for_one_process, for_replicas
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
-from trimtab.distributed.process_group import first_ended_by, from_first, place
+from trimtab.distributed.process_group import first_ended_by, from_first, job_position
 from trimtab.experiments.task_plans import make_plans
 from trimtab.experiments.task_ranks import plan_on_ranks, rehearsal_of
 from trimtab.tasks.task import Task, TaskData
@@ -38,15 +38,15 @@ def plan_of_job(share: Task, data: TaskData, device: torch.device, folder: Path)
         share: the task as seen from a rank.
         data: data of the task.
         device: device of the rank.
-        folder: folder of plans, see `kept`.
+        folder: folder of plans, see `plan_maker`.
     """
-    make = kept(share, data, device, folder)
-    if place().num_ranks == 1:
+    make = plan_maker(share, data, device, folder)
+    if job_position().num_ranks == 1:
         return JobPlan(make().plan)
     return JobPlan(plan_together(make, device, lambda: rehearsal_of(share, device, silent)))
 
 
-def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], BroadcastPlan]:
+def plan_maker(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], BroadcastPlan]:
     """Return a function that makes the plan of a rank's shard, or reads the plan of an earlier job."""
     path = folder / f"plan-{share.batch_size}.json"
 
@@ -64,7 +64,7 @@ def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Cal
     return make
 
 
-def within(budget: Budget, whole: Task, rows: int, folder: Path, progress: Progress) -> JobPlan:
+def plan_within_limit(budget: Budget, whole: Task, rows: int, folder: Path, progress: Progress) -> JobPlan:
     """Return the plan chosen under a limit, including the ZeRO stage. Collective: all ranks must call it.
 
     Jobs with the same number of ranks and samples share the plan of the first job.
@@ -76,7 +76,7 @@ def within(budget: Budget, whole: Task, rows: int, folder: Path, progress: Progr
         folder: folder of plans.
         progress: receives progress messages.
     """
-    here = place()
+    here = job_position()
     path = folder / f"plan-{rows}-{here.num_ranks}.json"
     text = from_first(lambda: read_text(path, "a plan's JSON file") if path.exists() else "")
     if text:
@@ -98,7 +98,7 @@ def _chosen(budget: Budget, whole: Task, progress: Progress) -> JobPlan:
         return JobPlan(None, error.reason)
 
 
-def fitted(plan: Plan, rows: int, ranks: int) -> Plan:
+def fit_plan_to_ranks(plan: Plan, rows: int, ranks: int) -> Plan:
     """Return a given plan's settings for a number of ranks and samples per rank.
 
     The plan is unchanged if both numbers match; otherwise its predictions and measurements are dropped. The
@@ -111,8 +111,8 @@ def fitted(plan: Plan, rows: int, ranks: int) -> Plan:
     micro = replace(plan.micro_batch, value=size, changed=size < rows)
     found = replace(plan, batch_size=rows, micro_batch=micro, predicted=None, measured=None, stages=())
     if ranks == 1:
-        return alone(found) if found.num_ranks > 1 else found
-    return replace(found, num_ranks=ranks) if found.num_ranks > 1 else replicated(found, ranks)
+        return for_one_process(found) if found.num_ranks > 1 else found
+    return replace(found, num_ranks=ranks) if found.num_ranks > 1 else for_replicas(found, ranks)
 
 
 def refuse_other_maths(plan: Plan | None) -> None:
