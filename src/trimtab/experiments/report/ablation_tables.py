@@ -19,7 +19,7 @@ from trimtab.experiments.ablation.ablation_result import (
 )
 from trimtab.experiments.comparison.comparison_result import RatioRow, Verdict
 from trimtab.experiments.report import formatting as say
-from trimtab.experiments.report.tables import Cell, Table, planning_counted, target_cells
+from trimtab.experiments.report.tables import Cell, Table, plan_kinds, planning_counted, target_cells
 
 _SETTINGS = {ALONE: "alone", WITHIN: "in the plan", INTERACTION: "in the plan, over alone"}
 _BEYOND = "in the plan, minus alone"  # For a difference of the metric.
@@ -216,5 +216,5 @@ def _arm_row(arm: AblatedArm) -> tuple[Cell, ...]:
 
 
 def plan_kinds_of(rows: Sequence[AblatedChange] | Sequence[ChangeEffect] | Sequence[RatioRow]) -> tuple[str, ...]:
-    """Return the tiers present, S first."""
-    return tuple(sorted({row.plan_kind for row in rows}, key="SF".find))
+    """Return the kinds of plan present, "equivalent" first."""
+    return plan_kinds(row.plan_kind for row in rows)
