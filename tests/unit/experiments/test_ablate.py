@@ -187,7 +187,7 @@ def test_a_plan_that_changes_nothing_is_said_to(tmp_path, monkeypatch):
     assert found.headline.code == "plan.no_changes"
     paths = write_report(found, tmp_path / "report")
     for kind in ("html", "md"):
-        assert "Nothing to ablate: the plan changes nothing of the loop." in paths[kind].read_text()
+        assert found.headline.sentence in paths[kind].read_text()
     assert read_result(paths["json"]) == found
     assert terminal_report(found) is not None
 
@@ -279,7 +279,8 @@ def test_a_change_of_the_training_shares_no_table_with_what_keeps_the_maths(tmp_
     assert {effect.plan_kind for effect in found.effects if effect.change == "learning_rate_scale"} == {"tuned"}
     assert {row.plan_kind for row in found.whole if row.arm == "plan"} == {"tuned"}
     text = write_report(found, tmp_path / "report")["md"].read_text()
-    same, freed = (text.index(f"### Tier {plan_kind}", text.index("## What each change")) for plan_kind in "SF")
+    effects = text.index("## Effect of each change")
+    same, freed = (text.index(f"### {title}", effects) for title in ("Equivalent plan", "Tuned plan"))
     assert same < text.index("fused optimizer | alone") < freed < text.index("learning rate scale 3 | alone")
 
 
@@ -325,7 +326,7 @@ def test_of_three_changes_each_two_are_told_together(tmp_path, monkeypatch):
         ("micro_batch", "clip_norm"),
         ("fused_optimizer", "clip_norm"),
     }
-    assert "## Two by two" in write_report(found, tmp_path / "report")["md"].read_text()
+    assert "## Pairs of changes" in write_report(found, tmp_path / "report")["md"].read_text()
 
 
 def test_on_a_gpu_short_arms_of_the_plan_are_as_long_as_its_own_steps_ask():

@@ -68,7 +68,7 @@ def test_every_decision_is_in_the_record_with_its_figures(day, tmp_path):
     assert first.detail["grams"] < first.detail["start_now_g"]
     assert [first.detail["forecast"], first.detail["kind"]] == ["a made-up grid", "average"]
     assert second.step == 6
-    assert "18 steps of 10 min 0 s (as they took before the pause)" in second.detail["work"]
+    assert "18 steps of 10 min 0 s (as measured before the pause)" in second.detail["work"]
     assert second.detail["waited_s"] > HOUR
     assert second.detail["work_s"] == pytest.approx(18 * STEP_S + STEP_S)  # and what a start loses
     assert len(day.told) == 4

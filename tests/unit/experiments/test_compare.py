@@ -715,7 +715,7 @@ def test_a_freed_batch_is_raced_in_windows_of_several(tmp_path, monkeypatch):
     monkeypatch.setattr(arm_selection, "PlanLoop", Watched)
     found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=("batch",)))
     assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan", "tuned_plan"]
-    assert found.arm("tuned_plan").label == "trimtab, batch adapted"
+    assert found.arm("tuned_plan").label == "trimtab, tuned plan (batch)"
     assert (found.plans["tuned"].batch_policy.value, found.plans["tuned"].plan_kind) == ("fixed", "tuned")
     assert found.plans["equivalent"].batch_rule is None
     record = read_record(tmp_path / "out" / "race-0" / "tuned_plan.jsonl")

@@ -65,7 +65,7 @@ def test_each_arm_has_its_phases_and_both_their_laps(found):
     assert len(found.reference.laps) == len(found.plan.laps) == ROUNDS
     assert all(lap.plain_s > 0 for arm in (found.reference, found.plan) for lap in arm.laps)
     assert (found.task, found.num_ranks, found.device.kind) == ("tiny", 1, "cpu")
-    assert found.reference.notes == found.plan.notes == ("one process: nothing is communicated",)
+    assert found.reference.notes == found.plan.notes == (gain_module._ALONE,)
     assert from_json(TimedGain, to_json(found)) == found
 
 
@@ -140,7 +140,7 @@ def test_a_compiled_plan_has_phases_without_parts_or_roofs(monkeypatch):
     assert found.plan.has == ("data", "forward", "backward", "optimizer", "rest")
     assert {name for lap in found.plan.laps for name in lap.parts} == {"forward", "backward"}
     assert found.plan.roofs == {}
-    assert any(note.startswith("compiled") for note in found.plan.notes)
+    assert gain_module._COMPILED in found.plan.notes
     assert "not known" in bound_seconds(found.plan)
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_traced_has_no_roof_and_a_reason():
 
     found = measured(replace(tiny, loss_fn=looks))
     assert found.plan.roofs == {}
-    assert any(note.startswith("no roof is known: a step that cannot be traced") for note in found.plan.notes)
+    assert any(note.startswith("the roofline bound is unknown: The step cannot be traced") for note in found.plan.notes)
     assert "forward" in found.plan.has
 
 

@@ -84,7 +84,7 @@ def test_what_planning_reads_is_told_what_its_trials_lost(monkeypatch):
 
     class Weighed(Steady):
         def joules(self) -> float:
-            if said and said[-1].endswith(": watts"):
+            if said and said[-1].endswith("measuring power"):
                 said.append("lost")
                 raise MeterLost("unplugged")
             return super().joules()

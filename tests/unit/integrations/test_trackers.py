@@ -337,7 +337,7 @@ def test_an_interrupt_while_waiting_is_passed_on_with_the_file_whole_and_closed(
     with pytest.raises(KeyboardInterrupt):
         record.close()
     assert seen == [1], "written before the wait, which something may end the process in"
-    with pytest.raises(ValueError, match="closed file"):
+    with pytest.raises(ValueError, match=r"r\.jsonl: the file is closed"):
         record.write(step(1))
     assert len(read_record(path).steps) == 1
 
