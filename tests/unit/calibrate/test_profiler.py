@@ -160,7 +160,7 @@ def test_a_loop_that_does_not_fit_is_planned_in_slices():
     assert found.phases_s == {}
     plan = trimtab.plan(model, optimizer, small_only, batch)
     assert plan.micro_batch.value in (1, 2, 4)
-    assert "cannot stay (out of memory)" in plan.micro_batch.reason
+    assert "baseline is not possible (out of memory)" in plan.micro_batch.reason
     assert plan.baseline is None
 
 

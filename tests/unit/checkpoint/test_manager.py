@@ -879,7 +879,7 @@ def test_a_record_is_on_disk_before_a_checkpoint_speaks_of_it_and_a_short_one_is
     os.truncate(path, 100)
     with (
         trimtab.RecordWriter(path, Header("it"), continues=True) as record,
-        raises(FormatError, code="format.invalid"),
+        raises(FormatError, code="record.truncated", field=str(path)),
     ):
         Loop(folder).start(record=record)
 

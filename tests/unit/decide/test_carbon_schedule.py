@@ -235,7 +235,7 @@ def test_what_is_found_fits_between_the_steps():
 def test_a_schedule_says_of_which_kind_it_is(kind):
     found = when_to_train(trace([300, 100], kind=kind), TrainingJob(HOUR, 1000), NOW, NOW + DAY)
     assert found.kind == kind
-    assert f"by {kind} intensity" in found.describe()
+    assert f"{kind} carbon intensity" in found.describe()
 
 
 @pytest.mark.parametrize(

@@ -134,20 +134,20 @@ def test_a_latency_is_never_below_zero():
 
 
 @pytest.mark.parametrize(
-    ("points", "ranks", "field"),
+    ("points", "ranks", "field", "code"),
     [
-        ([], 2, "points"),
-        ([(1e3, 1e-3), (1e6, 1e-2)], 2, "points"),
-        ([(1e3, 1e-3), (1e3, 1.1e-3), (1e6, 1e-2)], 2, "points"),
-        ([(1000, 1e-3), (1001, 1e-3), (1002, 1e-3)], 2, "points"),
-        ([(1e3, 1e-3), (1e5, 1e-3), (1e6, 1e-3)], 2, "points"),
-        ([(1e3, 3e-3), (1e5, 2e-3), (1e6, 1e-3)], 2, "points"),
-        ([(1e3, 0.0), (1e5, 2e-3), (1e6, 4e-3)], 2, "points.seconds"),
-        ([(1e3, math.nan), (1e5, 2e-3), (1e6, 4e-3)], 2, "points.seconds"),
-        ([(0, 1e-3), (1e5, 2e-3), (1e6, 4e-3)], 2, "points.bytes"),
-        ([(1e3, 1e-3), (1e5, 2e-3), (1e6, 4e-3)], 1, "ranks"),
+        ([], 2, "link.points", "value.invalid"),
+        ([(1e3, 1e-3), (1e6, 1e-2)], 2, "link.points", "value.invalid"),
+        ([(1e3, 1e-3), (1e3, 1.1e-3), (1e6, 1e-2)], 2, "link.points", "value.invalid"),
+        ([(1000, 1e-3), (1001, 1e-3), (1002, 1e-3)], 2, "link.points", "value.invalid"),
+        ([(1e3, 1e-3), (1e5, 1e-3), (1e6, 1e-3)], 2, "link.points", "link.no_bandwidth"),
+        ([(1e3, 3e-3), (1e5, 2e-3), (1e6, 1e-3)], 2, "link.points", "link.no_bandwidth"),
+        ([(1e3, 0.0), (1e5, 2e-3), (1e6, 4e-3)], 2, "link.points.seconds", "value.invalid"),
+        ([(1e3, math.nan), (1e5, 2e-3), (1e6, 4e-3)], 2, "link.points.seconds", "value.invalid"),
+        ([(0, 1e-3), (1e5, 2e-3), (1e6, 4e-3)], 2, "link.points.bytes", "value.invalid"),
+        ([(1e3, 1e-3), (1e5, 2e-3), (1e6, 4e-3)], 1, "link.ranks", "value.invalid"),
     ],
 )
-def test_times_that_tell_no_link_are_refused(points, ranks, field):
-    with raises(ValueGivenError, code="value.invalid"):
+def test_times_that_tell_no_link_are_refused(points, ranks, field, code):
+    with raises(ValueGivenError, code=code, field=field):
         fit(points, ranks)

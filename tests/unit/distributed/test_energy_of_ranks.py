@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trimtab.core.energy_reading import Energy, MeterFacts, Provenance, absent_energy
+from trimtab.core.energy_reading import OTHER_RANKS, Energy, MeterFacts, Provenance, absent_energy
 from trimtab.distributed import rank_energy
 from trimtab.distributed.process_group import JobPosition
 from trimtab.distributed.rank_energy import MeterPlacement, RankMeter, meter_of_rank, reads_of
@@ -126,7 +126,7 @@ def test_what_all_ranks_count_is_the_same_on_each_and_a_record_says_what_is_not_
     assert first.job == second.job
     assert first.job.sources == ("nvml gpu 0", "rapl package-0", "nvml gpu 1")
     assert (first.job.idle_w, first.job.uncounted) == (100.0, ())
-    assert (first.own.sources, first.own.uncounted) == (("nvml gpu 0", "rapl package-0"), ("what other ranks read",))
+    assert (first.own.sources, first.own.uncounted) == (("nvml gpu 0", "rapl package-0"), (OTHER_RANKS,))
 
 
 def test_a_rank_without_its_meter_leaves_all_without(monkeypatch):

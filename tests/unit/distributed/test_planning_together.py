@@ -76,7 +76,7 @@ def test_ample_memory_is_not_asked_about(profile, of_two, monkeypatch):
     monkeypatch.setattr(zero_stage_inputs, "trace_here", refuses)
     plan = chosen(replace(profile, budget=Budget()), loop_of())
     assert (plan.zero_stage.value, plan.num_ranks) == (0, 2)
-    assert plan.zero_stage.reason.endswith("what a loop on ranks does")
+    assert plan.zero_stage.code == "ranks.replicated"
 
 
 def test_memory_that_is_weighed_is(profile, of_two):

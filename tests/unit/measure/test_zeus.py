@@ -59,7 +59,8 @@ def test_it_is_read_as_any_other_meter_of_the_users():
     meter = ZeusGpu(library=library(lambda index: counted[0]))
     found = find_meter(torch.device("cpu"), Metering(meter=meter))
     assert (found.facts.provenance, found.facts.sources) == (Provenance.MEASURED, ("zeus gpu 0",))
-    assert "without the CPU, and other GPUs" in found.facts.describe()  # which compute too
+    assert found.facts.uncounted == ("the CPU, and other GPUs",)  # They take part in the computation.
+    assert found.facts.uncounted[0] in found.facts.describe()
     now = [0.0]
     clock = EnergyClock(found.meter, clock=lambda: now[0])
     clock.start()

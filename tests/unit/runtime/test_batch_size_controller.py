@@ -808,8 +808,9 @@ def test_fewer_batches_fit_where_micro_batches_are_smaller(tmp_path, micro, batc
     ):
         run.load_state_dict(state)
         assert run.num_batches == batches
-    said = [event.detail["reason"] for event in events_of(tmp_path / "run.jsonl", "k")]
-    assert said == ([] if batches == 8 else ["k_max = 16 allows 2 of the 8 loader batches there were"])
+    events = [event.detail for event in events_of(tmp_path / "run.jsonl", "k")]
+    changes = [(each["code"], each["from"], each["to"]) for each in events]
+    assert changes == ([] if batches == 8 else [("k.limited", 64, 16)])
 
 
 def test_times_that_were_known_are_found_anew_after_a_pause(always_measured, monkeypatch, clock):

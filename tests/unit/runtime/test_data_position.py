@@ -175,7 +175,7 @@ def test_generators_of_another_number_are_refused():
     next(position.batches(by_own_generator()))
     other = DataPosition(is_kept=True)
     other.loading(position.state_dict())()
-    with raises(FormatError, code="format.invalid", field="state.data.begun.generators"):
+    with raises(FormatError, code="random_state.other_loader", field="state.data.begun.generators"):
         next(other.batches(shuffled()))
 
 

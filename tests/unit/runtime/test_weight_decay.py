@@ -122,7 +122,7 @@ def test_a_state_that_decays_nothing_is_refused_where_it_is_loaded():
 
 
 def test_a_host_decides_it_by_its_own_settings():
-    with raises(ValueGivenError, code="value.invalid", field="plan.weight_decay"):
+    with raises(ValueGivenError, code="plan.decided_by_trainer", field="plan.weight_decay"):
         checked_plan(PLANNED, "the Trainer")
 
 
