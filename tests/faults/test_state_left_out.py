@@ -192,5 +192,5 @@ def test_no_leaf_is_named_that_no_checkpoint_holds(dead):
 def test_without_its_place_a_record_has_windows_twice(dead, tmp_path, forgets):
     went_on(dead, tmp_path, "recorded", forgets=forgets)
     lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
-    rows = [line["rows"] for line in lines if line["kind"] == "step"]
-    assert (len(rows) == WINDOWS) is (forgets is None)
+    samples = [line["samples"] for line in lines if line["kind"] == "step"]
+    assert (len(samples) == WINDOWS) is (forgets is None)
