@@ -54,7 +54,7 @@ def hidden_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     if not found:
         raise ModelError(
             "model",
-            got="no block with two-dimensional weights of its own",
+            got="a model whose blocks have no trained two-dimensional weights",
             expected="blocks (members of a ModuleList, or siblings of one class) with two-dimensional weights",
             hint=_UNCHANGED,
             code="muon.no_matrices",

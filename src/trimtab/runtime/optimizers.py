@@ -94,8 +94,8 @@ def check_ownership(
             expected="a torch.optim.Optimizer",
             hint=""
             if inner is None
-            else f"Pass the {type(inner).__name__} inside the {type(optimizer).__name__}, or make the wrapper a "
-            f"subclass of torch.optim.Optimizer with the same param_groups and state.",
+            else f"Make {type(optimizer).__name__} a subclass of torch.optim.Optimizer with the param_groups and state "
+            f"of its {type(inner).__name__}.",
             code="optimizer.not_torch",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
