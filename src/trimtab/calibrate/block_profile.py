@@ -42,20 +42,21 @@ def measure_recomputable(subject: TrainingLoop, candidate: Candidate, *, splits:
     try:
         return _measured(subject, candidate, splits=splits)
     except Exception as error:  # For example, a block overwrites its input.
-        return RecomputableBlocks(candidate, refusal=describe(error))
+        return RecomputableBlocks(candidate, refusal=describe(error), code="recompute.failed")
 
 
 def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> RecomputableBlocks:
     names = subject.blocks.names
     if not names:
-        return RecomputableBlocks(candidate, refusal=NO_BLOCKS)
+        return RecomputableBlocks(candidate, refusal=NO_BLOCKS, code="recompute.no_blocks")
     recurrent = recurrent_layer(subject.model)
     if recurrent is not None:
         why = f"{type(recurrent).__name__} holds memory outside of tensors for its backward"
-        return RecomputableBlocks(candidate, refusal=f"the memory that recomputation saves is unknown, because {why}")
+        refusal = f"the memory that recomputation saves is unknown, because {why}"
+        return RecomputableBlocks(candidate, refusal=refusal, code="recompute.recurrent")
     if not has_two_sizes(subject.batch, subject.batching):
         refusal = f"the batch of {subject.rows} samples cannot be traced at two micro-batch sizes"
-        return RecomputableBlocks(candidate, refusal=refusal)
+        return RecomputableBlocks(candidate, refusal=refusal, code="recompute.batch_too_small")
     chains, parts, seconds = _traced(subject, candidate)
     forward_s = sum(seconds)
     shares = [each / forward_s if forward_s > 0 else 1 / len(names) for each in seconds]

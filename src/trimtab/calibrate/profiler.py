@@ -289,7 +289,7 @@ def _with_blocks(
 
     def measured(candidate: Candidate) -> RecomputableBlocks:
         if candidate not in needed:
-            return RecomputableBlocks(candidate, refusal=_NO_TIME)
+            return RecomputableBlocks(candidate, refusal=_NO_TIME, code="recompute.no_time")
         progress(f"measuring blocks: {candidate.describe()}")
         return measure_recomputable(subject, candidate, splits=splits)
 

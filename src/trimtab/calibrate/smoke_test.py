@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from trimtab.calibrate.forked_call import DONE, LATE, RAISED, can_fork, end_of
 from trimtab.calibrate.training_loop import TrainingLoop
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate
 from trimtab.core.units import format_seconds
 from trimtab.measure.timing import time_call
@@ -39,8 +40,8 @@ class CrashTest:
         self._few, self._rows, self._incumbent = few, rows, incumbent
         self._ends: dict[Candidate, str] = {}
 
-    def refusal(self, candidate: Candidate) -> str | None:
-        """Return a sentence with the signal that ended a candidate's test process; None if none did."""
+    def refusal(self, candidate: Candidate) -> Note | None:
+        """Return a refusal with the signal that ended a candidate's test process; None if none did."""
         if self._is_on and not self._has_begun:
             self._has_begun, self._is_on = True, self._end_of(self._incumbent) == DONE
         kernels = replace(candidate, micro_batch=1, allocator="keep", fused_optimizer=False, recompute=None)
@@ -50,7 +51,8 @@ class CrashTest:
         end = self._ends.get(kernels, DONE)
         if end in (DONE, RAISED, LATE):
             return None
-        return f"a test on {self._few.rows} of {self._rows} samples crashed its process with {end}"
+        text = f"a test on {self._few.rows} of {self._rows} samples crashed its process with {end}"
+        return Note("trial.crashed", text)
 
     def _end_of(self, candidate: Candidate) -> str:
         few, chunk = self._few, candidate.loss_chunk
@@ -82,7 +84,7 @@ class SpeedTest:
                 self._few = subject.first(few)
                 self._base_s = self._seconds(self._few, incumbent)
 
-    def refusal(self, candidate: Candidate) -> str | None:
+    def refusal(self, candidate: Candidate) -> Note | None:
         """Return the reason for not trying a candidate's whole step; None if fast enough or not tested."""
         if self._few is None or self._base_s is None:
             return None
@@ -92,7 +94,8 @@ class SpeedTest:
                 return None
         taken, best = format_seconds(seconds), format_seconds(self._base_s)
         few = f"{self._few.rows} of {self._rows} samples"
-        return f"too slow in a test on {few}: {taken} per step; the best candidate so far takes {best}"
+        text = f"too slow in a test on {few}: {taken} per step; the best candidate so far takes {best}"
+        return Note("trial.too_slow", text)
 
     @staticmethod
     def _seconds(few: TrainingLoop, candidate: Candidate) -> float | None:
@@ -118,6 +121,6 @@ class SmokeTest:
         self._guard = guard or CrashTest(subject, incumbent)
         self._probe = None if step_s is None else SpeedTest(subject, incumbent, step_s)
 
-    def refusal(self, candidate: Candidate) -> str | None:
+    def refusal(self, candidate: Candidate) -> Note | None:
         """Return the reason for not trying a candidate, or None."""
         return self._guard.refusal(candidate) or (None if self._probe is None else self._probe.refusal(candidate))

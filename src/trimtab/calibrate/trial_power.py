@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from trimtab.calibrate.exception_text import describe
+from trimtab.calibrate.exception_text import failure_of
 from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.energy_reading import WINDOW_S
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import ALONE, Candidate, is_final
 from trimtab.decide.search import SearchPhase
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
@@ -29,7 +30,7 @@ class MeteredArm(Protocol):
 
     candidate: Candidate
     first_s: float
-    error: str | None
+    error: Note | None
     block_s: list[float]
     watts: list[float]
 
@@ -64,7 +65,7 @@ class TrialPower:
                 try:
                     watts = self._watts(subject, arm)
                 except Exception as error:  # Most likely out of memory.
-                    arm.error, arm.block_s = describe(error), []
+                    arm.error, arm.block_s = failure_of(error), []
                 else:
                     arm.watts.append(math.nan if watts is None else watts)
         for arm in arms:

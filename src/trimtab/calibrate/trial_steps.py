@@ -5,13 +5,22 @@ from __future__ import annotations
 import torch
 
 from trimtab.calibrate.training_loop import TrainingLoop
+from trimtab.core.plan_note import Note
 from trimtab.runtime.run import Run
 
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow, here from 65536 to 0.125.
 
 
 class UntrainableCandidate(Exception):
-    """A candidate that runs but does not train."""
+    """A candidate that runs but does not train.
+
+    Args:
+        failure: reason with its code.
+    """
+
+    def __init__(self, failure: Note) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
 
 
 def step(run: Run, subject: TrainingLoop) -> None:
@@ -36,9 +45,10 @@ def step_until_applied(run: Run, subject: TrainingLoop) -> None:
         step(run, subject)
         require_finite(run)
     if run.applied_steps == 0:
-        raise UntrainableCandidate(f"gradients overflow at all of the {_MOST_SCALES} loss scales tried")
+        text = f"gradients overflow at all of the {_MOST_SCALES} loss scales tried"
+        raise UntrainableCandidate(Note("trial.gradients_overflow", text))
 
 
 def require_finite(run: Run) -> None:
     if not bool(torch.isfinite(run.loss)):
-        raise UntrainableCandidate("the loss is NaN or infinite")
+        raise UntrainableCandidate(Note("trial.loss_nonfinite", "the loss is NaN or infinite"))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trimtab.calibrate.cuda_graph_proof import replay_refusal
-from trimtab.calibrate.exception_text import describe
+from trimtab.calibrate.exception_text import failure_of
 from trimtab.calibrate.measurement_notes import Notes
 from trimtab.calibrate.smoke_test import CrashTest, SmokeTest
 from trimtab.calibrate.training_loop import TrainingLoop
@@ -32,6 +32,7 @@ from trimtab.calibrate.trial_power import TrialPower
 from trimtab.calibrate.trial_steps import UntrainableCandidate, heaviest_step, require_finite, step_until_applied
 from trimtab.calibrate.trial_steps import step as take_step
 from trimtab.core.compile_mode import is_recorded
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import ALONE, SLICED, Candidate, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.interleaving import drawn_turns
@@ -64,7 +65,7 @@ class _TrialArm:
     control: bool = False
     first_s: float = math.inf
     peak_bytes: int | None = None
-    error: str | None = None
+    error: Note | None = None
     compile_s: float | None = None
     unused_bytes: int | None = None
     uncounted: Exception | None = None  # Reason for an unknown peak.
@@ -271,13 +272,13 @@ def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slo
             arm.compile_s = max(0.0, sum(first) - len(first) * arm.first_s) if compiled else None
             require_finite(run)
             if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
-                raise UntrainableCandidate(refusal)
+                raise UntrainableCandidate(Note("trial.graphs_refused", refusal))
             if measure_memory:
                 _count_peak(run, subject, arm)
     except UntrainableCandidate as error:
-        arm.error = str(error)
+        arm.error = error.failure
     except Exception as error:  # The user's model or the device may fail in any way; the reason is recorded.
-        arm.error = describe(error)
+        arm.error = failure_of(error)
 
 
 def _count_peak(run: Run, subject: TrainingLoop, arm: _TrialArm) -> None:
@@ -343,9 +344,9 @@ def _run_block(blocks: _Blocks, arm: _TrialArm) -> None:
     try:
         arm.block_s.append(_time_block(blocks.subject, blocks.stage, arm.candidate, blocks.steps_of(arm)))
     except UntrainableCandidate as error:
-        arm.error, arm.block_s = str(error), []
+        arm.error, arm.block_s = error.failure, []
     except Exception as error:
-        arm.error, arm.block_s = describe(error), []
+        arm.error, arm.block_s = failure_of(error), []
 
 
 def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate, steps: int) -> float:
@@ -398,6 +399,9 @@ def _trial(stage: SearchPhase, arm: _TrialArm, incumbent_s: float) -> Trial:
     error = arm.error
     if error is None and not blocks:
         taken, best = format_seconds(arm.first_s), format_seconds(incumbent_s)
-        error = f"too slow in the warm-up: {taken} per step; the best candidate so far takes {best}"
-    found = Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, error, arm.control)
+        text = f"too slow in the warm-up: {taken} per step; the best candidate so far takes {best}"
+        error = Note("trial.too_slow", text)
+    found = Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, control=arm.control)
+    if error is not None:
+        found = replace(found, error=error.text, code=error.code)
     return replace(found, compile_s=arm.compile_s, unused_bytes=arm.unused_bytes, watts=tuple(arm.watts))

@@ -27,6 +27,7 @@ ALONE = "optimizer"
 SLICED = "modes in slices"
 # Error of a trial that ran out of memory.
 OUT_OF_MEMORY = "out of memory"
+RAN_OUT = "trial.out_of_memory"  # `Trial.code` of a trial that ran out of memory.
 # Factor on the loop's own peak when it serves as the memory limit: a repeated measurement varies by about 1%.
 OWN_PEAK = 1.02
 # Name of the first deciding search phase; later ones append a number.
@@ -85,6 +86,7 @@ class Trial:
         compile_s: extra seconds of the first steps for compilation or graph capture; None if neither applies.
         unused_bytes: part of the peak that the allocator reserved without a tensor in it; None if unknown.
         watts: mean power, one figure per window of a second or more; () without a meter.
+        code: stable identifier of the error, such as "trial.out_of_memory" or "trial.too_slow"; "" without an error.
     """
 
     stage: str
@@ -96,6 +98,7 @@ class Trial:
     compile_s: float | None = None
     unused_bytes: int | None = None
     watts: tuple[float, ...] = ()
+    code: str = ""
 
     def __post_init__(self) -> None:
         validation.not_negative(self, "peak_bytes", "unused_bytes")
@@ -107,10 +110,11 @@ class Trial:
 
     @property
     def failure(self) -> Note | None:
-        """The error with a stable code, "trial.out_of_memory" or "trial.failed"; None for a successful trial."""
+        """The error with its code; None for a successful trial."""
         if not self.error:
             return None
-        return Note("trial.out_of_memory" if self.error == OUT_OF_MEMORY else "trial.failed", self.error)
+        # Trials of profiles of schema 10 have no code.
+        return Note(self.code or (RAN_OUT if self.error == OUT_OF_MEMORY else "trial.failed"), self.error)
 
     @property
     def step_s(self) -> float | None:
@@ -167,6 +171,7 @@ class RecomputableBlocks:
         step_s: seconds of the whole step without recomputation, predicted if nothing was run.
         schedules: schedules of least recomputation, for several fractions of the memory of a whole batch's step.
         refusal: reason for missing chains, or "".
+        code: stable identifier of the refusal, such as "recompute.no_blocks", or "".
     """
 
     candidate: Candidate
@@ -176,6 +181,7 @@ class RecomputableBlocks:
     step_s: float = 0.0
     schedules: tuple[str, ...] = ()
     refusal: str = ""
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -349,7 +355,7 @@ class Profile:
 
     @functools.cached_property
     def _ran_out(self) -> tuple[Trial, ...]:
-        return tuple(trial for trial in self.trials if trial.error == OUT_OF_MEMORY and trial.is_whole)
+        return tuple(t for t in self.trials if t.failure is not None and t.failure.code == RAN_OUT and t.is_whole)
 
     def is_refuted(self, setting: str, value: Scalar) -> bool:
         """Return True if a proof refused a value of a setting."""

@@ -167,7 +167,7 @@ class Explanations:
         if self.winner.compiled:
             return Note("recompute.compiled", "not tried together with compilation or CUDA graphs")
         if found.refusal:
-            return Note("recompute.refused", found.refusal)
+            return Note(found.code or "recompute.refused", found.refusal)
         again = [p for p in self.found if p.candidate.recompute is not None and p.refusal is None]
         return _NOT_PREDICTED_BETTER if again else Note("budget.memory", "no schedule fits the budget")
 

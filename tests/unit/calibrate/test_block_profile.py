@@ -48,6 +48,7 @@ def test_recurrent_layers_whose_memory_no_tensor_shows_recompute_nothing():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     subject = TrainingLoop(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4, 8))
     found = measure_recomputable(subject, Candidate("fp32", "keep", False, 8))
+    assert found.code == "recompute.recurrent"
     assert "LSTM" in found.refusal
     assert found.whole is None
 
@@ -253,7 +254,7 @@ def test_where_there_is_no_time_left_blocks_are_not_measured(monkeypatch):
     monkeypatch.setattr(search, "MOST_OF_A_RUN", math.inf)  # however short its steps
     found = profile_of((), total_steps=1000)
     assert not found.over_time_budget
-    assert {each.refusal for each in found.recomputables} == {profiler._NO_TIME}
+    assert {each.code for each in found.recomputables} == {"recompute.no_time"}
     plan = choose(found, found.objective, found.budget)
     assert profiler._NO_TIME in plan.recompute.reason
     assert not profile_of(()).recomputables[0].refusal

@@ -140,7 +140,7 @@ def test_a_step_that_raises_while_it_is_metered_is_that_arms_error(in_windows):
 
     in_windows(raises)
     own, rival, control = run_stage("final", Steady())
-    assert "out of memory" in rival.error
+    assert rival.code == "trial.out_of_memory"
     assert (rival.block_s, rival.watts) == ((), ())
     assert [len(trial.watts) for trial in (own, control)] == [5, 5]
     assert (own.error, control.error) == (None, None)

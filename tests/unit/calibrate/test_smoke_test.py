@@ -67,6 +67,7 @@ def test_a_hopeless_candidate_never_runs_a_whole_step(loop):
     loop.few_s["bf16"] = [1.6, 1.5]
     before = fingerprint(loop.subject.model, loop.subject.optimizer)
     incumbent, rival = loop.stage(FP32, BF16)
+    assert rival.code == "trial.too_slow"
     assert all(figure in rival.error for figure in ("4 of 128 samples", "1.5 s", "10 ms"))
     assert (rival.block_s, rival.peak_bytes) == ((), None)
     assert loop.rows_of("bf16") == {4}

@@ -12,11 +12,13 @@ from torch import nn
 
 from trimtab.calibrate import trials
 from trimtab.calibrate.training_loop import TrainingLoop
+from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Trial
 from trimtab.decide.search import SearchPhase
 from trimtab.decide.trial_statistics import MIN_BLOCKS, speed_ratio
 from trimtab.measure import allocator
 
+NO_MEMORY = Note("trial.out_of_memory", "out of memory")
 WHOLE = Candidate("fp32", "keep", False, 8)
 HALF, QUARTER = replace(WHOLE, micro_batch=4), replace(WHOLE, micro_batch=2)
 
@@ -135,7 +137,7 @@ def test_without_a_control_that_runs_there_is_no_second_look(subject, machine, m
 
     monkeypatch.setattr(trials, "_time_block", time_block)
     incumbent, rival, control = run(subject, final(WHOLE, HALF, control=True))
-    assert control.error == "out of memory"
+    assert (control.error, control.code) == ("out of memory", "trial.out_of_memory")
     assert len(incumbent.block_s) == len(rival.block_s) == 5
 
 
@@ -242,7 +244,7 @@ def test_what_has_to_be_clearly_faster_to_be_put_first_takes_all_its_blocks(subj
 
 def test_a_stage_whose_rivals_were_all_refused_has_no_order_either(subject, machine, monkeypatch):
     def warm_up(subject, arm, **how):
-        arm.first_s, arm.error = 0.15, None if arm.candidate == WHOLE else "out of memory"
+        arm.first_s, arm.error = 0.15, None if arm.candidate == WHOLE else NO_MEMORY
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
     machine.blocks = {WHOLE: [0.15] * 9}
@@ -258,7 +260,7 @@ def test_where_something_is_accepted_the_incumbent_runs_to_the_end(subject, shor
 
 def test_without_an_incumbent_that_runs_no_rival_is_behind(subject, machine, monkeypatch):
     def fail(subject, arm, **how):
-        arm.first_s, arm.error = 1.0, None if arm.candidate == HALF else "out of memory"
+        arm.first_s, arm.error = 1.0, None if arm.candidate == HALF else NO_MEMORY
 
     monkeypatch.setattr(trials, "_warm_up", fail)
     machine.blocks = {HALF: [2.0] * 5}
@@ -316,6 +318,7 @@ def test_one_that_stays_far_slower_is_dropped(subject, clock):
     bf16 = replace(WHOLE, precision="bf16")
     clock += [1.0, 9.0, 8.0] + [1.0] * 5
     _, rival = run(subject, SearchPhase("modes", (WHOLE, bf16), accepts=True))
+    assert rival.code == "trial.too_slow"
     assert all(figure in rival.error for figure in ("8 s", "1 s"))
 
 
@@ -394,6 +397,7 @@ def test_the_state_is_made_by_another_where_the_incumbent_does_not_run(monkeypat
     monkeypatch.setattr(trials, "_time_block", lambda *_: begun.append(len(adam.state)) or 1.0)
     incumbent, rival = run(TrainingLoop(model, adam, small_only, torch.randn(8, 4)), final(WHOLE, HALF))
     assert (incumbent.error, rival.error) == ("out of memory", None)
+    assert (incumbent.code, rival.code) == ("trial.out_of_memory", "")
     assert begun == [2] * 5
 
 
@@ -417,7 +421,7 @@ def test_fp16_that_overflows_at_every_scale_is_no_candidate():
         model, torch.optim.AdamW(model.parameters()), lambda m, x: (0 * m(x).float().mean()).sqrt(), torch.ones(8, 4)
     )
     (trial,) = run(tried, SearchPhase("modes", (HALF_PRECISION,), accepts=True))
-    assert "overflow" in trial.error
+    assert trial.code == "trial.gradients_overflow"
 
 
 def test_one_that_fails_after_its_warm_up_is_a_trial_with_its_error(subject, machine, monkeypatch):
