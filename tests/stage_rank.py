@@ -113,7 +113,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
             plans[name] = planned(case, given)
             found = {"plan": to_jsonable(plans[name]), "text": str(plans[name])}
         except TrimtabError as error:
-            found = {"error": type(error).__name__, "said": str(error)}
+            found = {"error": type(error).__name__, "code": error.code, "said": str(error)}
         said[name] = found | {"traces": sum(each.calls for each in counted) - before}
     torch.manual_seed(rank)
     case = Planned({}, is_mean=True, optimizer="sgd", made=plans["shards"])

@@ -82,7 +82,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     assert (found.num_ranks, found.num_pairs) == (2, 1)
     assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan"]
     assert not any(arm.error for arm in found.arms)
-    assert found.arm("reference").source == "recipes/replica.py"
+    assert found.arm("reference").source == "experiments/baselines/replica.py"
     reference, control, planned = (found.arm(name).final_metric for name in ("reference", "self", "equivalent_plan"))
     assert reference == control
     assert planned == pytest.approx(reference, rel=1e-5)
@@ -92,7 +92,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
         ("equivalent_plan", "peak_memory"),
         ("equivalent_plan", "final_metric_difference"),
     }
-    assert "On 2 ranks; the reference is the loop in DDP." in found.headline.sentence
+    assert "Measured on 2 ranks; the reference is the loop in DistributedDataParallel." in found.headline.sentence
     page = (out / "report.md").read_text()
     assert "on 2 ranks" in page
     assert "DistributedDataParallel" in page
@@ -116,13 +116,13 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     after = contents(out)
     assert {name: after[name] for name in before} == before
 
-    with raises(FormatError, code="format.invalid"):
+    with raises(FormatError, code="folder.settings_differ"):
         compare(task, out, settings, command="", plan=Plan.fixed(32))
 
 
 @pytest.mark.parametrize(
     "where",
-    ["True", 'any(frame.filename.endswith("engine.py") for frame in inspect.stack())'],
+    ["True", 'any(frame.filename.endswith("runtime/run.py") for frame in inspect.stack())'],
     ids=["reference", "plan"],
 )
 def test_a_rank_that_fails_ends_the_comparison_with_one_reason(folder, where):

@@ -40,7 +40,7 @@ RANK = """
             run.train_step(window, task.loss_fn)
             losses.append(float(run.loss))
     with open(f"{folder}/rank-{rank}.json", "w") as file:
-        json.dump({"given": got, "losses": losses}, file)
+        json.dump({"given": given, "losses": losses}, file)
     dist.barrier()
     dist.destroy_process_group()
 """

@@ -62,5 +62,6 @@ def test_roofs_of_replicas_are_of_a_ranks_share(gains):
 
 def test_of_shards_it_is_said_what_is_not_told(gains):
     assert gains[3].plan.roofs == {}
-    assert any("shared out" in note for note in gains[3].plan.notes)
+    (note,) = gains[3].plan.notes
+    assert "parameters are sharded" in note
     assert gains[3].reference.roofs

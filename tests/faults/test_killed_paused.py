@@ -95,6 +95,6 @@ def test_killed_while_it_pauses_it_goes_on_from_its_checkpoint(plain, tmp_path):
     decisions = [event for event in record.events if event.name == "when_to_train"]
     assert [decision.step for decision in decisions] == [0, 6]
     assert decisions[1].detail["now_s"] == NOW + 2.5 * HOUR
-    assert decisions[1].detail["work"] == "60 min 0 s: 6 steps of 10 min 0 s, as given for the whole run"
+    assert decisions[1].detail["work"] == "60 min 0 s: 6 steps of 10 min 0 s (from the given duration of the run)"
     (begin_s, end_s), *_ = decisions[1].detail["stretches"]
     assert NOW + 2.5 * HOUR <= begin_s < end_s <= NOW + 8 * HOUR
