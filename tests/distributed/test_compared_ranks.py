@@ -92,7 +92,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
         ("equivalent_plan", "peak_memory"),
         ("equivalent_plan", "final_metric_difference"),
     }
-    assert "Measured on 2 ranks; the reference is the loop in DistributedDataParallel." in found.headline.sentence
+    assert "on 2 ranks; the reference is the loop in DistributedDataParallel" in found.headline.sentence
     page = (out / "report.md").read_text()
     assert "on 2 ranks" in page
     assert "DistributedDataParallel" in page
@@ -112,7 +112,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     assert again.stdout.count("report: out/report.html") == 1
     found = read_json(Comparison, out / "report.json")
     assert found.num_pairs == 2
-    assert any(note.startswith("1 of 2 races were read back") for note in found.notes)
+    assert any(note.startswith("1 of 2 paired runs were completed by an earlier call") for note in found.notes)
     after = contents(out)
     assert {name: after[name] for name in before} == before
 
