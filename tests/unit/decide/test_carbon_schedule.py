@@ -21,6 +21,7 @@ from trimtab.decide.carbon_time_axis import MOST_MOMENTS, moments_to_pause
 HOUR, DAY = 3600.0, 86400.0
 NOW = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC).timestamp()
 FREE = PauseCost(0, 0, 0)
+ROUNDING_G = 1e-8  # grams: seconds since 1970 are rounded to 2.4e-7 s, of at most some 0.02 g/s
 
 
 def trace(levels, step_s=HOUR, begin_s=NOW, kind="average") -> Intensity:
@@ -391,7 +392,7 @@ def test_whatever_the_forecast_it_keeps_its_word(levels, step_s, offset, work_s,
     assert found.grams == grams_of(power_draws(job, now_s, found.stretches), forecast)
     assert found.start_now_g == pytest.approx(work_s * 500 / 3.6e6 * forecast.mean(now_s, now_s + work_s))
     worst = found.downsides[-1]
-    assert worst.extra_g >= max(0.0, -found.saved_g) - 1e-9
+    assert worst.extra_g >= max(0.0, -found.saved_g) - ROUNDING_G
     assert all(math.isfinite(each.grams) for each in found.downsides)
 
 
@@ -405,5 +406,5 @@ def test_no_hours_within_the_range_are_worse_than_the_worst(case, which, other):
     worst = downsides(taken, at_once, forecast, NOW, NOW + last)[-1]
     used = [g for at, g in zip(itertools.accumulate(steps, initial=0), levels, strict=False) if at < last]
     truth = trace([min(max(g, min(used)), max(used)) for g in other], 1.0)
-    assert grams_of(taken, truth) - grams_of(at_once, truth) <= worst.extra_g + 1e-9
-    assert worst.grams <= grams_of(taken, constant(max(used), "average")) + 1e-9
+    assert grams_of(taken, truth) - grams_of(at_once, truth) <= worst.extra_g + ROUNDING_G
+    assert worst.grams <= grams_of(taken, constant(max(used), "average")) + ROUNDING_G
