@@ -57,7 +57,7 @@ def _bound(row: Row) -> str:
 def _ratio(row: Row) -> str:
     of = row.get("arm", "plan")
     if "third" in row:
-        of = f"{row['third']}, {'tier ' + row['plan_kind'] if row['plan_kind'] else of}"
+        of = f"{row['third']}, {row['plan_kind'] + ' plan' if row['plan_kind'] else of}"
     if row["metric"] in _SHARES:
         return f"{_SHARES[row['metric']]} | {of} | {_bounded(row, lambda value: f'{100 * value:.1f}%')} | {row['n']}"
     return f"{_RATIOS[row['metric']]} | {of} | {_bounded(row, lambda value: f'{value:.3f}x')} | {row['n']}"

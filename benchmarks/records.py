@@ -106,10 +106,10 @@ def is_evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> bool:
 
 
 def plan_of(root: Path, name: str, plan_kind: str) -> Plan:
-    """Return the plan of a tier from a comparison of the evaluation.
+    """Return a plan of a kind from a comparison of the evaluation.
 
     Raises:
-        KeyError: The comparison has no plan of the tier.
+        KeyError: The comparison has no plan of the kind.
     """
     found = read_result(unpacked(root, EVALUATION) / name / "report.json")
     return (found.plans if isinstance(found, Comparison) else {})[plan_kind]

@@ -152,7 +152,9 @@ def beside_table(table: MainTable, run: Run, arm: str) -> Table:
     """Return the lines of table I or II for an arm of a run against the reference, next to the paper's change."""
     rows = tuple(row for line in table.lines for row in _beside(table, line, run, arm))
     plan_kind = next((each.plan_kind for each in run.findings if each.arm == arm and each.plan_kind), "")
-    label = say.one_line(run.labels.get(arm, arm)) + (f" (tier {plan_kind})" if plan_kind else "")
+    label = say.one_line(run.labels.get(arm, arm)) + (
+        f" ({plan_kind} plan)" if plan_kind and plan_kind not in run.labels.get(arm, arm) else ""
+    )
     columns = ("Measure", "Paper", "Reference", "This arm", "Change", "95% interval", "n")
     return Table(f"{label}, against the reference", columns, rows, "", _sign_of(run), columns[1:])
 
@@ -282,7 +284,7 @@ def ranks_paper_table() -> Table:
 
 
 def ranks_table(run: Run, plan_kind: str) -> Table:
-    """Return the scaling efficiency of a tier's loops next to the plain loop's, from the same rounds."""
+    """Return the scaling efficiency of the loops of a kind of plan next to the plain loop's, from the same rounds."""
     rows = tuple(
         (
             say.one_line(run.labels.get(each.arm, each.arm)),

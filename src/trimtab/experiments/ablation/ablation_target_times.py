@@ -19,7 +19,7 @@ def times(
 ) -> Iterator[ChangeTime]:
     """Yield times to all targets of the whole plan and of every change with full runs, also with charged planning.
 
-    The plan is charged with planning and search. A tier-F change is charged with the whole search, because the search
+    The plan is charged with planning and search. A training change is charged with the whole search, because the search
     time
     per change is unknown.
     """

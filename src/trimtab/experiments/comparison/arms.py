@@ -16,7 +16,7 @@ class ArmKind:
         label: name shown in reports.
         source: the file with the training loop.
         plan_kind: "" for recipes, otherwise the kind of plan ("equivalent" or "tuned").
-        plan: key of the plan; the plan for the hand-tuned recipe also has tier "equivalent", so keys differ from tiers.
+        plan: key of the plan; the plan for the hand-tuned recipe is also "equivalent", so keys differ from tiers.
         made_for: the arm whose loop the plan was made for.
         rivals: recipes to compare speed and memory with, in addition to the reference.
         times: recipes to compare time to target with, in addition to the reference; None for no such comparison.

@@ -18,7 +18,7 @@ _ROLES = {ALONE: "s2", WITHIN: "s4"}
 
 
 def effects_figure(ablation: Ablation, plan_kind: str) -> FigureSpec:
-    """Throughput effects of a tier's changes in both settings with intervals; the widest A/A interval is shaded."""
+    """Throughput effects of a plan's changes in both settings with intervals; the widest A/A interval is shaded."""
     rows = [
         (change, setting, effect.ratio)
         for change in ablation.changes

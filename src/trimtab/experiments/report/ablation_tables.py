@@ -72,7 +72,7 @@ def _capital(text: str) -> str:
 
 
 def effect_table(ablation: Ablation, measured: str, plan_kind: str) -> Table:
-    """Return the effect of a tier's changes on a measure: alone, in the plan, and the ratio of both."""
+    """Return the effect of the changes of a kind of plan on a measure: alone, in the plan, and the ratio of both."""
     lines = [
         line
         for change in ablation.changes
@@ -170,7 +170,7 @@ def _pair(ablation: Ablation, effect: ChangeEffect) -> str:
 
 
 def raw_table(ablation: Ablation, plan_kind: str) -> Table:
-    """Return the raw pairs behind a tier's effects."""
+    """Return the raw pairs behind the effects of a kind of plan."""
     rows = [e for e in ablation.effects if e.plan_kind == plan_kind and not e.ratio.counted]
     return Table(
         title="Raw pairs",

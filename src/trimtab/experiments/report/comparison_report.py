@@ -32,8 +32,8 @@ TIER_NOTE = (
     "table of ratios or a figure of curves."
 )
 CURVE_NOTE = (
-    "Held-out metric against seconds of training, without evaluation, planning and search. The equivalent plan (tier "
-    "S) is shown with the reference only, because the recipes use other training settings."
+    "Held-out metric against seconds of training, without evaluation, planning and search. The equivalent plan "
+    "is shown with the reference only, because the recipes use other training settings."
 )
 
 GAIN = "Where the gain comes from"

@@ -43,7 +43,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure by name, of a single tier if plans are compared."""
+    """A figure by name, of a single kind of plan if plans are compared."""
 
     name: str
     plan_kind: str = ""

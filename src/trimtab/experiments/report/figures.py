@@ -65,7 +65,7 @@ def _columns(curve: ArmCurve) -> tuple[NDArray[np.float64], ...]:
 
 
 def curves(comparison: Comparison, plan_kind: str) -> FigureSpec:
-    """Held-out metric against training seconds of a tier's plan and comparable arms, with the range of seeds.
+    """Held-out metric against training seconds of a plan and comparable arms, with the range of seeds.
 
     Other recipes train differently, so an equivalent plan is compared with them in throughput and memory only.
     """
@@ -133,7 +133,7 @@ def _label_targets(ax: Any, targets: Sequence[float]) -> None:
 
 
 def ratio_figure(comparison: Comparison, plan_kind: str) -> FigureSpec:
-    """Throughput ratios of a tier with intervals; the A/A control's interval is shaded around 1."""
+    """Throughput ratios of a kind of plan with intervals; the A/A control's interval is shaded around 1."""
     rows = [
         row
         for row in comparison.ratios

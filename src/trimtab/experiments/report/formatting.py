@@ -179,9 +179,9 @@ def verdict_with_enough_pairs(verdict: Verdict, n: int, *, counted: bool = False
 
 
 def arm_name(arm: Arm, limit: int = MAX_TEXT) -> str:
-    """Return an arm's label with its tier."""
+    """Return an arm's label, which names the kind of plan."""
     label = one_line(arm.label or arm.name, limit)
-    return f"{label} (tier {arm.plan_kind})" if arm.plan_kind else label
+    return f"{label} ({arm.plan_kind} plan)" if arm.plan_kind and arm.plan_kind not in label else label
 
 
 def label_of_arm(comparison: Comparison, name: str, limit: int = MAX_TEXT) -> str:

@@ -145,7 +145,7 @@ def gain_notes(gain: TimedGain) -> tuple[str, ...]:
 
 
 def thirds_table(thirds: Sequence[ThirdRow], plan_kind: str) -> Table:
-    """Return the gain in the early, middle and late third of training, for a tier."""
+    """Return the gain in the early, middle and late third of training, for a kind of plan."""
     rows = [row for row in thirds if row.plan_kind == plan_kind]
     columns = ("Third", "Samples per second", "Progress", "Progress per second", "Fraction of the saving", "n")
     note = (

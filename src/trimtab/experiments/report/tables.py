@@ -52,7 +52,7 @@ def with_groups(table: Table) -> Table:
 
 
 def plan_kinds(values: Iterable[str]) -> tuple[str, ...]:
-    """Return the tiers present, S and F first; every tier gets a separate table."""
+    """Return the kinds of plan present, equivalent first; every kind gets a separate table."""
     found = set(values)
     return tuple(plan_kind for plan_kind in say.PLAN_KINDS if plan_kind in found) + tuple(
         sorted(found - say.PLAN_KINDS.keys())
@@ -60,8 +60,8 @@ def plan_kinds(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def plan_kind_title(plan_kind: str) -> str:
-    """Return the heading of a tier."""
-    return say.PLAN_KINDS.get(plan_kind, f"Tier {say.one_line(plan_kind)}")
+    """Return the heading of a kind of plan."""
+    return say.PLAN_KINDS.get(plan_kind, f"{say.one_line(plan_kind)} plan")
 
 
 def plan_name(key: str) -> str:
@@ -75,7 +75,7 @@ def plan_title(key: str) -> str:
 
 
 def ratio_table(comparison: Comparison, plan_kind: str) -> Table:
-    """Return throughput, memory and quality of a tier's arms against other arms."""
+    """Return throughput, memory and quality of the arms of a kind of plan against other arms."""
     rows = [row for row in comparison.ratios if row.plan_kind == plan_kind]
     return Table(
         title=plan_kind_title(plan_kind),
@@ -103,7 +103,7 @@ def _ratio_rows(row: RatioRow, comparison: Comparison) -> Iterator[tuple[Cell, .
 
 
 def ratio_pairs_table(comparison: Comparison, plan_kind: str) -> Table:
-    """Return the raw pairs behind a tier's ratios."""
+    """Return the raw pairs behind the ratios of a kind of plan."""
     rows = [row for row in comparison.ratios if row.plan_kind == plan_kind]
     return Table(
         title="Raw pairs",
@@ -157,7 +157,7 @@ def planning_counted(row: TargetRow) -> str:
 
 
 def target_pairs_table(comparison: Comparison, plan_kind: str) -> Table:
-    """Return the seconds of all pairs behind a tier's times to target."""
+    """Return the seconds of all pairs behind the times to target of a kind of plan."""
     rows = [row for row in comparison.target_rows if row.plan_kind == plan_kind]
     return Table(
         title="Each pair",
