@@ -199,9 +199,13 @@ def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: 
 
 
 def two_sizes(batch: Any, most: int | None = None, batching: BatchSplitting = BY_CONTAINERS) -> tuple[Sizes, Batches]:
-    """Return two micro-batch sizes and batches of these sizes: half and all of the samples (or of `most`).
+    """Return two micro-batch sizes, half of the samples and all of them, and batches of these sizes.
 
-    A loss in chunks of a quarter of the tokens has several chunks at both sizes.
+    Half is enough for a loss that is computed in chunks of a quarter of the batch's tokens: it has several chunks at
+    both sizes.
+
+    Args:
+        most: the larger size; None for all samples of the batch.
     """
     rows = batching.require(batch)
     large = rows if most is None else most

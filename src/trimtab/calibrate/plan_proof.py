@@ -340,7 +340,10 @@ def _prove(
 
 
 def _drawing(subject: TrainingLoop) -> set[nn.Module]:
-    """Return the modules that draw their own masks in a forward; the caller restores the state."""
+    """Return the modules outside torch that apply random dropout in a forward; an empty set if the forward fails.
+
+    The forward changes the loop's state (random generators, buffers), which the caller restores.
+    """
     with contextlib.suppress(Exception):  # The unchanged loop fails too, and that error is reported.
         return drawing_modules(subject.trained, subject.loss)
     return set()
@@ -474,7 +477,7 @@ class _Judge:
         return len(self._moved)
 
     def non_finite(self) -> str:
-        """Return the gradient or previously finite parameter that the unchanged loop made NaN or infinite, or "".
+        """Return the name of a gradient or once finite parameter that the unchanged loop made NaN or infinite, or "".
 
         Buffers are ignored, because a mask may contain infinities.
         """

@@ -103,7 +103,7 @@ def _traced(
 
 
 def _run_nothing() -> None:
-    """Do nothing: replacing the blocks already shows if they can be replaced."""
+    """Do nothing. Passed where a model's blocks are replaced during a call, to test only if they can be replaced."""
 
 
 def trace_blocks_for_others(

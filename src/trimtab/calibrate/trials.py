@@ -5,11 +5,11 @@ so that a drift in the machine's speed affects all candidates alike. Every block
 optimizer's moments present. To keep planning short with slow steps, known results of earlier phases are not measured
 again, and a candidate that lost all of its first blocks is dropped.
 
-In a phase that accepts a choice, the number of blocks does not depend on the current leader, or an equal candidate
-would win by optional stopping. The first blocks may only drop candidates, and a likely gain within the noise gets
-more blocks once, up to a number fixed in advance. A phase that only orders candidates ends when the order is known
-(`decide.laps`). Over the time budget, a final still gets more blocks if they cost less than a tenth of the time that
-the gain would save in the run.
+In a phase that may replace the incumbent, the number of blocks does not depend on the current leader, or an equal
+candidate would win by optional stopping. The first blocks may only drop candidates, and a likely gain within the
+noise gets more blocks once, up to a number fixed in advance. A phase that only orders candidates ends when the order
+is known (`decide.successive_elimination`). Over the time budget, a final still gets more blocks if they cost less than
+a tenth of the time that the gain would save in the run.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _TrialArm:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Configuration of a search phase's blocks.
+    """Configuration of the timing blocks of a search phase; a block is a few consecutive steps of one candidate.
 
     Args:
         subject: the user's loop.
@@ -83,7 +83,8 @@ class _Blocks:
         steps: timed steps per block.
         step_s: seconds of the incumbent's step, from its warm-up.
         num_blocks: requested blocks.
-        patient: True to allow more blocks in a phase that accepts a choice.
+        patient: True to run more than `num_blocks` blocks, if blocks are short or a likely gain is within the noise;
+            only in phases that may replace the incumbent.
         start: state at the start of every block.
         progress: called with a line of text.
         run_s: seconds of the planned run without changes; 0 if unknown.
@@ -148,8 +149,8 @@ def run_stage(
 
     Args:
         known: trials of earlier phases.
-        patient: True to allow more blocks in a phase that accepts a choice, if blocks are short or a likely gain is
-            within the noise.
+        patient: True to run more than `num_blocks` blocks, if blocks are short or a likely gain is within the noise;
+            only in phases that may replace the incumbent.
         guard: crash test of kernels; None for a new one.
         power: power measurement; None without a meter.
         run_s: seconds of the planned run, which may pay for more blocks; 0 if unknown.

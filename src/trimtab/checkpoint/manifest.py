@@ -81,7 +81,9 @@ class Manifest:
                 raise FormatError(NAME, got=f"the file name {name!r}", expected="a plain name without a directory part")
         said = self._ranks()
         if not (isinstance(said, str) and _RANKS.fullmatch(said)):
-            raise FormatError(f"about[{WORLD!r}]: ranks", got=f"{said!r:.40}", expected="a positive number, in digits")
+            raise FormatError(
+                f"about[{WORLD!r}]['ranks']", got=f"{said!r:.40}", expected="a positive integer as text, such as '2'"
+            )
 
     @property
     def step(self) -> int:

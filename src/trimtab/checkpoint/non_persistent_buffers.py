@@ -47,7 +47,12 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
     """
     where = "state.model.hidden"
     if not isinstance(saved, Mapping) or not all(isinstance(each, Tensor | None) for each in saved.values()):
-        raise FormatError(where, got=f"{saved!r:.80}", expected="a mapping from names of buffers to tensors")
+        raise FormatError(
+            where,
+            got=f"{saved!r:.80}",
+            expected="the model's non-persistent buffers: a mapping from names to tensors or None",
+            hint="Load an unchanged state of a trimtab run.",
+        )
     now = dict(_named(model))
     _require_saved(now, saved)
     places = {name: _place(model, name) for name in saved}

@@ -75,7 +75,7 @@ _ROWS = (
 )
 # Published links, by the value of `--link`.
 LINKS: Mapping[str, Link] = {link.name: link for link in _ROWS}
-# Default link of a family; "nvlink" means the device's own.
+# Default link of a family; "nvlink" means the link of the device.
 USUAL: Mapping[str, str] = {"ib": "ib:NDR", "ethernet": "ethernet:100"}
 _NODES = re.compile(r"\s*(\d{1,4})\s*x\s*([^+]+)\+(.+)", re.IGNORECASE)
 # Products of the same families without NVLink between all GPUs: connected by PCIe, or by bridges in pairs.
@@ -83,10 +83,12 @@ _OTHER_PRODUCTS = frozenset({"PCIE", "NVL", "MIG"})
 
 
 def absent_link(name: str, device_name: str = "") -> Link:
-    """Return a link of the table: "nvlink" (the device's own), "ib", "ethernet", or a full name such as "ib:HDR".
+    """Return a known link by name: "nvlink" (that of the device), "ib", "ethernet", or a full name such as "ib:HDR".
+
+    The link need not exist on this machine.
 
     Raises:
-        ValueGivenError: the link is not in the table, or the device's NVLink is unknown.
+        ValueGivenError: the link is not in `LINKS`, or the NVLink of the device is unknown.
     """
     wanted = name.strip().lower() if isinstance(name, str) else ""
     wanted = _nvlink_of(device_name) if wanted == "nvlink" else USUAL.get(wanted, wanted)
@@ -98,7 +100,7 @@ def absent_link(name: str, device_name: str = "") -> Link:
 
 
 def ring_link(name: str, device_name: str, ranks: int) -> Link:
-    """Return a link of the table, or of nodes such as "8 x nvlink + ib:NDR" (8 ranks per node and a network).
+    """Return a known link, or that of several nodes: "8 x nvlink + ib:NDR" means 8 ranks per node and a network.
 
     If all ranks fit on one node, the link inside the node is returned.
 

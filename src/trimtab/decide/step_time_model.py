@@ -70,7 +70,7 @@ class WindowTimes(Stateful):
             self._since_loaded = None
 
     def forget(self) -> None:
-        """Drop all steps."""
+        """Discard the times of all steps."""
         self._sample_s.clear()
         self._fixed_s.clear()
         self._seen, self._since_loaded = 0, None

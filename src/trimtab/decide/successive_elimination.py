@@ -1,9 +1,9 @@
 """Successive elimination: selection of a search phase's candidates for the next round.
 
-If a phase accepts a choice, candidates are compared only with the incumbent. The incumbent runs to the end, because
-every verdict needs its blocks. If a phase only ranks candidates, the comparison is with the current leader, and the
-incumbent may drop out too. A fast candidate rarely loses three blocks in a row; dropping a candidate of equal speed
-costs nothing; and the top of the ranking is proved later by separate blocks.
+In a phase that may replace the incumbent, candidates are compared only with the incumbent, which runs to the end,
+because every verdict needs its blocks. If a phase only ranks candidates, the comparison is with the current leader,
+and the incumbent may drop out too. A fast candidate rarely loses three blocks in a row; dropping a candidate of equal
+speed costs nothing; and the top of the ranking is proved later by separate blocks.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def not_splittable(reason: str) -> BatchError:
         "batch",
         got=f"a batch that cannot be split ({reason})",
         expected="samples along the first dimension of every tensor and list",
-        hint="Pass count=function and split=function to trimtab.start, or use a micro-batch as large as the batch.",
+        hint="Pass functions as count= and split= to trimtab.start: count(batch) and split(batch, start, stop). Or use "
+        "a micro-batch as large as the batch.",
         code="batch.not_splittable",
     )
 

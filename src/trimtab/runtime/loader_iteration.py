@@ -277,7 +277,8 @@ class LoaderIteration(RunView):
         if is_planned and not self._warned_whole:
             self._warned_whole = True
             text = f"A batch was not split into the micro-batches of the plan, because {reason}."
-            warnings.warn(f"{text} Pass count= and split= to trimtab.start.", RuntimeWarning, stacklevel=4)
+            hint = "Pass functions as count= and split= to trimtab.start: count(batch) and split(batch, start, stop)."
+            warnings.warn(f"{text} {hint}", RuntimeWarning, stacklevel=4)
 
     def _warn_of_other_steps(self, rows: Sequence[int], *, is_counted: bool) -> None:
         """Warn in the first window if its number of samples differs from the accumulated step that was planned."""

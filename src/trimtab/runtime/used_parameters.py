@@ -24,7 +24,7 @@ _CHECKED_WINDOWS = 3
 _BACKWARD = -1
 _IN_FSDP = "Have every rank run the same blocks in every micro-batch, or use zero_stage=0 (DistributedDataParallel)."
 UNLIKE = "Some ranks used these parameters in this step and other ranks did not"
-_IN_DEEPSPEED = "Use every trainable parameter in every window on every rank, or use zero_stage=0."
+_IN_DEEPSPEED = "Use every trainable parameter in every step on every rank, or use zero_stage=0."
 
 
 class ReachedParameters:
@@ -207,7 +207,14 @@ class ShardedParameterUse:
         return lambda *_: self._require_same(place)
 
     def _require_same(self, place: int) -> None:
-        """In the first windows, check that every rank's forward enters the same block."""
+        """In the first windows, check that all ranks are about to run the same block, or the backward.
+
+        Args:
+            place: index of the block that this rank enters, or `_BACKWARD`.
+
+        Raises:
+            RankError: ranks enter different blocks; raised on every rank.
+        """
         if not (self._in_forward and self._hooks):
             return
         places = [int(figures[0]) for figures in self._exchange.share([place])]

@@ -63,11 +63,11 @@ def flip_and_crop(images: Tensor, draws: SampleDraws, *, padding: int = 4) -> Te
     """Return images (B, C, H, W) with random horizontal flips (probability 1/2) and random crops after zero padding.
 
     The crops are gathered from a strided view of the padded images: 2 ms for 128 images of 32x32 pixels on two cores,
-    0.5% of a step of the thin ResNet.
+    0.5% of a step of a small ResNet-18.
 
     Args:
         images: (B, C, H, W).
-        draws: Random numbers of the samples.
+        draws: Generator of random numbers for each sample.
         padding: Zero padding on each side, and the largest shift, in pixels.
     """
     height, width = images.shape[2:]

@@ -98,7 +98,7 @@ class AblationMeasurements:
 
     @property
     def interaction_ratio(self) -> Ratio | None:
-        """Apparent interaction between two runs of the same loops, as a ratio with its pairs."""
+        """Apparent interaction between two runs of the same loops, with the ratio of each pair; None if unknown."""
         return self._product(self.interaction_terms) if self.has_interactions else None
 
     def _control(self, terms: Sequence[Term]) -> Interval | None:

@@ -104,7 +104,7 @@ def bound_table(gain: TimedGain) -> Table:
 
 
 def _in_any(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
-    """Return the bounds present, in display order."""
+    """Return the roofline bounds (compute, memory, ...) that any of the mappings contains, in display order."""
     present = {name for each in found for name in each}
     return tuple(name for name in BOUNDS if name in present)
 
