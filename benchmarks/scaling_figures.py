@@ -60,7 +60,9 @@ def _efficiency(rows: list[Row]) -> Iterator[str]:
 
 def _courses(rows: list[Row]) -> Iterator[str]:
     target = rows[0]["target"]
-    yield f"Training to a validation loss of {target:g}: medians over seeds, and efficiency of the whole run."
+    yield f"Training to a validation loss of {target:g}: medians over seeds. Efficiency is"
+    yield "samples per second and rank, relative to one rank with the same recipe (`no_buffers`: with `baseline`), over"
+    yield "the whole runs, not only until the target: geometric mean of the pairs with equal seeds."
     yield ""
     yield "| recipe | ranks | link | batch size | reached | samples to target | seconds to target | efficiency |"
     yield "|---|---|---|---|---|---|---|---|"

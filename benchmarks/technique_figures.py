@@ -68,13 +68,13 @@ def _compiling(found: Record) -> Iterator[str]:
 
 
 def _races(races: Iterable[Record]) -> Iterator[str]:
-    yield "| task, record | by | throughput | n | peak | final metric | n |"
+    yield "| task, record | changes of the plan | throughput | pairs | peak | final metric | pairs |"
     yield "|---|---|---|---|---|---|---|"
     for found in races:
         arms = {"arm": "equivalent_plan", "against": "reference"}
         gained, held = (found.one(metric, **arms) for metric in ("throughput_ratio", "peak_memory_ratio"))
         ends = found.of("final_metric_difference", **arms)
-        ended = f"{difference(ends[0])} | {ends[0]['n']}" if ends else "not raced to the end | "
+        ended = f"{difference(ends[0])} | {ends[0]['n']}" if ends else "not trained to the end | "
         figures = f"{ratio(gained)} | {gained['n']} | {ratio(held)} | {ended}"
         yield f"| {found.link} | {_changed(found, 'equivalent_plan')} | {figures} |"
 

@@ -235,7 +235,7 @@ def test_goodput_is_within_its_bar_or_of_other_seeds_alone_or_not():
         return found
 
     assert "| 0.50 | 4 | +200.0% | +3.0% | 1.00 (0.90 to 1.10), n = 10 | +9.0% | yes |" in line(0.03, 0.09, 0.1, 0.2)
-    assert "| over other seeds alone | +10.0% | +20.0% |" in line(0.05, 0.01, 0.1, 0.2)
+    assert "| only with new seeds | +10.0% | +20.0% |" in line(0.05, 0.01, 0.1, 0.2)
     assert "| no | reached from 1 of 5 seeds |  |" in line(0.05, 0.05, None, None, 1)
 
 
