@@ -23,7 +23,7 @@ RANK = """
     read = Energy(2.0, 30.0, Provenance.ESTIMATED, ("15 W",))
     own = read if metered.is_reader else absent_energy("another rank reads it")
     lost = absent_energy("the counter is gone") if metered.is_reader else own
-    found = {"reads": metered.is_reader, "absent_energy": metered.own.is_absent, "job": metered.job.sources}
+    found = {"reads": metered.is_reader, "absent": metered.own.is_absent, "job": metered.job.sources}
     found["joules"], found["lost"] = metered.of_all(own, total).joules, metered.of_all(lost, total).joules
     counter = Path(folder) / "tree" / "intel-rapl:0" / "energy_uj"
     shared = meter_of_rank(torch.device("cpu"), Metering(root=counter.parents[1]))

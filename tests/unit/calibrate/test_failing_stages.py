@@ -69,7 +69,7 @@ STAGES = {
     "proof": (plain_step, "check_splitting", "splitting.not_checked", {}, lambda p: not p.check.splittable),
     "flops": (step_counts, "count_flops", "flops.not_counted", {}, lambda p: p.loop.flops_per_step is None),
     "attention": (SoftmaxDetector, "__torch_dispatch__", "attention.not_watched", {}, lambda p: p.loop.logits is None),
-    "head": (profiler, "watched", "loss_head.not_watched", {}, lambda p: p.loop.head_tokens is None),
+    "head": (profiler, "count_head_tokens", "loss_head.not_watched", {}, lambda p: p.loop.head_tokens is None),
     "layout": (profiler, "channels_last_hazard", "memory_layout.not_checked", {}, lambda p: p.loop.layout_hazard),
     "phases": (profiler, "measure_phases", "phases.not_timed", {}, lambda p: p.phases_s == {}),
     "padding": (profiler, "padding_saves_s", "padding.not_timed", {}, lambda p: p.loop.padding_saves_s is None),

@@ -78,7 +78,7 @@ RANK = """
     found = []
     for cores in ({0, 1}, {rank}, {0}):
         oversubscription.own_cores = lambda: frozenset(cores)
-        found.append(oversubscription.crowded())
+        found.append(oversubscription.oversubscribed_resource())
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
 """
